@@ -24,7 +24,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-long test-torch abi asan tsan crash fuzz mutate-events kernels bench fmt wheel clean check-machine
+.PHONY: build demo test test-long test-torch abi asan tsan crash fuzz fuzz-programs mutate-events kernels bench fmt wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -104,6 +104,14 @@ fuzz:
 	@if clang $(FUZZ_FLAGS) -fsanitize=fuzzer -DSW_LIBFUZZER $(FUZZ) -o build/fuzz/run 2>build/fuzz/log; then \
 		build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -artifact_prefix=build/fuzz/ build/fuzz/corpus; \
 	else $(CC) $(FUZZ_FLAGS) $(FUZZ) -o build/fuzz/run && build/fuzz/run 2000000; fi
+
+# Random training programs against a naive oracle: make fuzz-programs PROGRAMS=1000 SEED=7. One that ends wrongly is printed, as
+# small as can be; `$(BIN)/python tests/programs FILE` runs it again
+PROGRAMS ?= 10000
+SEED ?= 1
+
+fuzz-programs: build
+	$(BIN)/python tests/programs --seed $(SEED) --count $(PROGRAMS)
 
 # Each event wait and host wait of the GPU path deleted, and each event recorded in the wrong place, in turn: a test on the
 # simulated GPUs must fail

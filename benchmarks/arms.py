@@ -1,4 +1,4 @@
-"""The arms of bench_ddp and bench_zero: a module, what makes it train with the other ranks, and AdamW(fused=True)."""
+"""The arms of bench_ddp and bench_zero: a module, the wrapper that averages its gradients, and AdamW(fused=True)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ STAGES: dict[str, dict[str, Any]] = {
     "zero=3": {"zero": 3},
     "zero=3 private": {"zero": 3, "share_parameters": False},
 }
-#: ZeroRedundancyOptimizer over DDP with bucket views: whether its parameters are views of buckets too
+#: ZeroRedundancyOptimizer over DDP with bucket views; True: its parameters are views of buckets, too
 REDUNDANCY = {"ZeroRedundancyOptimizer": False, "ZeroRedundancyOptimizer view": True}
 #: FSDP2: reshard_after_forward of each block or layer; the root keeps its own, as is FSDP2's default
 FSDP2 = {"FSDP2 resharded": True, "FSDP2 kept": False}
-#: DeepSpeed's ZeRO stages, where it is installed
+#: DeepSpeed's ZeRO stages, if it is installed
 DEEPSPEED = {f"DeepSpeed {stage}": stage for stage in (1, 2, 3)}
 
 
@@ -46,17 +46,20 @@ def torch_settings(quick: bool) -> list[str]:
 
 
 def best_of(times: dict[str, common.Timing], family: str) -> str:
-    """The fastest of the arms whose names begin with `family`."""
+    """Return the fastest of the arms whose names begin with `family`."""
     return min((name for name in times if name.startswith(family)), key=lambda name: times[name].median)
 
 
 def missing_deepspeed() -> str:
-    """Why there are no arms of DeepSpeed; empty if there are."""
+    """Return the reason why there are no arms of DeepSpeed; "" if there are."""
     return "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
 
 
 def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What is called for a forward, and what steps. Collective, but for the arm `none`, which never communicates."""
+    """Return the module for a forward, and the optimizer.
+
+    Collective, except for the arm `none`, which never communicates.
+    """
     if arm in FSDP2:
         _shard_fully(module, FSDP2[arm])
     if arm in REDUNDANCY:
@@ -70,7 +73,7 @@ def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def _shard_fully(module: nn.Module, reshard_after_forward: bool) -> None:
-    from torch.distributed.fsdp import fully_shard  # takes seconds to import
+    from torch.distributed.fsdp import fully_shard  # slow to import
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layers = [layer for layer in module.children() if isinstance(layer, nn.Linear)]
@@ -81,8 +84,11 @@ def _shard_fully(module: nn.Module, reshard_after_forward: bool) -> None:
 
 
 def _deepspeed_engine(module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, batch_size: int) -> Any:
-    """DeepSpeed on the CPU over torch's Gloo group. Its extension of shared memory serves inference alone and takes minutes to compile as
-    the first engine is made: DeepSpeed's own table of what this machine can run says here that it cannot."""
+    """Return a DeepSpeed engine on the CPU over torch's Gloo group.
+
+    DeepSpeed's shared memory extension serves inference alone, and compiling it takes minutes when the first engine is
+    created. DeepSpeed's own table of compatible extensions is therefore told that this machine cannot run it.
+    """
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
     import deepspeed  # takes seconds to import
 
@@ -98,7 +104,7 @@ def _deepspeed_engine(module: nn.Module, optimizer: torch.optim.Optimizer, stage
 
 
 class DeepSpeedTrainer:
-    """As Trainer: an engine does backward and step, and zeroes gradients."""
+    """A trainer like Trainer, whose engine does backward and step and zeroes gradients."""
 
     def __init__(self, case: str, arm: str, rank: int) -> None:
         self._case = CASES[case]
@@ -115,7 +121,7 @@ class DeepSpeedTrainer:
 
 
 class Trainer:
-    """One arm: a copy of the case's model and its step."""
+    """One arm: a copy of the case's model, and its step."""
 
     def __init__(self, case: str, arm: str, rank: int) -> None:
         self._case = CASES[case]
@@ -130,7 +136,7 @@ class Trainer:
         return loss
 
     def step(self) -> Tensor:
-        """The loss, which is also this rank's before the step."""
+        """Take a step and return the loss before it, this rank's own."""
         loss = self.backward()
         self._optimizer.step()
         return loss.detach()

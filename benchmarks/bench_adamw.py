@@ -1,6 +1,7 @@
 """The fused optimizers against torch's, and the exact norm against a plain sum. One process, one thread, CPU.
 
-Every arm has tensors of its own and does the same work: first a few steps whose results must be equal, then turns.
+Every arm has its own tensors and does the same work: first a few steps whose results must be equal, then samples in
+turns.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import torch.distributed as dist
 from shardwright import _engine
 
 LARGE = 16 << 20
-PARTS = [LARGE // 16] * 16  # so that the place of one array in memory decides nothing
+PARTS = [LARGE // 16] * 16  # several arrays, so that the address of one does not decide
 SMALL = [256, 1024, 64 * 24, 2048] * 100
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.01}
 Arms = dict[str, Callable[[], None]]
 
 
 def tensors(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Parameters with gradients, the same at each call."""
+    """Return parameters with gradients, the same at each call."""
     made = []
     for index, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(index)
@@ -38,7 +39,7 @@ def tensors(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.
 
 
 def verify(arms: Arms, results: dict[str, list[torch.Tensor]]) -> Arms:
-    """Three turns of each arm must leave the same bits."""
+    """Check that three turns of each arm leave the same bits."""
     for _ in range(3):
         for work in arms.values():
             work()
@@ -50,7 +51,7 @@ def verify(arms: Arms, results: dict[str, list[torch.Tensor]]) -> Arms:
 
 
 def plain_arms(name: str, sizes: list[int], **options: Any) -> Arms:
-    """float32 parameters, float32 gradients."""
+    """Step float32 parameters with float32 gradients."""
     ours, theirs = tensors(sizes), tensors(sizes)
     a = getattr(sw.optim, name)(ours, **options)
     b = getattr(torch.optim, name)(theirs, fused=True, **options)
@@ -58,7 +59,7 @@ def plain_arms(name: str, sizes: list[int], **options: Any) -> Arms:
 
 
 def copy_arms() -> Arms:
-    """float32 parameters and gradients, and a bfloat16 copy of the new parameter: ours writes it in the same pass."""
+    """Step float32 parameters and write a bfloat16 copy of them; ours writes it in the same pass."""
     ps, qs = tensors(PARTS), tensors(PARTS)
     ours, theirs = ([torch.empty_like(p, dtype=torch.bfloat16) for p in ps] for _ in range(2))
     m, v, step = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps], [torch.zeros(()) for _ in ps]
@@ -77,7 +78,7 @@ def copy_arms() -> Arms:
 
 
 def master_arms() -> Arms:
-    """A bfloat16 model: torch widens the gradient into the master's, steps, and rounds the master back."""
+    """Step a bfloat16 model: torch widens the gradient into the master's, steps, and rounds the master back."""
     ps, qs = tensors(PARTS, torch.bfloat16), tensors(PARTS, torch.bfloat16)
     masters = [q.detach().float().requires_grad_() for q in qs]
     for master in masters:

@@ -1,7 +1,7 @@
-"""all_reduce of float32: the pool form against what the memory can do, and calls from Python against torch on Gloo.
+"""all_reduce of float32: the pool form against the memory's ceiling, and calls from Python against torch on Gloo.
 
-The ceiling is the fastest of five loops (ceiling.c), all ranks at once on the pages the all_reduce uses: W * n bytes
-read and W * n written in all, best of 5, in the same run.
+The ceiling is the fastest of five loops (ceiling.c), all ranks at once on the pages of the all_reduce: W * n bytes read
+and W * n written in all, best of 5, in the same run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Pool:
 
 
 def verify(tensor: torch.Tensor, all_reduce: Callable[[], None], rank: int, world_size: int) -> None:
-    """Small whole numbers, whose sum is exact; leaves zeros, which stay zeros however often they are summed."""
+    """Sum small integers, whose sum is exact; leave zeros, which stay zeros in any number of sums."""
     pattern = torch.arange(tensor.numel(), dtype=torch.int32).remainder_(1021).float()
     torch.mul(pattern, rank + 1, out=tensor)
     all_reduce()
@@ -51,7 +51,7 @@ def verify(tensor: torch.Tensor, all_reduce: Callable[[], None], rank: int, worl
 def time_against_ceiling(
     rank: int, world_size: int, sizes: list[int], rounds: int, budget_s: float, library: str
 ) -> list[Any]:
-    group = host_group(dist.group.WORLD, 60.0)  # closed when nobody holds it
+    group = host_group(dist.group.WORLD, 60.0)  # closed when it is garbage
     comm = group.comm
     run = ctypes.CDLL(library).ceiling_run
     run.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
@@ -71,7 +71,7 @@ def time_against_ceiling(
 
 
 def time_against_gloo(rank: int, world_size: int, sizes: list[int], rounds: int, budget_s: float) -> list[Any]:
-    group = host_group(dist.group.WORLD, 60.0)  # closed when nobody holds it
+    group = host_group(dist.group.WORLD, 60.0)  # closed when it is garbage
     comm = group.comm
     results = []
     for size in sizes:
@@ -93,7 +93,7 @@ def time_against_gloo(rank: int, world_size: int, sizes: list[int], rounds: int,
 
 
 def repeats_of(size: int) -> int:
-    """Calls a sample: enough that ticks of 10 ms can be read."""
+    """Return the calls of a sample: enough to read clock ticks of 10 ms."""
     return max(1, 200 * MB // size)
 
 

@@ -1,10 +1,11 @@
-"""Checkpoints: how soon save() returns, what a save costs the training, how fast it is durable, how fast a cold load is.
+"""Checkpoints: the time until save() returns, the cost to training, the time until a save is durable, the time of a
+cold load.
 
-Adam's state (p, m, v) of one size on every rank; the loop overwrites all of it each step and computes for the rest of the
-step. Peers: torch.distributed.checkpoint (async_save and load), and raw O_DIRECT writes and reads of as many bytes on the
-same disk in the same run. fsync is part of everybody's "durable"; caches are dropped before a load. The first save pays for
-its memory and is reported apart. SW_BENCH_DIR names the directory (default: the system's for temporary files);
-SW_BENCH_CASES="1:0.35,2:0.12" chooses world sizes and step lengths (seconds) of the full form.
+Every rank has Adam's state (p, m, v) of one size. The loop overwrites all of it in each step and computes for the rest
+of the step. Peers are torch.distributed.checkpoint (async_save and load), and raw O_DIRECT writes and reads of as many
+bytes on the same disk in the same run. "Durable" includes fsync in every arm; caches are dropped before a load. The
+first save allocates its memory and is reported apart. SW_BENCH_DIR names the directory (default: the system's for
+temporary files). SW_BENCH_CASES="1:0.35,2:0.12" selects world sizes and step lengths (seconds) of the full form.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Subject:
 
     def __init__(self, size_bytes: int, step_s: float) -> None:
         numel = size_bytes // 12 // 8
-        torch.manual_seed(0)  # replicas
+        torch.manual_seed(0)  # equal on all ranks
         self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(numel)) for _ in range(8)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.step_s = step_s
@@ -49,7 +50,10 @@ class Subject:
         self.size_bytes = 3 * 4 * sum(p.numel() for p in self.model)
 
     def step(self) -> float:
-        """One training step; seconds it took. The arithmetic is a fixed amount of work: what is lost shows."""
+        """Take one training step and return its seconds.
+
+        The arithmetic is a fixed amount of work, so any loss shows.
+        """
         begin = time.perf_counter()
         matrix = torch.ones(192, 192)
         for _ in range(self.work if hasattr(self, "work") else 0):
@@ -60,7 +64,7 @@ class Subject:
         return time.perf_counter() - begin
 
     def calibrate(self) -> float:
-        """Sets the amount of work for `step_s`; the median of quiet steps."""
+        """Set the amount of work for `step_s`; return the median of quiet steps."""
         self.work = 0
         bare = statistics.median(self.step() for _ in range(3))
         self.work = 200
@@ -78,7 +82,7 @@ class Subject:
         }
 
     def align(self) -> None:
-        """Ranks have taken different numbers of steps; what is saved is one training's."""
+        """Broadcast the state, since ranks have taken different numbers of steps."""
         for group in self.state().values() if dist.get_world_size() > 1 else ():
             for tensor in group.values():
                 dist.broadcast(tensor, 0)
@@ -90,7 +94,7 @@ class Subject:
 def one_save(
     subject: Subject, quiet_s: float, begin: Callable[[], Any], is_durable: Callable[[Any], bool]
 ) -> dict[str, float]:
-    """Trains on while a save runs. returns, durable, lost: seconds."""
+    """Train on while a save runs. Return the seconds until save() returned and until it was durable, and those lost."""
     subject.align()
     dist.barrier()
     start = time.perf_counter()
@@ -98,7 +102,7 @@ def one_save(
     returned = time.perf_counter() - start
     ended: list[float] = []
 
-    def watch() -> None:  # steps are long: the loop below would see the end late
+    def watch() -> None:  # the loop below would see the end late, since steps are long
         while not is_durable(handle):
             time.sleep(0.002)
         ended.append(time.perf_counter() - start)
@@ -114,7 +118,7 @@ def one_save(
 
 
 def chunk_memory(*, huge: bool) -> memoryview:
-    """CHUNK bytes in huge pages, or in small ones: what a device is asked for in one request differs."""
+    """Return CHUNK bytes in huge pages, or in small ones: the page size decides how many requests a device gets."""
     slack = 2 * MIB
     memory = mmap.mmap(-1, CHUNK + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
@@ -123,7 +127,7 @@ def chunk_memory(*, huge: bool) -> memoryview:
 
 
 def raw_write(path: str, size_bytes: int) -> float:
-    """Seconds for O_DIRECT writes of this many bytes, allocated before and synced after."""
+    """Return the seconds for O_DIRECT writes of this many bytes, allocated before and synced after."""
     memory = chunk_memory(huge=True)
     memory[:] = os.urandom(4096) * (CHUNK // 4096)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -138,7 +142,7 @@ def raw_write(path: str, size_bytes: int) -> float:
 
 def raw_read(path: str, size_bytes: int, *, huge: bool = True) -> float:
     memory = chunk_memory(huge=huge)
-    memory[:] = bytes(CHUNK)  # there before the clock starts
+    memory[:] = bytes(CHUNK)  # allocate before the clock starts
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     begin = time.perf_counter()
     for offset in range(0, size_bytes, CHUNK):
@@ -184,7 +188,7 @@ class Bench:
         return found
 
     def save_dcp(self, arm: str) -> dict[str, float]:
-        """Its default, and with a stager thread, whose copy must be whole before the next step."""
+        """Save with DCP's default, or with a stager thread, whose copy must be complete before the next step."""
         path = f"{self.directory}/dcp/{self.count}"
         extra: dict[str, Any] = {}
         if arm == "dcp staged":
@@ -207,7 +211,7 @@ class Bench:
         return found
 
     def keep_newest(self, folder: str) -> None:
-        """Removing what is old is in nobody's time."""
+        """Remove old saves outside of any arm's time."""
         dist.barrier()
         if self.rank == 0:
             *old, _ = sorted(
@@ -219,7 +223,7 @@ class Bench:
         dist.barrier()
 
     def verify(self) -> None:
-        """What each arm saved is what it loads."""
+        """Check that each arm loads what it saved."""
         for arm in ("copy", "lazy"):
             self.subject.align()
             before = self.subject.digest()
@@ -237,7 +241,7 @@ class Bench:
     def load(self, arm: str) -> float:
         folder = f"{self.directory}/{'dcp' if arm == 'dcp' else 'copy'}"
         drop_caches(folder)
-        if arm == "new":  # as after a restart: nothing is there yet, and no staging of an earlier save
+        if arm == "new":  # as after a restart: no optimizer state, and no staging of an earlier save
             self.subject.optimizer.state.clear()
         dist.barrier()
         begin = time.perf_counter()
@@ -251,7 +255,7 @@ class Bench:
         return time.perf_counter() - begin
 
     def raw(self) -> tuple[float, float, float]:
-        """(write, read, read into small pages) of the whole state by rank 0, the others idle."""
+        """Return (write, read, read into small pages) of the whole state by rank 0 while the others are idle."""
         path = f"{self.directory}/raw"
         times = (0.0, 0.0, 0.0)
         dist.barrier()
@@ -270,7 +274,7 @@ class Bench:
 def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: float, rounds: int) -> dict[str, Any]:
     bench = Bench(rank, world_size, directory, size_bytes, step_s)
     bench.verify()
-    arms = ARMS if world_size == 1 else ARMS[:3]  # of several ranks, DCP's default alone: its saves take minutes
+    arms = ARMS if world_size == 1 else ARMS[:3]  # with several ranks only DCP's default, whose saves take minutes
     first = {arm: bench.save(arm) for arm in arms}
     samples: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     loads: dict[str, list[float]] = {"copy": [], "new": [], "dcp": []}
@@ -284,7 +288,7 @@ def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: fl
             loads[arm].append(bench.load(arm))
         raw.append(bench.raw())
     cpu = {}
-    for arm in ("copy", "lazy"):  # lazy: nothing is overwritten, all of the work is the background's
+    for arm in ("copy", "lazy"):  # lazy: nothing is overwritten, so the background does all of the work
         bench.subject.align()
         begin, own = time.process_time(), time.thread_time()
         bench.ours[arm].save(10_000_000)
@@ -302,10 +306,10 @@ def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: fl
     }
 
 
-def slowest(results: list[dict[str, Any]], arm: str, what: str) -> float:
-    """The median over rounds of the slowest rank."""
+def slowest(results: list[dict[str, Any]], arm: str, figure: str) -> float:
+    """Return the median over rounds of the slowest rank."""
     return statistics.median(
-        max(r["samples"][arm][i][what] for r in results) for i in range(len(results[0]["samples"][arm]))
+        max(r["samples"][arm][i][figure] for r in results) for i in range(len(results[0]["samples"][arm]))
     )
 
 

@@ -1,9 +1,10 @@
-"""A whole training step on two hosts with 1 Gbit/s between them, compressed, against torch's DDP plain and with its own hook.
+"""A whole training step on two hosts with 1 Gbit/s between them, compressed, against torch's DDP plain and with its own
+hook.
 
-Hosts are as in bench_hosts. Each arm trains a copy of the 26 M MLP, in turns. `predicted` is what compute, codec and wire of the
-same run would take one after the other: the step without communication, the codec timed on 4 MiB, and the arm's own bytes at the
-speed of a plain exchange. A share above 1: some of it ran side by side. `beside` is the least that it could take if all of the wire's
-time fell beside what cores do, from the first moment of the step to the last: the larger of compute + codec and wire.
+Hosts are as in bench_hosts. Each arm trains a copy of the 26 M MLP, in turns. `predicted` adds up compute, codec and
+wire of the same run: the step without communication, the codec timed on 4 MiB, and the arm's own bytes at the speed of
+a plain exchange. A share above 1 means that some of it overlapped. `beside` is the least possible time if all wire time
+overlapped the computation: the larger of compute + codec and wire.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from shardwright.levels import levels_of
 CASE = "mlp"
 RANK = 4
 COMPRESSORS = {"PowerSGD r=4": sw.PowerSGD(rank=RANK), "Bf16": sw.Bf16(), "Fp16": sw.Fp16(), "Int8": sw.Int8()}
-#: against torch's DDP without a hook; None: the row stands beside others
+#: least speedup against torch's DDP without a hook; None: the row has no goal
 GOALS = {"PowerSGD r=4": 5.0, "Bf16": 1.6, "Fp16": None, "Int8": None}
 SHARE_GOAL = 0.85
 HOOK_GOAL = 1.4
 #: torch's two fastest in bench_hosts
 PLAIN = ["torch DDP view", "torch DDP view static cap 1"]
 HOOK = "torch DDP + powerSGD_hook r=4, one bucket"
-#: rounds that torch's hook leaves plain: it takes no fewer
+#: rounds that torch's hook leaves plain; it accepts no fewer
 PLAIN_ROUNDS = 2
 
 
 class CompressedTrainer(Trainer):
-    """An arm of this benchmark's own: `outer` makes what is called for a forward."""
+    """An arm of this benchmark alone: `outer` makes the module for a forward."""
 
     def __init__(self, rank: int, outer: Callable[[nn.Module], nn.Module]) -> None:
         self._case = CASES[CASE]
@@ -60,13 +61,13 @@ def with_torchs_hook(module: nn.Module) -> nn.Module:
 
 
 def verify(trainers: dict[str, Trainer], arms: Sequence[str]) -> None:
-    """After one backward on equal weights every arm has torch's plain gradients, as nearly as it says."""
+    """Check that after one backward on equal weights every arm has torch's plain gradients within its own bound."""
     for trainer in trainers.values():
         trainer.backward()
     expected = [p.grad for p in trainers[PLAIN[0]].module.parameters()]
     for arm in arms:
         if arm == "PowerSGD r=4":
-            continue  # its promises are tests/ranks'
+            continue  # tests/ranks checks its promises
         for mine, theirs in zip(trainers[arm].module.parameters(), expected):
             off = float((mine.grad - theirs).norm() / theirs.norm())
             if not off < 0.03:

@@ -1,7 +1,8 @@
-"""A whole training step (forward, backward, AdamW(fused=True)) under sw.wrap's defaults, against torch's DDP at its best.
+"""A whole training step (forward, backward, AdamW(fused=True)) under sw.wrap's defaults, against torch's DDP at its
+best.
 
-Each arm trains a copy of the model of its own, in the same ranks, step by step in turns. `none` is the same step with no
-communication at all. Also: the cost of a parameter beyond that of a backward without hooks, and peak memory (PSS).
+Each arm trains its own copy of the model, in the same ranks, step by step in turns. `none` is the same step without any
+communication. Also: the cost of a parameter beyond that of a backward without hooks, and peak memory (PSS).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardwright.process_group import host_group
 
 
 def verify(trainers: dict[str, Trainer], arms: Sequence[str]) -> None:
-    """After one backward on equal weights, ours and every torch arm hold equal gradients."""
+    """Check that ours and every torch arm hold equal gradients after one backward on equal weights."""
     for trainer in trainers.values():
         trainer.backward()
     ours = dict(trainers["ours"].module.named_parameters())

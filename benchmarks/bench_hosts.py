@@ -1,8 +1,9 @@
-"""A whole training step on two hosts with 1 Gbit/s between them, one and two ranks on each, against torch's DDP at its best.
+"""A whole training step on two hosts with 1 Gbit/s between them, one and two ranks on each, against torch's DDP at its
+best; and a broadcast over two to four hosts against torch's.
 
-The hosts are network namespaces of this machine; `tc` limits their links, and their interfaces count what passes. Also: bytes
-that a host sends in a step, against 2 (H - 1) / H gradients, the least that an all-reduce over H hosts can do. Needs the
-right to make namespaces.
+The hosts are network namespaces of this machine; `tc` limits their links, and their interfaces count bytes. Also: the
+bytes that a host sends in a step against 2 (H - 1) / H gradients, the least for an all-reduce over H hosts. Needs the
+right to create namespaces.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from arms import QUICK_SETTINGS, TORCH_SETTINGS, Trainer, best_of
 from bench_ddp import verify
 
+from shardwright.process_group import host_group
+
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "ranks"))
 import network  # noqa: E402
 
@@ -27,11 +30,20 @@ RATE = "1gbit"
 HOSTS = 2
 STEP_GOALS = {1: 0.95, 2: 0.8}
 BYTES_GOAL = 1.02
-#: what --only may name: a model, and ranks a host
+#: the parts that --only may name: a model, and ranks a host
 PARTS = {
     f"{case}-{HOSTS}x{ranks_a_host}": (case, ranks_a_host) for ranks_a_host in STEP_GOALS for case in ("mlp", "gpt")
 }
-#: torch's settings that are tried once before the arms take turns; this many of them then do
+#: ranks on each host, by broadcast
+BROADCASTS = {
+    "broadcast-2x1": (1, 1),
+    "broadcast-3x1": (1, 1, 1),
+    "broadcast-4x1": (1, 1, 1, 1),
+    "broadcast-2x2": (2, 2),
+}
+BROADCAST_MB = (1, 25, 100)
+BROADCAST_GOAL = 1.0
+#: torch's settings are tried once before the arms take turns; this many of them remain
 CONTENDERS = 2
 COUNTED_STEPS = 2
 
@@ -42,13 +54,13 @@ def enter_host(namespaces: Sequence[Sequence[str]], rank: int) -> None:
 
 
 def bytes_sent() -> int:
-    """By this host so far; what leaves as one frame of 64 KiB, to be cut by the interface, has one header."""
+    """Return the bytes that this host has sent; a frame of 64 KiB, which the interface cuts later, has one header."""
     with open("/proc/self/net/dev", encoding="ascii") as file:
         return next(int(line.split()[9]) for line in file if line.strip().startswith("eth0:"))
 
 
 def count_bytes(trainer: Trainer) -> int:
-    """That this host sends in one step."""
+    """Return the bytes that this host sends in one step."""
     dist.barrier()
     before = bytes_sent()
     dist.barrier()
@@ -59,7 +71,7 @@ def count_bytes(trainer: Trainer) -> int:
 
 
 def choose(trainers: dict[str, Trainer], settings: Sequence[str]) -> list[str]:
-    """The fastest of torch's settings, by one sample after a warm-up; all ranks agree."""
+    """Return the fastest of torch's settings, by one sample after a warm-up; all ranks agree."""
     times = []
     for arm in settings:
         trainers[arm].step()
@@ -72,7 +84,7 @@ def choose(trainers: dict[str, Trainer], settings: Sequence[str]) -> list[str]:
 def time_steps(
     rank: int, world_size: int, case: str, settings: Sequence[str], rounds: int, budget_s: float
 ) -> tuple[dict[str, list[common.RankSample]], dict[str, int], int]:
-    """Samples by arm; bytes that this rank's host sent in a step, by arm; bytes of a gradient."""
+    """Return samples by arm, bytes that this rank's host sent in a step by arm, and bytes of a gradient."""
     trainers = {arm: Trainer(case, arm, rank) for arm in ("ours", "none", *settings)}
     verify(trainers, settings)
     arms = ["ours", "none", *choose(trainers, settings)]
@@ -105,8 +117,47 @@ def whole_steps(report: common.Report, case: str, ranks_a_host: int, *, quick: b
     report.add(case, "MB", sent["ours"], least, name, goal=BYTES_GOAL, samples=COUNTED_STEPS, **peer)
 
 
+def time_broadcasts(
+    rank: int, world_size: int, sizes: Sequence[int], rounds: int, budget_s: float
+) -> list[dict[str, list[common.RankSample]]]:
+    """Samples by arm, of each size in MB: rank 0's to all."""
+    group = host_group(dist.group.WORLD, 60)
+    found = []
+    for size in sizes:
+        tensor = torch.full((size * 1_000_000 // 4,), float(rank))
+        arms: dict[str, Callable[[], Any]] = {
+            "ours": functools.partial(group.broadcast, [tensor], 0, "a benchmark"),
+            "torch": functools.partial(dist.broadcast, tensor, 0),
+        }
+        for work in arms.values():
+            tensor.fill_(rank)
+            work()
+            assert bool((tensor == 0).all()), "a broadcast brings other bytes"
+        found.append(common.interleave(arms, dist.barrier, rounds=rounds, budget_s=budget_s, warmup=1))
+    return found
+
+
+def broadcasts(report: common.Report, shape: str, ranks_a_host: Sequence[int], *, quick: bool) -> None:
+    rounds, budget_s = (common.LEAST_ROUNDS, 1.0) if quick else (7, 25.0)
+    sizes = BROADCAST_MB[:2] if quick else BROADCAST_MB
+    host_of = [host for host, count in enumerate(ranks_a_host) for _ in range(count)]
+    with network.Network(len(ranks_a_host), RATE) as hosts:
+        enter = functools.partial(enter_host, [hosts.namespaces(host) for host in host_of])
+        results = common.run_ranks(len(host_of), time_broadcasts, sizes, rounds, budget_s, enter=enter)
+    for index, size in enumerate(sizes):
+        times = common.timings([rank[index] for rank in results])
+        report.add_times(f"{shape} {size} MB", times["ours"], times["torch"], "torch", goal=BROADCAST_GOAL, rate=RATE)
+
+
 def main() -> None:
-    report, quick = common.begin("hosts", __doc__, tuple(PARTS))
+    report, quick = common.begin("hosts", __doc__, (*PARTS, *BROADCASTS))
+    for part, ranks_a_host in BROADCASTS.items():
+        if not report.wants(part) or (quick and part != "broadcast-3x1"):
+            continue
+        try:
+            broadcasts(report, part, ranks_a_host, quick=quick)
+        except network.Refused as error:
+            report.add_no_result(part, str(error))
     for part, (case, ranks_a_host) in PARTS.items():
         if not report.wants(part) or (quick and case != "gpt"):
             continue

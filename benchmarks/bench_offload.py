@@ -1,7 +1,8 @@
-"""A step of sw.optim.AdamW over state in a file (offload="nvme:<folder>") against the time in which the disk alone reads and writes
-as many bytes, past the page cache and at once, in the same run: the faster of one thread a direction and of two, 8 MiB a request.
+"""A step of sw.optim.AdamW over state in a file (offload="nvme:<folder>") against the disk alone.
 
-SW_BENCH_DIR names a folder on the disk to measure (the working directory by default). The same step in memory stands beside.
+The disk reads and writes as many bytes at once in the same run, bypassing the page cache: the faster of one thread a
+direction and of two, 8 MiB a request. SW_BENCH_DIR names a folder on the disk to measure (default: the working
+directory). A row without a goal has the same step in memory.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from shardwright.process_group import host_group
 
 GOAL = 0.8
 REQUEST_BYTES = 8 << 20
-DISK_THREADS = (1, 2)  # a direction
-STATE_BYTES = 8  # an element: two moments in float32
+DISK_THREADS = (1, 2)  # threads a direction
+STATE_BYTES = 8  # bytes an element: two moments in float32
 
 
 class Disk:
-    """All bytes of the state's own file read and as many written, the same blocks as the step's, by `count` threads each."""
+    """Read and write all bytes of the state's own file, in the step's blocks, by `count` threads each."""
 
     def __init__(self, folder: str, nbytes: int, count: int) -> None:
         names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
@@ -37,14 +38,14 @@ class Disk:
         self._file = next(each for each in map(_reopened, files) if os.fstat(each).st_size >= nbytes)
         self._requests = [(at, min(REQUEST_BYTES, nbytes - at)) for at in range(0, nbytes, REQUEST_BYTES)]
         self._count = count
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # with huge pages: a request in few pieces
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # huge pages keep a request in few segments
         self._buffers = [mmap.mmap(-1, REQUEST_BYTES, flags=private) for _ in range(2 * count)]
-        for buffer in self._buffers:  # no zeros, which a virtual disk may not write; moments as good as others
+        for buffer in self._buffers:  # not zeros, which a virtual disk may not write; valid as moments
             buffer.madvise(mmap.MADV_HUGEPAGE)
             buffer[:] = torch.rand(REQUEST_BYTES // 4).numpy().tobytes()
 
     def _move(self, call: Any, number: int) -> None:
-        """Every count-th request; writers are half a file away from readers."""
+        """Issue every count-th request; writers are half a file away from readers."""
         writes, lane = divmod(number, self._count)
         own = self._requests[lane :: self._count]
         half = len(own) // 2 if writes else 0
@@ -66,7 +67,7 @@ def _reopened(path: str) -> int:
 
 
 def trainable(numel: int, offload: str | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A wrapped module whose gradients stand."""
+    """Return a wrapped module with gradients, and its optimizer."""
     torch.manual_seed(0)
     each = min(numel, 4 << 20)
     module = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(each)) for _ in range(numel // each))

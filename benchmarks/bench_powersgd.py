@@ -1,8 +1,9 @@
-"""Compression without a network: PowerSGD's passes over a 25 MB bucket, and the half codecs. One process, one thread, CPU.
+"""Compression without a network: PowerSGD's passes over a 25 MB bucket, and the half codecs. One process, one thread,
+CPU.
 
-Both arms of a hook case are the whole hook on a group of one rank, so nothing travels and neither side folds. A bucket goes in as
-it came out of the turn before: result plus error stay what they were, so the work is the same in every turn. First results
-agree to 1e-5 from the same basis (tests/ranks shows it); here each arm's result plus its error must be its first input.
+Both arms of a hook case are the whole hook on a group of one rank, so nothing travels and neither side folds. A bucket
+enters as it left the turn before: result plus error stay the same, so every turn does the same work. Here each arm's
+result plus its error must be its first input. First results agree to 1e-5 from the same basis, as tests/ranks shows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Arms = dict[str, Callable[[], None]]
 
 
 class Bucket:
-    """What both hooks ask of a GradBucket."""
+    """A GradBucket with the methods that both hooks call."""
 
     def __init__(self) -> None:
         self.parameters_ = [torch.nn.Parameter(torch.empty(SIDE, SIDE)) for _ in range(MATRICES)]
@@ -67,13 +68,13 @@ def powersgd_arms(rank: int) -> Arms:
     owed = torch.cat([error.flatten() for error in state.errors().values()])
     for result, error in ((ours.flat, owed), (theirs.flat, peer.error_dict[0])):
         if not torch.allclose(result + error, ours.source, rtol=0, atol=1e-4):
-            raise AssertionError("what was sent and what is owed are not what was there")
+            raise AssertionError("result plus error differ from the input")
     there, back = torch.ones(NUMEL), torch.empty(NUMEL)
     return {"ours": run_ours, "torch": run_theirs, "copy": lambda: back.copy_(there)}
 
 
 def half_hook_arms(dtype: torch.dtype) -> Arms:
-    """The whole hook; torch's bfloat16 hook runs outside of its DistributedDataParallel."""
+    """Run the whole hook; torch's bfloat16 hook runs outside of its DistributedDataParallel."""
     ours, theirs = Bucket(), Bucket()
     name = "fp16_compress_hook" if dtype == torch.float16 else "bf16_compress_hook"
     mine, other = getattr(hooks, name), getattr(default_hooks, name)
@@ -92,7 +93,7 @@ def half_hook_arms(dtype: torch.dtype) -> Arms:
 
 
 def half_codec_arms(dtype: torch.dtype) -> Arms:
-    """The codec alone, scale and cast in one pass and the way back, against torch's whole hook, which does that work."""
+    """Run the codec alone, encode and decode, against torch's whole hook, which does the same work."""
     source, out = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), torch.empty(NUMEL)
     wire, name = torch.empty(NUMEL, dtype=dtype), str(dtype).removeprefix("torch.")
 
@@ -103,7 +104,7 @@ def half_codec_arms(dtype: torch.dtype) -> Arms:
     run_ours()
     expected = (source / 4).to(dtype).float()
     if not torch.equal(out, expected):
-        raise AssertionError("there and back is one rounding")
+        raise AssertionError("encode and decode must be one rounding")
     return {"ours": run_ours, "torch": half_hook_arms(dtype)["torch"]}
 
 
@@ -136,7 +137,7 @@ def main() -> None:
     for (case, (peer_name, goal, _)), result in zip(CASES.items(), results):
         times = common.timings([result], 2)
         extra = {"ours_ns_per_element": times["ours"].median / NUMEL * 1e9}
-        if "copy" in times:  # which moves 8 bytes an element; PowerSGD needs 20 at least
+        if "copy" in times:  # a copy moves 8 bytes an element; PowerSGD needs at least 20
             extra["share_of_streaming"] = 20 / 8 * times["copy"].median / times["ours"].median
         report.add_times(case, times["ours"], times["torch"], peer_name, goal=goal, larger=True, **extra)
 

@@ -1,9 +1,11 @@
-"""A whole training step (forward, backward, AdamW(fused=True)) under sw.wrap at zero=1, 2 and 3, against torch's DDP at
-its best, DDP with ZeroRedundancyOptimizer, FSDP2 on Gloo, DeepSpeed where it is installed, and the same step with no
-communication at all. Also peak memory.
+"""A whole training step (forward, backward, AdamW(fused=True)) under sw.wrap at zero=1, 2 and 3, against its peers.
 
-Each arm trains a copy of the model of its own, in the same ranks, step by step in turns. At zero=1 and 2 each rank has
-its own copy of the parameters; at zero=3 the host has one (shared), or each rank its slices, gathered while they are used (private).
+Peers are torch's DDP at its best, DDP with ZeroRedundancyOptimizer, FSDP2 on Gloo, DeepSpeed if it is installed, and
+the same step without any communication. Also peak memory.
+
+Each arm trains its own copy of the model, in the same ranks, step by step in turns. At zero=1 and 2 each rank has its
+own copy of the parameters. At zero=3 the host has one copy (shared), or each rank gathers its slices while they are
+used (private).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ COMPUTING = "no communication, no optimizer"
 PSS_GOALS = {2: 0.55, 4: 0.4}
 PSS_REDUNDANCY_GOAL = 0.7
 VERIFIED_STEPS = 3
-#: whose arms do not fit beside one another in 24 GiB: peers in the settings that are fastest for the smaller GPT
+#: a case whose arms do not fit into 24 GiB together: peers run in the settings that are fastest for the smaller GPT
 LARGE = "gpt-50m"
 LARGE_PEERS = ["torch DDP view static cap 25", "torch DDP view static cap 100", "ZeroRedundancyOptimizer view", *FSDP2]
 TOLERANCE = 1e-4
@@ -39,16 +41,18 @@ DEEPSPEED_TOLERANCE = 5e-3
 
 
 def verify(trainers: dict[str, Trainer | DeepSpeedTrainer]) -> None:
-    """Three steps from equal weights give every arm the same losses; without communication they are others."""
+    """Check that three steps from equal weights give the same losses, except without communication."""
     losses = {arm: torch.stack([trainer.step() for _ in range(VERIFIED_STEPS)]) for arm, trainer in trainers.items()}
     reference = next(arm for arm in losses if arm.startswith("torch"))
     for arm, found in losses.items():
         if arm != "none":
-            what = f"losses of {arm} and {reference}: "
+            message = f"losses of {arm} and {reference}: "
             tolerance = DEEPSPEED_TOLERANCE if arm in DEEPSPEED else TOLERANCE
-            torch.testing.assert_close(found, losses[reference], rtol=tolerance, atol=0, msg=what.__add__)
+            torch.testing.assert_close(found, losses[reference], rtol=tolerance, atol=0, msg=message.__add__)
     if torch.allclose(losses["none"], losses[reference], rtol=TOLERANCE, atol=0):
-        raise AssertionError("the losses are those of no communication: they would not tell a step that never averaged")
+        raise AssertionError(
+            "the losses are those without communication: they would not reveal a step that never averaged"
+        )
 
 
 def time_steps(rank: int, world_size: int, case: str, arms: Sequence[str], rounds: int, budget_s: float) -> Any:
@@ -85,13 +89,13 @@ def whole_steps(report: common.Report, case: str, *, quick: bool) -> None:
         report.add_times(
             f"{name} {arm} against none", times[arm], times["none"], "no communication", goal=NONE_GOALS.get(arm)
         )
-    for arm in (*FSDP2_GOALS, redundancy):  # what no communication could make of the goals above
+    for arm in (*FSDP2_GOALS, redundancy):  # the best that any communication could reach
         report.add_times(f"{name} none", times["none"], times[arm], arm, goal=None)
         report.add_times(f"{name} none without optimizer", times[COMPUTING], times[arm], arm, goal=None)
 
 
 def deepspeed(report: common.Report) -> None:
-    """In ranks of their own: DeepSpeed changes torch's functions for the whole process."""
+    """Time DeepSpeed in its own ranks, because it changes torch's functions for the whole process."""
     if missing_deepspeed():
         report.add_no_result("gpt step W=2 against DeepSpeed", missing_deepspeed())
         return

@@ -1,7 +1,7 @@
-/* ceiling.c - how fast this machine reads n bytes and writes n bytes, by the loops one could write.
+/* ceiling.c - the fastest way of this machine to read n bytes and write n bytes, by several loops.
  *
- * Each works inside one buffer: the copies move its first half to its second and back, the rewrites
- * load and store every byte in place. n bytes are read and n written either way. Built by bench_allreduce. */
+ * Each loop works inside one buffer. Copies move its first half to its second and back; rewrites
+ * load and store every byte in place. Both read n bytes and write n. Built by bench_allreduce. */
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks, timed samples, which of them count, and rows.
+"""Common parts of the benchmarks: ranks, timed samples, dropped samples, and rows.
 
 A *sample* is one arm's work on every rank at once, between two barriers; its wall time is that of the slowest rank.
 An *arm* is one way to do the work. Arms take turns inside the same ranks, so that a disturbance meets all of them.
@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CORES = len(os.sched_getaffinity(0))
-#: share of a sample's wall time that may be lost to other processes
+#: share of a sample's wall time that other processes may take
 DELAY_ALLOWED = 0.05
 LEAST_ROUNDS = 5
-#: fewer undisturbed samples than this, and all of them count
+#: with fewer undisturbed samples than this, all samples count
 LEAST_KEPT = 3
 TIMEOUT_S = 300.0
 
@@ -49,11 +49,12 @@ def run_ranks(
     warm: bool = True,
     enter: Callable[[int], None] = _stay_on_this_host,
 ) -> list[Any]:
-    """`work(rank, world_size, *args)` in fresh processes joined by Gloo on 127.0.0.1; the results in rank order.
+    """Run `work(rank, world_size, *args)` in new processes joined by Gloo on 127.0.0.1; return the results in rank
+    order.
 
-    `watch(pids)` is called again and again while the ranks run. `warm`: forked from a process that has imported torch,
-    whose pages they then share; else each imports it anew. `enter(rank)` is called by a rank before it joins, and says over
-    which interface.
+    `watch(pids)` is called repeatedly while the ranks run. `warm`: fork from a process that has imported torch, whose
+    pages the ranks then share; else each rank imports it. `enter(rank)` runs in a rank before it joins, and returns the
+    interface to use.
     """
     context: Any = multiprocessing.get_context("forkserver" if warm else "spawn")
     if warm:
@@ -109,7 +110,9 @@ def _run_rank(
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     results.put((rank, work(rank, world_size, *args)))
     dist.barrier()
-    time.sleep(0.1)  # Gloo's worker lets go of its last tensors; the group's destructor would wait for it with the GIL
+    time.sleep(
+        0.1
+    )  # Gloo's worker releases its last tensors; else the group's destructor would wait for it with the GIL
     dist.destroy_process_group()
 
 
@@ -118,7 +121,7 @@ def _run_rank(
 
 @dataclass
 class RankSample:
-    """One rank's share of a sample. Ticks are those of the whole machine."""
+    """The measurements of one rank in a sample. Ticks are those of the whole machine."""
 
     wall_s: float
     cpu_s: float
@@ -128,14 +131,14 @@ class RankSample:
 
 
 def _machine_ticks() -> tuple[int, int]:
-    """(stolen, busy) ticks of all cores since boot."""
+    """Return (stolen, busy) ticks of all cores since boot."""
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
     return steal, user + nice + system + irq + softirq
 
 
 def _run_delay_s() -> float:
-    """Time that this process's live threads were ready to run and did not."""
+    """Return the time that this process's live threads were runnable but did not run."""
     total = 0
     for task in os.listdir("/proc/self/task"):
         try:
@@ -147,7 +150,7 @@ def _run_delay_s() -> float:
 
 
 def take_sample(work: Callable[[], Any], barrier: Callable[[], None], repeat: int) -> RankSample:
-    """Times `repeat` calls, begun together by all ranks; wall time is that of one call, the rest of all of them."""
+    """Time `repeat` calls that all ranks begin together; wall time is that of one call, the rest of all of them."""
     delay, (steal, busy), cpu = _run_delay_s(), _machine_ticks(), time.process_time()
     barrier()
     begin = time.perf_counter()
@@ -169,8 +172,10 @@ def interleave(
     warmup: int = 2,
     repeat: dict[str, int] | int = 1,
 ) -> dict[str, list[RankSample]]:
-    """`rounds` samples of each arm, the arms in turns and each round begun by another one. Fewer, but LEAST_ROUNDS at
-    least, once rank 0 has spent `budget_s`."""
+    """Take `rounds` samples of each arm, in turns, with another arm first in each round.
+
+    Once rank 0 has spent `budget_s`, stop after at least LEAST_ROUNDS rounds.
+    """
     begin = time.monotonic()
     names = list(arms)
     times = {name: repeat if isinstance(repeat, int) else repeat[name] for name in names}
@@ -190,13 +195,13 @@ def interleave(
 
 
 def effort(quick: bool) -> tuple[int, float]:
-    """Rounds, and the seconds after which fewer will do."""
+    """Return the rounds, and the seconds after which fewer rounds suffice."""
     return (LEAST_ROUNDS, 1.0) if quick else (15, 12.0)
 
 
 @dataclass
 class Timing:
-    """An arm's samples, slowest rank of each. Attributes in seconds."""
+    """The samples of an arm, slowest rank of each. Attributes are in seconds."""
 
     kept: list[float]
     every: list[float]
@@ -216,7 +221,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, over the median."""
+        """Return half the distance between the quartiles over the median."""
         if len(self.kept) < 3:
             return 0.0
         low, _, high = statistics.quantiles(self.kept, n=4)
@@ -224,7 +229,7 @@ class Timing:
 
 
 def is_disturbed(ranks: Sequence[RankSample], repeat: int) -> bool:
-    """Stolen time; or delay caused by other processes, which can be told only while the ranks fit the cores."""
+    """Return True for stolen time, or for delay by other processes, which shows only while the ranks fit the cores."""
     if any(rank.steal_ticks > 0 for rank in ranks):
         return True
     if len(ranks) > CORES:
@@ -236,7 +241,7 @@ def is_disturbed(ranks: Sequence[RankSample], repeat: int) -> bool:
 
 
 def timings(results: Sequence[dict[str, list[RankSample]]], repeat: dict[str, int] | int = 1) -> dict[str, Timing]:
-    """The ranks' samples joined. If too few are left undisturbed, all count, and `disturbed` says how many should not."""
+    """Join the ranks' samples. If too few are undisturbed, all count, and `disturbed` says how many should not."""
     joined = {}
     for name in results[0]:
         times = repeat if isinstance(repeat, int) else repeat[name]
@@ -252,7 +257,7 @@ def timings(results: Sequence[dict[str, list[RankSample]]], repeat: dict[str, in
 
 @dataclass
 class Report:
-    """Prints rows for people as they come, and keeps them for --json."""
+    """A report that prints rows as they come and saves them for --json."""
 
     bench: str
     json_path: Path | None
@@ -264,7 +269,7 @@ class Report:
         self._before = self.json_path.read_text(encoding="utf-8") if partial and self.json_path else ""
 
     def wants(self, part: str) -> bool:
-        """Whether a part of the benchmark was asked for."""
+        """Return True if this part of the benchmark was asked for."""
         return not self.only or part in self.only
 
     def add(
@@ -281,8 +286,11 @@ class Report:
         discarded: int = 0,
         **extra: Any,
     ) -> None:
-        """`larger`: the ratio is a speedup, peer / ours, and its goal a least one; else ours / peer and a largest one.
-        goal=None: the row stands beside others."""
+        """Add a row. `larger`: the ratio is a speedup, peer / ours, with a least goal; else it is ours / peer with a
+        largest goal.
+
+        goal=None: the row has no goal.
+        """
         ratio = peer / ours if larger else ours / peer
         ok = None if goal is None else ratio >= goal if larger else ratio <= goal
         bound = None if goal is None else f"{'>=' if larger else '<='} {goal}"
@@ -331,13 +339,13 @@ class Report:
         )
 
     def add_no_result(self, case: str, reason: str) -> None:
-        """A row that says why there is no figure."""
+        """Add a row with the reason why there is no figure."""
         self.rows.append({"bench": self.bench, "case": case, "ok": False, "no_result": reason})
         self._save()
         print(f"none {case:<44} {reason}", flush=True)
 
     def _save(self) -> None:
-        """One object a row; a first one says where they are from. After each row: a run that is cut off keeps what it has."""
+        """Write a head with the machine, then one object a row. An interrupted run keeps its rows."""
         if self.json_path:
             head = {"bench": self.bench, "machine": machine(), "command": command()}
             self.json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -365,13 +373,13 @@ def command() -> str:
 
 
 def begin(bench: str, description: str | None, parts: Sequence[str] = ()) -> tuple[Report, bool]:
-    """The command line; (report, quick). `parts`: what --only may name; its rows are added to the file's."""
+    """Parse the command line; return (report, quick). --only may name `parts`, whose rows are added to the file's."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and samples: ends within 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a row")
     if parts:
         parser.add_argument(
-            "--only", nargs="+", choices=parts, default=[], help="these parts, behind what the file has"
+            "--only", nargs="+", choices=parts, default=[], help="run these parts and append them to the file"
         )
     options = parser.parse_args()
     print(f"{machine()}\n{command()}", flush=True)

@@ -1,4 +1,4 @@
-"""The models of bench_ddp, their inputs and losses. Batch and sequence are what benchmarks/README.md says."""
+"""The models of the benchmarks, their inputs and losses. benchmarks/README.md has batch and sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL_COUNT, SMALL_NUMEL = 400, 16
 
 @dataclass
 class Case:
-    """A model to be trained: `model()` is equal on all ranks, `batch(rank)` is not; `loss(module, batch)` is a scalar."""
+    """A model to train: `model()` is equal on all ranks, `batch(rank)` is not; `loss(module, batch)` is a scalar."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, ...]]
@@ -29,7 +29,7 @@ class Case:
 
 
 class SmallParameters(nn.Module):
-    """Many parameters and next to no arithmetic: what is left is the cost per parameter."""
+    """Many parameters and almost no arithmetic, to show the cost of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

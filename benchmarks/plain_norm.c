@@ -1,4 +1,4 @@
-/* plain_norm.c - the sum of squares one would write: in double, 32 lanes that the compiler vectorises for this
+/* plain_norm.c - a plain sum of squares: in double, 32 lanes that the compiler vectorises for this
  * processor. Neither exact nor independent of order. Built by bench_adamw. */
 #include <stddef.h>
 #include <stdint.h>

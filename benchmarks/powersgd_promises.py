@@ -1,6 +1,7 @@
-"""What PowerSGD hooks promise, tried on torch's and on ours: two ranks over Gloo, one matrix of 40 x 30. Prints a table.
+"""The laws of PowerSGD hooks, checked on torch's and on ours: two ranks over Gloo, one matrix of 40 x 30. Prints a
+table.
 
-Not a matter of speed: each row is a law of docs/design/compress.md, and each hook is given the same gradients.
+No speed is measured: each row is a law of docs/design/compress.md, and each hook gets the same gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROWS, COLS = 40, 30
 
 
 class Bucket:
-    """One matrix, as torch's reducer hands it over."""
+    """One matrix in the form in which torch's reducer passes it."""
 
     def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         self.parameter, self.flat = parameter, gradient.clone().flatten()
@@ -67,7 +68,7 @@ def gradient_of(rank: int, step: int) -> torch.Tensor:
 
 
 def try_all(rank: int, world_size: int, but: Collection[str] = ()) -> dict[str, list[str]]:
-    """Of each law that is not in `but`, what it finds of ours and of torch's."""
+    """Return the findings for ours and for torch's, for each law that is not in `but`."""
     rows: dict[str, list[str]] = {}
     for ours in (True, False):
         for name, law in LAWS.items():

@@ -1,4 +1,4 @@
-"""Peak memory of all ranks of an arm: proportional set size (PSS), so that a page that ranks share counts once."""
+"""Peak memory of all ranks of an arm, as proportional set size (PSS), which counts a shared page once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from arms import Trainer
 
 STEPS = 3
-#: what was trained stays until its process ends: dropping a wrapper gives each rank parameters of its own again
+#: trained models stay until the process ends: dropping a wrapper gives each rank parameters of its own again
 _kept: list[Trainer] = []
 
 
@@ -24,7 +24,7 @@ def pss_bytes(pid: int | str) -> int:
 
 
 def train_and_weigh(rank: int, world_size: int, case: str, arm: str) -> int:
-    """PSS at the start, before the model; the parent watches what follows."""
+    """Return the PSS at the start, before the model; the parent watches the rest."""
     dist.barrier()
     start = pss_bytes("self")
     dist.barrier()
@@ -37,7 +37,7 @@ def train_and_weigh(rank: int, world_size: int, case: str, arm: str) -> int:
 
 
 def peak_pss(case: str, arm: str, world_size: int) -> tuple[int, int]:
-    """(start, peak) of all ranks together."""
+    """Return (start, peak) of all ranks together."""
     peak = 0
 
     def watch(pids: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ def peak_pss(case: str, arm: str, world_size: int) -> tuple[int, int]:
 
 
 def peaks(case: str, arms: Sequence[str], world_size: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians by arm, MiB: peaks above the start, and whole ones. The arms take turns."""
+    """Return medians by arm in MiB: peaks above the start, and total peaks. The arms take turns."""
     found: dict[str, list[tuple[int, int]]] = {arm: [] for arm in arms}
     for _ in range(rounds):
         for arm in arms:

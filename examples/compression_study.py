@@ -1,11 +1,11 @@
-"""What compression costs in loss: a small byte-level GPT, every compressor, SGD and Adam, several seeds.
+"""The validation loss that compression costs: a small byte-level GPT, every compressor, SGD and Adam, several seeds.
 
     torchrun --nproc-per-node 2 examples/compression_study.py
     torchrun --nproc-per-node 2 examples/compression_study.py --seeds 1 --steps 40
 
-Within a seed, every arm sees the same weights and batches; the learning rate is tuned on uncompressed runs of seed 0
-alone. Differences are paired by seed, with a 95 % interval (Student's t). README.md beside this file shows what to expect.
-`--peers` has PowerSGD alone, and torch's own hook at the same settings beside it.
+All arms of a seed have the same weights and batches. The learning rate is tuned on uncompressed runs of seed 0 alone.
+Differences are paired by seed, with a 95 % interval (Student's t). README.md beside this file has the expected output.
+`--peers` runs PowerSGD alone, with torch's own hook at the same settings beside it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RATES = {"SGD": (0.1, 0.3, 1.0, 3.0), "Adam": (1e-3, 3e-3, 1e-2, 3e-2)}
 
 @dataclasses.dataclass(frozen=True)
 class TorchPowerSGD:
-    """torch's DistributedDataParallel and its powerSGD_hook, which leaves two rounds plain at least."""
+    """torch's DistributedDataParallel with its powerSGD_hook, which leaves at least two rounds plain."""
 
     rank: int
     warmup_steps: int = 2
@@ -41,7 +41,7 @@ class TorchPowerSGD:
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model, bucket_cap_mb=1000
-        )  # one bucket: several fail on Gloo
+        )  # one bucket, since several fail on Gloo
         state = power.PowerSGDState(None, self.rank, start_powerSGD_iter=self.warmup_steps)
         wrapped.register_comm_hook(state, power.powerSGD_hook)
         return wrapped
@@ -70,7 +70,7 @@ def arms(steps: int, peers: bool) -> dict[str, object]:
 def train(
     options: argparse.Namespace, corpus: tuple, optimizer: str, rate: float, compress: object, seed: int
 ) -> float:
-    """The validation loss after the run, nats/byte."""
+    """Return the validation loss after the run, in nats/byte."""
     rank, world_size = ranks.rank_and_world_size()
     share = dict(context=options.context, rank=rank, world_size=world_size)
     torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def train(
     tokens = options.batch_size * options.context / world_size
     for step in range(options.steps):
         done = step / options.steps
-        for group in inner.param_groups:  # a tenth of the run up, then half a cosine down
+        for group in inner.param_groups:  # rise for a tenth of the run, then fall as half a cosine
             group["lr"] = rate * (done / 0.1 if done < 0.1 else 0.5 + 0.5 * math.cos(math.pi * (done - 0.1) / 0.9))
         (summed_loss(model, *batches.next()) / tokens).backward()
         sw.clip_grad_norm_(model, 1.0)
@@ -102,7 +102,7 @@ def best_rate(options: argparse.Namespace, corpus: tuple, optimizer: str) -> flo
 
 
 def paired(losses: list[float], plain: list[float]) -> tuple[float, float]:
-    """Mean difference and half of its 95 % interval, percent of the uncompressed loss."""
+    """Return the mean difference and half of its 95 % interval, in percent of the uncompressed loss."""
     differences = [100 * (ours / theirs - 1) for ours, theirs in zip(losses, plain)]
     count = len(differences)
     spread = statistics.stdev(differences) if count > 1 else math.nan
@@ -127,7 +127,7 @@ def draw(path: Path, rows: list[dict]) -> str:
 
 
 def study(options: argparse.Namespace, corpus: tuple, optimizer: str, deadline: float) -> list[dict]:
-    """A row for each arm; seeds that would begin after `deadline` are left out, on every rank."""
+    """Return a row for each arm. A seed that would begin after `deadline` is left out on every rank."""
     rate = best_rate(options, corpus, optimizer)
     compared = arms(options.steps, options.peers)
     losses: dict[str, list[float]] = {name: [] for name in compared}
@@ -147,12 +147,14 @@ def study(options: argparse.Namespace, corpus: tuple, optimizer: str, deadline: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm")
-    parser.add_argument("--steps", type=int, default=300, help="of a run")
-    parser.add_argument("--batch-size", type=int, default=16, help="rows, all ranks together")
+    parser.add_argument("--steps", type=int, default=300, help="steps of a run")
+    parser.add_argument("--batch-size", type=int, default=16, help="rows of all ranks together")
     parser.add_argument("--context", type=int, default=64, help="bytes a row")
-    parser.add_argument("--width", type=int, default=64, help="of the residual stream")
+    parser.add_argument("--width", type=int, default=64, help="width of the residual stream")
     parser.add_argument("--peers", action="store_true", help="PowerSGD against torch's hook")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no seed is begun after this; half of it for SGD")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no seed begins after this time; half of it is for SGD"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/compression_study"), help="folder of the results")
     options = parser.parse_args()
     Threads()

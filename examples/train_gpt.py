@@ -4,8 +4,8 @@
     python examples/train_gpt.py
     ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 examples/train_gpt.py
 
-The global batch is the same for any number of ranks: each takes its own rows.
-README.md beside this file shows what to expect.
+The global batch is the same for any number of ranks: each rank takes its own rows.
+README.md beside this file has the expected output.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gpt.threads import Threads
 
 import shardwright as sw
 
-REPORT_EVERY = 10  # steps between exchanges of losses, and of the wish to stop
+REPORT_EVERY = 10  # steps between exchanges of losses and of the decision to stop
 VALIDATE_EVERY = 100  # steps; a checkpoint is written as often
 WARMUP_STEPS = 100
 
 
 def learning_rate_at(step: int, peak: float) -> float:
-    """Rise for WARMUP_STEPS, then fall as 1/sqrt(step): knows no end, so any run can go on."""
+    """Rise for WARMUP_STEPS, then fall as 1/sqrt(step). There is no last step, so any run can go on."""
     done = (step + 1) / WARMUP_STEPS
     return peak * min(done, done**-0.5)
 
@@ -62,7 +62,7 @@ def main() -> None:
         step_started = time.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, options.learning_rate)
-        # Ranks may hold unequal numbers of rows: divided by an equal share of the tokens, the
+        # Ranks may have unequal numbers of rows. Divided by an equal part of the tokens, the
         # average over ranks is the mean over the global batch for any world size.
         loss = summed_loss(model, *batches.next()) / (tokens_a_step / world_size)
         loss.backward()
@@ -76,7 +76,7 @@ def main() -> None:
         training_s += time.monotonic() - step_started
 
         if step % REPORT_EVERY == 0 or step == options.steps:
-            # One exchange for the losses and for the clock: ranks stop at the same step.
+            # One exchange for losses and clock, so that ranks stop at the same step.
             late = time.monotonic() - started > options.minutes * 60
             *sums, late_ranks = ranks.sum_over_ranks([*unreported, float(late)])
             first = step - len(sums) + 1
@@ -88,7 +88,7 @@ def main() -> None:
         if step % VALIDATE_EVERY == 0 or step == options.steps or out_of_time:
             run.validation.append((step, validate(model.module, *held_out)))
             reporter.validated(step, run.train, run.validation[-1][1], tokens_per_s)
-            checkpoints.save(step - 1)  # returns at once: training goes on while it is written
+            checkpoints.save(step - 1)  # returns at once; training goes on during the write
     reporter.close()
     checkpoints.close()
 

@@ -1,8 +1,9 @@
-"""Where NVIDIA's headers, compilers and libraries lie on this machine: in pip packages or in a toolkit's folder.
+"""Find NVIDIA's headers, compilers and libraries on this machine, in pip packages or in a toolkit's folder.
 
-Nothing of it is needed to build or to run the tests: a test that finds none skips and says what was missing. Looked at,
-in order: the folders named in SW_TEST_CUDA (separated by colons), the `nvidia` packages of this Python, headers that `make` fetched
-(tests/abi/headers.py), packages of the tree's other environments (`make test-torch`), /usr/local/cuda.
+None of them is needed to build or to run the tests: a test that finds none skips and names what was missing. The
+places, in order: the folders named in SW_TEST_CUDA (separated by colons), the `nvidia` packages of this Python, headers
+that `make` fetched (tests/abi/headers.py), packages of the tree's other environments (`make test-torch`),
+/usr/local/cuda.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: of this environment or, in another torch's, of the tree's own
+#: the interpreter's environment or, in another torch's, the tree's own
 HEADERS = next((folder for folder in (Path(sys.prefix) / "headers",) if folder.is_dir()), ROOT / ".venv" / "headers")
 
 
@@ -28,7 +29,7 @@ def _roots() -> list[Path]:
 
 
 def _find(patterns: tuple[str, ...]) -> list[Path]:
-    """Existing files, one a real path, in the order of the roots."""
+    """Return existing files, one for each real path, in the order of the roots."""
     found: dict[Path, Path] = {}
     for root in _roots():
         for pattern in patterns:
@@ -38,18 +39,18 @@ def _find(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def headers(name: str) -> list[Path]:
-    """Folders that hold the header `name`."""
+    """Return the folders that hold the header `name`."""
     return [path.parent for path in _find((f"include/{name}", f"*/include/{name}"))]
 
 
 def why_missing() -> str:
-    """What `make` said of headers that it could not fetch."""
+    """Return the message of `make` about headers that it could not fetch."""
     note = HEADERS / "missing.txt"
     return note.read_text().strip() if note.exists() else "`make test` fetches it: see requirements/abi.txt"
 
 
 def nvrtc_libraries() -> list[tuple[Path, Path | None]]:
-    """(compiler, its companion) of each NVRTC found."""
+    """Return (compiler, companion) of each NVRTC found."""
     found = _find(("lib/libnvrtc.so.1*", "lib64/libnvrtc.so.1*", "*/lib/libnvrtc.so.1*"))
     return [(path, next(iter(sorted(path.parent.glob("libnvrtc-builtins.so.*"))), None)) for path in found]
 

@@ -1,5 +1,5 @@
-"""Laws of foreign interfaces: each structure, number and signature that csrc declares by hand is the one of the real
-header. tests/abi/abi_*.cpp are files of static assertions; compiling one is the test, and nothing is run.
+"""Laws of foreign interfaces: each structure, number and signature that csrc declares by hand equals the real header's.
+tests/abi/abi_*.cpp are files of static assertions; compiling one is the test, and nothing runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import cuda_files
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX", "g++")
 TORCH = Path(torch.__file__).parent / "include"
-#: behind torch's own: what its build generates where it has CUDA
+#: searched after torch's own: headers that a torch build with CUDA generates
 GENERATED = ROOT / "tests" / "abi" / "generated"
 CUDA = cuda_files.headers("cuda.h")
-#: nccl.h and torch's CUDA headers include the runtime's, which pip splits over three packages, of which torch's CUDA wheels bring one: the
-#: whole set is needed
+#: nccl.h and torch's CUDA headers include the runtime's headers. pip splits these over three packages, of which torch's
+#: CUDA wheels
+#: bring one, so the whole set is needed
 RUNTIME = [
     folder
     for folder in cuda_files.headers("cuda_runtime.h")
@@ -32,7 +33,7 @@ RUNTIME = [
 
 
 def torch_includes() -> list[Path]:
-    """The include folders of this torch, and of the tree's other environments."""
+    """Return the include folders of this torch, and of the tree's other environments."""
     others = sorted(ROOT.glob(".venv-torch-*/lib/python*/site-packages/torch/include"))
     others += sorted(cuda_files.HEADERS.glob("torch-*/torch/include"))
     roots = [Path(part) for part in os.environ.get("SW_TEST_CUDA", "").split(":") if part]
@@ -41,7 +42,7 @@ def torch_includes() -> list[Path]:
 
 
 def cases() -> list[tuple[str, tuple[Path, ...]]]:
-    """(assertions, include folders) for every set of headers on the machine."""
+    """Return (assertions, include folders) for every set of headers on the machine."""
     found: list[tuple[str, tuple[Path, ...]]] = [("abi_cuda", (folder,)) for folder in CUDA]
     found += [("abi_nvrtc", (folder,)) for folder in cuda_files.headers("nvrtc.h")]
     found += [("abi_nccl", (folder, *RUNTIME)) for folder in cuda_files.headers("nccl.h") if RUNTIME]
@@ -61,12 +62,12 @@ def compile_assertions(
     folders = [word for folder in includes for word in ("-isystem", str(folder))]
     own = [f"-I{before}", "-Icsrc", "-Itests/abi"]
     command = [COMPILER, "-std=c++20", "-fsyntax-only", "-Wall", "-Werror", *own, *folders, str(source)]
-    plain = {**os.environ, "LC_ALL": "C"}  # messages without quotes that a terminal might not have
+    plain = {**os.environ, "LC_ALL": "C"}  # messages with plain ASCII quotes
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=plain)
 
 
 @pytest.mark.parametrize("case", cases(), ids=name_of)
-def test_what_is_declared_by_hand_is_what_the_header_says(case: tuple[str, tuple[Path, ...]]) -> None:
+def test_declarations_by_hand_equal_the_headers(case: tuple[str, tuple[Path, ...]]) -> None:
     if shutil.which(COMPILER) is None:
         pytest.skip(f"no C++ compiler {COMPILER!r} on this machine")
     done = compile_assertions(ROOT / "tests" / "abi" / f"{case[0]}.cpp", case[1])
@@ -79,15 +80,15 @@ def test_the_header_is_on_this_machine(header: str) -> None:
         pytest.skip(f"{header} is in no folder that tests/cuda_files.py looks at. {cuda_files.why_missing()}")
 
 
-def test_all_of_it_is_compared_where_the_headers_are() -> None:
-    """torch's own wheel has its headers of CUDA, also the one for CPUs: none is left out for want of a larger wheel."""
+def test_every_file_is_compared_if_its_headers_exist() -> None:
+    """Check that no header is left out: torch's own wheel has its CUDA headers, also the wheel for CPUs."""
     compared = {name for name, _ in cases()}
     if not RUNTIME or not all(map(cuda_files.headers, ("cuda.h", "nvrtc.h", "nccl.h"))):
         pytest.skip(cuda_files.why_missing())
     assert compared == {path.stem for path in (ROOT / "tests" / "abi").glob("*.cpp")}
 
 
-def test_headers_that_cannot_be_had_are_named_and_no_error_of_the_tests(tmp_path: Path) -> None:
+def test_headers_that_cannot_be_fetched_are_named_and_are_no_error(tmp_path: Path) -> None:
     wanted = tmp_path / "abi.txt"
     wanted.write_text("# none of it exists\nnvidia-nccl-cu13==0.0.0\n")
     command = [sys.executable, str(ROOT / "tests" / "abi" / "headers.py"), str(tmp_path / "headers"), str(wanted)]
@@ -100,7 +101,7 @@ def test_headers_that_cannot_be_had_are_named_and_no_error_of_the_tests(tmp_path
         wheel.writestr("nvidia/nccl/lib/libnccl.so.2", "large")
         wheel.writestr("nvidia_nccl_cu13-0.0.0.dist-info/METADATA", "Name: nvidia-nccl-cu13\nVersion: 0.0.0\n")
         wheel.writestr("nvidia_nccl_cu13-0.0.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-    for _ in range(2):  # the second finds it
+    for _ in range(2):  # the second call finds the file
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=nowhere)
         assert done.returncode == 0, done.stdout + done.stderr
         (tmp_path / "nvidia_nccl_cu13-0.0.0-py3-none-any.whl").unlink(missing_ok=True)

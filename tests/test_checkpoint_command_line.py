@@ -1,5 +1,5 @@
-"""Law: whatever lies in a directory of checkpoints, `shardwright ckpt` ends, with exit code 1 and one sentence for what is damaged
-and 2 for what is nothing to look at; it follows no link, and leaves nothing half made."""
+"""Law: for any contents of a directory of checkpoints, `shardwright ckpt` ends. Exit code 1 comes with one sentence
+about damage, exit code 2 if there is no checkpoint. It follows no link and leaves nothing half done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright import _engine
 from shardwright.cli import main
 from torch import nn
 
-pytestmark = pytest.mark.timeout(30)  # a pipe in a file's place must not be waited for
+pytestmark = pytest.mark.timeout(30)  # a pipe in a file's place must not block
 
 
 class Kinds(nn.Module):
@@ -33,7 +33,7 @@ class Kinds(nn.Module):
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three checkpoints of equal metrics."""
+    """Three checkpoints with equal metrics."""
     torch.manual_seed(0)
     model = Kinds()
     with sw.Checkpointer(tmp_path / "c", model) as checkpoints:
@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def rewritten(manifest: Path, old: bytes, new: bytes) -> None:
-    """With a checksum that is right."""
+    """Return the changed manifest with a valid checksum."""
     body, _, _ = manifest.read_bytes().rpartition(b',"self_crc32c"')
     assert old in body
     body = body.replace(old, new)
@@ -77,7 +77,7 @@ def as_hole(path: Path) -> None:
 
 
 MANIFEST, MODEL = "MANIFEST.json", "model.safetensors"
-#: what was done to a file -> (file, how, what is said, whether verify alone sees it)
+#: damage -> (file, change, expected sentence, True if verify alone sees it)
 DAMAGE = {
     "a link": (MANIFEST, as_link, "symbolic link", False),
     "a pipe": (MANIFEST, as_pipe, "is not a regular file", False),
@@ -116,16 +116,16 @@ def test_damage_is_one_sentence_and_exit_code_1(
     assert not out.exists() and sorted(p.name for p in directory.parent.iterdir() if "out" in p.name) == []
     code, pruned, _ = run("prune", directory, "--keep-best", "1", "--yes")
     assert code == 0 and str(first) in pruned and last.exists()
-    assert first.exists() == (damage == "newer")  # which may be sound
+    assert first.exists() == (damage == "newer")  # a newer version may be sound
     if harm is as_link:
         assert (directory.parent / "elsewhere").exists()
 
 
-def test_prune_takes_what_others_have_left_in_any_form(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_removes_left_overs_of_any_form(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = directory.parent / "kept"
     kept.mkdir()
     (kept / "file").write_text("x")
-    shutil.copytree(directory / "step-000001", directory / "step-000001.prune.trash")  # of a prune that died
+    shutil.copytree(directory / "step-000001", directory / "step-000001.prune.trash")  # left by a prune that died
     (directory / "step-000011.abc.partial").symlink_to("/nowhere")
     (directory / "step-000012.abc.partial").symlink_to(kept)
     (directory / "step-000013.abc.trash").write_text("x")
@@ -138,7 +138,7 @@ def test_prune_takes_what_others_have_left_in_any_form(directory: Path, capsys: 
     assert (kept / "file").exists()
 
 
-def test_what_is_nothing_to_look_at_is_exit_code_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_checkpoint_is_exit_code_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     top = directory.parent
     (top / "file").write_text("x")
     sw.save(top / "bare", nn.Module())
@@ -170,7 +170,7 @@ def test_what_is_nothing_to_look_at_is_exit_code_2(directory: Path, capsys: pyte
     assert "must be an integer of at least 1, got 'x'" in said.err and "got 'x'" in found["error"]
 
 
-def test_ls_of_a_checkpoint_says_what_to_look_at_it_with(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_a_checkpoint_names_the_right_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "ls", str(directory / "step-000001")]) == 2
     assert f"shardwright ckpt inspect {directory / 'step-000001'}" in capsys.readouterr().err
 
@@ -183,7 +183,7 @@ def test_a_dry_run_of_prune_writes_nothing(directory: Path, capsys: pytest.Captu
     assert "would remove" in capsys.readouterr().out and sorted(os.listdir(directory)) == before
 
 
-def test_diff_looks_at_options_and_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_options_and_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def saved(name: str, lr: float = 0.1, step: int = 0, **extra: object) -> Path:
         model = nn.Linear(2, 2)
         nn.init.ones_(model.weight), nn.init.ones_(model.bias)
@@ -194,7 +194,7 @@ def test_diff_looks_at_options_and_extra(tmp_path: Path, capsys: pytest.CaptureF
     for name, differs in (
         ("same", ""),
         ("rate", "optimizer.groups.0.lr: 0.1 against 0.9"),
-        ("step", ""),  # which checkpoint it is, and not what it holds
+        ("step", ""),  # identifies the checkpoint, not its contents
         ("extra", "state.extra.epoch: 1 against 2"),
         ("more", "state.extra.seen"),
     ):
@@ -213,7 +213,9 @@ def test_diff_looks_at_options_and_extra(tmp_path: Path, capsys: pytest.CaptureF
         assert json.loads(capsys.readouterr().out.split("tensors\n")[1])["equal"] == (not differs)
 
 
-def test_export_takes_along_what_from_pretrained_reads(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_copies_the_files_that_from_pretrained_reads(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = directory / "step-000001"
     (first / "config.json").write_text("{}")
     (first / "notes.txt").write_text("of somebody")
@@ -225,9 +227,7 @@ def test_export_takes_along_what_from_pretrained_reads(directory: Path, capsys: 
         assert sorted(os.listdir(out)) == sorted([*beside, MODEL])
 
 
-def test_what_takes_long_shows_how_far_it_is_on_a_terminal_alone(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_commands_show_progress_on_a_terminal_alone(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, out = directory / "step-000001", directory / "step-000002", directory.parent / "out"
     commands = (
         ["diff", first, second],
@@ -262,14 +262,14 @@ def test_an_exported_model_is_read_by_safetensors_and_torch(
     stored, exported = (safetensors.load_file(folder / MODEL) for folder in (first, out))
     assert exported.keys() == stored.keys()
     for name, value in exported.items():
-        as_it_was = name in ("wave", "count")  # complex as a real view, integers
+        as_it_was = name in ("wave", "count")  # complex tensors as real views, and integers
         expected = stored[name] if as_it_was else stored[name].to(torch.bfloat16)
         assert value.dtype == expected.dtype and torch.equal(value, expected), name
     with pytest.raises(_engine.CheckpointError):
         _engine.CheckpointFolder(str(out))  # model files alone are no checkpoint
 
 
-def test_from_pretrained_reads_what_was_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_pretrained_reads_an_exported_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16)

@@ -1,6 +1,6 @@
-"""Laws of the device kernels: their text compiles for every architecture of the installed compilers, as the engine would
-compile it; run by the host's compiler it has the host kernels' bits; an image is found in the promised order, and the
-cache is private, whole or absent, and never stale.
+"""Laws of the device kernels. Their text compiles for every architecture of the installed compilers, with the engine's
+options. Run by the host's compiler it has the host kernels' bits. An image is found in the promised order. The cache is
+private, complete or absent, and never stale.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def source(tmp_path: Path) -> Path:
 
 
 def targets(architectures: list[int]) -> list[list[str]]:
-    """Return the arguments of each run of nvcc. Long form (`make kernels`): every architecture from its own front end. Quick form: the oldest's
-    text, which asks for no architecture, for two of them, and the newest's own."""
+    """Return nvcc's options, one list a run.
+
+    The long form (`make kernels`) compiles each architecture alone. The quick form makes machine code for two of them from the
+    compiler's output for the oldest, whose text asks for no architecture, and for the newest from its own.
+    """
     if LONG:
         return [[f"-arch=sm_{number}", "-cubin"] for number in architectures]
     pairs = [f"arch=compute_{OLDEST},code=sm_{number}" for number in architectures if number in (OLDEST, 90)]
@@ -90,7 +93,7 @@ def test_the_text_includes_nothing() -> None:
 def test_nvrtc_compiles_the_text_at_run_time(library: tuple[Path, Path | None]) -> None:
     encoding = locale.getpreferredencoding(False)
     origin, image = _engine.device_kernel_image(9, 0, nvrtc=str(library[0]), builtins=str(library[1]))
-    assert locale.getpreferredencoding(False) == encoding  # nvrtc 12.1 changes the calling thread's
+    assert locale.getpreferredencoding(False) == encoding  # nvrtc 12.1 changes the calling thread's locale
     assert origin == "compiled, not cached" and image[:4] == b"\x7fELF"
     for kernel in (
         b"sw_cast",
@@ -130,7 +133,7 @@ def test_the_second_process_finds_the_image_in_the_cache(tmp_path: Path) -> None
     origin, third = _engine.device_kernel_image(9, 0, packaged=str(cache), nvrtc="/nowhere.so")
     assert origin == "packaged" and third == first
 
-    whole = file.read_bytes()  # cut or changed at any byte it is as good as none, and is replaced
+    whole = file.read_bytes()  # a file cut or changed at any byte is ignored and replaced
     for damaged in (whole[:-1], whole[:16], whole[:7], b"", whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]):
         file.write_bytes(damaged)
         with pytest.raises(NotImplementedError, match="cached in .*: none"):
@@ -153,7 +156,7 @@ def test_a_cache_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
-def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+def test_concurrent_writers_leave_one_complete_file(tmp_path: Path) -> None:
     places, stop = nvrtc_places(), threading.Event()
     seen: set[str] = set()
 
@@ -179,14 +182,14 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     assert len(set(images)) == 1 and seen <= {"cached"} and len(list(tmp_path.iterdir())) == 1
 
 
-def test_without_any_place_the_error_names_each() -> None:
+def test_without_any_image_the_error_names_each_place() -> None:
     with pytest.raises(NotImplementedError) as caught:
         _engine.device_kernel_image(9, 0, packaged="/no/images", cache="/no/cache", nvrtc="/no/libnvrtc.so")
     for piece in ("sm_90", "packaged in /no/images: none", "cached in /no/cache: none", "/no/libnvrtc.so"):
         assert piece in str(caught.value)
 
 
-def test_images_are_made_ahead_of_time(
+def test_images_are_compiled_ahead_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -195,8 +198,8 @@ def test_images_are_made_ahead_of_time(
     assert re.fullmatch(r"sm_90: written, \d+ bytes of machine code\n", capsys.readouterr().out)
     assert main(["kernels", "--json", "--arch", "sm_90", "--to", str(folder), "--nvrtc", "/nowhere.so"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["ok"] and said["images"][0]["detail"].startswith("there already")
-    monkeypatch.setenv("SHARDWRIGHT_KERNELS", str(folder))  # programs, on machines that have nothing else
+    assert said["ok"] and said["images"][0]["detail"].startswith("exists already")
+    monkeypatch.setenv("SHARDWRIGHT_KERNELS", str(folder))  # as programs on hosts without a compiler find them
     places = CudaRuntime().libraries() | {"nvrtc": None}
     assert _engine.device_kernel_image(9, 0, **places)[0] == "packaged"
     assert main(["kernels", "--arch", "90"]) == 0 and "packaged" in capsys.readouterr().out
@@ -210,18 +213,18 @@ def test_images_are_made_ahead_of_time(
         with pytest.raises(SystemExit) as usage:
             main(["kernels", *wrong])
         assert usage.value.code == 2
-    assert "no GPU is seen here" in capsys.readouterr().err
+    assert "no GPU was found" in capsys.readouterr().err
 
 
 def text_program(builder: Builder) -> Path:
-    """tests/fake/test_kernel_text.c, linked with the kernels' text as C++ and the engine."""
+    """Return tests/fake/test_kernel_text.c, linked with the kernels' text as C++ and the engine."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler {compiler!r} on this machine")
     builder.folder.mkdir(parents=True, exist_ok=True)
     text = builder.folder / "kernel_text.o"
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Icsrc", "-x", "c++"]
-    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a GPU traps there, too
+    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a GPU traps on misalignment, too
     run_checked([compiler, *flags, "-c", str(ROOT / "tests" / "fake" / "kernel_text.cpp"), "-o", str(text)])
     return builder.program(ROOT / "tests" / "fake" / "test_kernel_text.c", [str(text), "-lstdc++"])
 

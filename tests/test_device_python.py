@@ -21,7 +21,6 @@ import shardwright as sw
 from shardwright import _engine
 from shardwright.ddp_compat import check_device_ids, to_device
 from shardwright.device import CudaRuntime, DeviceLink, _cache_folder, find_nvrtc
-from shardwright.process_group import _gather_objects
 from shardwright.table import _check_one_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,27 +85,6 @@ def test_a_module_on_several_devices_is_an_error_that_names_two_of_its_tensors()
     ):
         _check_one_device(pairs)
     _check_one_device(pairs[:1])
-
-
-def test_a_group_of_gpus_alone_is_met_from_the_modules_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sends objects from the current GPU, which in a program that chooses none is the first one on all ranks."""
-    current = ["cuda:0"]
-
-    @contextlib.contextmanager
-    def chosen(device: torch.device) -> Iterator[None]:
-        current.append(str(device))
-        yield
-        current.pop()
-
-    def all_gather_object(everyone: list[object], mine: object, group: object) -> None:
-        everyone[:] = [mine, current[-1]]
-
-    monkeypatch.setattr(torch.cuda, "device", chosen)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cuda:nccl")
-    assert _gather_objects("mine", None, torch.device("cuda", 1)) == ["mine", "cuda:1"]
-    assert _gather_objects("mine", None, torch.device("cpu")) == ["mine", "cuda:0"] == _gather_objects("mine", None)
 
 
 def test_a_row_of_ranks_may_be_linked_while_the_group_of_all_is_looked_after() -> None:

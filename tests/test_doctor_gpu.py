@@ -1,5 +1,6 @@
-"""Laws of the doctor on GPUs: each finding has a value, a verdict and, unless all is well, one line that mends it; a
-machine without a GPU, or one whose GPUs are hidden, is no error; what is told comes from the folders it is given, whatever their bytes.
+"""Laws of the doctor on GPUs. Each finding has a value, a verdict and, unless it is ok, one line with the fix. A
+machine without a GPU, or with hidden GPUs, is no error. Findings come from the given folders, whatever bytes these
+have.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def absent(words: list[str]) -> str:
 
 
 def look(tmp_path: Path, environment: dict[str, str] | None = None, **other: Any) -> dict[str, Finding]:
-    """Findings by name, of which each has one."""
+    """Return findings by name; each name occurs once."""
     confs = (tmp_path / "home.conf", tmp_path / "etc.conf")
     (tmp_path / "proc" / "self").mkdir(parents=True, exist_ok=True)
     (tmp_path / "proc" / "self" / "maps").touch()
@@ -50,7 +51,7 @@ def look(tmp_path: Path, environment: dict[str, str] | None = None, **other: Any
 
 
 def library(folder: Path, name: str, text: str) -> Path:
-    """A shared library of a few lines of C."""
+    """Build a shared library of a few lines of C."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.c").write_text(text)
     made = folder / name
@@ -61,7 +62,7 @@ def library(folder: Path, name: str, text: str) -> Path:
 # settings -----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_hurt_are_named_with_what_to_do(tmp_path: Path) -> None:
+def test_harmful_settings_are_named_with_a_fix(tmp_path: Path) -> None:
     plant(tmp_path, {"etc.conf": "NCCL_P2P_DISABLE=1\nNCCL_ALGO=Ring\n", "home.conf": "NCCL_ALGO=Tree\nNCCL_ALGO=X\n"})
     found = look(tmp_path, {"NCCL_P2P_DISABLE": "0", "NCCL_SHM_DISABLE": "1", "NCCL_MIN_NCHANNELS": "4"})
     assert found["NCCL_P2P_DISABLE"] == Finding("NCCL_P2P_DISABLE", "0")  # the environment wins
@@ -99,7 +100,7 @@ HURTING = {
 
 
 @pytest.mark.parametrize("way", ["hurting", "sound"])
-def test_each_setting_has_a_value_that_hurts_and_one_that_does_not(tmp_path: Path, way: str) -> None:
+def test_each_setting_has_a_harmful_and_a_harmless_value(tmp_path: Path, way: str) -> None:
     given = {name: hurts if way == "hurting" else sound for name, (hurts, _, sound) in HURTING.items()}
     given = {name: value for name, value in given.items() if value}
     found = look(tmp_path, given)
@@ -107,7 +108,7 @@ def test_each_setting_has_a_value_that_hurts_and_one_that_does_not(tmp_path: Pat
         assert (found[name].value, found[name].verdict) == (value, HURTING[name][1] if way == "hurting" else "ok"), name
 
 
-def test_the_transport_that_was_asked_for_is_judged(tmp_path: Path) -> None:
+def test_the_requested_transport_is_judged(tmp_path: Path) -> None:
     for value, verdict in {"auto": "ok", "nccl": "ok", "ipc": "ok", "shm": "slow", "gloo": "bad"}.items():
         found = look(tmp_path, {"SHARDWRIGHT_GPU_TRANSPORT": value})["SHARDWRIGHT_GPU_TRANSPORT"]
         assert (found.value, found.verdict) == (value, verdict) and bool(found.fix) == (verdict != "ok")
@@ -118,8 +119,8 @@ def test_numbers_are_read_as_nccl_reads_them() -> None:
     assert {text: doctor_settings._number(text) for text in read} == read
 
 
-def test_lines_that_nccl_reads_otherwise_than_they_were_meant_are_named(tmp_path: Path) -> None:
-    """It takes all before '=' for the name and all behind it for the value."""
+def test_lines_that_nccl_misreads_are_named(tmp_path: Path) -> None:
+    """Lines in which NCCL takes all text before '=' for the name and all behind it for the value."""
     lines = {
         "NCCL_PROTO = Simple": "bad",
         " NCCL_NTHREADS=64": "bad",
@@ -136,12 +137,14 @@ def test_lines_that_nccl_reads_otherwise_than_they_were_meant_are_named(tmp_path
     for number, verdict in enumerate(lines.values(), 1):
         said = found.get(f"{tmp_path}/home.conf:{number}")
         assert (said and said.verdict) == verdict, number
-    assert not {"NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MAX_CTAS", "NCCL_SHM_DISABLE"} & found.keys()  # have no effect
+    assert (
+        not {"NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MAX_CTAS", "NCCL_SHM_DISABLE"} & found.keys()
+    )  # these lines have no effect
     for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE"):
         assert found[name].verdict == "slow", name
 
 
-def test_another_file_may_be_named_and_must_be_there(tmp_path: Path) -> None:
+def test_another_file_may_be_named_and_must_exist(tmp_path: Path) -> None:
     plant(tmp_path, {"home.conf": "NCCL_ALGO=Tree", "etc.conf": "NCCL_PROTO=LL", "other.conf": "NCCL_ALGO=Ring"})
     found = look(tmp_path, {"NCCL_CONF_FILE": str(tmp_path / "other.conf")})
     assert found["NCCL_ALGO"].value == "Ring" and found["NCCL_PROTO"].value == "LL"
@@ -178,7 +181,7 @@ def with_network(tmp_path: Path) -> None:
         ("NCCL_IB_HCA", CARDS),
     ],
 )
-def test_names_of_interfaces_are_matched_as_those_who_read_them_do(
+def test_names_of_interfaces_are_matched_as_nccl_and_torch_match_them(
     tmp_path: Path, variable: str, cases: dict[str, str]
 ) -> None:
     with_network(tmp_path)
@@ -189,12 +192,12 @@ def test_names_of_interfaces_are_matched_as_those_who_read_them_do(
             assert verdict != "bad" or "eth0, lo" in found.fix
 
 
-def test_names_without_anything_to_hold_them_against_are_not_judged(tmp_path: Path) -> None:
+def test_names_are_not_judged_without_a_list_of_interfaces(tmp_path: Path) -> None:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
         assert look(tmp_path, {variable: "eth0"})[variable].verdict == "note"
 
 
-def test_the_way_out_of_band_needs_its_switch_and_a_device(tmp_path: Path) -> None:
+def test_the_out_of_band_network_needs_its_switch_and_a_device(tmp_path: Path) -> None:
     with_network(tmp_path)
     for value, switch, verdict in (("mlx5_0", "1", "ok"), ("eth", "1", "ok"), ("ib", "1", "bad"), ("eth0", "", "note")):
         environment = {"NCCL_OOB_NET_IFNAME": value, "NCCL_OOB_NET_ENABLE": switch or "0"}
@@ -222,7 +225,7 @@ def test_topology_comes_from_sys(tmp_path: Path) -> None:
 
 
 def matrix(cells: list[list[str]]) -> str:
-    """As nvidia-smi prints it: a head that is underlined, then GPUs, then network cards and a legend."""
+    """Return the matrix as nvidia-smi prints it: an underlined head, then GPUs, then network cards and a legend."""
     names = [f"GPU{k}" for k in range(len(cells))]
     lines = ["\t\x1b[4m" + "\t".join([*names, "NIC0", "CPU Affinity", "NUMA Affinity"]) + "\x1b[0m"]
     lines += ["\t".join([name, *row, "SYS", "0-63", "0"]) for name, row in zip(names, cells)]
@@ -230,7 +233,7 @@ def matrix(cells: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def test_links_between_gpus_are_what_the_driver_says_or_unknown(tmp_path: Path) -> None:
+def test_links_between_gpus_come_from_the_driver_or_are_unknown(tmp_path: Path) -> None:
     assert look(tmp_path)["GPU links"].verdict == "ok"
     with_gpus(tmp_path, 3)
     unknown = look(tmp_path)["GPU links"]
@@ -249,7 +252,7 @@ def test_links_between_gpus_are_what_the_driver_says_or_unknown(tmp_path: Path) 
     assert (found.value, found.verdict) == ("NV4: 0-1; PHB: 1-2; SYS: 0-2", "note") and asked[0][0] == "nvidia-smi"
 
 
-def test_a_program_of_the_machines_may_be_missing_fail_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_program_may_be_missing_fail_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_machine, "_COMMAND_TIMEOUT_S", 0.2)
     for words, sentence in (
         (["/nowhere/nvidia-smi"], "No such file"),
@@ -300,7 +303,7 @@ def test_the_compiler_and_the_driver_are_named_with_their_versions(tmp_path: Pat
     assert look(tmp_path, nvrtc=nvrtc, libcuda=newer)["NVRTC"].verdict == "ok"
     older = str(library(tmp_path / "12", "libcuda.so.1", driver % 12080))
     found = look(tmp_path, nvrtc=nvrtc, libcuda=older)
-    assert found["NVRTC"].verdict == "note" and "none needed here" in found["NVRTC"].fix  # no GPU is shown
+    assert found["NVRTC"].verdict == "note" and "none needed here" in found["NVRTC"].fix  # the driver shows no GPU
     gpus = " int cuInit(unsigned flags) { return flags; } int cuDeviceGetCount(int *count) { *count = %d; return 0; }"
     for count, verdict in ((0, "note"), (2, "bad")):
         told = str(library(tmp_path / f"of {count}", "libcuda.so.1", driver % 12080 + gpus % count))
@@ -332,10 +335,10 @@ def test_a_user_without_a_home_has_the_systems_file_alone(monkeypatch: pytest.Mo
     assert findings(Machine({}, libcuda=NO_DRIVER, command=absent))
 
 
-# whatever there is ----------------------------------------------------------------------------------------------------
+# any input ------------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_that_are_no_text_end_no_report(tmp_path: Path) -> None:
+def test_undecodable_bytes_do_not_end_a_report(tmp_path: Path) -> None:
     odd = "\udcff\udcfe"
     plant(tmp_path, {"home.conf": f"NCCL_{odd}=1\nNCCL_ALGO={odd}\n", "proc/driver/nvidia/version": odd})
     plant(tmp_path / "sys", {"class/net/eth0/mtu": "1500", "class/infiniband/mlx5_0/ports/1/state": odd})
@@ -347,7 +350,7 @@ def test_bytes_that_are_no_text_end_no_report(tmp_path: Path) -> None:
         str(finding).encode("ascii", "strict") if finding.name.startswith("NCCL") else str(finding).encode()
 
 
-def test_a_section_that_fails_is_a_finding_and_the_others_are_there(tmp_path: Path) -> None:
+def test_a_section_that_fails_is_a_finding_and_the_others_stay(tmp_path: Path) -> None:
     def broken(words: list[str]) -> str:
         raise ArithmeticError("as the test asked")
 
@@ -358,7 +361,7 @@ def test_a_section_that_fails_is_a_finding_and_the_others_are_there(tmp_path: Pa
     (tmp_path / "proc/self/maps").unlink()
     found = {each.name: each for each in findings(Machine({}, tmp_path / "sys", tmp_path / "proc", (None, tmp_path)))}
     assert "FileNotFoundError" in found["NCCL"].value and "nofile" in found
-    assert found[str(tmp_path)].verdict == "note"  # a folder where a file should be
+    assert found[str(tmp_path)].verdict == "note"  # a folder in a file's place
 
 
 @pytest.mark.parametrize("form", ["--json", ""])

@@ -1,8 +1,8 @@
-"""Laws of the main job: it runs unchanged under torchrun, as one process and under accelerate; the loss falls; a resumed
-or killed run goes on with the losses of the uninterrupted one; neither depends on what ranks slice; the last line is the one that README
-quotes; the number of threads is one that the machine has cores for.
+"""Laws of the main example. It runs unchanged under torchrun, as one process and under accelerate, and the loss falls.
+A resumed or killed run continues with the losses of the uninterrupted one, at every stage. The last line is the one
+that README quotes. The number of threads fits the machine's free cores.
 
-Programs start slowly: what is not about a launcher runs in ranks that are forked from one process with all imports done.
+Programs start slowly: tests that are not about a launcher run in ranks forked from one process with all imports done.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
-LIMIT_S = 600 if os.environ.get("SW_TEST_LONG") == "1" else 150  # of a program: at a low priority, beside five ranks
+LIMIT_S = 600 if os.environ.get("SW_TEST_LONG") == "1" else 150  # for a program at low priority beside five ranks
 SMALL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--seed", "3", "--minutes", "5"]
 LAST_LINE = re.compile(r"demo: validation loss ([\d.]+) -> ([\d.]+) nats/byte, (\d+) ranks?, ([\d,]+) tokens/s")
 
@@ -41,6 +41,18 @@ LAUNCHERS = {
 }
 
 
+def test_the_readme_program_without_a_launcher_trains_as_one_rank_and_says_so():
+    text = (ROOT / "README.md").read_text()
+    program = next(part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "sw.wrap(" in part)
+    of_launchers = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    bare = {name: value for name, value in environment().items() if name not in of_launchers}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"rank 0: first weight [+-]0\.\d{6}\n", done.stdout)
+    lines = [line for line in done.stderr.splitlines() if "rank" in line]
+    assert len(lines) == 1 and "it trains as one rank; `torchrun --nproc-per-node N PROGRAM` starts N ranks" in lines[0]
+
+
 def environment():
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1", "PYTHONPATH": path}
@@ -48,7 +60,7 @@ def environment():
 
 
 def start(launcher, *arguments):
-    """The process: in a session of its own, the launcher and its ranks, nobody else."""
+    """Start a process in its own session, with the launcher and its ranks."""
     command = LAUNCHERS[launcher]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
@@ -84,7 +96,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    """forked(program, *arguments): what two ranks printed, which see what torchrun would set."""
+    """Return forked(program, *arguments), which returns the output of two ranks with torchrun's variables."""
     folder = tmp_path_factory.mktemp("forked")
     forge = subprocess.Popen(
         [sys.executable, "-c", _FORGE],
@@ -109,12 +121,12 @@ def forked(tmp_path_factory):
 
 @pytest.fixture
 def train(forked):
-    """train(*arguments): what the main job printed."""
+    """Return train(*arguments), which returns the output of the main example."""
     return lambda *arguments: forked(EXAMPLE, *SMALL, *arguments)
 
 
 def children_of(pid):
-    """Ranks: torchrun gives each a session of its own, out of reach of killpg."""
+    """Return the ranks; torchrun gives each its own session, out of reach of killpg."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -124,7 +136,7 @@ def children_of(pid):
 
 
 def run(launcher, *arguments):
-    """Everything printed."""
+    """Run a program and return all of its output."""
     process = start(launcher, *arguments)
     try:
         output, errors = process.communicate(timeout=LIMIT_S)
@@ -152,7 +164,7 @@ def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
     assert newest(tmp_path) == "step-000060"
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, train):
+def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, train):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train("--steps", "200", "--out", whole)
     process = start("torchrun", "--steps", "200", "--out", str(killed))
@@ -170,12 +182,12 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, train):
 
 
 def report_without_speed(output):
-    """The printed losses."""
+    """Return the printed losses."""
     return re.sub(r" +[\d,]+ tokens/s", "", "\n".join(line for line in output.splitlines() if line.startswith("step")))
 
 
 def newest(folder):
-    """The newest checkpoint's name, or ""."""
+    """Return the newest checkpoint's name, or ""."""
     if not (folder / "checkpoints").exists():
         return ""
     names = [n for n in os.listdir(folder / "checkpoints") if re.fullmatch(r"step-\d+", n)]
@@ -183,14 +195,14 @@ def newest(folder):
 
 
 def saved_losses(folder):
-    """(step, loss) of training and of validation, every digit."""
+    """Return (step, loss) of training and of validation, with every digit."""
     state = json.loads((folder / "checkpoints" / newest(folder) / "state.json").read_text())["user_state"]
     return tuple([tuple(pair["$tuple"]) for pair in state[kind]] for kind in ("train", "validation"))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, forked):
-    """20 steps with nothing sliced: what was printed, and the losses."""
+    """Run 20 steps with nothing sliced; return the output and the losses."""
     folder = tmp_path_factory.mktemp("whole")
     output = forked(EXAMPLE, *SMALL, "--steps", "20", "--zero", "0", "--out", folder)
     assert "step    20" in output
@@ -204,7 +216,7 @@ def test_the_losses_are_the_same_at_every_stage(tmp_path, train, whole, zero):
     assert saved_losses(tmp_path) == whole[1]
 
 
-def test_a_run_stopped_at_one_stage_goes_on_at_another(tmp_path, train, whole):
+def test_a_run_stopped_at_one_stage_continues_at_another(tmp_path, train, whole):
     for steps, zero, resume in ((7, 2, []), (14, 0, ["--resume"]), (20, 3, ["--resume"])):
         output = train("--steps", steps, "--zero", zero, "--out", tmp_path, *resume)
     assert losses(output)[-1] == losses(whole[0])[-1] and losses(output)[-1][0] == "20", output
@@ -232,7 +244,7 @@ def test_the_compression_study_in_its_short_form(tmp_path, forked):
 
 @pytest.fixture
 def gpt_threads(monkeypatch):
-    """The example's module; this process has its number of threads again afterwards."""
+    """Return the example's module; restore this process's number of threads afterwards."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from gpt import threads
 
@@ -245,7 +257,7 @@ def gpt_threads(monkeypatch):
 
 
 @pytest.mark.parametrize("user", [{"OMP_NUM_THREADS": "2"}, {"LOCAL_WORLD_SIZE": "2"}])
-def test_where_the_user_has_chosen_or_cores_are_few_nothing_is_timed(gpt_threads, monkeypatch, user):
+def test_nothing_is_timed_if_the_user_has_chosen_or_cores_are_few(gpt_threads, monkeypatch, user):
     monkeypatch.setattr(gpt_threads, "seconds_with", lambda *_: pytest.fail("was timed"))
     monkeypatch.setenv(*next(iter(user.items())))
     before = torch.get_num_threads()
@@ -255,32 +267,32 @@ def test_where_the_user_has_chosen_or_cores_are_few_nothing_is_timed(gpt_threads
 
 
 def test_threads_are_as_many_as_there_are_free_cores(gpt_threads, monkeypatch):
-    """Chosen at once, after a slow step, and again some time after it went back to one."""
+    """The number is chosen at once, after a slow step, and some time after a fall to one."""
     costs = {1: 1.0, 2: 0.6}
     asked = []
     monkeypatch.setattr(gpt_threads, "seconds_with", lambda n, enough_s: asked.append(n) or costs[n])
     chosen = gpt_threads.Threads()
     assert torch.get_num_threads() == 2 and chosen.after_step(1.0) == chosen.after_step(1.9) == ""
     assert asked == [1, 2]
-    costs[2] = 9.0  # somebody else comes
+    costs[2] = 9.0  # another program takes cores
     sentence = chosen.after_step(2.1)
     assert "1 thread instead of 2" in sentence and "9.0 times" in sentence and "OMP_NUM_THREADS" in sentence
     assert torch.get_num_threads() == 1 and asked == [1, 2, 1, 2]
-    costs[2] = 0.6  # and goes; nobody looks at each step
+    costs[2] = 0.6  # and frees them; not every step measures
     assert [chosen.after_step(9.0) for _ in range(gpt_threads.AGAIN_AFTER - 1)] == [""] * (gpt_threads.AGAIN_AFTER - 1)
     assert torch.get_num_threads() == 1 and len(asked) == 4
     chosen.after_step(1.0)
     assert torch.get_num_threads() == 2 and len(asked) == 6
     costs[2] = 9.0
-    assert chosen.after_step(1.0) == "" and "" == chosen.after_step(2.1)  # it was said
+    assert chosen.after_step(1.0) == "" and "" == chosen.after_step(2.1)  # printed before
     assert torch.get_num_threads() == 1
 
 
 def test_timing_too_many_threads_costs_no_more_than_one_does(gpt_threads, monkeypatch):
-    """A slow operator ends it."""
+    """A slow operator ends the measurement."""
     clock = iter(range(10**6))
-    monkeypatch.setattr(gpt_threads.time, "perf_counter", lambda: float(next(clock)))  # a second an operator
+    monkeypatch.setattr(gpt_threads.time, "perf_counter", lambda: float(next(clock)))  # each operator takes a second
     assert gpt_threads.seconds_with(1, float("inf")) == gpt_threads.OPERATORS
     used = next(clock)
     assert gpt_threads.seconds_with(1, 2.5) == gpt_threads.OPERATORS
-    assert next(clock) - used == 5  # the beginning and three operators, and this look
+    assert next(clock) - used == 5  # the start, three operators, and this call

@@ -1,5 +1,5 @@
-"""Laws of launching: what each launcher sets is read as it means it; what is missing or contradicts itself is named, and is
-never one rank in silence."""
+"""Laws of launching: the variables of each launcher are read with their meaning; missing or contradictory variables are
+named in an error, and never make one rank in silence."""
 
 import ast
 import inspect
@@ -69,7 +69,7 @@ READ = {
 
 
 @pytest.mark.parametrize(("text", "expected"), READ.values(), ids=READ)
-def test_what_a_launcher_sets_is_read(text, expected):
+def test_variables_of_a_launcher_are_read(text, expected):
     assert read_launch(variables(text)) == expected
 
 
@@ -78,29 +78,29 @@ def without(text, *names):
 
 
 REFUSED = {
-    "no world": (without(TORCHRUN, "WORLD_SIZE"), "RANK is set and WORLD_SIZE is not"),
+    "no world": (without(TORCHRUN, "WORLD_SIZE"), "RANK is set, but WORLD_SIZE is not"),
     "no rank": (without(TORCHRUN, "RANK"), "WORLD_SIZE is 8 and RANK is not set"),
-    "no address": (without(TORCHRUN, "MASTER_ADDR"), "RANK is set and MASTER_ADDR is not"),
-    "no port": (without(TORCHRUN, "MASTER_PORT"), "RANK is set and MASTER_PORT is not"),
+    "no address": (without(TORCHRUN, "MASTER_ADDR"), "RANK is set, but MASTER_ADDR is not"),
+    "no port": (without(TORCHRUN, "MASTER_PORT"), "RANK is set, but MASTER_PORT is not"),
     "rank too high": (TORCHRUN.replace("RANK=5", "RANK=8", 1), "rank 8 of 8: it must be from 0 to 7"),
     "no number": (TORCHRUN.replace("RANK=5", "RANK=five", 1), "RANK must be a whole number from 0, got 'five'"),
-    "no number that there are ranks of": (
+    "too large a number": (
         TORCHRUN.replace("RANK=5", "RANK=" + "5" * 5000, 1),
         "RANK must be a whole number from 0, got '555",
     ),
-    "empty": (TORCHRUN.replace("RANK=5", "RANK=", 1), "RANK is set to nothing"),
+    "empty": (TORCHRUN.replace("RANK=5", "RANK=", 1), "RANK is empty"),
     "world of none": (TORCHRUN.replace("WORLD_SIZE=8", "WORLD_SIZE=0", 1), "WORLD_SIZE must be .* from 1, got '0'"),
     "port too high": (TORCHRUN.replace("1234", "65536"), "MASTER_PORT must be from 1 to 65535, got 65536"),
     "local rank too high": (TORCHRUN.replace("LOCAL_RANK=1", "LOCAL_RANK=9"), "local rank 9 of 8"),
     "Open MPI without its size": (
         without(ONE_HOST, "OMPI_COMM_WORLD_SIZE"),
-        "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not",
+        "OMPI_COMM_WORLD_RANK is set, but OMPI_COMM_WORLD_SIZE is not",
     ),
     "Open MPI on two hosts without an address": (OPEN_MPI, "MASTER_ADDR is not set.* mpirun -x MASTER_ADDR="),
     "Open MPI and another world": (f"{ONE_HOST} WORLD_SIZE=8", "WORLD_SIZE is 8 and OMPI_COMM_WORLD_SIZE is 4"),
-    "SLURM without its size": (without(SLURM, "SLURM_NTASKS"), "SLURM_PROCID is set and SLURM_NTASKS is not"),
-    "SLURM without hosts": (without(SLURM, "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST is not set.* MASTER_ADDR"),
-    "SLURM with a list that is none": (
+    "SLURM without its size": (without(SLURM, "SLURM_NTASKS"), "SLURM_PROCID is set, but SLURM_NTASKS is not"),
+    "SLURM without hosts": (without(SLURM, "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST nor .* is set.* MASTER_ADDR"),
+    "SLURM with an invalid list": (
         SLURM.replace("node[01-02]", "node[01-02"),
         r"SLURM_JOB_NODELIST: 'node\[01-02' is not a list of hosts.* MASTER_ADDR",
     ),
@@ -122,7 +122,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_missing_or_contradicts_itself_is_named(text, message):
+def test_missing_or_contradictory_variables_are_named(text, message):
     with pytest.raises(ValueError, match=message):
         read_launch(variables(text))
 
@@ -162,17 +162,17 @@ def test_a_list_of_hosts_is_expanded_in_its_order(text):
         f"a[{'9' * 5000}]",
     ],
 )
-def test_what_is_no_list_of_hosts_is_refused(text):
+def test_an_invalid_list_of_hosts_is_refused(text):
     with pytest.raises(ValueError):
         list(expand_hostlist(text))
 
 
-def test_an_address_of_version_6_makes_a_url():
+def test_an_ipv6_address_makes_a_url():
     for address in ("fd00::1", "[fd00::1]"):
         assert Launch("SLURM", 0, 2, 0, address, 80).init_method == "tcp://[fd00::1]:80"
 
 
-def test_the_table_of_variables_is_what_the_code_reads():
+def test_the_table_lists_the_variables_that_the_code_reads():
     strings = {
         node.value
         for function in ast.walk(ast.parse(inspect.getsource(launch)))

@@ -1,7 +1,8 @@
-"""Laws of examples/launch: each file sets exactly what sw.wrap reads, and gives every rank the right number.
+"""Laws of examples/launch: each file sets exactly the variables that sw.wrap reads, and gives every rank the right
+number.
 
-srun and torchrun are stand-ins that set what the real ones set, as documented; the programs are stand-ins that say what
-sw.wrap would read. `torch.distributed.run` itself judges the arguments for torchrun.
+srun and torchrun are stand-ins that set the documented variables. The programs are stand-ins that print what sw.wrap
+would read. `torch.distributed.run` itself parses the arguments for torchrun.
 """
 
 import json
@@ -19,7 +20,7 @@ LAUNCH = Path(__file__).resolve().parents[1] / "examples" / "launch"
 LAUNCH_PY = Path(__file__).resolve().parents[1] / "python" / "shardwright" / "launch.py"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
 
-#: what is set for others than sw.wrap: threads, Gloo's interface, the scripts' own
+#: variables for others than sw.wrap: threads, Gloo's interface, the scripts themselves
 FOR_OTHERS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PATH", "NODES", "NODE_RANK", "RANKS", "SW_TWO_HOSTS"}
 
 SAYS_WHAT_IT_READS = f"""#!{sys.executable}
@@ -49,7 +50,7 @@ print(json.dumps(sys.argv[1:]))
 
 @pytest.fixture
 def run(tmp_path):
-    """run(file or text, *arguments, **environment): the lines of JSON that the stand-ins printed."""
+    """Return run(file or text, *arguments, **environment), which returns the JSON lines that the stand-ins printed."""
     for name, text in (("python", SAYS_WHAT_IT_READS), ("srun", SRUN), ("torchrun", SAYS_ITS_ARGUMENTS)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -71,7 +72,7 @@ def test_a_script_is_bash(name):
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in LAUNCH.iterdir()))
-def test_what_a_file_exports_is_read(name):
+def test_exported_variables_are_read(name):
     from shardwright.launch import VARIABLES
 
     exported = re.findall(r"^\s*export ([^#\n]+)", (LAUNCH / name).read_text(), re.MULTILINE)
@@ -79,7 +80,7 @@ def test_what_a_file_exports_is_read(name):
     assert names <= {*VARIABLES, *FOR_OTHERS}, names
 
 
-def test_slurm_s_tasks_are_ranks_that_meet_on_the_first_node(run):
+def test_slurm_tasks_are_ranks_that_meet_on_the_first_node(run):
     batch = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
     found = run(
         str(LAUNCH / "slurm.sbatch"), "train.py", "--steps", "5", **batch,
@@ -100,14 +101,14 @@ def test_slurm_s_tasks_are_ranks_that_meet_on_the_first_node(run):
 
 
 def torchrun_reads(arguments):
-    """How torchrun itself takes them."""
+    """Parse arguments as torchrun does."""
     from torch.distributed.run import parse_args
 
     read = parse_args(arguments)
     return read.nnodes, read.node_rank, read.nproc_per_node, read.master_addr, read.master_port, read.training_script
 
 
-def test_torchrun_is_told_the_hosts_and_the_meeting_place(run):
+def test_torchrun_gets_the_hosts_and_the_meeting_point(run):
     variables = {"MASTER_ADDR": "node0", "NODES": "3", "NODE_RANK": "2", "RANKS": "4"}
     (arguments,) = run(str(LAUNCH / "torchrun.sh"), "train.py", "--steps", "5", **variables)
     assert torchrun_reads(arguments) == ("3", 2, "4", "node0", 29500, "train.py")
@@ -115,7 +116,7 @@ def test_torchrun_is_told_the_hosts_and_the_meeting_place(run):
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODES", "NODE_RANK"])
-def test_torchrun_sh_names_the_variable_that_is_missing(missing):
+def test_torchrun_sh_names_a_missing_variable(missing):
     variables = {"MASTER_ADDR": "node0", "NODES": "3", "NODE_RANK": "2"}
     del variables[missing]
     script = ["bash", str(LAUNCH / "torchrun.sh"), "train.py"]
@@ -123,7 +124,7 @@ def test_torchrun_sh_names_the_variable_that_is_missing(missing):
     assert done.returncode and missing in done.stderr
 
 
-def test_skypilot_s_nodes_are_torchrun_s(run):
+def test_skypilot_nodes_are_torchrun_nodes(run):
     yaml = pytest.importorskip("yaml")
     task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
     assert task["num_nodes"] == 2
@@ -131,7 +132,7 @@ def test_skypilot_s_nodes_are_torchrun_s(run):
         subprocess.run(["bash", "-n", "-c", task[part]], check=True)
     ours_first = 'export PATH="$PWD/.venv/bin:$PATH"\n'
     assert ours_first in task["run"]
-    script = task["run"].replace(ours_first, "")  # a real torchrun of this checkout would run instead of the stand-in
+    script = task["run"].replace(ours_first, "")  # else a real torchrun of this checkout would replace the stand-in
     for node in range(2):
         sets = {"SKYPILOT_NODE_IPS": "10.1.0.5\n10.1.0.9", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(node)}
         (arguments,) = run("-c", script, **sets, **{name: str(value) for name, value in task["envs"].items()})
@@ -144,7 +145,7 @@ def needs_namespaces():
         pytest.skip(f"no hosts here: {probe.stderr.strip() or 'ip and tc are needed'}")
 
 
-def test_two_hosts_are_made_limited_and_unmade(tmp_path):
+def test_two_hosts_are_created_limited_and_removed(tmp_path):
     needs_namespaces()
     (tmp_path / "torchrun").write_text(
         '#!/bin/sh\necho "$(hostname) $(ip -4 -br addr show eth0)" $* $(getent hosts $MASTER_ADDR)\n'
@@ -159,7 +160,7 @@ def test_two_hosts_are_made_limited_and_unmade(tmp_path):
     for node, line in enumerate(sorted(lines)):
         assert line.startswith(f"host{node} eth0@") and f"10.77.0.{node + 1}/24" in line, line
         assert "--nnodes 2" in line and f"--node-rank {node}" in line and "--nproc-per-node 3" in line, line
-        assert line.endswith("x.py 10.77.0.1 host0")  # an address without a name is a warning of torch's
+        assert line.endswith("x.py 10.77.0.1 host0")  # torch warns about an address without a name
     assert re.fullmatch(r"host0 sent \d+ MB", sent)
 
 
@@ -208,7 +209,7 @@ def test_two_hosts_end_with_the_script_even_if_it_is_killed(tmp_path):
     wait_until(lambda: not sleepers())
 
 
-SLEEP = f"{1000 + os.getpid()}.25"  # nobody else's
+SLEEP = f"{1000 + os.getpid()}.25"  # unique to this process
 
 
 def sleepers():

@@ -1,7 +1,7 @@
 """sw.optim against torch: the bits of its fused kernels, its state dicts both ways, its errors and protocols.
 
-Sizes are multiples of 16 where bits are compared: torch's own kernels use other arithmetic in a scalar tail, and the
-tail has a test of its own. Oracles are torch.optim with fused=True, fused=False, or a few lines of double arithmetic.
+Tests that compare bits use sizes that are multiples of 16, because torch's own kernels use other arithmetic in a scalar
+tail, which has its own test. Oracles are torch.optim with fused=True, fused=False, or a few lines of double arithmetic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parameters(
 
 
 def set_gradients(step: int, *models: list[Tensor], dtype: torch.dtype | None = None) -> None:
-    """The same gradients, of magnitudes that change from step to step."""
+    """Set the same gradients on all models, with magnitudes that change from step to step."""
     for index in range(len(models[0])):
         generator = torch.Generator().manual_seed(1000 * step + index)
         like = models[0][index]
@@ -149,7 +149,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str, isa: str) -> None:
 
 
 def ulps(a: Tensor, b: Tensor) -> int:
-    """Largest distance in units of the last place, of float32 tensors with equal signs."""
+    """Return the largest distance in units of the last place between float32 tensors with equal signs."""
     return int((a.detach().view(torch.int32).long() - b.detach().view(torch.int32).long()).abs().max())
 
 
@@ -172,7 +172,7 @@ def test_torchs_scalar_tail_is_a_unit_away_at_most_after_one_step(name: str) -> 
 
 
 def naive_adamw(p: Tensor, grads: list[Tensor], lr: float, wd: float) -> Tensor:
-    """The paper's formulas in float64."""
+    """Compute the paper's formulas in float64."""
     p, m, v = (
         p.detach().double().clone(),
         torch.zeros_like(p, dtype=torch.float64),
@@ -232,14 +232,14 @@ def test_small_updates_are_lost_without_a_master_and_kept_with_one() -> None:
     assert abs(results[True] - 0.98) < 0.004
 
 
-def test_a_master_follows_a_parameter_that_somebody_else_wrote() -> None:
+def test_a_master_follows_a_parameter_that_other_code_wrote() -> None:
     p = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
     optimizer = sw.optim.SGD([p], lr=2.0**-10)
     p.grad = torch.ones_like(p)
     optimizer.step()
     kept = optimizer.state[p]["master"].clone()
     with torch.no_grad():
-        p.copy_(p.clone())  # the same values: the master keeps what rounding lost
+        p.copy_(p.clone())  # the same values: the master keeps its unrounded value
     optimizer.step()
     assert_same_bits(optimizer.state[p]["master"], kept - 2.0**-10)
     with torch.no_grad():
@@ -348,7 +348,7 @@ def test_torchs_half_state_loads_and_ours_loads_into_torch() -> None:
     assert theirs.state[qs[0]]["exp_avg"].dtype is torch.bfloat16
 
 
-def test_a_users_load_hook_is_heard() -> None:
+def test_a_users_load_hook_runs() -> None:
     (p,) = parameters(torch.bfloat16, shapes=[(16,)])
     optimizer = sw.optim.AdamW([p])
     set_gradients(0, [p])
@@ -492,15 +492,15 @@ def test_empty_and_scalar_parameters() -> None:
             lambda: sw.optim.SGD([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], 0.1),
             "not complex64; torch.optim.SGD",
         ),
-        (lambda: sw.optim.Adam(parameters(), foreach=True), "foreach=True is not its form"),
-        (lambda: sw.optim.AdamW(parameters(), fused=False), "fused=False is not its form"),
+        (lambda: sw.optim.Adam(parameters(), foreach=True), "foreach=True is not supported"),
+        (lambda: sw.optim.AdamW(parameters(), fused=False), "fused=False is not supported"),
         (lambda: sw.optim.AdamW(parameters(), capturable=True), "capturable=True"),
         (lambda: sw.optim.SGD(parameters(), differentiable=True), "differentiable=True"),
         (lambda: sw.optim.AdamW(parameters(), betas=(1.0, 0.9)), "beta"),
         (lambda: sw.optim.SGD(parameters(), lr=-1.0), "learning rate"),
     ],
 )
-def test_what_it_cannot_do_is_refused_when_made(make: Any, sentence: str) -> None:
+def test_unsupported_options_are_refused_at_creation(make: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         make()
 
@@ -524,7 +524,7 @@ def test_a_sparse_gradient_is_refused_before_anything_is_written(name: str) -> N
 
 
 class Storageless(torch.Tensor):
-    """A gradient that has a shape and no memory."""
+    """A gradient with a shape but no memory."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -535,7 +535,7 @@ class Storageless(torch.Tensor):
 def test_a_gradient_without_memory_is_refused(name: str) -> None:
     p = torch.ones(4, requires_grad=True)
     p.grad = torch.Tensor._make_wrapper_subclass(Storageless, (4,), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"has no gradient|must be a dense tensor"):
+    with pytest.raises(ValueError, match=r"has no gradient|must be a dense tensor|memory"):
         getattr(sw.optim, name)([p], lr=0.1).step()
     assert p[0].item() == 1.0
 
@@ -582,7 +582,7 @@ def engine_adam(**changes: Any) -> list[int]:
         ({"beta2": 1.5}, r"beta2 must be in \[0, 1\), not 1.5"),
     ],
 )
-def test_the_engine_says_which_tensor_is_wrong(changes: dict[str, Any], sentence: str) -> None:
+def test_the_engine_names_the_wrong_tensor(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         engine_adam(**changes)
 
@@ -613,7 +613,7 @@ def test_the_gradient_factor_is_one_multiplication() -> None:
 
 
 class Opaque(torch.Tensor):
-    """A tensor class on which DLPack's exchange table is missing, as on every tensor of older torch."""
+    """A tensor class without DLPack's exchange table, like every tensor of older torch."""
 
     __dlpack_c_exchange_api__ = None
 
@@ -666,7 +666,7 @@ def test_the_norm_of_any_strides() -> None:
         _engine.norm_sum([x[:, ::2]])
 
 
-def test_the_norm_of_what_is_no_number() -> None:
+def test_the_norm_of_nan_and_infinity() -> None:
     assert sw.optim.global_norm([torch.tensor([1.0, math.inf])]) == math.inf
     assert math.isnan(sw.optim.global_norm([torch.tensor([-math.inf]), torch.tensor([math.nan])]))
     assert sw.optim.global_norm([]) == 0.0
@@ -682,8 +682,8 @@ def test_norm_errors_name_the_tensor() -> None:
         _engine.norm_value([b"short"])
 
 
-def test_state_that_could_not_be_made_is_made_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory, or the disk of offload=, ends between the two moments of a parameter."""
+def test_state_that_could_not_be_allocated_is_allocated_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let memory, or the disk of offload=, end between the two moments of a parameter."""
     found = []
     for fails in (False, True):
         torch.manual_seed(0)
@@ -712,7 +712,7 @@ def test_state_that_could_not_be_made_is_made_at_the_next_step(monkeypatch: pyte
 
 
 def test_clipping_takes_one_parameter_as_torch_does() -> None:
-    """Not its rows, which have no gradients: their norm is 0, and nothing would be clipped."""
+    """Clip the parameter, not its rows: these have no gradients, so nothing would be clipped."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
     assert sw.clip_grad_norm_(parameter, 1.0) == 5.0

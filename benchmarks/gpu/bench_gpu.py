@@ -1,11 +1,14 @@
-"""All that is measured on GPUs: training steps against torch's DDP over NCCL and their host waits, kernels against the card's own copy
-bandwidth (kernels.py), checkpoints' staging (staging.py), PowerSGD against torch's hook. One rank a GPU, all GPUs of this machine; times
-are CUDA events'. It is to end within 8 minutes on one H200; the last row says how long it took.
+"""All measurements on GPUs, one rank a GPU, on all GPUs of this machine; times are those of CUDA events.
 
     .venv/bin/python benchmarks/gpu/bench_gpu.py [--quick] [--json FILE] [--folder FOLDER]
 
-Without a GPU it prints one row that says why it was skipped, and succeeds. It has not been run on a GPU yet: there is no result. A test runs every
-row on simulated GPUs, where figures mean nothing (tests/ranks/test_the_gpu_benchmark_starts.py).
+Training steps against torch's DDP over NCCL, with their host waits; kernels against the card's own copy bandwidth
+(kernels.py); staging of checkpoints (staging.py); PowerSGD against torch's hook. The run should end within 8 minutes on
+one H200; the last row has its time.
+
+Without a GPU the program prints one row with the reason and succeeds. It has not been run on a GPU yet, so there is no
+result. A test produces every row on simulated GPUs, where figures mean nothing
+(tests/ranks/test_the_gpu_benchmark_starts.py).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ LIMIT_S = 8 * 60
 
 
 def reason_to_skip() -> str:
-    """Why nothing can be measured here; empty if something can."""
+    """Return the reason why nothing can be measured here; "" if something can."""
     try:
         _engine.cuda_devices()
     except (NotImplementedError, sw.Error) as error:
@@ -45,7 +48,7 @@ def reason_to_skip() -> str:
 
 
 def step_rows(where: Where, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
-    """Forward, backward and a fused AdamW step. The losses of three steps agree before anything is timed."""
+    """Time forward, backward and a fused AdamW step, after a check that the losses of three steps agree."""
     rows = []
     for name, case in sizes.cases.items():
         batch = tuple(where.memory(part) for part in case.batch(rank))
@@ -79,7 +82,7 @@ def step_rows(where: Where, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
 
 
 def _host_waits(module: Any) -> int:
-    """As the driver's table counts them."""
+    """Return the count of the driver's table."""
     waits: int = module._engine().reducer.stats()["host_waits"]
     return waits
 
@@ -98,7 +101,7 @@ def _step(
 
 
 class Given(torch.nn.Module):
-    """Whose gradients are what it is called with: a backward of elementwise products, and what averages behind it."""
+    """A module whose gradients are its inputs: a backward of elementwise products, and the averaging behind it."""
 
     def __init__(self, matrices: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -109,7 +112,7 @@ class Given(torch.nn.Module):
 
 
 def powersgd_arms(where: Where, rank: int, group: Any, matrices: Sequence[tuple[int, int]]) -> Arms:
-    """Backwards through low rank, ours and torch's, and a plain one. Gradients of rank one come through whole before anything is timed."""
+    """Return low-rank backwards, ours and torch's, and a plain one. Check that rank-one gradients are exact."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
     generator = torch.Generator().manual_seed(rank)
@@ -151,15 +154,15 @@ def powersgd_arms(where: Where, rank: int, group: Any, matrices: Sequence[tuple[
 
 
 def powersgd_rows(where: Where, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
-    """Whole backwards, so the ratio is what a step sees of it; less the plain one it is about the hooks alone."""
+    """Time whole backwards, as a step sees them, and their time beyond the plain backward, which is the hooks' own."""
     arms = powersgd_arms(where, rank, nccl, sizes.matrices)
     taken = take_turns(where, arms, sizes.rounds, max(1, sizes.repeat // 2))
     plain = statistics.median(taken["plain"])
-    what = f"PowerSGD r = 4, {len(sizes.matrices)} matrices"
+    case = f"PowerSGD r = 4, {len(sizes.matrices)} matrices"
     return [
-        row(f"backward, {what}", taken["ours"], taken["torch"], "torch powerSGD_hook"),
+        row(f"backward, {case}", taken["ours"], taken["torch"], "torch powerSGD_hook"),
         row(
-            f"{what}: beyond a plain backward",
+            f"{case}: beyond a plain backward",
             [each - plain for each in taken["ours"]],
             [each - plain for each in taken["torch"]],
             "torch powerSGD_hook",
@@ -169,7 +172,7 @@ def powersgd_rows(where: Where, rank: int, nccl: Any, sizes: Sizes) -> list[Row]
 
 
 def all_rows(where: Where, rank: int, nccl: Any, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Section by section, so that what was measured before a failure is written."""
+    """Yield the rows section by section, so that rows before a failure are written."""
     begin = time.monotonic()
     yield from kernel_rows(where, sizes)
     yield from step_rows(where, rank, nccl, sizes)
@@ -204,7 +207,7 @@ def write(each: Row, path: str | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
     parser.add_argument(
         "--folder", help="where checkpoints are written: 2 GiB (default: the system's temporary folder)"
     )

@@ -1,7 +1,9 @@
-"""Kernels against a device-to-device copy that moves as many bytes, the card's own ceiling, and against torch's of the same meaning.
+"""Kernels against a device-to-device copy that moves as many bytes, the card's own ceiling, and against torch's
+equivalents.
 
-An element of AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes of float32. A cast to 16 bits moves 6, a
-record of 8-bit blocks 5 an element and its scale. A copy of n bytes moves 2 n. Each result is compared with torch's before it is timed.
+An element of AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes of float32. A cast to
+16 bits moves 6 bytes an element, a record of 8-bit blocks 5 and its scale. A copy of n bytes moves 2 n. Each result is
+compared with torch's before it is timed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _OF_COPY, _OF_COPY_ADAMW = 1 / 0.85, 1 / 0.9
 
 
 class _Copies:
-    """Copies that move a number of bytes, of memory of their own, which is shared."""
+    """Copies that move a given number of bytes, in memory that they share."""
 
     def __init__(self, where: Where, most_bytes: int) -> None:
         size = most_bytes // 8 + 1
@@ -93,10 +95,10 @@ def _adamw(where: Where, sizes: Sizes, copies: _Copies) -> list[Row]:
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
     arms["copy"] = lambda: copies.of(_ADAMW_BYTES * each * sizes.adam_parameters)
     taken = take_turns(where, arms, sizes.rounds, sizes.repeat)
-    what = f"AdamW, {sizes.adam_parameters} x {each * 4 >> 20} MiB"
+    case = f"AdamW, {sizes.adam_parameters} x {each * 4 >> 20} MiB"
     return [
-        row(what, taken["ours"], taken["copy"], "copy of as many bytes", goal=_OF_COPY_ADAMW),
-        row(what, taken["ours"], taken["torch"], "torch AdamW(fused=True)", goal=1.0),
+        row(case, taken["ours"], taken["copy"], "copy of as many bytes", goal=_OF_COPY_ADAMW),
+        row(case, taken["ours"], taken["torch"], "torch AdamW(fused=True)", goal=1.0),
     ]
 
 
@@ -132,7 +134,7 @@ def _cast_and_quantise(where: Where, sizes: Sizes, link: Any, copies: _Copies) -
     restore()
     assert (
         float((back - wide).abs().max()) <= float(wide.abs().max()) / (2 * 127) * 1.01
-    )  # half a step of the largest block
+    )  # half a code of the largest block
     cast, code = _CAST_BYTES * numel, 4 * numel + records.numel()
     arms = {"narrow": narrow, "widen": widen, "quantise": quantise, "restore": restore}
     arms |= {
@@ -141,13 +143,13 @@ def _cast_and_quantise(where: Where, sizes: Sizes, link: Any, copies: _Copies) -
         "code's copy": lambda: copies.of(code),
     }
     taken = take_turns(where, arms, sizes.rounds, sizes.repeat)
-    what = f"of {numel * 4 >> 20} MiB"
+    case = f"of {numel * 4 >> 20} MiB"
     return [
-        row(f"cast to bfloat16 {what}", taken["narrow"], taken["cast's copy"], "copy of as many bytes", goal=_OF_COPY),
-        row(f"cast to bfloat16 {what}", taken["narrow"], taken["torch"], "torch copy_"),
-        row(f"cast from bfloat16 {what}", taken["widen"], taken["cast's copy"], "copy of as many bytes", goal=_OF_COPY),
-        row(f"8-bit blocks {what}", taken["quantise"], taken["code's copy"], "copy of as many bytes", goal=_OF_COPY),
+        row(f"cast to bfloat16 {case}", taken["narrow"], taken["cast's copy"], "copy of as many bytes", goal=_OF_COPY),
+        row(f"cast to bfloat16 {case}", taken["narrow"], taken["torch"], "torch copy_"),
+        row(f"cast from bfloat16 {case}", taken["widen"], taken["cast's copy"], "copy of as many bytes", goal=_OF_COPY),
+        row(f"8-bit blocks {case}", taken["quantise"], taken["code's copy"], "copy of as many bytes", goal=_OF_COPY),
         row(
-            f"8-bit blocks back {what}", taken["restore"], taken["code's copy"], "copy of as many bytes", goal=_OF_COPY
+            f"8-bit blocks back {case}", taken["restore"], taken["code's copy"], "copy of as many bytes", goal=_OF_COPY
         ),
     ]

@@ -1,7 +1,8 @@
-"""Checkpoints of GPUs: how fast state comes down, as the program that calls save() sees it, and what steps cost while the rest of the save runs.
+"""Checkpoints of GPUs: the time until save() returns, which copies state to the host, and steps during the rest of a
+save.
 
-A first save makes its staging memory, and is left out. The peer of the first row is a card's link at the goal of 45 GB/s; of the second, torch's own copy
-into pinned memory.
+A first save, which allocates its staging memory, is left out. The peer of the first row is a link at the goal of 45
+GB/s; of the second, torch's own copy into pinned memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LARGEST_SLOWDOWN = 1.01
 
 
 def staging_rows(where: Where, sizes: Sizes, folder: Path) -> list[Row]:
-    """`folder`: of all ranks."""
+    """Time saves in `folder`, which all ranks share."""
     case = next(iter(sizes.cases.values()))
     module = where.put(torch.nn.ParameterDict({"state": torch.randn(sizes.staged_numel)}))
     trained = where.put(case.model())
@@ -62,13 +63,13 @@ def staging_rows(where: Where, sizes: Sizes, folder: Path) -> list[Row]:
         pinned.copy_(module["state"], non_blocking=True)
         where.synchronize()
         copied.append(1e3 * (time.perf_counter() - begin) * came / (4 * sizes.staged_numel))
-    what = f"of {came >> 20} MiB"
+    case = f"of {came >> 20} MiB"
     at_goal = [1e3 * max(came, 1) / _GOAL_BYTES_PER_S]
     return [
-        row(f"save() returns, {what}", saved[1:], at_goal, "45 GB/s", goal=1.0),
-        row(f"save() returns, {what}", saved[1:], copied[1:], "torch's copy into pinned memory"),
+        row(f"save() returns, {case}", saved[1:], at_goal, "45 GB/s", goal=1.0),
+        row(f"save() returns, {case}", saved[1:], copied[1:], "torch's copy into pinned memory"),
         row(
-            f"{sizes.overlapped_steps} steps beside a save {what}",
+            f"{sizes.overlapped_steps} steps beside a save {case}",
             beside[1:],
             plain[1:],
             "the same steps alone",
@@ -84,7 +85,7 @@ def _steps_ms(where: Where, step: Any, count: int) -> float:
 
 
 def _verify(newest: Path, module: torch.nn.Module) -> None:
-    """What was saved last is what is there: `state` is never stepped on."""
+    """Check the last save: `state` is never stepped on."""
     found = torch.nn.ParameterDict({"state": torch.zeros_like(module["state"], device="cpu")})
     found.add_module("trained", module.trained)
     sw.load(newest, found)

@@ -1,4 +1,4 @@
-"""What the benchmarks on GPUs share: a row of the result, where a rank's memory is, how long a piece of work takes there."""
+"""Common parts of the benchmarks on GPUs: rows of the result, the place of a rank's memory, timing of work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Arms = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. The defaults are for a GPU; dry() is for a simulated one, where nothing is worth timing."""
+    """The sizes of the measurements.
+
+    The defaults are for a GPU; dry() is for a simulated one, where nothing is timed.
+    """
 
     rounds: int = 15
     repeat: int = 10
@@ -41,7 +44,7 @@ class Sizes:
 
     @staticmethod
     def dry() -> Sizes:
-        """Each row once, of next to nothing."""
+        """Return sizes that produce each row once with little work."""
 
         def batch(rank: int) -> tuple[torch.Tensor, ...]:
             return (torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)),)
@@ -71,7 +74,7 @@ class Where:
         torch.cuda.synchronize(self.device)
 
     def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
-        """Of one `work`, as the GPU sees it."""
+        """Return the milliseconds of one `work`, as the GPU sees it."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeat):
@@ -84,7 +87,7 @@ class Where:
 def row(
     case: str, ours: list[float], peer: list[float], peer_name: str, unit: str = "ms", goal: float | None = None
 ) -> Row:
-    """Smaller is better."""
+    """Return a row in which smaller is better."""
     left, right = statistics.median(ours), statistics.median(peer)
     ratio = left / right
     return {
@@ -103,12 +106,12 @@ def row(
 
 
 def count_row(case: str, count: int) -> Row:
-    """Of what must not happen once."""
+    """Return a row for the count of an event that must not happen."""
     return {**row(case, [count], [1], "none", "count", 0.0), "ratio": count, "ok": count == 0}
 
 
 def take_turns(where: Where, arms: Arms, rounds: int, repeat: int) -> dict[str, list[float]]:
-    """Milliseconds an arm, interleaved; ranks begin each sample together, and the slowest one's time counts."""
+    """Return the milliseconds of each arm, interleaved; ranks begin each sample together, and the slowest counts."""
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for work in arms.values():
         for _ in range(3):

@@ -35,7 +35,7 @@ typedef enum sw_status {
 enum { SW_ERROR_MESSAGE_BYTES = 512 };
 
 typedef struct sw_error { /* caller-owned, may be NULL; one per call chain */
-    sw_status status;     /* what callers branch on */
+    sw_status status;     /* callers branch on it */
     int detail;           /* errno, rank, CUresult or ncclResult_t, by status; -1: none */
     char message[SW_ERROR_MESSAGE_BYTES];
 } sw_error;

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
@@ -71,6 +72,43 @@ static bool has_nonce(const char *folder, const char *nonce)
     return same;
 }
 
+void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES])
+{
+    char replaced[SW_PATH_BYTES];
+    const char *path = folder;
+    struct stat info;
+    sw_manifest found = {0};
+    *identity = 0;
+    if (lstat(path, &info) != 0) {
+        path = replaced;
+        if (sw_checkpoint_replaced_name(replaced, folder, NULL) != SW_OK || lstat(path, &info) != 0)
+            return;
+    }
+    bool is_read = sw_manifest_read(path, &found, NULL) == SW_OK;
+    snprintf(identity, SW_IDENTITY_BYTES, "%llu:%llu:%s", (unsigned long long)info.st_dev,
+             (unsigned long long)info.st_ino, is_read ? found.nonce : "");
+    sw_manifest_fini(&found);
+}
+
+static sw_status fail_changed(const char *folder, sw_error *err)
+{
+    SW_FAIL(err, SW_E_STATE,
+            "'%.300s' was written by another save after this one began, and is left as it is: each "
+            "job and each group of ranks that saves needs a path of its own",
+            folder);
+}
+
+/* `path` is `folder`, or has been moved away from there. Nothing at all was removed by hand. */
+static sw_status check_identity(const char *path, const char *folder, const char *replaces,
+                                sw_error *err)
+{
+    char found[SW_IDENTITY_BYTES];
+    if (!replaces)
+        return SW_OK;
+    sw_checkpoint_identify(path, found);
+    return !*found || strcmp(found, replaces) == 0 ? SW_OK : fail_changed(folder, err);
+}
+
 static sw_status trash_name(char trash[SW_PATH_BYTES], const char *folder, const char *nonce,
                             sw_error *err)
 {
@@ -96,8 +134,8 @@ static sw_status rename_once(const char *from, const char *to, const char *nonce
 
 /* Where two names cannot be exchanged: what is there takes the name under which readers look for it
  * while `folder` is missing, and keeps it until the new one's name is durable. */
-static sw_status replace_in_two_steps(const char *partial, const char *folder, const char *nonce,
-                                      sw_error *err)
+static sw_status replace_in_two_steps(const char *partial, const char *folder, const char *replaces,
+                                      const char *nonce, sw_error *err)
 {
     char replaced[SW_PATH_BYTES], parent[SW_PATH_BYTES];
     SW_TRY(sw_checkpoint_replaced_name(replaced, folder, err));
@@ -108,7 +146,9 @@ static sw_status replace_in_two_steps(const char *partial, const char *folder, c
         sw_retire(&old, 1, nonce);
     }
     SW_TRY(rename_once(folder, replaced, NULL, err));
-    sw_status status = sw_checkpoint_check_removable(replaced, err);
+    sw_status status = check_identity(replaced, folder, replaces, err);
+    if (status == SW_OK)
+        status = sw_checkpoint_check_removable(replaced, err);
     if (status == SW_OK)
         status = rename_once(partial, folder, nonce, err);
     if (status != SW_OK && !sw_file_exists(folder))
@@ -129,29 +169,47 @@ static void take_back(const char *partial, const char *folder)
 
 /* A folder of that name is there already: in one step where the system can. What came out may have
  * changed since it was looked at. */
-static sw_status replace(const char *partial, const char *folder, const char *nonce, sw_error *err)
+static sw_status replace(const char *partial, const char *folder, const char *replaces,
+                         const char *nonce, sw_error *err)
 {
     char trash[SW_PATH_BYTES];
     bool swapped = false;
     SW_TRY(trash_name(trash, folder, nonce, err));
     SW_TRY(sw_file_exchange(partial, folder, &swapped, err));
     if (!swapped)
-        return replace_in_two_steps(partial, folder, nonce, err);
-    sw_status status = sw_checkpoint_check_removable(partial, err);
+        return replace_in_two_steps(partial, folder, replaces, nonce, err);
+    sw_status status = check_identity(partial, folder, replaces, err);
+    if (status == SW_OK)
+        status = sw_checkpoint_check_removable(partial, err);
     if (status == SW_OK)
         return sw_file_rename(partial, trash, err);
     take_back(partial, folder);
     return status;
 }
 
-static sw_status publish(const char *partial, const char *folder, const char *nonce, sw_error *err)
+/* A new name: rename() fails where a folder with entries has taken it meanwhile. */
+static sw_status publish_new(const char *partial, const char *folder, const char *nonce,
+                             sw_error *err)
 {
-    return sw_file_exists(folder) ? replace(partial, folder, nonce, err)
-                                  : rename_once(partial, folder, nonce, err);
+    sw_error found = {0};
+    sw_status status = rename_once(partial, folder, nonce, &found);
+    if (status == SW_E_OS &&
+        (found.detail == EEXIST || found.detail == ENOTEMPTY || found.detail == ENOTDIR))
+        return fail_changed(folder, err);
+    if (status != SW_OK && err)
+        *err = found;
+    return status;
 }
 
-sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *manifest,
-                    sw_error *err)
+static sw_status publish(const char *partial, const char *folder, const char *replaces,
+                         const char *nonce, sw_error *err)
+{
+    return sw_file_exists(folder) ? replace(partial, folder, replaces, nonce, err)
+                                  : publish_new(partial, folder, nonce, err);
+}
+
+sw_status sw_commit(const char *partial, const char *folder, const char *replaces,
+                    const sw_manifest *manifest, sw_error *err)
 {
     char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES], trash[SW_PATH_BYTES];
     char replaced[SW_PATH_BYTES];
@@ -164,8 +222,9 @@ sw_status sw_commit(const char *partial, const char *folder, const sw_manifest *
     if (sw_file_exists(ranks))
         SW_TRY(sw_folder_sync(ranks, err));
     SW_TRY(write_manifest(partial, manifest, err));
+    SW_TRY(check_identity(folder, folder, replaces, err));
     SW_TRY(sw_checkpoint_check_replaceable(folder, err));
-    SW_TRY(publish(partial, folder, manifest->nonce, err));
+    SW_TRY(publish(partial, folder, replaces, manifest->nonce, err));
     SW_TRY(sw_folder_sync(parent, err));
     sw_folder_remove(trash);
     sw_retire(&old, 1, manifest->nonce);

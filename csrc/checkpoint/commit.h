@@ -15,12 +15,25 @@
 #define SW_RANKS_FOLDER "ranks"
 #define SW_LOCK_NAME "LOCK" /* in a folder that is being written */
 
-/* Makes `partial`, which holds every file of the complete `manifest`, the checkpoint `folder`. An
- * existing folder of that name is replaced in one step and retired; where the file system cannot
- * exchange names, in two, between which readers find it as `folder`.replaced (read.h). What is no
- * checkpoint (removable.h) is not replaced: an error, as it is where it became none meanwhile. On
- * an error before the name changed, nothing of `folder` changed. */
-SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder,
+enum { SW_IDENTITY_BYTES = 128 };
+
+/* Identifies the folder that lies at `folder` now, or under its replaced name (read.h): "" for
+ * nothing, else a text that differs from that of every folder that takes the name later. Cost: one
+ * lstat and one read of the manifest. */
+void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES]);
+
+/* Makes `partial`, which holds every file of the complete `manifest`, the checkpoint `folder`.
+ *
+ * `replaces` is the identity of `folder` when the save began, or NULL for a caller whose lock keeps
+ * other saves away. A folder with another identity was written by another save meanwhile: it stays,
+ * with SW_E_STATE. The decision and the change of the name are one step: rename() replaces no
+ * folder with entries, and an exchanged folder that is not the expected one is exchanged back.
+ *
+ * An existing folder of that name is replaced in one step and retired; where the file system cannot
+ * exchange names, in two, between which readers find it as `folder`.replaced (read.h). A folder
+ * that is not a checkpoint (removable.h) is not replaced: an error, also where it became one
+ * meanwhile. After an error before the name changed, `folder` is unchanged. */
+SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const char *replaces,
                                 const sw_manifest *manifest, sw_error *err);
 
 /* Renames each folder to <name>.<nonce>.trash, makes that durable, and unlinks. As far as it can:

@@ -197,6 +197,9 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     if (snprintf(saver->partial, sizeof saver->partial, "%s.%s.partial", request->folder,
                  request->nonce) >= SW_PATH_BYTES)
         SW_FAIL(err, SW_E_INVALID, "folder '%.200s' is too long", request->folder);
+    saver->replaces_any = !request->replaces;
+    snprintf(saver->replaces, sizeof saver->replaces, "%s",
+             request->replaces ? request->replaces : "");
     saver->number = request->number;
     saver->bytes_total = saver->bytes_written = 0;
     saver->deadline_ns = sw_clock_now_ns() + request->timeout_ns;

@@ -40,7 +40,9 @@ typedef struct sw_save_part {
 typedef struct sw_save_request {
     const char *folder; /* what it will be called; its parent exists */
     const char *nonce;  /* equal on all ranks, never used before */
-    uint64_t number;    /* of the save, from 1, equal on all ranks */
+    const char
+        *replaces;   /* rank 0: identity of `folder` when the save began (commit.h); NULL: any */
+    uint64_t number; /* of the save, from 1, equal on all ranks */
     uint64_t step;
     bool has_metric;
     double metric;

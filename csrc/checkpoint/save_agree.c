@@ -188,7 +188,8 @@ static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
     SW_TRY(sw_file_close(&saver->lock_fd, lock, err)); /* NFS keeps a name for what is open */
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
     SW_TRY(sw_save_check(saver, err));
-    SW_TRY(sw_commit(saver->partial, saver->folder, &saver->manifest, err));
+    SW_TRY(sw_commit(saver->partial, saver->folder, saver->replaces_any ? NULL : saver->replaces,
+                     &saver->manifest, err));
     sw_retire((const char *const *)saver->retired, saver->retired_count, saver->manifest.nonce);
     return SW_OK;
 }

@@ -15,6 +15,7 @@
 
 #include <pthread.h>
 
+#include "checkpoint/commit.h"
 #include "checkpoint/save.h"
 #include "checkpoint/stage.h"
 #include "platform/file.h"
@@ -61,6 +62,8 @@ struct sw_saver {
 
     /* one save */
     char folder[SW_PATH_BYTES], partial[SW_PATH_BYTES];
+    char replaces[SW_IDENTITY_BYTES];
+    bool replaces_any;
     int lock_fd; /* rank 0: of the file that tells others that this save is alive; -1: none */
     char **stale, **retired; /* owned copies */
     size_t stale_count, retired_count;

@@ -43,17 +43,28 @@ sw_status sw_bridge_probe(sw_bridge *bridge, int host, uint32_t number, const vo
                       err);
 }
 
-sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message, uint32_t number,
-                            void *data, size_t size_bytes, sw_transfer *transfer, sw_error *err)
+sw_status sw_bridge_expect(sw_bridge *bridge, int host, sw_message message, uint32_t number,
+                           void *data, size_t size_bytes, sw_transfer *transfer, sw_error *err)
 {
     *transfer = (sw_transfer){.rank = sw_host_carrier(bridge->map, host)};
     if (size_bytes == 0)
         return SW_OK;
-    atomic_fetch_add_explicit(bridge->received, size_bytes, memory_order_relaxed);
     return name_rank(bridge->wire->receive(bridge->wire->context, transfer->rank,
                                            tag_of(message, number), data, size_bytes,
                                            &transfer->work, err),
                      transfer->rank, err);
+}
+
+sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message, uint32_t number,
+                            void *data, size_t size_bytes, sw_transfer *transfer, sw_error *err)
+{
+    sw_bridge_count_more(bridge, size_bytes);
+    return sw_bridge_expect(bridge, host, message, number, data, size_bytes, transfer, err);
+}
+
+void sw_bridge_count_more(sw_bridge *bridge, size_t size_bytes)
+{
+    atomic_fetch_add_explicit(bridge->received, size_bytes, memory_order_relaxed);
 }
 
 void sw_bridge_count_less(sw_bridge *bridge, size_t size_bytes)

@@ -47,17 +47,18 @@ typedef struct sw_wire {
     /* Where less than this passes, time is better spent on sending less (hier_pack.h). 0: never;
      * UINT64_MAX: always. */
     uint64_t slow_bytes_per_s;
+    int radix; /* of dissemination.h, alike on all hosts; 0: SW_DISSEMINATION_RADIX */
 } sw_wire;
 
 /* What a message is; with a number, its tag. */
 typedef enum sw_message {
-    SW_MESSAGE_FRAME = 0, /* numbered by ticket */
-    SW_MESSAGE_BESIDE,    /* likewise */
+    SW_MESSAGE_FRAME = 0, /* numbered by hop (hier_carrier.h) */
+    SW_MESSAGE_BESIDE,    /* numbered by agreement */
     SW_MESSAGE_PARTIAL,   /* numbered by block, counted over all operations */
     SW_MESSAGE_RESULT,    /* likewise */
     SW_MESSAGE_STANDING,  /* likewise: results of the round before, for who adds to them */
     SW_MESSAGE_SLICE,     /* likewise: updated slices */
-    SW_MESSAGE_LAST,      /* 0: a host has ended; others are the wire's own */
+    SW_MESSAGE_LAST,      /* below 16: a host has ended; others are the wire's own */
     SW_MESSAGE_PROBE,     /* numbered by themselves: whether somebody is there */
 } sw_message;
 
@@ -81,10 +82,16 @@ SW_MUST_USE sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message mes
 SW_MUST_USE sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message,
                                         uint32_t number, void *data, size_t size_bytes,
                                         sw_transfer *transfer, sw_error *err);
-/* The same, not counted, of a few bytes: by any thread. */
+/* The same, not counted: of a few bytes, by any thread; and of a message whose length is not known
+ * yet. */
 SW_MUST_USE sw_status sw_bridge_probe(sw_bridge *bridge, int host, uint32_t number,
                                       const void *data, size_t size_bytes, sw_transfer *transfer,
                                       sw_error *err);
+SW_MUST_USE sw_status sw_bridge_expect(sw_bridge *bridge, int host, sw_message message,
+                                       uint32_t number, void *data, size_t size_bytes,
+                                       sw_transfer *transfer, sw_error *err);
+/* So many bytes of what was expected have come. */
+void sw_bridge_count_more(sw_bridge *bridge, size_t size_bytes);
 /* A message that was received was so much shorter than it might have been. */
 void sw_bridge_count_less(sw_bridge *bridge, size_t size_bytes);
 /* Nothing where nothing is under way. err->detail: the rank of the other carrier. */

@@ -3,14 +3,71 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "base/bytes.h"
+#include "base/text.h"
+
+enum { BOUNCE_BYTES = 128 * 1024 }; /* of ranges that share a message */
 
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size)
 {
     size_t unit = SW_ALIGNMENT_BYTES / element_bytes;
     size_t share = numel / (size_t)world_size + (numel % (size_t)world_size != 0);
     return (share + unit - 1) / unit * unit;
+}
+
+/* Ranges [from, to) as one message, through `bounce`. */
+static sw_status broadcast_together(sw_comm *comm, sw_op *op, const sw_range *ranges, size_t from,
+                                    size_t to, uint8_t *bounce, sw_error *err)
+{
+    size_t used = 0;
+    for (size_t k = from; k < to; used += ranges[k++].size_bytes)
+        if (comm->rank == op->root && ranges[k].size_bytes > 0)
+            memcpy(bounce + used, ranges[k].address, ranges[k].size_bytes);
+    op->data = bounce;
+    op->numel = used;
+    SW_TRY(comm->ops->run(comm, op, err));
+    used = 0;
+    for (size_t k = from; k < to; used += ranges[k++].size_bytes)
+        if (comm->rank != op->root && ranges[k].size_bytes > 0)
+            memcpy(ranges[k].address, bounce + used, ranges[k].size_bytes);
+    return SW_OK;
+}
+
+static sw_status broadcast_packed(sw_comm *comm, sw_op *op, const sw_range *ranges, size_t count,
+                                  uint8_t *bounce, sw_error *err)
+{
+    for (size_t i = 0, end; i < count; i = end) {
+        size_t used = 0;
+        for (end = i; end < count && ranges[end].size_bytes <= BOUNCE_BYTES - used; ++end)
+            used += ranges[end].size_bytes;
+        if (end > i + 1) {
+            SW_TRY(broadcast_together(comm, op, ranges, i, end, bounce, err));
+            continue;
+        }
+        end = i + 1;
+        op->data = ranges[i].address;
+        op->numel = ranges[i].size_bytes;
+        SW_TRY(comm->ops->run(comm, op, err));
+    }
+    return SW_OK;
+}
+
+sw_status sw_comm_broadcast(sw_comm *comm, const sw_range *ranges, size_t count, int root,
+                            const char *label, sw_error *err)
+{
+    sw_op op = {.kind = SW_OP_BROADCAST, .dtype = SW_DTYPE_UINT8, .root = root};
+    if (comm->ops->broadcast)
+        return comm->ops->broadcast(comm, ranges, count, root, label, err);
+    memcpy(op.label, label, (size_t)sw_text_fit(label, sizeof op.label - 1));
+    uint8_t *bounce = malloc(BOUNCE_BYTES);
+    if (!bounce)
+        return sw_comm_give_up(comm, SW_E_MEMORY, err, "broadcast '%s': no memory", op.label);
+    sw_status status = broadcast_packed(comm, &op, ranges, count, bounce, err);
+    free(bounce);
+    return status;
 }
 
 sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)

@@ -100,6 +100,11 @@ typedef struct sw_op {
     char label[SW_COMM_LABEL_BYTES]; /* must agree between ranks; named in errors */
 } sw_op;
 
+typedef struct sw_range { /* of private memory */
+    void *address;        /* borrowed */
+    size_t size_bytes;
+} sw_range;
+
 typedef struct sw_comm_hooks { /* both may be NULL; called by the waiting thread itself */
     void *context;
     bool (*interrupted)(void *context);
@@ -134,6 +139,10 @@ typedef struct sw_comm_ops {
     sw_status (*wait)(sw_comm *comm, uint32_t ticket, sw_error *err);
     /* Runs an operation on private memory, or on an arena, to its end. */
     sw_status (*run)(sw_comm *comm, const sw_op *op, sw_error *err);
+    /* What `root` has in its ranges, one behind the other, to every other rank's, to the end. NULL:
+     * through `run`. */
+    sw_status (*broadcast)(sw_comm *comm, const sw_range *ranges, size_t count, int root,
+                           const char *label, sw_error *err);
     /* Every rank's `size_bytes` bytes, in rank order, to `all` (world_size * size_bytes). */
     sw_status (*gather)(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                         const char *label, sw_error *err);
@@ -190,6 +199,10 @@ static inline int sw_op_slice_of(const sw_op *op, int rank)
 
 /* Elements of a rank's slice of `numel` elements: equal, and every cut on SW_ALIGNMENT_BYTES. */
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
+
+/* Bytes of `root` to all ranks: ops->broadcast, or small ranges together and large ones each. */
+SW_MUST_USE sw_status sw_comm_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
+                                        int root, const char *label, sw_error *err);
 
 /* This rank cannot take its part in what its peers go on to (it has no memory for its tables): ends
  * the communicator, so that nobody waits for it, and says why on every rank. Returns `status`. */

@@ -7,19 +7,19 @@
 #include "base/bytes.h"
 #include "base/text.h"
 
-void sw_descriptor_fill(sw_descriptor *d, const sw_op *op, bool slot)
+void sw_descriptor_fill(sw_descriptor *d, const sw_op *op, uint32_t form)
 {
     memset(d, 0, sizeof *d);
     d->kind = (uint32_t)op->kind;
     d->dtype = (uint32_t)op->dtype;
     d->redop = (uint32_t)op->redop;
-    d->form = slot ? SW_FORM_SLOT : SW_FORM_POOL;
+    d->form = form;
     d->root = op->root;
     d->subject = op->subject == 0 && op->arena ? op->arena->serial : op->subject;
     d->step = op->step;
     d->round = op->round;
     d->numel = op->numel;
-    d->offset_bytes = slot ? 0 : op->offset_bytes;
+    d->offset_bytes = form == SW_FORM_POOL ? op->offset_bytes : 0;
     memcpy(d->label, op->label, (size_t)sw_text_fit(op->label, SW_COMM_LABEL_BYTES - 1));
 }
 

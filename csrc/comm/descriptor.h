@@ -10,7 +10,12 @@
 
 #include "comm/comm.h"
 
-enum { SW_FORM_POOL = 0, SW_FORM_SLOT = 1 };
+enum {
+    SW_FORM_POOL = 0,
+    SW_FORM_SLOT,    /* every rank folds the whole chunk */
+    SW_FORM_PIECE,   /* every rank folds a piece of the chunk, into its slot, */
+    SW_FORM_COLLECT, /* and takes the others' out of theirs: the ticket after it */
+};
 
 typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding,
                                   zeroed before use */
@@ -24,8 +29,9 @@ typedef struct sw_descriptor { /* compared byte by byte between ranks up to `ste
     uint32_t step, round; /* compared between ranks whose round is not 0 */
 } sw_descriptor;
 
-/* `slot`: private memory that travels in chunks; `chunk` is the caller's to set then. */
-void sw_descriptor_fill(sw_descriptor *descriptor, const sw_op *op, bool slot);
+/* `form`: all but POOL are of private memory, which travels in chunks; `chunk` is the caller's to
+ * set then. */
+void sw_descriptor_fill(sw_descriptor *descriptor, const sw_op *op, uint32_t form);
 
 /* "all_reduce 'bucket 0 of Mlp', mean of 640 float32, backward 1 of step 3". */
 void sw_descriptor_describe(const sw_descriptor *descriptor, char *text, size_t capacity);

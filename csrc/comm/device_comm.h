@@ -49,8 +49,8 @@ typedef struct sw_device_comm {
     struct sw_device_watch *watch; /* owned; NULL: nothing watches (device_watch.h) */
     int64_t timeout_ns;
     sw_lookout lookout;
-    void *sum;           /* device memory: sw_norm_sum */
-    sw_norm_sum *staged; /* pinned */
+    void *sum;                        /* device memory: sw_norm_sum */
+    sw_norm_sum *staged;              /* pinned */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
     bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never freed */
 } sw_device_comm;

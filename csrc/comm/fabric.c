@@ -11,15 +11,21 @@
 #include "platform/futex.h"
 #include "platform/process.h"
 
-enum { SPIN_WITH_SPARE_CORES = 2000 };
+enum { SPIN_WITH_SPARE_CORES = 2000, DEATHS_A_LOOK = 64 };
 
-sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control **control,
+/* A chunk is folded piece by piece, so that each rank reads 2 of it instead of W, where that saves
+ * more than one more wait costs. */
+static const size_t pieces_save_bytes = 256 * 1024;
+
+sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control *control,
                          sw_error *err)
 {
     size_t count = (size_t)world_size;
     fabric->comm.rank = rank;
     fabric->comm.world_size = world_size;
     fabric->control = control;
+    fabric->asked = (uint32_t)rank;
+    atomic_store(&fabric->is_open, true);
     fabric->spin_count = world_size <= sw_process_cores() ? SPIN_WITH_SPARE_CORES : 0;
     fabric->source = calloc(count, sizeof *fabric->source);
     fabric->destination = calloc(count, sizeof *fabric->destination);
@@ -35,92 +41,58 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control
     return SW_OK;
 }
 
-bool sw_fabric_is_alive(sw_comm *comm)
-{
-    const sw_fabric *fabric = (const sw_fabric *)comm;
-    for (int r = 0; r < comm->world_size; ++r)
-        if (atomic_load(&fabric->control[r]->state) != SW_MEMBER_ACTIVE ||
-            (r != comm->rank && fabric->peer_ended((sw_fabric *)comm, r)))
-            return false;
-    return fabric->ended == SW_OK;
-}
+/* Ending
+ * ------------------------------------------------------------------------------------------ */
 
-/* What a peer has said of its end. */
-static sw_status read_reason(const sw_control *control, sw_error *err)
+void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
+                    const sw_error *reason)
 {
-    sw_error reason = control->reason;
-    reason.message[sizeof reason.message - 1] = '\0';
-    return sw_error_set(err, reason.status, reason.detail, "%s", reason.message);
-}
-
-sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
-{
-    sw_fabric *fabric = (sw_fabric *)comm;
-    for (int r = 0; r < comm->world_size; ++r) /* what was said comes before what is seen */
-        if (atomic_load(&fabric->control[r]->state) == SW_MEMBER_ENDED)
-            return read_reason(fabric->control[r], err);
-    for (int r = 0; r < comm->world_size; ++r) {
-        const sw_control *control = fabric->control[r];
-        bool is_gone = r != comm->rank && fabric->peer_ended(fabric, r);
-        uint32_t state = atomic_load(&control->state); /* it may say so, and then go */
-        char peer[SW_COMM_PEER_BYTES];
-        if (state == SW_MEMBER_ENDED)
-            return read_reason(control, err);
-        bool has_left = state == SW_MEMBER_LEFT && r != comm->rank;
-        if (has_left ? !minds_leaving : !is_gone)
+    if (!sw_ending_say(&control[rank].ending, how, reason))
+        return;
+    for (int r = 0; r < world_size; ++r) {
+        if (!atomic_load(&control[r].waiters))
             continue;
-        sw_fabric_peer(comm, r, peer);
-        return sw_error_set(err, SW_E_COMM, sw_comm_name(comm, r), "%s %s", peer,
-                            has_left ? "left the group" : "died or exited");
+        sw_futex_wake_all(&control[r].posted);
+        sw_futex_wake_all(&control[r].done);
     }
-    return SW_OK;
 }
 
-/* The first of a rank's threads says how it ends. */
-static bool claim(sw_fabric *fabric)
+/* First this rank's own threads are told, and one that goes on to its own end has this reason then;
+ * then the peers, also by who comes second: the first may have come before there were pages. */
+static sw_status end(sw_fabric *fabric, sw_member_state how, const sw_error *reason, sw_error *err)
 {
-    return !atomic_exchange(&fabric->is_claimed, true);
+    sw_error first;
+    sw_ending_say(&fabric->ending, how, reason);
+    sw_status status = sw_ending_await(&fabric->ending, &first);
+    if (atomic_load(&fabric->is_open) && !fabric->is_foreign)
+        sw_control_end(fabric->control, fabric->comm.world_size, fabric->comm.rank,
+                       sw_ending_state(&fabric->ending), &first);
+    if (err)
+        *err = first;
+    return status;
 }
 
-/* Another thread has ended it: the caller's knows from here on. */
-static void learn_end(sw_fabric *fabric)
+sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err)
 {
-    const sw_control *own = fabric->control[fabric->comm.rank];
-    while (atomic_load(&own->state) == SW_MEMBER_ACTIVE)
-        sw_spin_pause(); /* it is being said */
-    fabric->reason = own->reason;
-    fabric->ended = own->reason.status;
+    return end(fabric, SW_MEMBER_ENDED, reason, err);
 }
 
-void sw_fabric_request_end(sw_comm *comm, const sw_error *reason)
+void sw_fabric_abort(sw_comm *comm, const sw_error *reason)
 {
-    sw_fabric *fabric = (sw_fabric *)comm;
-    if (claim(fabric))
-        sw_control_end(fabric->control[comm->rank], reason);
+    sw_fabric_end((sw_fabric *)comm, reason, NULL);
 }
 
 void sw_fabric_leave(sw_comm *comm)
 {
-    sw_fabric *fabric = (sw_fabric *)comm;
-    sw_control *own = fabric->control[comm->rank];
-    if (fabric->ended != SW_OK)
-        return;
-    if (!claim(fabric)) {
-        learn_end(fabric);
-        return;
-    }
-    fabric->ended =
-        sw_error_set(&fabric->reason, SW_E_STATE, -1, "the communicator of rank %d was closed",
-                     sw_comm_name(comm, comm->rank));
-    atomic_store(&own->state, SW_MEMBER_LEFT);
-    sw_futex_wake_all(&own->posted);
-    sw_futex_wake_all(&own->done);
+    sw_error reason;
+    sw_error_set(&reason, SW_E_STATE, -1, "the communicator of rank %d was closed",
+                 sw_comm_name(comm, comm->rank));
+    end((sw_fabric *)comm, SW_MEMBER_LEFT, &reason, NULL);
 }
 
 void sw_fabric_fini(sw_fabric *fabric)
 {
-    if (fabric->control && fabric->control[fabric->comm.rank])
-        sw_fabric_leave(&fabric->comm);
+    sw_fabric_leave(&fabric->comm);
     free(fabric->source);
     free(fabric->destination);
     free(fabric->contributes);
@@ -131,48 +103,69 @@ void sw_fabric_fini(sw_fabric *fabric)
 
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
 {
-    const sw_control *control = ((sw_fabric *)comm)->control[rank];
-    snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", sw_comm_name(comm, rank),
-             control->pid, control->host);
+    const sw_control *control = &((sw_fabric *)comm)->control[rank];
+    int used = snprintf(text, SW_COMM_PEER_BYTES, "rank %d", sw_comm_name(comm, rank));
+    if (control->pid) /* else it has not joined yet */
+        snprintf(text + used, SW_COMM_PEER_BYTES - (size_t)used, " (pid %d on host %.40s)",
+                 control->pid, control->host);
 }
 
-void sw_control_end(sw_control *control, const sw_error *reason)
+/* Looking at the peers
+ * ------------------------------------------------------------------------------------------ */
+
+bool sw_fabric_is_alive(sw_comm *comm)
 {
-    control->reason = *reason;
-    atomic_store(&control->state, SW_MEMBER_ENDED);
-    sw_futex_wake_all(&control->posted);
-    sw_futex_wake_all(&control->done);
+    sw_fabric *fabric = (sw_fabric *)comm;
+    for (int r = 0; r < comm->world_size; ++r)
+        if (sw_ending_state(&fabric->control[r].ending) != SW_MEMBER_ACTIVE ||
+            (r != comm->rank && fabric->peer_ended(fabric, r)))
+            return false;
+    return sw_ending_state(&fabric->ending) == SW_MEMBER_ACTIVE;
 }
 
-sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err)
+int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *awaited)
 {
-    if (fabric->ended == SW_OK && claim(fabric)) {
-        fabric->ended = reason->status;
-        fabric->reason = *reason;
-        sw_control_end(fabric->control[fabric->comm.rank], reason);
-    } else if (fabric->ended == SW_OK) {
-        learn_end(fabric);
-        reason = &fabric->reason;
+    int world_size = fabric->comm.world_size;
+    for (int turn = 0; turn < world_size && budget > 0; ++turn) {
+        int r = (int)(atomic_fetch_add(&fabric->asked, 1) % (uint32_t)world_size);
+        if (r == fabric->comm.rank || (awaited && !sw_fabric_is_missing(fabric, r, awaited)))
+            continue;
+        budget--;
+        if (fabric->peer_ended(fabric, r))
+            return r;
     }
-    if (err && err != reason)
-        *err = *reason;
-    return reason->status;
+    return -1;
 }
 
-void sw_fabric_abort(sw_comm *comm, const sw_error *reason)
+sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
 {
-    sw_fabric_end((sw_fabric *)comm, reason, NULL);
+    sw_fabric *fabric = (sw_fabric *)comm;
+    if (sw_ending_state(&fabric->ending) == SW_MEMBER_ENDED)
+        return sw_ending_read(&fabric->ending, err);
+    if (!atomic_load(&fabric->is_open)) /* not joined yet */
+        return SW_OK;
+    int gone = sw_fabric_find_dead(fabric, DEATHS_A_LOOK, NULL);
+    for (int r = 0; r < comm->world_size; ++r) /* what was said comes before what is seen */
+        if (sw_ending_state(&fabric->control[r].ending) == SW_MEMBER_ENDED)
+            return sw_ending_read(&fabric->control[r].ending, err);
+    for (int r = 0; r < comm->world_size; ++r) {
+        bool has_left = sw_ending_state(&fabric->control[r].ending) == SW_MEMBER_LEFT;
+        char peer[SW_COMM_PEER_BYTES];
+        if (r == comm->rank || (has_left ? !minds_leaving : r != gone))
+            continue;
+        sw_fabric_peer(comm, r, peer);
+        return sw_error_set(err, SW_E_COMM, sw_comm_name(comm, r), "%s %s", peer,
+                            has_left ? "left the group" : "died or exited");
+    }
+    return SW_OK;
 }
 
-static sw_status check_alive(sw_fabric *fabric, sw_error *err)
+/* Tickets
+ * ------------------------------------------------------------------------------------------ */
+
+static sw_status check_alive(const sw_fabric *fabric, sw_error *err)
 {
-    const sw_control *own = fabric->control[fabric->comm.rank];
-    if (fabric->ended == SW_OK &&
-        atomic_load_explicit(&own->state, memory_order_relaxed) == SW_MEMBER_ENDED)
-        learn_end(fabric);
-    if (fabric->ended != SW_OK && err)
-        *err = fabric->reason;
-    return fabric->ended;
+    return sw_ending_read(&fabric->ending, err);
 }
 
 static void publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
@@ -187,10 +180,10 @@ static void publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
 {
     size_t at = ticket % SW_FABRIC_RING;
-    const sw_descriptor *lowest = &fabric->control[0]->ring[at], *counting = NULL;
+    const sw_descriptor *lowest = &fabric->control[0].ring[at], *counting = NULL;
     int counting_rank = 0; /* the lowest that counts rounds */
     for (int r = 0; r < fabric->comm.world_size; ++r) {
-        const sw_descriptor *other = &fabric->control[r]->ring[at];
+        const sw_descriptor *other = &fabric->control[r].ring[at];
         if (other->round != 0 && !counting) {
             counting = other;
             counting_rank = r;
@@ -207,20 +200,34 @@ static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error 
     return SW_OK;
 }
 
-static bool all_posted(const sw_fabric *fabric, uint32_t ticket)
+static bool all_have(const sw_fabric *fabric, bool posted, uint32_t ticket)
 {
     for (int r = 0; r < fabric->comm.world_size; ++r)
         if (!sw_ticket_reached(
-                atomic_load_explicit(&fabric->control[r]->posted, memory_order_acquire), ticket))
+                atomic_load_explicit(sw_fabric_word(fabric, r, posted), memory_order_acquire),
+                ticket))
             return false;
     return true;
 }
 
+/* Pieces are collected once every rank has folded its own. */
+bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited)
+{
+    const sw_pending *pending = &fabric->pending[ticket % SW_FABRIC_RING];
+    *awaited = (sw_fabric_awaited){.for_post = true, .ticket = ticket};
+    if (!all_have(fabric, true, ticket))
+        return false;
+    *awaited = (sw_fabric_awaited){.ticket = ticket - 1};
+    return pending->descriptor.form != SW_FORM_COLLECT || all_have(fabric, false, ticket - 1);
+}
+
 sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err)
 {
-    sw_control *own = fabric->control[fabric->comm.rank];
+    sw_control *own = &fabric->control[fabric->comm.rank];
     SW_TRY(check_alive(fabric, err));
-    while (fabric->done != fabric->posted && all_posted(fabric, fabric->done + 1)) {
+    sw_fabric_awaited unused;
+    while (fabric->done != fabric->posted &&
+           sw_fabric_is_ready(fabric, fabric->done + 1, &unused)) {
         uint32_t ticket = fabric->done + 1;
         SW_TRY(check_descriptors(fabric, ticket, err));
         sw_fabric_execute(fabric, &fabric->pending[ticket % SW_FABRIC_RING], ticket);
@@ -233,15 +240,18 @@ sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err)
 sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *ticket,
                           sw_error *err)
 {
-    sw_control *own = fabric->control[fabric->comm.rank];
+    sw_control *own = &fabric->control[fabric->comm.rank];
     uint32_t next = fabric->posted + 1;
     SW_TRY(check_alive(fabric, err));
-    /* Room: the ring entry and the slot of an older operation may still be read by a peer. */
-    uint32_t depth = pending->descriptor.form == SW_FORM_SLOT ? SW_FABRIC_SLOTS : SW_FABRIC_RING;
+    uint32_t form = pending->descriptor.form;
+    bool fills = form == SW_FORM_SLOT || form == SW_FORM_PIECE;
+    /* Room: the ring entry and the slot of an older operation may still be read by a peer; a slot
+     * of pieces in the ticket after its own, too. */
+    uint32_t depth = fills ? SW_FABRIC_SLOTS - 1 : SW_FABRIC_RING;
     SW_TRY(sw_fabric_wait_done(fabric, next - depth, err));
     sw_pending *kept = &fabric->pending[next % SW_FABRIC_RING];
     *kept = *pending;
-    if (pending->descriptor.form == SW_FORM_SLOT && pending->count && pending->op.data) {
+    if (fills && pending->count && pending->op.data) {
         size_t bytes = pending->count * sw_dtype_size_bytes(pending->op.dtype);
         if (pending->op.kind != SW_OP_BROADCAST || pending->op.root == fabric->comm.rank)
             memcpy(own->slot[next % SW_FABRIC_SLOTS], pending->op.data, bytes);
@@ -254,11 +264,11 @@ sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t
     return SW_OK;
 }
 
-static void fill_pending(sw_pending *pending, const sw_op *op, bool slot)
+static void fill_pending(sw_pending *pending, const sw_op *op, uint32_t form)
 {
     memset(pending, 0, sizeof *pending);
     pending->op = *op;
-    sw_descriptor_fill(&pending->descriptor, op, slot);
+    sw_descriptor_fill(&pending->descriptor, op, form);
 }
 
 static void count_operation(sw_fabric *fabric, const sw_op *op)
@@ -276,7 +286,7 @@ sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_er
     if (!op->arena)
         SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
                 sw_op_kind_name(op->kind), op->label);
-    fill_pending(&pending, op, false);
+    fill_pending(&pending, op, SW_FORM_POOL);
     count_operation(fabric, op);
     SW_TRY(sw_fabric_issue(fabric, &pending, ticket, err));
     return sw_fabric_progress(fabric, err);
@@ -291,15 +301,23 @@ static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, sw_error 
     uint32_t ticket;
     do {
         sw_pending pending;
-        fill_pending(&pending, op, true);
+        size_t count = sw_size_min(chunk, op->numel - begin);
+        bool in_pieces =
+            op->kind == SW_OP_ALL_REDUCE && fabric->comm.world_size > 2 &&
+            (size_t)(fabric->comm.world_size - 2) * count * element_bytes >= pieces_save_bytes;
+        fill_pending(&pending, op, in_pieces ? SW_FORM_PIECE : SW_FORM_SLOT);
         pending.begin = begin;
-        pending.count = sw_size_min(chunk, op->numel - begin);
+        pending.count = count;
         pending.descriptor.chunk = begin / chunk;
         if (op->data)
             pending.op.data = (uint8_t *)op->data + begin * element_bytes;
         SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
+        if (in_pieces) {
+            pending.descriptor.form = SW_FORM_COLLECT;
+            SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
+        }
         SW_TRY(sw_fabric_progress(fabric, err));
-        begin += pending.count;
+        begin += count;
     } while (begin < op->numel);
     return sw_fabric_wait(&fabric->comm, ticket, err);
 }
@@ -332,7 +350,7 @@ sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes, v
     count_operation(fabric, &op);
     do {
         sw_pending pending;
-        fill_pending(&pending, &op, true);
+        fill_pending(&pending, &op, SW_FORM_SLOT);
         pending.begin = begin;
         pending.count = sw_size_min(SW_FABRIC_SLOT_BYTES, size_bytes - begin);
         pending.descriptor.chunk = begin / SW_FABRIC_SLOT_BYTES;

@@ -16,6 +16,7 @@
 
 #include "comm/comm.h"
 #include "comm/descriptor.h"
+#include "comm/ending.h"
 
 enum {
     SW_FABRIC_RING = 128,              /* operations that may be in flight */
@@ -23,20 +24,20 @@ enum {
     SW_FABRIC_SLOT_BYTES = 128 * 1024, /* a chunk of W ranks stays in the L2 cache */
 };
 
-typedef enum sw_member_state {
-    SW_MEMBER_ACTIVE = 0,
-    SW_MEMBER_LEFT,  /* closed in order */
-    SW_MEMBER_ENDED, /* met an error: `reason` says which */
-} sw_member_state;
+typedef enum sw_fabric_join {
+    SW_FABRIC_NOT_JOINED = 0,
+    SW_FABRIC_JOINED,     /* pid and host are written, the sign of life is given */
+    SW_FABRIC_ALL_JOINED, /* of the first rank */
+} sw_fabric_join;
 
-typedef struct sw_control {
+typedef struct sw_control { /* zeroed at first; world_size of them, one behind the other */
     _Alignas(128) _Atomic uint32_t posted; /* futex words; release by the owner, acquire by peers */
     _Alignas(128) _Atomic uint32_t done;
     _Alignas(128) _Atomic uint32_t waiters; /* peers asleep on either word; by the sleepers */
-    _Atomic uint32_t state; /* sw_member_state; released after `reason` is written */
-    int32_t pid;            /* these three: before the first operation */
+    _Atomic uint32_t has_joined; /* sw_fabric_join; a futex word, released by its owner */
+    int32_t pid;
     char host[64];
-    sw_error reason; /* before state becomes ENDED */
+    sw_ending ending; /* by its owner's threads */
     _Alignas(128) sw_descriptor ring[SW_FABRIC_RING];
     _Alignas(4096) uint8_t slot[SW_FABRIC_SLOTS][SW_FABRIC_SLOT_BYTES];
 } sw_control;
@@ -49,15 +50,16 @@ typedef struct sw_pending {
 } sw_pending;
 
 typedef struct sw_fabric {
-    sw_comm comm;         /* first: a fabric is a communicator */
-    sw_control **control; /* owned array of world_size blocks; the blocks belong to the transport */
+    sw_comm comm;        /* first: a fabric is a communicator */
+    sw_control *control; /* borrowed from the transport: world_size blocks */
     bool (*peer_ended)(struct sw_fabric *fabric,
                        int rank); /* transport's: whether the process is gone */
+    _Atomic bool is_open;         /* control is there: for threads beside the one that joins */
+    bool is_foreign;              /* a forked child's copy, which says nothing to the peers */
     int spin_count;
     uint32_t posted, done;              /* own counters, as published */
-    _Atomic bool is_claimed;            /* some thread of this rank says how it ends, once */
-    _Atomic sw_status ended;            /* SW_OK while alive, as far as the caller's thread knows */
-    sw_error reason;                    /* of `ended`; the caller's thread's alone */
+    sw_ending ending;                   /* this rank's, for all of its threads */
+    _Atomic uint32_t asked;             /* whose sign of life was looked at last */
     sw_pending pending[SW_FABRIC_RING]; /* by ticket modulo the ring */
     const uint8_t **source;             /* owned scratch, world_size pointers each */
     uint8_t **destination;
@@ -67,7 +69,7 @@ typedef struct sw_fabric {
 /* Takes rank, world_size and blocks; the transport has filled pid and host of its own. On failure
  * peers get the same sentence. */
 SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size,
-                                     sw_control **control, sw_error *err);
+                                     sw_control *control, sw_error *err);
 /* Leaves the group (peers that wait for this rank are told) and frees the scratch. */
 void sw_fabric_fini(sw_fabric *fabric);
 
@@ -80,15 +82,15 @@ SW_MUST_USE sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *er
 SW_MUST_USE sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes,
                                        void *all, const char *label, sw_error *err);
 void sw_fabric_abort(sw_comm *comm, const sw_error *reason);
-void sw_fabric_request_end(sw_comm *comm, const sw_error *reason);
 SW_MUST_USE sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err);
 void sw_fabric_leave(sw_comm *comm);
 bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 
-/* Tells whoever waits for the owner of `control` that it met `reason` and does nothing more. Once.
- */
-void sw_control_end(sw_control *control, const sw_error *reason);
+/* Says in the block of `rank` that it ends, and wakes whoever sleeps on any of the blocks. The
+ * first reason stays. */
+void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
+                    const sw_error *reason);
 
 /* Between the fabric's own files. */
 
@@ -101,13 +103,40 @@ void sw_fabric_execute(sw_fabric *fabric, const sw_pending *pending, uint32_t ti
 SW_MUST_USE sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err);
 /* Waits until every rank's `done` has reached `ticket`; makes progress meanwhile. */
 SW_MUST_USE sw_status sw_fabric_wait_done(sw_fabric *fabric, uint32_t ticket, sw_error *err);
-/* Ends the communicator here and tells the peers; returns reason->status, copied to err. */
+/* What a wait needs of every rank: its post of `ticket`, or that it is done with it. */
+typedef struct sw_fabric_awaited {
+    bool for_post;
+    uint32_t ticket;
+} sw_fabric_awaited;
+
+/* Whether operation `ticket` can be executed here; else *awaited is what it needs. */
+bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited);
+
+/* A rank whose process has ended, -1: none found. Asks for the signs of life of `budget` ranks at
+ * most (NULL: of any, else of those that are missing), and goes on behind them the next time. Any
+ * thread. */
+int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *awaited);
+/* Ends the communicator here and tells the peers. Returns the reason that was said first. Any
+ * thread of this rank. */
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err);
 
 /* Whether counter `value` has reached `ticket`, over the wrap of 32 bits. */
 static inline bool sw_ticket_reached(uint32_t value, uint32_t ticket)
 {
     return (int32_t)(value - ticket) >= 0;
+}
+
+static inline _Atomic uint32_t *sw_fabric_word(const sw_fabric *fabric, int rank, bool for_post)
+{
+    sw_control *control = &fabric->control[rank];
+    return for_post ? &control->posted : &control->done;
+}
+
+static inline bool sw_fabric_is_missing(const sw_fabric *fabric, int rank,
+                                        const sw_fabric_awaited *awaited)
+{
+    return !sw_ticket_reached(atomic_load(sw_fabric_word(fabric, rank, awaited->for_post)),
+                              awaited->ticket);
 }
 
 #endif

@@ -15,6 +15,7 @@ typedef struct fold_range {
     size_t begin, end;
     size_t origin;   /* the first element of op.result */
     bool slots;      /* sources are the slots of `ticket`; else the arena's parts */
+    bool pieces;     /* and the destination is this rank's slot; else op.data */
     bool everywhere; /* store into every rank's part; else into this rank's alone, or into op.result
                       */
 } fold_range;
@@ -27,7 +28,7 @@ static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t tick
     int sources = 0, destinations = 0;
     for (int r = 0; r < fabric->comm.world_size; ++r) {
         uint8_t *part = range->slots
-                            ? fabric->control[r]->slot[ticket % SW_FABRIC_SLOTS] +
+                            ? fabric->control[r].slot[ticket % SW_FABRIC_SLOTS] +
                                   (begin - pending->begin) * element_bytes
                             : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
         if (fabric->contributes[r])
@@ -35,7 +36,11 @@ static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t tick
         if (!range->slots && !op->result && (range->everywhere || r == fabric->comm.rank))
             fabric->destination[destinations++] = part;
     }
-    if (range->slots)
+    if (range->slots && range->pieces)
+        fabric->destination[destinations++] =
+            fabric->control[fabric->comm.rank].slot[ticket % SW_FABRIC_SLOTS] +
+            (begin - pending->begin) * element_bytes;
+    else if (range->slots)
         fabric->destination[destinations++] =
             (uint8_t *)op->data + (begin - pending->begin) * element_bytes;
     else if (op->result && !op->slices)
@@ -125,23 +130,61 @@ static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     }
 }
 
+/* The part of a chunk that `rank` folds, where each folds one. */
+static fold_range piece_of(const sw_fabric *fabric, const sw_pending *pending, int rank)
+{
+    size_t piece = sw_comm_slice_numel(pending->count, sw_dtype_size_bytes(pending->op.dtype),
+                                       fabric->comm.world_size);
+    size_t begin = sw_size_min((size_t)rank * piece, pending->count);
+    return (fold_range){.begin = pending->begin + begin,
+                        .end = pending->begin + sw_size_min(begin + piece, pending->count),
+                        .slots = true,
+                        .pieces = true};
+}
+
+/* What the ranks have folded of the chunk before, out of their slots: the runs that its fold had.
+ */
+static void collect(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
+{
+    const sw_op *op = &pending->op;
+    const sw_fold_plan *plan = op->plan;
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype);
+    for (int r = 0; r < fabric->comm.world_size; ++r) {
+        const uint8_t *slot = fabric->control[r].slot[(ticket - 1) % SW_FABRIC_SLOTS];
+        fold_range piece = piece_of(fabric, pending, r);
+        for (size_t cursor = piece.begin, begin = cursor, numel = piece.end - cursor;
+             cursor < piece.end &&
+             (!plan || plan->next_run(plan->context, cursor, piece.end, &begin, &numel));
+             cursor = begin + numel) {
+            size_t at = (begin - pending->begin) * element_bytes;
+            memcpy((uint8_t *)op->data + at, slot + at, numel * element_bytes);
+        }
+    }
+}
+
 static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
 {
     const sw_op *op = &pending->op;
     size_t slot = ticket % SW_FABRIC_SLOTS;
     size_t bytes = pending->count * sw_dtype_size_bytes(op->dtype);
-    if (op->kind == SW_OP_ALL_REDUCE) { /* of nothing, too: the plan may want to be resolved */
+    if (pending->descriptor.form == SW_FORM_PIECE) {
+        fold_range piece = piece_of(fabric, pending, fabric->comm.rank);
+        fold(fabric, pending, ticket, &piece);
+    } else if (pending->descriptor.form == SW_FORM_COLLECT) {
+        collect(fabric, pending, ticket);
+    } else if (op->kind ==
+               SW_OP_ALL_REDUCE) { /* of nothing, too: the plan may want to be resolved */
         fold_range range = {
             .begin = pending->begin, .end = pending->begin + pending->count, .slots = true};
         fold(fabric, pending, ticket, &range);
     } else if (bytes == 0) {
         return;
     } else if (op->kind == SW_OP_BROADCAST && op->root != fabric->comm.rank) {
-        memcpy(op->data, fabric->control[op->root]->slot[slot], bytes);
+        memcpy(op->data, fabric->control[op->root].slot[slot], bytes);
     } else if (op->kind == SW_OP_ALL_GATHER) {
         for (int r = 0; r < fabric->comm.world_size; ++r)
             memcpy((uint8_t *)pending->gathered + (size_t)r * op->numel + pending->begin,
-                   fabric->control[r]->slot[slot], bytes);
+                   fabric->control[r].slot[slot], bytes);
     }
 }
 

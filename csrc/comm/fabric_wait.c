@@ -1,149 +1,150 @@
 /* fabric_wait.c - waiting that ends: for the word, for a death, for an error of a peer, for the
- * deadline.
+ * deadline (wait.h).
  *
  * A waiter spins a moment if cores are spare, then sleeps on the word it needs, in slices; between
  * slices it looks at what could keep that word from ever changing. It never sleeps on one rank
- * while another is known to be gone. */
+ * while another is known to be gone.
+ *
+ * Of several ranks that are missing it sleeps on one drawn by chance: half of the others have come
+ * by then, as a rule, so W ranks wake log2(W) times each. With the lowest, which comes next where
+ * ranks come in order, all would wake W times. */
 #include <stdio.h>
 #include <string.h>
 
 #include "comm/fabric.h"
+#include "comm/wait.h"
 #include "platform/clock.h"
 #include "platform/futex.h"
 #include "platform/process.h"
 
+enum { DEATHS_A_SLICE = 16 };
+
 static const int64_t slice_ns = 20 * 1000 * 1000;
 
-typedef struct wait_state {
-    int64_t begun_ns, warn_ns;
-    bool for_post; /* what is missing: peers' posts, else their dones */
-} wait_state;
-
-static _Atomic uint32_t *word_of(const sw_fabric *fabric, int rank, bool for_post)
-{
-    sw_control *control = fabric->control[rank];
-    return for_post ? &control->posted : &control->done;
-}
-
-static bool is_missing(const sw_fabric *fabric, int rank, const wait_state *wait, uint32_t ticket)
-{
-    return !sw_ticket_reached(atomic_load(word_of(fabric, rank, wait->for_post)), ticket);
-}
+typedef struct fabric_wait {
+    sw_fabric *fabric;
+    sw_fabric_awaited awaited;
+    sw_wait wait;
+    int64_t looked_ns;
+    uint32_t turns;
+} fabric_wait;
 
 /* The first operation that is not done here, or the one waited for: what a message names. */
-static void describe_wait(const sw_fabric *fabric, uint32_t ticket, char *text, size_t capacity)
+static void describe_operation(const sw_fabric *fabric, uint32_t ticket, char *text,
+                               size_t capacity)
 {
-    const sw_descriptor *d = &fabric->control[fabric->comm.rank]->ring[ticket % SW_FABRIC_RING];
+    const sw_descriptor *d = &fabric->control[fabric->comm.rank].ring[ticket % SW_FABRIC_RING];
     snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind),
              SW_COMM_LABEL_BYTES - 1, d->label);
 }
 
-static void list_missing(sw_fabric *fabric, const wait_state *wait, uint32_t ticket, char *text,
-                         size_t capacity)
+/* From rank `from` on; -1: none. */
+static int first_missing(const sw_fabric *fabric, const sw_fabric_awaited *awaited, int from)
 {
+    int world_size = fabric->comm.world_size;
+    for (int turn = 0; turn < world_size; ++turn) {
+        int r = from + turn < world_size ? from + turn : from + turn - world_size;
+        if (sw_fabric_is_missing(fabric, r, awaited))
+            return r;
+    }
+    return -1;
+}
+
+static void describe_wait(void *context, sw_wait_text *text)
+{
+    const fabric_wait *w = context;
+    sw_fabric *fabric = w->fabric;
     size_t used = 0;
-    text[0] = '\0';
-    for (int r = 0; r < fabric->comm.world_size && used + 1 < capacity; ++r) {
+    describe_operation(fabric, w->awaited.ticket, text->what, sizeof text->what);
+    for (int r = 0; r < fabric->comm.world_size && used + 1 < sizeof text->missing; ++r) {
         char peer[SW_COMM_PEER_BYTES];
-        if (!is_missing(fabric, r, wait, ticket))
+        if (!sw_fabric_is_missing(fabric, r, &w->awaited))
             continue;
+        if (text->rank < 0)
+            text->rank = sw_comm_name(&fabric->comm, r);
         sw_fabric_peer(&fabric->comm, r, peer);
-        char state = sw_process_state(fabric->control[r]->pid);
-        int wrote = snprintf(text + used, capacity - used, "%s%s%s", used ? ", " : "", peer,
-                             state == 'T' || state == 't' ? " (stopped)" : "");
+        char state = sw_process_state(fabric->control[r].pid);
+        int wrote =
+            snprintf(text->missing + used, sizeof text->missing - used, "%s%s%s", used ? ", " : "",
+                     peer, state == 'T' || state == 't' ? " (stopped)" : "");
         used += wrote > 0 ? (size_t)wrote : 0;
     }
 }
 
-static int first_missing(const sw_fabric *fabric, const wait_state *wait, uint32_t ticket)
+static sw_status end_without(sw_fabric *fabric, int rank, const char *how, uint32_t ticket,
+                             sw_error *err)
 {
-    for (int r = 0; r < fabric->comm.world_size; ++r)
-        if (is_missing(fabric, r, wait, ticket))
-            return r;
-    return -1;
+    char peer[SW_COMM_PEER_BYTES], what[160];
+    sw_error reason;
+    sw_fabric_peer(&fabric->comm, rank, peer);
+    describe_operation(fabric, ticket, what, sizeof what);
+    sw_error_set(&reason, SW_E_COMM, sw_comm_name(&fabric->comm, rank),
+                 "%s %s before its part of %s", peer, how, what);
+    return sw_fabric_end(fabric, &reason, err);
 }
 
-/* A peer that met an error, left, or died. Looked at only while something is missing. */
-static sw_status check_peers(sw_fabric *fabric, const wait_state *wait, uint32_t ticket,
-                             bool deaths, sw_error *err)
+/* A peer that met an error, left, or is `dead` (-1: none). Looked at only while something is
+ * missing. */
+static sw_status check_peers(fabric_wait *w, int dead, sw_error *err)
 {
-    for (int r = 0; r < fabric->comm.world_size; ++r) {
-        sw_control *control = fabric->control[r];
-        char peer[SW_COMM_PEER_BYTES], what[160];
-        sw_error reason;
-        if (r == fabric->comm.rank)
+    sw_fabric *fabric = w->fabric;
+    uint32_t ticket = w->awaited.ticket;
+    for (int r = 0; r < fabric->comm.world_size; ++r) { /* it may say so, and then go */
+        const sw_control *control = &fabric->control[r];
+        sw_member_state state = sw_ending_state(&control->ending);
+        if (r == fabric->comm.rank || (state == SW_MEMBER_ACTIVE && r != dead))
             continue;
-        uint32_t state = atomic_load(&control->state);
         if (state == SW_MEMBER_ENDED) {
+            sw_error reason;
             if (sw_ticket_reached(atomic_load(&control->done), ticket))
                 continue; /* it ended after all of its part here, whoever else is late: a later call
                              gets that error */
-            if (first_missing(fabric, wait, ticket) < 0)
+            if (first_missing(fabric, &w->awaited, 0) < 0)
                 return SW_OK; /* what was missing has come meanwhile */
-            reason = control->reason;
-            reason.message[sizeof reason.message - 1] = '\0';
+            (void)!sw_ending_read(&control->ending, &reason);
             return sw_fabric_end(fabric, &reason, err);
         }
-        bool left = state == SW_MEMBER_LEFT;
-        if (!left && !(deaths && fabric->peer_ended(fabric, r)))
-            continue;
-        if (!is_missing(fabric, r, wait, ticket))
-            continue; /* it had done its part */
-        sw_fabric_peer(&fabric->comm, r, peer);
-        describe_wait(fabric, ticket, what, sizeof what);
-        sw_error_set(&reason, SW_E_COMM, sw_comm_name(&fabric->comm, r),
-                     "%s %s before its part of %s", peer,
-                     left ? "left the group" : "died or exited", what);
-        return sw_fabric_end(fabric, &reason, err);
+        if (sw_fabric_is_missing(fabric, r, &w->awaited)) /* else it had done its part */
+            return end_without(fabric, r,
+                               state == SW_MEMBER_LEFT ? "left the group" : "died or exited",
+                               ticket, err);
     }
     return SW_OK;
 }
 
-static sw_status check_clock(sw_fabric *fabric, wait_state *wait, uint32_t ticket, sw_error *err)
+static sw_status check_clock(fabric_wait *w, sw_error *err)
 {
-    sw_comm *comm = &fabric->comm;
-    int64_t waited = sw_clock_now_ns() - wait->begun_ns;
-    char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
-    if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
-        /* The caller takes its memory back, and with it what the operation borrowed: no later call
-         * may go on with it. */
-        sw_error reason;
-        describe_wait(fabric, ticket, what, sizeof what);
-        int name = sw_comm_name(comm, comm->rank);
-        sw_error_set(&reason, SW_E_COMM, name, "rank %d was interrupted while it waited in %s",
-                     name, what);
-        sw_fabric_end(fabric, &reason, NULL);
-        SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
-    }
-    if (waited < wait->warn_ns && waited < comm->timeout_ns)
+    sw_error reason;
+    sw_status status = sw_wait_check(&w->wait, &reason);
+    if (status == SW_OK)
         return SW_OK;
-    list_missing(fabric, wait, ticket, missing, sizeof missing);
-    describe_wait(fabric, ticket, what, sizeof what);
-    if (waited >= comm->timeout_ns) {
-        sw_error reason;
-        sw_error_set(&reason, SW_E_TIMEOUT, sw_comm_name(comm, first_missing(fabric, wait, ticket)),
-                     "waited %.1f s (timeout_s=%.1f) in %s for %s", (double)waited * 1e-9,
-                     (double)comm->timeout_ns * 1e-9, what, missing);
-        return sw_fabric_end(fabric, &reason, err);
-    }
-    wait->warn_ns *= 2;
-    snprintf(message, sizeof message,
-             "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s",
-             sw_comm_name(comm, comm->rank), (double)waited * 1e-9, what, missing,
-             (double)comm->timeout_ns * 1e-9);
-    if (comm->hooks.log)
-        comm->hooks.log(comm->hooks.context, message);
-    return SW_OK;
+    /* An interrupted caller takes its memory back, and with it what the operation borrowed: no
+     * later call may go on with it. */
+    sw_status ended = sw_fabric_end(w->fabric, &reason, err);
+    return status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
 }
 
-/* Sleeps until `word` of a rank that is missing changes, one slice at most. */
-static void sleep_on(sw_fabric *fabric, int rank, const wait_state *wait, uint32_t ticket)
+/* After each sleep what peers have said; once a slice whether they live, and the clock. */
+static sw_status look_around(fabric_wait *w, sw_error *err)
 {
-    sw_control *control = fabric->control[rank];
-    _Atomic uint32_t *word = word_of(fabric, rank, wait->for_post);
+    int64_t now_ns = sw_clock_now_ns();
+    if (now_ns - w->looked_ns < slice_ns)
+        return check_peers(w, -1, err);
+    w->looked_ns = now_ns;
+    SW_TRY(check_peers(w, sw_fabric_find_dead(w->fabric, DEATHS_A_SLICE, &w->awaited), err));
+    return check_clock(w, err);
+}
+
+/* Sleeps until the word of a rank that is missing changes, one slice at most. */
+static void sleep_on(fabric_wait *w, int rank)
+{
+    sw_fabric *fabric = w->fabric;
+    sw_control *control = &fabric->control[rank];
+    _Atomic uint32_t *word = sw_fabric_word(fabric, rank, w->awaited.for_post);
     atomic_fetch_add(&control->waiters, 1);
     uint32_t value = atomic_load(word);
-    if (!sw_ticket_reached(value, ticket) && atomic_load(&control->state) == SW_MEMBER_ACTIVE) {
+    if (!sw_ticket_reached(value, w->awaited.ticket) &&
+        sw_ending_state(&control->ending) == SW_MEMBER_ACTIVE) {
         int64_t begun = sw_clock_now_ns();
         sw_futex_wait(word, value, slice_ns);
         fabric->comm.stats.waits++;
@@ -152,46 +153,47 @@ static void sleep_on(sw_fabric *fabric, int rank, const wait_state *wait, uint32
     atomic_fetch_sub(&control->waiters, 1);
 }
 
-static bool spin_for(sw_fabric *fabric, int rank, const wait_state *wait, uint32_t ticket)
+static bool spin_for(const fabric_wait *w, int rank)
 {
-    for (int i = 0; i < fabric->spin_count; ++i) {
-        if (!is_missing(fabric, rank, wait, ticket))
+    for (int i = 0; i < w->fabric->spin_count; ++i) {
+        if (!sw_fabric_is_missing(w->fabric, rank, &w->awaited))
             return true;
         sw_spin_pause();
     }
     return false;
 }
 
-/* What keeps `ticket` from being complete: first posts of the next operation to do here, then
- * dones. */
-static uint32_t next_obstacle(const sw_fabric *fabric, uint32_t ticket, wait_state *wait)
+static int draw(fabric_wait *w)
 {
-    wait->for_post = !sw_ticket_reached(fabric->done, ticket);
-    return wait->for_post ? fabric->done + 1 : ticket;
+    uint32_t seed = (uint32_t)w->fabric->comm.rank * 40503u + w->awaited.ticket + 97u * w->turns++;
+    return (int)((seed * UINT32_C(2654435761) >> 8) % (uint32_t)w->fabric->comm.world_size);
 }
 
-/* Until this rank has done `ticket`; with `by_all`, until every rank has. */
+/* Until this rank has done `ticket`; with `by_all`, until every rank has. First what the next
+ * operation needs to be executed here is awaited, then dones. */
 static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_error *err)
 {
-    wait_state wait = {.for_post = true};
+    fabric_wait w = {.fabric = fabric};
     for (;;) {
         SW_TRY(sw_fabric_progress(fabric, err));
-        uint32_t needed = next_obstacle(fabric, ticket, &wait);
-        if (!wait.for_post && !by_all)
+        bool is_done = sw_ticket_reached(fabric->done, ticket);
+        if (is_done && !by_all)
             return SW_OK;
-        int rank = first_missing(fabric, &wait, needed);
-        if (rank < 0 && !wait.for_post)
-            return SW_OK;
-        if (rank < 0 || spin_for(fabric, rank, &wait, needed))
+        if (is_done)
+            w.awaited = (sw_fabric_awaited){.ticket = ticket};
+        else if (sw_fabric_is_ready(fabric, fabric->done + 1, &w.awaited))
             continue; /* what was missing has come: progress again */
-        if (wait.begun_ns == 0) {
-            wait.begun_ns = sw_clock_now_ns();
-            wait.warn_ns = fabric->comm.warn_after_ns;
+        int rank = first_missing(fabric, &w.awaited, draw(&w));
+        if (rank < 0 && is_done)
+            return SW_OK;
+        if (rank < 0 || spin_for(&w, rank))
+            continue;
+        if (!w.wait.comm) {
+            w.wait = sw_wait_begin(&fabric->comm, &w, describe_wait);
+            w.looked_ns = w.wait.begun_ns;
         }
-        sleep_on(fabric, rank, &wait, needed);
-        SW_TRY(
-            check_peers(fabric, &wait, needed, sw_clock_now_ns() - wait.begun_ns > slice_ns, err));
-        SW_TRY(check_clock(fabric, &wait, needed, err));
+        sleep_on(&w, rank);
+        SW_TRY(look_around(&w, err));
     }
 }
 
@@ -203,10 +205,9 @@ sw_status sw_fabric_wait_done(sw_fabric *fabric, uint32_t ticket, sw_error *err)
 sw_status sw_fabric_poll(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
-    wait_state dones = {.for_post = false};
+    sw_fabric_awaited dones = {.ticket = ticket};
     SW_TRY(sw_fabric_progress(fabric, err));
-    *complete =
-        sw_ticket_reached(fabric->done, ticket) && first_missing(fabric, &dones, ticket) < 0;
+    *complete = sw_ticket_reached(fabric->done, ticket) && first_missing(fabric, &dones, 0) < 0;
     return SW_OK;
 }
 

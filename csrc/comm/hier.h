@@ -16,18 +16,22 @@
 #include "comm/bridge.h"
 #include "comm/comm.h"
 
-typedef struct sw_identity { /* of a rank, in messages */
+typedef struct sw_identity { /* of a rank and its host, in messages */
     int32_t pid;
-    char host[64];
+    char host[64]; /* zeros behind its end */
 } sw_identity;
 
 /* Collective over all hosts' ranks. `inside`: this host's ranks, joined (shm.h; local.h in tests);
  * owned from here on, also on failure. `host_of`: one host a rank, numbered by their lowest rank.
- * `identities`: one a rank, copied. `wire`: owned from here on, also on failure; NULL where there
- * is one host, and on ranks that do not carry. */
+ * `own`: of this rank. `wire`: owned from here on, also on failure; NULL where there is one host,
+ * and on ranks that do not carry. The first operation, an all_gather of identities, is done here:
+ * when one rank is through, all are there. */
 SW_MUST_USE sw_status sw_hier_comm_create(sw_comm *inside, int rank, int world_size,
-                                          const int *host_of, const sw_identity *identities,
+                                          const int *host_of, const sw_identity *own,
                                           const sw_wire *wire, sw_comm **comm, sw_error *err);
+
+/* The name of a host. */
+const char *sw_hier_comm_host(const sw_comm *comm, int host);
 
 const sw_host_map *sw_hier_comm_map(const sw_comm *comm);
 

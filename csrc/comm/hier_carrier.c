@@ -1,10 +1,10 @@
 /* hier_carrier.c - the thread that does a host's operations: one a host, on its lowest rank.
  *
- * An operation begins when all ranks of the host have posted it. Carriers first exchange *frames*
- * (hier_frames.c); those that reduce and are there already go as one batch. Then what has data
- * moves it in blocks (hier_reduce.c, hier_gather.c). Every wait is for the oldest thing under way,
- * and no message of an operation leaves before the frames of it agree: no two carriers can wait for
- * one another crosswise.
+ * An operation begins when all ranks of the host have posted it. Carriers first agree on it by
+ * *frames* (hier_frames.c); those that reduce and are there already go as one batch. Then what has
+ * data moves it in blocks (hier_reduce.c, hier_gather.c). Every wait is for the oldest thing under
+ * way, and no message of an operation leaves before the frames of it agree: no two carriers can
+ * wait for one another crosswise.
  *
  * The thread may wait for the wire for ever; deadlines are kept by those who wait for it. It leaves
  * what the wire may still write to, and never frees it. */
@@ -45,10 +45,11 @@ sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error
     int rank = err->detail;
     sw_hier_peer((sw_comm *)(uintptr_t)&hier->comm, rank, peer);
     snprintf(cause, sizeof cause, "%.190s", err->message);
+    const char *host = atomic_load(&hier->is_introduced) ? hier->host_name[hier->host].text : "";
     return sw_error_set(err, SW_E_COMM, rank,
                         "host %.40s lost %s in %.110s: the process or the network between them "
                         "failed: %s",
-                        hier->identity[hier->comm.rank].host, peer, what, cause);
+                        host, peer, what, cause);
 }
 
 sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
@@ -62,21 +63,43 @@ sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char
 /* The thread
  * ------------------------------------------------------------------------------------------ */
 
-/* Until all ranks of this host have posted `ticket`. SW_E_STATE when this rank leaves. */
+/* SW_E_STATE when this rank leaves; what ended the communicator; what `need` says of this host. */
+static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool deaths,
+                            int *missing, sw_error *err)
+{
+    if (atomic_load(&carrier->stop))
+        SW_FAIL(err, SW_E_STATE, "this rank leaves");
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    sw_carrier_touch_end(carrier);
+    return sw_hier_check_host(carrier->hier, need, deaths, missing, err);
+}
+
+sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_need *need,
+                                 _Atomic uint32_t *word, uint32_t value, sw_error *err)
+{
+    int64_t begun_ns = sw_clock_now_ns();
+    for (;;) {
+        int missing;
+        uint32_t seen = atomic_load(word);
+        if (sw_ticket_reached(seen, value))
+            return SW_OK;
+        bool deaths = sw_clock_now_ns() - begun_ns > busy_slice_ns;
+        SW_TRY(check_here(carrier, need, deaths, &missing, err));
+        sw_futex_wait(word, seen, busy_slice_ns);
+    }
+}
+
+/* Until all ranks of this host have posted `ticket`. */
 static sw_status await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
     sw_hier *hier = carrier->hier;
+    const sw_hier_need need = {.ticket = ticket, .filler = -1};
     int64_t begun_ns = 0;
     for (;;) {
         int missing;
-        if (atomic_load(&carrier->stop))
-            SW_FAIL(err, SW_E_STATE, "this rank leaves");
-        SW_TRY(sw_carrier_touch_begin(carrier, err));
-        sw_carrier_touch_end(carrier);
         int64_t now = sw_clock_now_ns();
         bool waits = begun_ns > 0;
-        SW_TRY(sw_hier_check_host(hier, ticket, waits && now - begun_ns > busy_slice_ns, &missing,
-                                  err));
+        SW_TRY(check_here(carrier, &need, waits && now - begun_ns > busy_slice_ns, &missing, err));
         if (missing < 0)
             return SW_OK;
         _Atomic uint32_t *own = &sw_hier_page(hier, 0)->posted;
@@ -108,12 +131,14 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     /* The posting thread overwrites it only after `wired` has passed it. */
     const sw_hier_pending *pending = sw_carrier_pending(carrier, *ticket);
     const sw_op *op = &pending->op;
-    SW_TRY(sw_carrier_exchange_frames(carrier, *ticket, &count, err));
-    if (sw_carrier_reduces(op))
+    SW_TRY(sw_carrier_agree(carrier, *ticket, &count, err));
+    if (sw_carrier_reduces(carrier, pending))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
         SW_TRY(
             sw_carrier_gather(carrier, pending, sw_carrier_what(carrier, carrier->turn, 0), err));
+    else if (sw_carrier_streams(pending))
+        SW_TRY(sw_carrier_stream(carrier, *ticket, err));
     *ticket += count;
     sw_carrier_complete(carrier, *ticket - 1);
     return SW_OK;
@@ -129,7 +154,7 @@ static void *carry(void *argument)
     void *kept = NULL;
     if (wire && wire->enter)
         wire->enter(wire->context, &kept);
-    sw_status status = sw_carrier_expect_last_words(carrier, &reason);
+    sw_status status = sw_carrier_expect_words(carrier, &reason);
     if (status == SW_OK)
         status = sw_carrier_expect_frames(carrier, &reason);
     while (status == SW_OK)
@@ -146,12 +171,25 @@ static void *carry(void *argument)
     return NULL;
 }
 
+/* A block of each host is under way at a time: many hosts have smaller ones, and fewer. Nothing
+ * that is computed depends on it. */
+static void choose_blocks(sw_carrier *carrier)
+{
+    size_t hosts = (size_t)carrier->hier->map.host_count, many = sw_size_max(hosts, SW_HIER_FEW);
+    size_t bytes = SW_HIER_BLOCK_BYTES * (size_t)SW_HIER_FEW / many;
+    carrier->block_bytes =
+        sw_size_max(bytes / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES, SW_HIER_LEAST_BLOCK_BYTES);
+    carrier->ahead = sw_size_max(SW_HIER_AHEAD * (size_t)SW_HIER_FEW / many, 1);
+    carrier->slot_count = 2 * carrier->ahead + 2; /* what stands is sent one ahead */
+}
+
 static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count;
+    choose_blocks(carrier);
     /* Of blocks and packets alike. What is never written is never there. */
-    size_t room = SW_HIER_BLOCK_BYTES + SW_ALIGNMENT_BYTES;
-    size_t blocks = hosts > 1 ? (3 * SW_HIER_SLOTS + 1) * hosts : SW_HIER_SLOTS;
+    size_t room = carrier->block_bytes + SW_ALIGNMENT_BYTES;
+    size_t blocks = hosts > 1 ? (3 * carrier->slot_count + 1) * hosts : carrier->slot_count;
     uint8_t *at = carrier->memory = calloc(blocks, room);
     carrier->opened = calloc(hosts, sizeof *carrier->opened);
     carrier->elements = calloc(hosts, sizeof *carrier->elements);
@@ -160,7 +198,7 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     for (size_t g = 0; hosts > 1 && g < hosts; ++g, at += room)
         carrier->opened[g] = at;
-    for (int i = 0; i < SW_HIER_SLOTS; ++i) {
+    for (size_t i = 0; i < carrier->slot_count; ++i) {
         sw_carrier_slot *s = &carrier->slots[i];
         s->partial = calloc(hosts, sizeof *s->partial);
         s->arrived = calloc(hosts, sizeof *s->arrived);
@@ -186,32 +224,41 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
     return SW_OK;
 }
 
+static sw_status allocate_hops(sw_carrier *carrier, sw_error *err)
+{
+    const sw_dissemination *spread = &carrier->hier->spread;
+    size_t hops = (size_t)spread->hop_count, peers = (size_t)spread->peer_count;
+    size_t hosts = (size_t)carrier->hier->map.host_count;
+    carrier->frame_bytes = sw_carrier_frame_bytes(carrier);
+    carrier->hops = calloc(hops + 1, sizeof *carrier->hops);
+    carrier->peers = calloc(peers + 1, sizeof *carrier->peers);
+    carrier->frames = calloc(2 * hops + 1, carrier->frame_bytes);
+    carrier->next.packs = calloc(hosts / 8 + 1, 1);
+    carrier->next.capacity = SW_HIER_INLINE_BYTES;
+    carrier->next.memory = calloc(carrier->next.capacity, 1);
+    if (!carrier->hops || !carrier->peers || !carrier->frames || !carrier->next.packs ||
+        !carrier->next.memory)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for what %zu hosts say", hosts);
+    carrier->leave = carrier->frames + 2 * hops * carrier->frame_bytes;
+    for (size_t i = 0; i < hops; ++i) {
+        carrier->hops[i].out = carrier->frames + 2 * i * carrier->frame_bytes;
+        carrier->hops[i].in = carrier->hops[i].out + carrier->frame_bytes;
+    }
+    return SW_OK;
+}
+
 static sw_status allocate(sw_carrier *carrier, sw_error *err)
 {
     const sw_host_map *map = &carrier->hier->map;
     size_t hosts = (size_t)map->host_count, ranks = (size_t)map->world_size;
-    carrier->in = calloc(hosts, sizeof *carrier->in);
-    carrier->last_words = calloc(hosts, sizeof *carrier->last_words);
-    carrier->last_in = calloc(2 * hosts, sizeof *carrier->last_in);
-    carrier->probe_out = calloc(SW_HIER_PROBES * hosts, sizeof *carrier->probe_out);
-    carrier->probes_heard = calloc(hosts, sizeof *carrier->probes_heard);
-    carrier->frame_out = calloc(5 * hosts, sizeof *carrier->frame_out);
-    carrier->heard = calloc(hosts, sizeof *carrier->heard);
-    carrier->heard_capacity = calloc(hosts, sizeof *carrier->heard_capacity);
     carrier->source = calloc(ranks, sizeof *carrier->source);
     carrier->destination = calloc(ranks, sizeof *carrier->destination);
     carrier->contributes = calloc(SW_HIER_BATCH * ranks, sizeof *carrier->contributes);
     carrier->host_contributes = calloc(SW_HIER_BATCH * hosts, sizeof *carrier->host_contributes);
-    if (!carrier->in || !carrier->last_words || !carrier->last_in || !carrier->probe_out ||
-        !carrier->probes_heard || !carrier->frame_out || !carrier->heard ||
-        !carrier->heard_capacity || !carrier->source || !carrier->destination ||
-        !carrier->contributes || !carrier->host_contributes)
+    if (!carrier->source || !carrier->destination || !carrier->contributes ||
+        !carrier->host_contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
-    carrier->last_out = carrier->last_in + hosts;
-    carrier->frame_in = carrier->frame_out + hosts;
-    carrier->beside_out = carrier->frame_out + 2 * hosts;
-    carrier->beside_in = carrier->frame_out + 3 * hosts;
-    carrier->leave_out = carrier->frame_out + 4 * hosts;
+    SW_TRY(allocate_hops(carrier, err));
     return allocate_slots(carrier, err);
 }
 
@@ -225,6 +272,7 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the carrier of a host");
     }
     made->hier = hier;
+    pthread_mutex_init(&made->words_lock, NULL);
     made->bridge = (sw_bridge){.wire = wire,
                                .map = &hier->map,
                                .host = hier->host,
@@ -287,12 +335,22 @@ static void drop_all(sw_carrier *carrier, sw_transfer *transfers, size_t count)
 /* What was under way when it ended. */
 static void drop_transfers(sw_carrier *carrier)
 {
+    const sw_dissemination *spread = &carrier->hier->spread;
     size_t hosts = (size_t)carrier->hier->map.host_count;
-    for (int i = 0; i < SW_HIER_SLOTS; ++i)
+    for (size_t i = 0; i < carrier->slot_count; ++i)
         drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
-    drop_all(carrier, carrier->frame_out, 5 * hosts);
-    drop_all(carrier, carrier->last_in, 2 * hosts);
-    drop_all(carrier, carrier->probe_out, SW_HIER_PROBES * hosts);
+    for (int i = 0; carrier->hops && i < spread->hop_count; ++i) {
+        sw_carrier_hop *hop = &carrier->hops[i];
+        sw_transfer *others[] = {&hop->frame_out, &hop->frame_in, &hop->leave_out,
+                                 &hop->said_out,  &hop->said_in,  &hop->probe_in};
+        for (size_t k = 0; k < sizeof others / sizeof *others; ++k)
+            drop_all(carrier, others[k], 1);
+        drop_all(carrier, hop->probe_out, SW_HIER_PROBES);
+    }
+    for (int p = 0; carrier->peers && p < spread->peer_count; ++p) {
+        drop_all(carrier, carrier->peers[p].in, SW_HIER_WORDS);
+        drop_all(carrier, carrier->peers[p].out, SW_HIER_WORDS);
+    }
 }
 
 void sw_carrier_destroy(sw_carrier *carrier)
@@ -301,27 +359,22 @@ void sw_carrier_destroy(sw_carrier *carrier)
         return;
     const sw_wire *wire = carrier->bridge.wire;
     drop_transfers(carrier);
-    for (int i = 0; i < SW_HIER_SLOTS; ++i) {
+    for (size_t i = 0; i < carrier->slot_count; ++i) {
         free(carrier->slots[i].partial);
         free(carrier->slots[i].arrived);
         free(carrier->slots[i].packet);
         free(carrier->slots[i].partial_out);
     }
-    for (int g = 0; carrier->heard && g < carrier->hier->map.host_count; ++g)
-        free(carrier->heard[g]);
     free(carrier->memory);
-    free(carrier->beside);
-    free(carrier->last_words);
-    free(carrier->last_in);
-    free(carrier->probe_out);
-    free(carrier->probes_heard);
-    free(carrier->in);
-    free(carrier->heard);
-    free(carrier->heard_capacity);
+    free(carrier->hops);
+    free(carrier->peers);
+    free(carrier->frames);
+    free(carrier->next.packs);
+    free(carrier->next.memory);
     free(carrier->opened);
     free(carrier->elements);
     free(carrier->packs);
-    free(carrier->frame_out);
+    pthread_mutex_destroy(&carrier->words_lock);
     free(carrier->source);
     free(carrier->destination);
     free(carrier->contributes);

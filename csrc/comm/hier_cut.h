@@ -7,8 +7,7 @@
  *     2 + 1 ranks, slices of 3 blocks     by host: h0 0 1 2 | h1 3 4 5
  *                                         by rank: h0 0 1 2 (rank 0), 3 4 5 (rank 1) | h1 0 1 2
  *
- * By rank, where slices have several owners (sw_slices): of each slice one owner speaks, those of
- * one replica after the other, so that hosts have about as many.
+ * By rank, where slices have several owners: a host has those that it speaks for (slice_table.h).
  *
  * Thread rule: any.
  */
@@ -20,6 +19,7 @@
 
 #include "comm/comm.h"
 #include "comm/host_map.h"
+#include "comm/slice_table.h"
 
 typedef struct sw_cut {
     size_t numel, slice; /* elements: in all, and of a slice */
@@ -27,16 +27,11 @@ typedef struct sw_cut {
     size_t blocks_a_slice;
     size_t block_count; /* of the host that has most; others have empty ones at the end */
     bool by_rank;
-    const sw_slices *slices; /* borrowed; by rank only. NULL: one a rank */
+    const sw_slice_table *table; /* borrowed; by rank only. NULL: one a rank */
 } sw_cut;
 
 void sw_cut_init(sw_cut *cut, const sw_host_map *map, size_t numel, size_t element_bytes,
-                 size_t block_numel, bool by_rank, const sw_slices *slices);
-
-/* Whether a rank of `host` owns slice `index`. */
-bool sw_cut_host_owns(const sw_host_map *map, const sw_slices *slices, int host, int index);
-/* Whether every host has an owner of every slice. */
-bool sw_cut_is_covered(const sw_host_map *map, const sw_slices *slices);
+                 size_t block_numel, bool by_rank, const sw_slice_table *table);
 
 /* Block `block` of `host`: its first element and, returned, how many; 0 for none. *owner: by rank,
  * the rank whose slice it is; else -1. */

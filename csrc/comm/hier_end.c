@@ -19,6 +19,23 @@ bool sw_hier_end(sw_hier *hier, const sw_error *reason)
     return first;
 }
 
+sw_status sw_hier_end_here(sw_hier *hier, const sw_error *reason, sw_error *err)
+{
+    sw_hier_end(hier, reason);
+    hier->end_is_known = true;
+    hier->inside->ops->abort(hier->inside, &hier->reason);
+    if (hier->carrier) /* whose own thread may be inside a call of the wire */
+        sw_carrier_say_last_word(hier->carrier, &hier->reason);
+    if (err)
+        *err = hier->reason;
+    return hier->reason.status;
+}
+
+sw_status sw_hier_check_alive(sw_hier *hier, sw_error *err)
+{
+    return atomic_load(&hier->ended) ? sw_hier_end_here(hier, &hier->reason, err) : SW_OK;
+}
+
 bool sw_hier_has_gone(const sw_hier *hier, int local)
 {
     sw_fabric *inside = (sw_fabric *)hier->inside;

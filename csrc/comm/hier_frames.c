@@ -1,237 +1,254 @@
-/* hier_frames.c - what carriers tell one another before they move data: which operations each host
- * comes with, and what its ranks say beside them; or that a host has ended, and why.
+/* hier_frames.c - what carriers tell one another before they move data: which operations their
+ * hosts come with, and what ranks say beside them; or that a host has ended, and why.
  *
- * A carrier offers every operation that all ranks of its host have posted, up to a batch; done is
- * what all hosts offer. An operation about which they disagree is never inside a batch but its
- * first, so that those before it are complete. */
+ * A carrier offers every operation that all ranks of its host have posted, up to a batch. In each
+ * round (dissemination.h) it tells what it knows and merges what it hears, so that after the last
+ * all hosts know the same: what all of them offer, and whether they agree on it. An operation about
+ * which they disagree is never inside a batch but its first, so that those before it are complete.
+ *
+ *     head | of each operation: part, length, what is said | a bit a host: packs
+ *     head | why this host goes */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/hier_carrier.h"
 
-enum { FRAME_MAGIC = 0x53574634 /* "SWF4" */ };
+enum {
+    FRAME_MAGIC = 0x53574635 /* "SWF5" */,
+    ALIGNMENT = 16, /* of what is said */
+};
+
+typedef struct frame_head {
+    uint32_t magic, bytes;  /* in all */
+    uint32_t state;         /* sw_member_state */
+    uint32_t ticket, count; /* operations from `ticket` on */
+    uint32_t host, hosts;   /* what is told is of so many, from this one on */
+    uint32_t probes;        /* taken in so far, of those that the reader has sent */
+} frame_head;
+
+typedef struct cursor { /* of what was heard; never past `end` */
+    const uint8_t *at, *end;
+} cursor;
+
+static size_t aligned(size_t bytes)
+{
+    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+static size_t packs_bytes(const sw_carrier *carrier)
+{
+    return ((size_t)carrier->hier->map.host_count + 7) / 8;
+}
+
+size_t sw_carrier_frame_bytes(const sw_carrier *carrier)
+{
+    size_t of_operations = SW_HIER_BATCH * aligned(SW_PART_MOST_BYTES + sizeof(uint32_t));
+    return aligned(sizeof(frame_head) + of_operations + SW_HIER_INLINE_BYTES +
+                   SW_HIER_BATCH * ALIGNMENT + packs_bytes(carrier) + sizeof(sw_error));
+}
 
 static const sw_descriptor *descriptor_of(const sw_hier *hier, int local, uint32_t ticket)
 {
     return &sw_hier_page(hier, local)->ring[ticket % SW_HIER_RING];
 }
 
-sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
+static int rank_of(const sw_carrier *carrier, int host)
 {
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_FRAME, carrier->frames + 1,
-                              &carrier->in[g], sizeof *carrier->in, &carrier->frame_in[g],
-                              err) != SW_OK)
-            return sw_carrier_blame(carrier, "waiting for operations", err);
-    }
-    return SW_OK;
+    return sw_host_carrier(&carrier->hier->map, host);
 }
 
-/* What the ranks of this host came with as `ticket`. */
-static void fill_part(const sw_hier *hier, uint32_t ticket, sw_frame_part *part)
-{
-    const sw_descriptor *lowest = descriptor_of(hier, 0, ticket), *counting = NULL;
-    part->lowest = *lowest;
-    part->lowest_rank = hier->members[0];
-    part->counting_rank = part->other_rank = -1;
-    for (int l = 0; l < hier->local_count; ++l) {
-        const sw_descriptor *side = descriptor_of(hier, l, ticket);
-        if (!counting && side->round != 0) {
-            counting = side;
-            part->counting = *side;
-            part->counting_rank = hier->members[l];
-        }
-        if (part->other_rank < 0 && sw_descriptor_contradicted(lowest, counting, side)) {
-            part->other = *side;
-            part->other_rank = hier->members[l];
-        }
-    }
-}
-
-static const sw_frame *frame_of(const sw_carrier *carrier, int host)
-{
-    return host == carrier->hier->host ? &carrier->out : &carrier->in[host];
-}
-
-/* Hosts are compared in order, and all against the lowest ranks of all, so that each host writes
- * the same sentence. */
-static sw_status compare_parts(const sw_carrier *carrier, uint32_t ticket, uint32_t index,
-                               sw_error *err)
-{
-    const sw_frame_part *first = &frame_of(carrier, 0)->part[index], *counting = NULL;
-    for (int g = 0; g < carrier->hier->map.host_count; ++g) {
-        const sw_frame_part *part = &frame_of(carrier, g)->part[index];
-        if (!counting && part->counting_rank >= 0)
-            counting = part;
-        const sw_descriptor *counts = counting ? &counting->counting : NULL;
-        const sw_descriptor *side[] = {&part->lowest, &part->counting, &part->other};
-        const int rank[] = {part->lowest_rank, part->counting_rank, part->other_rank};
-        for (int i = 0; i < 3; ++i) {
-            const sw_descriptor *against =
-                rank[i] < 0 ? NULL : sw_descriptor_contradicted(&first->lowest, counts, side[i]);
-            if (against)
-                return sw_descriptor_disagree(ticket + index,
-                                              against == &first->lowest ? first->lowest_rank
-                                                                        : counting->counting_rank,
-                                              against, rank[i], side[i], err);
-        }
-    }
-    return SW_OK;
-}
-
-static sw_status read_frame(const sw_carrier *carrier, int host, uint32_t ticket, const char *what,
-                            sw_error *err)
-{
-    const sw_frame *frame = &carrier->in[host];
-    char peer[SW_COMM_PEER_BYTES];
-    int rank = sw_host_carrier(&carrier->hier->map, host);
-    if (frame->magic != FRAME_MAGIC)
-        return sw_error_set(err, SW_E_COMM, rank, "rank %d runs another version of the engine",
-                            rank);
-    if (frame->state == SW_MEMBER_ENDED) {
-        *err = frame->reason;
-        err->message[sizeof err->message - 1] = '\0';
-        return err->status == SW_OK ? SW_E_COMM : err->status;
-    }
-    sw_hier_peer(&carrier->hier->comm, rank, peer);
-    if (frame->state == SW_MEMBER_LEFT)
-        return sw_error_set(err, SW_E_COMM, rank, "%s left the group before its part of %s", peer,
-                            what);
-    if (frame->ticket != ticket || frame->count < 1 || frame->count > SW_HIER_BATCH)
-        return sw_error_set(err, SW_E_COMM, rank, "%s came with operation %u, expected %u", peer,
-                            frame->ticket, ticket);
-    return SW_OK;
-}
-
-/* Beside the data
+/* Places
  * ------------------------------------------------------------------------------------------ */
 
-/* Whether `rank` says something beside this operation. */
-static bool speaks(const sw_op *op, int rank)
+static sw_status expect_frame(sw_carrier *carrier, int at, sw_error *err)
 {
-    return op->beside_bytes > 0 && (op->kind != SW_OP_BROADCAST || op->root == rank);
+    sw_carrier_hop *state = &carrier->hops[at];
+    return sw_bridge_expect(&carrier->bridge, carrier->hier->spread.hops[at].from, SW_MESSAGE_FRAME,
+                            state->heard + 1, state->in, carrier->frame_bytes, &state->frame_in,
+                            err);
 }
 
-static size_t spoken_bytes(const sw_carrier *carrier, const sw_op *op, int host)
+sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
 {
-    const int *members = sw_host_members(&carrier->hier->map, host);
-    size_t bytes = 0;
-    for (int i = 0; i < sw_host_size(&carrier->hier->map, host); ++i)
-        bytes += speaks(op, members[i]) ? op->beside_bytes : 0;
-    return bytes;
+    for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
+        if (expect_frame(carrier, i, err) != SW_OK)
+            return sw_carrier_blame(carrier, "waiting for operations", err);
+    return SW_OK;
 }
 
-/* What the ranks of a host say, out of the mirrored memory or into it. */
-static void copy_spoken(const sw_carrier *carrier, const sw_op *op, int host, uint8_t *bytes,
-                        bool into_memory)
+/* Telling
+ * ------------------------------------------------------------------------------------------ */
+
+/* Of what a frame for `hosts` hosts says beside an operation. */
+static uint32_t told_bytes(const sw_carrier *carrier, const sw_said *said, int hosts)
 {
-    const int *members = sw_host_members(&carrier->hier->map, host);
-    for (int i = 0; i < sw_host_size(&carrier->hier->map, host); ++i) {
-        if (!speaks(op, members[i]))
-            continue;
-        uint8_t *part = op->beside->base[members[i]] + op->beside_offset_bytes;
-        memcpy(into_memory ? part : bytes, into_memory ? bytes : part, op->beside_bytes);
-        bytes += op->beside_bytes;
+    if (carrier->next.is_long || (said->kind == SW_SAID_BY_ROOT && !said->is_known))
+        return 0;
+    return (uint32_t)sw_carrier_said_bytes(carrier, said, hosts);
+}
+
+static size_t write_frame(const sw_carrier *carrier, int at)
+{
+    const sw_agreement *next = &carrier->next;
+    const sw_hop *hop = &carrier->hier->spread.hops[at];
+    const sw_carrier_hop *state = &carrier->hops[at];
+    size_t used = sizeof(frame_head);
+    for (uint32_t i = 0; i < next->count; ++i) {
+        uint32_t bytes = told_bytes(carrier, &next->said[i], hop->count);
+        used += sw_part_write(&next->part[i], state->out + used);
+        memcpy(state->out + used, &bytes, sizeof bytes);
+        used = aligned(used + sizeof bytes);
+        memcpy(state->out + used, next->memory + next->said[i].at_bytes, bytes);
+        used = aligned(used + bytes);
     }
+    memcpy(state->out + used, next->packs, packs_bytes(carrier));
+    used += packs_bytes(carrier);
+    frame_head head = {.magic = FRAME_MAGIC,
+                       .bytes = (uint32_t)used,
+                       .state = SW_MEMBER_ACTIVE,
+                       .ticket = next->ticket,
+                       .count = next->count,
+                       .host = (uint32_t)carrier->hier->host,
+                       .hosts = (uint32_t)hop->count,
+                       .probes = state->probes_heard};
+    memcpy(state->out, &head, sizeof head);
+    return used;
 }
 
-static sw_status reserve(uint8_t **memory, size_t *capacity, size_t bytes, sw_error *err)
+static sw_status tell_round(sw_carrier *carrier, int round, const char *what, sw_error *err)
 {
-    if (bytes <= *capacity)
+    const sw_dissemination *spread = &carrier->hier->spread;
+    for (int i = 0; i < spread->hop_count; ++i) {
+        sw_carrier_hop *state = &carrier->hops[i];
+        if (spread->hops[i].round != round)
+            continue;
+        SW_TRY(sw_carrier_take_probes(carrier, state, spread->hops[i].to, what, err));
+        if (sw_bridge_send(&carrier->bridge, spread->hops[i].to, SW_MESSAGE_FRAME, ++state->sent,
+                           state->out, write_frame(carrier, i), &state->frame_out, err) != SW_OK)
+            return sw_carrier_blame(carrier, what, err);
+    }
+    return SW_OK;
+}
+
+/* Hearing
+ * ------------------------------------------------------------------------------------------ */
+
+static bool take(cursor *from, void *to, size_t bytes)
+{
+    if ((size_t)(from->end - from->at) < bytes)
+        return false;
+    memcpy(to, from->at, bytes);
+    from->at += bytes;
+    return true;
+}
+
+/* Moves on to the next multiple of ALIGNMENT in the frame that begins at `begin`. */
+static bool align(cursor *from, const uint8_t *begin)
+{
+    size_t used = aligned((size_t)(from->at - begin));
+    if ((size_t)(from->end - begin) < used)
+        return false;
+    from->at = begin + used;
+    return true;
+}
+
+/* What the frame says of one operation; kept where this host still offers it. */
+static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const uint8_t *begin,
+                           cursor *from)
+{
+    const sw_dissemination *spread = &carrier->hier->spread;
+    const sw_hop *hop = &spread->hops[at];
+    int distance = (hop->from - spread->host + spread->host_count) % spread->host_count;
+    sw_part part;
+    size_t used;
+    uint32_t bytes;
+    if (!sw_part_read(&part, from->at, (size_t)(from->end - from->at), &used))
+        return false;
+    from->at += used;
+    if (!take(from, &bytes, sizeof bytes) || !align(from, begin) ||
+        (size_t)(from->end - from->at) < bytes)
+        return false;
+    if (index < carrier->next.count) {
+        sw_part_merge(&carrier->next.part[index], &part);
+        if (!carrier->next.is_long)
+            sw_carrier_take_said(carrier, index, distance, hop->count, from->at, bytes);
+    }
+    from->at += bytes;
+    return align(from, begin);
+}
+
+static sw_status no_frame(const sw_carrier *carrier, int host, sw_error *err)
+{
+    int rank = rank_of(carrier, host);
+    return sw_error_set(err, SW_E_COMM, rank, "rank %d sent a message that is no frame", rank);
+}
+
+/* Why a host goes. */
+static sw_status read_end(const sw_carrier *carrier, int host, const frame_head *head, cursor from,
+                          const char *what, sw_error *err)
+{
+    char peer[SW_COMM_PEER_BYTES];
+    int rank = rank_of(carrier, host);
+    if (head->state == SW_MEMBER_LEFT) {
+        sw_hier_peer(&carrier->hier->comm, rank, peer);
+        return sw_error_set(err, SW_E_COMM, rank, "%s left the group before its part of %s", peer,
+                            what);
+    }
+    if (head->state != SW_MEMBER_ENDED || !take(&from, err, sizeof *err))
+        return no_frame(carrier, host, err);
+    err->message[sizeof err->message - 1] = '\0';
+    return err->status == SW_OK ? SW_E_COMM : err->status;
+}
+
+static sw_status check_head(const sw_carrier *carrier, const sw_hop *hop, const frame_head *head,
+                            sw_error *err)
+{
+    char peer[SW_COMM_PEER_BYTES];
+    int rank = rank_of(carrier, hop->from);
+    if (head->magic != FRAME_MAGIC)
+        return sw_error_set(err, SW_E_COMM, rank, "rank %d runs another version of the engine",
+                            rank);
+    if (head->bytes < sizeof *head || head->bytes > carrier->frame_bytes)
+        return no_frame(carrier, hop->from, err);
+    if (head->state != SW_MEMBER_ACTIVE)
         return SW_OK;
-    uint8_t *more = realloc(*memory, bytes);
-    if (!more)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes beside an operation", bytes);
-    *memory = more;
-    *capacity = bytes;
+    sw_hier_peer(&carrier->hier->comm, rank, peer);
+    if (head->ticket != carrier->next.ticket || head->count < 1 || head->count > SW_HIER_BATCH)
+        return sw_error_set(err, SW_E_COMM, rank, "%s came with operation %u, expected %u", peer,
+                            head->ticket, carrier->next.ticket);
+    if (head->host != (uint32_t)hop->from || head->hosts != (uint32_t)hop->count)
+        return no_frame(carrier, hop->from, err);
     return SW_OK;
 }
 
-static const sw_op *op_of(const sw_carrier *carrier, uint32_t ticket)
+/* What it tells becomes part of what this host knows. */
+static sw_status read_frame(sw_carrier *carrier, int at, const char *what, sw_error *err)
 {
-    return &sw_carrier_pending(carrier, ticket)->op;
+    const sw_hop *hop = &carrier->hier->spread.hops[at];
+    sw_carrier_hop *state = &carrier->hops[at];
+    sw_agreement *next = &carrier->next;
+    frame_head head;
+    memcpy(&head, state->in, sizeof head);
+    SW_TRY(check_head(carrier, hop, &head, err));
+    sw_bridge_count_more(&carrier->bridge, head.bytes);
+    cursor from = {.at = state->in + sizeof head, .end = state->in + head.bytes};
+    if (head.state != SW_MEMBER_ACTIVE)
+        return read_end(carrier, hop->from, &head, from, what, err);
+    if (head.count < next->count)
+        next->count = head.count;
+    for (uint32_t i = 0; i < head.count; ++i)
+        if (!read_operation(carrier, at, i, state->in, &from))
+            return no_frame(carrier, hop->from, err);
+    if ((size_t)(from.end - from.at) != packs_bytes(carrier))
+        return no_frame(carrier, hop->from, err);
+    for (size_t i = 0; i < packs_bytes(carrier); ++i)
+        next->packs[i] |= from.at[i];
+    return sw_carrier_settle_probes(carrier, state, hop->from, head.probes, what, err);
 }
 
-/* What this host's ranks say: in the frame, or, of one operation alone, in memory of its own. */
-static sw_status speak(sw_carrier *carrier, uint32_t ticket, uint32_t count, sw_error *err)
-{
-    uint8_t *to = carrier->out.beside;
-    for (uint32_t i = 0; i < count; ++i) {
-        const sw_op *op = op_of(carrier, ticket + i);
-        size_t bytes = spoken_bytes(carrier, op, carrier->hier->host);
-        carrier->out.part[i].beside_bytes = (uint32_t)bytes;
-        if (bytes > SW_FRAME_INLINE_BYTES) {
-            SW_TRY(reserve(&carrier->beside, &carrier->beside_capacity, bytes, err));
-            to = carrier->beside;
-        }
-        SW_TRY(sw_carrier_touch_begin(carrier, err));
-        copy_spoken(carrier, op, carrier->hier->host, to, false);
-        sw_carrier_touch_end(carrier);
-        to += bytes;
-    }
-    return SW_OK;
-}
-
-static sw_status exchange_long_besides(sw_carrier *carrier, const sw_op *op, uint32_t ticket,
-                                       const char *what, sw_error *err)
-{
-    size_t mine = carrier->out.part[0].beside_bytes;
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        size_t theirs = spoken_bytes(carrier, op, g);
-        if (theirs <= SW_FRAME_INLINE_BYTES)
-            continue;
-        SW_TRY(reserve(&carrier->heard[g], &carrier->heard_capacity[g], theirs, err));
-        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_BESIDE, ticket, carrier->heard[g],
-                              theirs, &carrier->beside_in[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
-    }
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        if (mine > SW_FRAME_INLINE_BYTES &&
-            sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_BESIDE, ticket, carrier->beside, mine,
-                           &carrier->beside_out[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
-    }
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(sw_carrier_wait(carrier, &carrier->beside_in[g], what, err));
-        SW_TRY(sw_carrier_wait(carrier, &carrier->beside_out[g], what, err));
-    }
-    return SW_OK;
-}
-
-static sw_status hear(sw_carrier *carrier, uint32_t ticket, uint32_t count, sw_error *err)
-{
-    SW_TRY(sw_carrier_touch_begin(carrier, err));
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        uint8_t *said = carrier->in[g].beside;
-        for (uint32_t i = 0; i < count; ++i) {
-            const sw_op *op = op_of(carrier, ticket + i);
-            size_t bytes = spoken_bytes(carrier, op, g);
-            copy_spoken(carrier, op, g, bytes > SW_FRAME_INLINE_BYTES ? carrier->heard[g] : said,
-                        true);
-            said += bytes;
-        }
-    }
-    sw_carrier_touch_end(carrier);
-    return SW_OK;
-}
-
-static sw_status send_frames(sw_carrier *carrier, const char *what, sw_error *err)
-{
-    carrier->frames++;
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_FRAME, carrier->frames, &carrier->out,
-                           sizeof carrier->out, &carrier->frame_out[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
-    }
-    return SW_OK;
-}
+/* Agreeing
+ * ------------------------------------------------------------------------------------------ */
 
 static bool all_posted(const sw_hier *hier, uint32_t ticket)
 {
@@ -241,143 +258,164 @@ static bool all_posted(const sw_hier *hier, uint32_t ticket)
     return true;
 }
 
-/* Operations from `ticket` on that this host could do as one batch. */
-static uint32_t batch_here(const sw_carrier *carrier, uint32_t ticket)
+/* What all hosts say of `ticket`, as far as this one knows. */
+static size_t said_bytes(const sw_carrier *carrier, uint32_t ticket, sw_said *said)
 {
-    size_t bytes = 0;
+    *said = sw_carrier_said(carrier, sw_carrier_pending(carrier, ticket));
+    return sw_carrier_said_bytes(carrier, said, carrier->hier->map.host_count);
+}
+
+/* Operations from `ticket` on that this host could do as one batch. *bytes: said of them. */
+static uint32_t batch_here(sw_carrier *carrier, uint32_t ticket, size_t *bytes)
+{
     uint32_t count = 0;
+    *bytes = 0;
     do {
-        const sw_op *op = op_of(carrier, ticket + count);
-        bytes += spoken_bytes(carrier, op, carrier->hier->host);
-        if (count > 0 && (!sw_carrier_reduces(op) || bytes > SW_FRAME_INLINE_BYTES))
+        sw_said said;
+        size_t more = aligned(said_bytes(carrier, ticket + count, &said));
+        bool reduces = sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket + count));
+        if (count > 0 && (!reduces || *bytes + more > SW_HIER_INLINE_BYTES))
             return count;
-        ++count;
-    } while (sw_carrier_reduces(op_of(carrier, ticket)) && count < SW_HIER_BATCH &&
-             all_posted(carrier->hier, ticket + count));
+        said.at_bytes = *bytes;
+        carrier->next.said[count++] = said;
+        *bytes += more;
+    } while (sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket)) &&
+             count < SW_HIER_BATCH && all_posted(carrier->hier, ticket + count));
     return count;
 }
 
-static void fill_frame(sw_carrier *carrier, uint32_t ticket, uint32_t count)
+static sw_status reserve(sw_agreement *next, size_t bytes, sw_error *err)
 {
-    sw_frame *out = &carrier->out;
-    memset(out, 0, sizeof *out);
-    out->magic = FRAME_MAGIC;
-    out->ticket = ticket;
-    out->count = count;
-    out->packs = carrier->packing.on;
-    out->probes = atomic_load(&carrier->probes_sent);
-    for (uint32_t i = 0; i < count; ++i) {
-        const sw_op *op = op_of(carrier, ticket + i);
-        fill_part(carrier->hier, ticket + i, &out->part[i]);
-        snprintf(sw_carrier_what(carrier, carrier->turn + 1, i), sizeof carrier->whats[0][0],
-                 "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1, op->label);
-    }
-}
-
-static sw_status check_part(sw_carrier *carrier, uint32_t ticket, uint32_t index, sw_error *err)
-{
-    SW_TRY(compare_parts(carrier, ticket, index, err));
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        int rank = sw_host_carrier(&carrier->hier->map, g);
-        size_t expected = spoken_bytes(carrier, op_of(carrier, ticket + index), g);
-        uint32_t said = carrier->in[g].part[index].beside_bytes;
-        if (said != expected)
-            return sw_error_set(err, SW_E_MISMATCH, rank,
-                                "rank %d has %u bytes beside %s, where %zu were expected", rank,
-                                said, sw_carrier_what(carrier, carrier->turn, index), expected);
-    }
+    if (bytes <= next->capacity)
+        return SW_OK;
+    uint8_t *more = realloc(next->memory, bytes);
+    if (!more)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes beside an operation", bytes);
+    next->memory = more;
+    next->capacity = bytes;
     return SW_OK;
 }
 
-/* The next turn's frame leaves. */
+/* What the ranks of this host came with. */
+static void fill_part(sw_carrier *carrier, uint32_t index)
+{
+    const sw_hier *hier = carrier->hier;
+    uint32_t ticket = carrier->next.ticket + index;
+    uint32_t bytes = (uint32_t)carrier->next.said[index].unit_bytes;
+    const sw_op *op = &sw_carrier_pending(carrier, ticket)->op;
+    for (int l = 0; l < hier->local_count; ++l) {
+        sw_part part;
+        sw_part_begin(&part, hier->members[l], descriptor_of(hier, l, ticket), bytes);
+        if (l == 0)
+            carrier->next.part[index] = part;
+        else
+            sw_part_merge(&carrier->next.part[index], &part);
+    }
+    snprintf(sw_carrier_what(carrier, carrier->turn + 1, index), sizeof carrier->whats[0][0],
+             "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1, op->label);
+}
+
+/* The next agreement begins, with what this host offers. */
 static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
-    uint32_t count = batch_here(carrier, ticket);
-    fill_frame(carrier, ticket, count);
+    sw_agreement *next = &carrier->next;
+    int host = carrier->hier->host;
+    size_t bytes;
+    next->ticket = ticket;
+    next->count = batch_here(carrier, ticket, &bytes);
+    next->is_long = bytes > SW_HIER_INLINE_BYTES;
+    SW_TRY(reserve(next, bytes, err));
+    memset(next->packs, 0, packs_bytes(carrier));
+    if (carrier->packing.on)
+        next->packs[host / 8] = (uint8_t)(1u << host % 8);
+    for (uint32_t i = 0; i < next->count; ++i) {
+        fill_part(carrier, i);
+        SW_TRY(sw_carrier_speak(carrier, i, err));
+    }
     carrier->offered = true;
-    if (carrier->hier->map.host_count == 1)
-        return SW_OK;
-    SW_TRY(speak(carrier, ticket, count, err));
-    return send_frames(carrier, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
+    return tell_round(carrier, 0, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
 }
 
 sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
+    sw_said said;
     if (carrier->offered || !all_posted(carrier->hier, ticket))
         return SW_OK;
-    const sw_op *op = op_of(carrier, ticket);
-    bool is_short = spoken_bytes(carrier, op, carrier->hier->host) <= (size_t)SW_FRAME_INLINE_BYTES;
-    return sw_carrier_reduces(op) && is_short ? offer(carrier, ticket, err) : SW_OK;
+    bool is_short = said_bytes(carrier, ticket, &said) <= (size_t)SW_HIER_INLINE_BYTES;
+    return is_short && sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket))
+               ? offer(carrier, ticket, err)
+               : SW_OK;
 }
 
-sw_status sw_carrier_exchange_frames(sw_carrier *carrier, uint32_t ticket, uint32_t *count,
-                                     sw_error *err)
+static sw_status hear_rounds(sw_carrier *carrier, const char *what, sw_error *err)
 {
+    const sw_dissemination *spread = &carrier->hier->spread;
+    for (int i = 0; i < spread->hop_count; ++i) {
+        if (i > 0 && spread->hops[i].round != spread->hops[i - 1].round)
+            SW_TRY(tell_round(carrier, spread->hops[i].round, what, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_in, what, err));
+        carrier->hops[i].heard++;
+        SW_TRY(read_frame(carrier, i, what, err));
+    }
+    return SW_OK;
+}
+
+sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count, sw_error *err)
+{
+    sw_agreement *next = &carrier->next;
     if (!carrier->offered)
         SW_TRY(offer(carrier, ticket, err));
     carrier->offered = false;
     carrier->turn++;
-    *count = carrier->out.count;
     const char *what = sw_carrier_what(carrier, carrier->turn, 0);
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(sw_carrier_wait(carrier, &carrier->frame_in[g], what, err));
-        SW_TRY(read_frame(carrier, g, ticket, what, err));
-        if (carrier->in[g].count < *count)
-            *count = carrier->in[g].count;
-    }
-    SW_TRY(check_part(carrier, ticket, 0, err));
-    for (uint32_t i = 1; i < *count; ++i) /* what they disagree on is the next batch's first */
-        if (check_part(carrier, ticket, i, err) != SW_OK)
-            *count = i;
-    if (op_of(carrier, ticket)->beside_bytes && *count == 1)
-        SW_TRY(exchange_long_besides(carrier, op_of(carrier, ticket), ticket, what, err));
-    SW_TRY(hear(carrier, ticket, *count, err));
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(sw_carrier_wait(carrier, &carrier->frame_out[g], what, err));
-    }
-    SW_TRY(sw_carrier_settle_probes(carrier, what, err));
+    SW_TRY(hear_rounds(carrier, what, err));
+    SW_TRY(sw_part_check(&next->part[0], ticket, err));
+    *count = 1;
+    while (*count < next->count && /* what they disagree on is the next batch's first */
+           sw_part_check(&next->part[*count], ticket + *count, err) == SW_OK)
+        ++*count;
+    if (next->is_long)
+        SW_TRY(sw_carrier_exchange_said(carrier, what, err));
+    for (uint32_t i = 0; i < *count; ++i)
+        SW_TRY(sw_carrier_hear(carrier, i, err));
+    for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
+        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, what, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)
-        carrier->packs[g] = frame_of(carrier, g)->packs != 0;
+        carrier->packs[g] = next->packs[g / 8] >> g % 8 & 1;
     return sw_carrier_expect_frames(carrier, err); /* the next may come while this batch moves */
 }
 
+/* Ending
+ * ------------------------------------------------------------------------------------------ */
+
 /* Hosts that disagree have each read the other's frame, and end both: without a place for its last
  * one each would wait for the other to take it in. */
-static void expect_last_frame(sw_carrier *carrier, int host)
+static void expect_last_frames(sw_carrier *carrier)
 {
     sw_error ignored;
-    if (!carrier->frame_in[host].work &&
-        sw_bridge_receive(&carrier->bridge, host, SW_MESSAGE_FRAME, carrier->frames + 1,
-                          &carrier->in[host], sizeof *carrier->in, &carrier->frame_in[host],
-                          &ignored) != SW_OK)
-        carrier->frame_in[host].work = NULL; /* it has gone already */
+    for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
+        if (!carrier->hops[i].frame_in.work && expect_frame(carrier, i, &ignored) != SW_OK)
+            carrier->hops[i].frame_in.work = NULL; /* it has gone already */
 }
 
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
 {
+    const sw_dissemination *spread = &carrier->hier->spread;
     sw_error ignored;
-    sw_frame *last = &carrier->last;
-    last->magic = FRAME_MAGIC;
-    last->state = reason ? SW_MEMBER_ENDED : SW_MEMBER_LEFT;
+    frame_head head = {.magic = FRAME_MAGIC,
+                       .bytes = sizeof head + (reason ? sizeof *reason : 0),
+                       .state = reason ? SW_MEMBER_ENDED : SW_MEMBER_LEFT};
+    memcpy(carrier->leave, &head, sizeof head);
     if (reason)
-        last->reason = *reason;
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        expect_last_frame(carrier, g);
+        memcpy(carrier->leave + sizeof head, reason, sizeof *reason);
+    expect_last_frames(carrier);
+    for (int i = 0; i < spread->hop_count; ++i) {
+        sw_carrier_hop *state = &carrier->hops[i];
+        if (sw_bridge_send(&carrier->bridge, spread->hops[i].to, SW_MESSAGE_FRAME, ++state->sent,
+                           carrier->leave, head.bytes, &state->leave_out, &ignored) != SW_OK)
+            state->leave_out.work = NULL;
     }
-    carrier->frames++;
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_FRAME, carrier->frames, last,
-                           sizeof *last, &carrier->leave_out[g], &ignored) != SW_OK)
-            carrier->leave_out[g].work = NULL;
-    }
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        if (sw_bridge_wait(&carrier->bridge, &carrier->leave_out[g], &ignored) != SW_OK)
+    for (int i = 0; i < spread->hop_count; ++i)
+        if (sw_bridge_wait(&carrier->bridge, &carrier->hops[i].leave_out, &ignored) != SW_OK)
             continue; /* it has gone already */
-    }
 }

@@ -53,47 +53,38 @@ static bool has_updated(const sw_carrier *carrier, const gathering *work, int ra
     return false;
 }
 
+/* A rank of `host` that owns slice `index`; -1: none. Owners have the same bits. */
+static int owner_at(const sw_carrier *carrier, const gathering *work, int host, int index)
+{
+    return sw_slice_owner(work->pending->table, &carrier->hier->map, host, index);
+}
+
 /* `bytes` of slice `index` to the parts of this host's ranks that lack them. */
 static void copy_inside(const sw_carrier *carrier, const gathering *work, int index, size_t begin,
                         const uint8_t *data, size_t bytes)
 {
     const sw_hier *hier = carrier->hier;
+    bool is_here = owner_at(carrier, work, hier->host, index) >= 0;
     for (int l = 0; l < hier->local_count; ++l) {
         int rank = hier->members[l];
-        if (home_of(carrier, work, rank) == rank && !has_updated(carrier, work, rank, index))
+        if (home_of(carrier, work, rank) == rank &&
+            !(is_here && has_updated(carrier, work, rank, index)))
             memcpy(part_of(carrier, work, rank, begin), data, bytes);
     }
-}
-
-static bool has_owner(const sw_carrier *carrier, const gathering *work, int host, int index)
-{
-    return sw_cut_host_owns(&carrier->hier->map, work->pending->op.slices, host, index);
-}
-
-/* Owners of one slice have the same bits: this host's own, if it has one, is as good as another's.
- */
-static const uint8_t *found_here(const sw_carrier *carrier, const gathering *work, int index,
-                                 size_t begin)
-{
-    const sw_hier *hier = carrier->hier;
-    for (int l = 0; l < hier->local_count; ++l)
-        if (slice_of(work, hier->members[l]) == index)
-            return part_of(carrier, work, hier->members[l], begin);
-    return NULL;
 }
 
 static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t block,
                              const char *what, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    sw_carrier_slot *at = &carrier->slots[block % carrier->slot_count];
     uint32_t number = carrier->blocks + (uint32_t)block;
     int owner;
     size_t begin, numel;
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         numel = sw_cut_block(&work->cut, &hier->map, g, block, &begin, &owner);
-        if (numel > 0 && has_owner(carrier, work, hier->host, slice_of(work, owner)))
+        if (numel > 0 && owner_at(carrier, work, hier->host, slice_of(work, owner)) >= 0)
             continue;
         if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_SLICE, number, at->arrived[g],
                               numel * work->element_bytes, &at->partial_in[g], err) != SW_OK)
@@ -107,7 +98,7 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
     sw_carrier_touch_end(carrier);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (has_owner(carrier, work, g, slice_of(work, owner)))
+        if (owner_at(carrier, work, g, slice_of(work, owner)) >= 0)
             continue;
         if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_SLICE, number, own,
                            numel * work->element_bytes, &at->partial_out[g], err) != SW_OK)
@@ -122,7 +113,7 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
 static sw_status store_block(sw_carrier *carrier, const gathering *work, size_t block,
                              const char *what, sw_error *err)
 {
-    sw_carrier_slot *at = &carrier->slots[block % SW_HIER_SLOTS];
+    sw_carrier_slot *at = &carrier->slots[block % carrier->slot_count];
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         int owner;
@@ -132,8 +123,9 @@ static sw_status store_block(sw_carrier *carrier, const gathering *work, size_t 
         if (numel > 0) {
             int index = slice_of(work, owner);
             SW_TRY(sw_carrier_touch_begin(carrier, err));
-            const uint8_t *here = found_here(carrier, work, index, begin);
-            copy_inside(carrier, work, index, begin, here ? here : at->arrived[g],
+            int here = owner_at(carrier, work, carrier->hier->host, index);
+            copy_inside(carrier, work, index, begin,
+                        here >= 0 ? part_of(carrier, work, here, begin) : at->arrived[g],
                         numel * work->element_bytes);
             sw_carrier_touch_end(carrier);
         }
@@ -148,13 +140,13 @@ sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
     const sw_op *op = &pending->op;
     gathering work = {.pending = pending, .element_bytes = sw_dtype_size_bytes(op->dtype)};
     sw_cut_init(&work.cut, &carrier->hier->map, op->numel, work.element_bytes,
-                SW_HIER_BLOCK_BYTES / work.element_bytes, true, op->slices);
+                carrier->block_bytes / work.element_bytes, true, pending->table);
     size_t count = work.cut.block_count;
-    for (size_t step = 0; step < count + SW_HIER_AHEAD; ++step) {
+    for (size_t step = 0; step < count + carrier->ahead; ++step) {
         if (step < count)
             SW_TRY(begin_block(carrier, &work, step, what, err));
-        if (step >= SW_HIER_AHEAD)
-            SW_TRY(store_block(carrier, &work, step - SW_HIER_AHEAD, what, err));
+        if (step >= carrier->ahead)
+            SW_TRY(store_block(carrier, &work, step - carrier->ahead, what, err));
     }
     carrier->blocks += (uint32_t)count;
     return SW_OK;

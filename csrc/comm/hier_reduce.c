@@ -1,8 +1,8 @@
 /* hier_reduce.c - all_reduce and reduce_scatter over hosts, block by block; the blocks of a batch
  * of operations are one sequence, so that the wire does not stand still between two operations.
  *
- * Partial sums of block t + SW_HIER_AHEAD leave while those of block t arrive, and (all_reduce)
- * results of block t leave while those of t - SW_HIER_AHEAD arrive, so that both directions of the
+ * Partial sums of block t + ahead leave while those of block t arrive, and (all_reduce)
+ * results of block t leave while those of t - ahead arrive, so that both directions of the
  * wire stay busy. A reduce_scatter is cut by rank: partial sums go to the host of a slice's owner,
  * and end there in the owner's results. Where slices have several owners (op.slices), it is an
  * all_reduce whose results are kept by owners alone; cut by rank too, if some host has no owner of
@@ -50,11 +50,10 @@ typedef struct batch_block {
 /* Whether `host` gets the result of what `owner` owns, beside the one that makes it. */
 static bool gets_result(const sw_carrier *carrier, const reduction *work, int host, int owner)
 {
-    const sw_slices *slices = work->pending->op.slices;
     if (work->kept == KEPT_BY_OWNER || !work->crosses)
         return work->kept != KEPT_BY_OWNER;
-    return owner >= 0 &&
-           sw_cut_host_owns(&carrier->hier->map, slices, host, slices->of_rank[owner]);
+    return owner >= 0 && sw_slice_owner(work->pending->table, &carrier->hier->map, host,
+                                        sw_op_slice_of(&work->pending->op, owner)) >= 0;
 }
 
 static size_t block_of(const sw_carrier *carrier, const reduction *work, int host, size_t block,
@@ -87,10 +86,7 @@ static uint8_t *result_of(const reduction *work, int rank, size_t element)
 static int owner_here(const sw_carrier *carrier, const reduction *work, size_t index)
 {
     const sw_hier *hier = carrier->hier;
-    for (int l = 0; l < hier->local_count; ++l)
-        if ((size_t)sw_op_slice_of(&work->pending->op, hier->members[l]) == index)
-            return hier->members[l];
-    return -1;
+    return sw_slice_owner(work->pending->table, &hier->map, hier->host, (int)index);
 }
 
 static void add_standing(const reduction *work, size_t begin, size_t numel, const void *standing)
@@ -467,10 +463,11 @@ static reduction reduction_of(const sw_carrier *carrier, const sw_hier_pending *
         sw_comm_slice_numel(op->numel, work.element_bytes, sw_op_slice_count(op, map->world_size));
     if (op->kind == SW_OP_REDUCE_SCATTER)
         work.kept = op->slices ? KEPT_BY_OWNERS : KEPT_BY_OWNER;
-    work.crosses = work.kept == KEPT_BY_OWNERS && !sw_cut_is_covered(map, op->slices);
+    work.crosses = work.kept == KEPT_BY_OWNERS && !pending->table->is_covered;
     bool by_rank = work.kept == KEPT_BY_OWNER || work.crosses;
     sw_cut_init(&work.cut, map, op->numel, work.element_bytes,
-                SW_HIER_BLOCK_BYTES / work.partial_bytes, by_rank, by_rank ? op->slices : NULL);
+                carrier->block_bytes / work.partial_bytes, by_rank,
+                by_rank ? pending->table : NULL);
     return work;
 }
 
@@ -478,7 +475,7 @@ static reduction reduction_of(const sw_carrier *carrier, const sw_hier_pending *
 static batch_block block_at(sw_carrier *carrier, reduction *work, size_t index)
 {
     batch_block found = {.number = carrier->blocks + (uint32_t)index,
-                         .at = &carrier->slots[index % SW_HIER_SLOTS]};
+                         .at = &carrier->slots[index % carrier->slot_count]};
     while (index >= work->block_count)
         index -= work++->block_count;
     found.work = work;
@@ -516,7 +513,7 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
                        carrier->host_contributes + i * (size_t)map->host_count, err));
         blocks += batch[i].block_count;
     }
-    for (size_t step = 0; step < blocks + 2 * SW_HIER_AHEAD; ++step) {
+    for (size_t step = 0; step < blocks + 2 * carrier->ahead; ++step) {
         for (; stood < blocks && stood <= step + 1; ++stood) { /* one ahead of what needs it */
             batch_block piece = block_at(carrier, batch, stood);
             if (piece.work->exchanges)
@@ -526,12 +523,12 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
             batch_block piece = block_at(carrier, batch, step);
             SW_TRY(begin_block(carrier, &piece, err));
         }
-        if (step >= SW_HIER_AHEAD && step - SW_HIER_AHEAD < blocks) {
-            batch_block piece = block_at(carrier, batch, step - SW_HIER_AHEAD);
+        if (step >= carrier->ahead && step - carrier->ahead < blocks) {
+            batch_block piece = block_at(carrier, batch, step - carrier->ahead);
             SW_TRY(fold_block(carrier, &piece, err));
         }
-        if (step >= 2 * SW_HIER_AHEAD && blocks > 0) {
-            batch_block piece = block_at(carrier, batch, step - 2 * SW_HIER_AHEAD);
+        if (step >= 2 * carrier->ahead && blocks > 0) {
+            batch_block piece = block_at(carrier, batch, step - 2 * carrier->ahead);
             SW_TRY(store_block(carrier, &piece, err));
             piece.work->blocks_through++;
         }

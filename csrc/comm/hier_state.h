@@ -1,11 +1,12 @@
-/* hier_state.h - what a communicator over hosts is made of: shared by hier.c (who posts and waits)
- * and hier_carrier.c (who does it). Not for others.
+/* hier_state.h - what a communicator over hosts is made of: shared by hier.c, hier_post.c,
+ * hier_wait.c and hier_end.c (a rank that posts and waits) and by the carrier's files
+ * (hier_carrier.h). Not for others.
  *
  *   posted[r] >= t   rank r of this host has described operation t, and its data can be read
  *   wired >= t       operation t is complete for this host (the carrier's page says so)
  *
- * Who touches what: `pending` is written by the posting thread before `posted`, and read by the
- * carrier's after it. The carrier touches the memory and the plan of an operation under `lock`, and
+ * Memory: `pending` is written by the posting thread before `posted`, and read by the carrier's
+ * thread after it. The carrier touches the memory and the plan of an operation under `lock`, and
  * only while the communicator has not ended; so a thread that ended it may give both away.
  *
  * Thread rule: as above; pages are shared between processes, each field below says how.
@@ -16,19 +17,21 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "comm/dissemination.h"
 #include "comm/fabric.h"
 #include "comm/hier.h"
+#include "comm/slice_table.h"
 #include "platform/thread.h"
 
 enum {
-    SW_HIER_RING = 64,                     /* operations that may be in flight */
-    SW_HIER_CHUNK_BYTES = 64 * 1024,       /* of private memory, at a time */
-    SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
-    SW_HIER_AHEAD = 6,                     /* blocks sent before the first of them is folded */
-    SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* what stands is sent one ahead */
-    SW_HIER_BATCH = 8,                     /* operations that carriers agree on at once */
-    SW_FRAME_INLINE_BYTES = 2048,
-    SW_HIER_PROBES = 8, /* between two frames */
+    SW_HIER_RING = 64,               /* operations that may be in flight */
+    SW_HIER_CHUNK_BYTES = 64 * 1024, /* of private memory, at a time */
+    SW_HIER_MIRROR_BYTES = 4 * 1024 *
+        1024,                           /* of that of all ranks together, where it is gathered, */
+    SW_HIER_LEAST_CHUNK_BYTES = 64,     /* but no less than this a rank */
+    SW_STREAM_PIECE_BYTES = 256 * 1024, /* of a broadcast, at a time */
+    SW_STREAM_PLACES = 16,              /* pieces under way on a host */
+    SW_STREAM_LEAST_BYTES = 8 * 1024,   /* up to which a broadcast travels in frames */
 };
 
 typedef struct sw_page { /* one a rank of this host, in memory that they all map */
@@ -38,42 +41,20 @@ typedef struct sw_page { /* one a rank of this host, in memory that they all map
     sw_error reason;                       /* before state becomes ENDED */
     _Atomic int32_t awaiting;              /* carrier's: the rank of another host, or -1 */
     _Atomic uint64_t sent, received;       /* carrier's: bytes over the bridge */
+    /* Broadcast (hier_stream.c): futex words. `filled` and `sent_pieces` in the carrier's page. */
+    _Alignas(128) _Atomic uint32_t filled;
+    _Alignas(128) _Atomic uint32_t taken;
+    _Atomic uint32_t sent_pieces;
     _Alignas(128) sw_descriptor ring[SW_HIER_RING];
 } sw_page;
 
 typedef struct sw_hier_pending {
     sw_op op;        /* arena and beside as the caller knows them */
     sw_arena *arena; /* all_reduce: where the contributions lie; base of this host's ranks */
-    size_t at_bytes; /* into it */
+    size_t at_bytes; /* into it, or into hier->mirror */
     size_t begin;    /* of this chunk within the plan's elements */
+    const sw_slice_table *table; /* of op.slices, borrowed from hier->tables; NULL without */
 } sw_hier_pending;
-
-/* What a host's ranks came with, as one operation. */
-typedef struct sw_frame_part {
-    int32_t lowest_rank, counting_rank; /* whose descriptors these are; -1: nobody counts rounds */
-    int32_t other_rank;    /* of this host, the first that contradicts them; -1: none */
-    uint32_t beside_bytes; /* in all, of this host's ranks */
-    sw_descriptor lowest, counting, other;
-} sw_frame_part;
-
-/* What a carrier says to another before they move the data of some operations; or that it ends. */
-typedef struct sw_frame {
-    uint32_t magic, ticket, state;
-    uint32_t count;  /* operations from `ticket` on, 1 to SW_HIER_BATCH */
-    uint32_t packs;  /* this host's blocks of float32 in them are packets */
-    uint32_t probes; /* that this host has sent so far, to each other one */
-    sw_error reason; /* state ENDED or LEFT */
-    sw_frame_part part[SW_HIER_BATCH];
-    uint8_t beside[SW_FRAME_INLINE_BYTES]; /* of one operation after the other, where it fits */
-} sw_frame;
-
-/* That a host has ended, and why, whatever its carrier waits for. Whole words: it is looked at
- * while it arrives. */
-typedef struct sw_last_word {
-    uint32_t magic;
-    sw_error reason;
-    uint32_t crc; /* CRC-32C of what stands before it */
-} sw_last_word;
 
 typedef struct sw_carrier sw_carrier;
 
@@ -83,28 +64,43 @@ typedef struct sw_hier_arena {
     struct sw_hier_arena *next; /* in hier->kept */
 } sw_hier_arena;
 
+typedef struct sw_hier_table {
+    sw_slice_table table; /* first */
+    struct sw_hier_table *next;
+} sw_hier_table;
+
+typedef struct sw_host_name {
+    char text[sizeof(((sw_identity *)0)->host)];
+} sw_host_name;
+
 typedef struct sw_hier {
     sw_comm comm;    /* first */
     sw_comm *inside; /* owned */
     sw_host_map map;
-    sw_identity *identity; /* owned */
+    sw_dissemination spread;
+    _Atomic bool is_introduced; /* the next two are written */
+    int32_t *pid;               /* owned: by rank */
+    sw_host_name *host_name;    /* owned: by host */
     int host, local_rank, local_count;
     const int *members; /* of this host: borrowed from map */
     sw_arena *pages;    /* owned by inside: a sw_page a local rank */
-    sw_arena *bounce;   /* mirrored: two chunks a rank, for private memory */
+    sw_arena *bounce;   /* two chunks a rank, for private memory that is reduced */
+    sw_arena *mirror;   /* the carrier's part: two chunks of each rank, for what is gathered */
+    size_t mirror_chunk_bytes;
+    sw_arena *ring;     /* the carrier's part: SW_STREAM_PLACES pieces */
+    uint32_t pieces;    /* of broadcasts before */
     uint32_t posted;    /* own counter, as published */
     uint32_t settled;   /* operations whose plans know the outcome */
-    uint32_t chunks;    /* of private memory moved so far: which half of bounce is next */
+    uint32_t chunks;    /* of private memory moved so far: which half is next */
     _Atomic bool ended; /* changes under lock */
     sw_error reason;    /* of `ended` */
     bool end_is_known;  /* to the posting thread: it may give plans away from here on */
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
-    sw_slices slices[SW_HIER_RING]; /* of pending operations, which the caller's may not outlive */
-    int *slice_numbers;             /* owned: two of world_size for each of them */
-    sw_carrier *carrier;            /* owned; NULL on ranks that do not carry */
-    sw_hier_arena *kept;            /* owned: destroyed while the wire might read them */
+    sw_hier_table *tables; /* owned: of all slices so far, of which a program has few */
+    sw_carrier *carrier;   /* owned; NULL on ranks that do not carry */
+    sw_hier_arena *kept;   /* owned: destroyed while the wire might read them */
     int owner_pid;
 } sw_hier;
 
@@ -113,9 +109,34 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
     return (sw_page *)(void *)hier->pages->base[local];
 }
 
+/* hier_end.c
+ * ------------------------------------------------------------------------------------------ */
+
+/* Where `rank` has what an all_gather of private memory gathers, and every rank of this host finds
+ * it. */
+static inline uint8_t *sw_hier_mirrored(const sw_hier *hier, const sw_hier_pending *pending,
+                                        int rank)
+{
+    return hier->mirror->base[hier->members[0]] + pending->at_bytes +
+           (size_t)rank * pending->op.numel;
+}
+
+/* The place of `rank`, which is of this host, among its ranks. */
+static inline int sw_hier_local(const sw_hier *hier, int rank)
+{
+    int local = 0;
+    while (hier->members[local] != rank)
+        ++local;
+    return local;
+}
+
 /* Ends it here: no operation's memory or plan is touched once this has returned. The first reason
  * stays: false. Tells this host's ranks; the carrier tells the other hosts. Any thread. */
 bool sw_hier_end(sw_hier *hier, const sw_error *reason);
+/* The same from the posting thread, which may wait in memory of its host, too. */
+sw_status sw_hier_end_here(sw_hier *hier, const sw_error *reason, sw_error *err);
+/* The reason, once it has ended. Posting thread. */
+SW_MUST_USE sw_status sw_hier_check_alive(sw_hier *hier, sw_error *err);
 
 /* Members of sw_comm_ops; any thread. Of ranks on other hosts look() knows what carriers heard. */
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason);
@@ -125,26 +146,63 @@ bool sw_hier_is_alive(sw_comm *comm);
 /* Whether the process of a rank of this host has ended; not this one's. Any thread. */
 bool sw_hier_has_gone(const sw_hier *hier, int local);
 
-/* What keeps this host from operation `ticket`: a rank of it that ended, left or (with `deaths`)
- * died before it posted. SW_OK: nothing known. *missing: a local rank that has not posted it, -1
- * for none. Any thread. */
-sw_status sw_hier_check_host(const sw_hier *hier, uint32_t ticket, bool deaths, int *missing,
-                             sw_error *err);
+/* hier_wait.c
+ * ------------------------------------------------------------------------------------------ */
 
+/* What a wait needs of this host's ranks. */
+typedef struct sw_hier_need {
+    uint32_t ticket; /* all of them have posted it */
+    int filler;      /* and this one, of this host, goes on with its part; -1: nobody */
+    bool takes;      /* and all others but the one that waits have taken so many pieces */
+    uint32_t taken;
+} sw_hier_need;
+
+/* What keeps this host from it: a rank that ended, left or (with `deaths`) died before it had done
+ * its part. SW_OK: nothing known. *missing: a local rank that has not posted the operation, -1 for
+ * none. Any thread. */
+SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
+                                         int *missing, sw_error *err);
+/* Until a word of some page of this host has reached `value`. */
+SW_MUST_USE sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need,
+                                         _Atomic uint32_t *word, uint32_t value, sw_error *err);
+/* Until operation `ticket` is complete for this host. */
+SW_MUST_USE sw_status sw_hier_await(sw_hier *hier, uint32_t ticket, sw_error *err);
+/* Operations up to `wired` are: the caller's plans learn who took part. */
+void sw_hier_settle(sw_hier *hier, uint32_t wired);
+
+/* hier_post.c: members of sw_comm_ops
+ * ------------------------------------------------------------------------------------------ */
+
+SW_MUST_USE sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);
+SW_MUST_USE sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err);
+SW_MUST_USE sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
+                                     const char *label, sw_error *err);
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+/* An operation on little private memory, which travels in frames: less than a chunk. */
+SW_MUST_USE sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err);
+/* Describes a broadcast, whose data is moved by hier_stream.c. */
+SW_MUST_USE sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
+                                           sw_error *err);
+/* hier_stream.c: the same. */
+SW_MUST_USE sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
+                                        int root, const char *label, sw_error *err);
+
+/* The carrier, as the posting thread knows it
+ * ------------------------------------------------------------------------------------------ */
 
 /* Starts the carrier's thread. */
 SW_MUST_USE sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err);
 /* Asks it to take leave, waits for its end, but not for long, and closes the wire; of a
  * communicator that has ended well, when the peers have had a moment to do the same. */
 void sw_carrier_stop(sw_carrier *carrier, bool ended_well);
-/* Says to all other hosts that this one has ended, at once and once. Any thread; takes the wire's
- * locks, and none of ours may be held. */
+/* Says to this host's peers that it has ended: at once, and again where it has learnt a better
+ * reason, a few times. Any thread; takes the wire's locks, and none of ours may be held. */
 void sw_carrier_say_last_word(sw_carrier *carrier, const sw_error *reason);
-/* Whether `host` has said so. Any thread. */
-bool sw_carrier_hears_last_word(const sw_carrier *carrier, int host, sw_error *reason);
-/* Provokes an answer of all other hosts' machines, and finds out about connections that are gone:
- * SW_E_COMM when that to `host` is. The posting thread, while it waits for the carrier. */
+/* The last that host `peer` of hier->spread.peers has said so; false where it has not. Any thread.
+ */
+bool sw_carrier_hears_last_word(const sw_carrier *carrier, int peer, sw_error *reason);
+/* Finds out whether the connection to `host` is gone, where this host hears that one's frames:
+ * SW_E_COMM. The posting thread, while it waits for the carrier. */
 SW_MUST_USE sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what,
                                        sw_error *err);
 /* Whether nothing more is read or written by the wire. Its thread may still be inside a call of it,

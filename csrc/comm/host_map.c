@@ -24,13 +24,16 @@ sw_status sw_host_map_init(sw_host_map *map, const int *host_of, int world_size,
         SW_FAIL(err, SW_E_MEMORY, "no memory for a map of %d ranks", world_size);
     }
     memcpy(map->host_of, host_of, count * sizeof *host_of);
-    for (int h = 0, at = 0; h < map->host_count; ++h) {
-        map->first[h] = at;
-        for (int r = 0; r < world_size; ++r)
-            if (host_of[r] == h)
-                map->member[at++] = r;
-        map->first[h + 1] = at;
-    }
+    for (int r = 0; r < world_size; ++r)
+        map->first[host_of[r] + 1]++;
+    for (int h = 0; h < map->host_count; ++h)
+        map->first[h + 1] += map->first[h];
+    for (int r = world_size - 1; r >= 0;
+         --r) /* from the last of each on: first[h + 1] is its end */
+        map->member[--map->first[host_of[r] + 1]] = r;
+    for (int h = 0; h < map->host_count; ++h) /* and has become its beginning */
+        map->first[h] = map->first[h + 1];
+    map->first[map->host_count] = world_size;
     return SW_OK;
 }
 

@@ -24,7 +24,7 @@ typedef struct local_part {
 
 struct sw_local_group {
     int world_size;
-    sw_control **control; /* owned, and the blocks */
+    sw_control *control;  /* owned: world_size blocks */
     pthread_mutex_t lock; /* over `parts` */
     local_part *parts;    /* owned */
 };
@@ -50,23 +50,19 @@ sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error
         SW_FAIL(err, SW_E_INVALID, "local group: world_size must be in [1, %d], got %d",
                 SW_COMM_MAX_WORLD, world_size);
     sw_local_group *made = calloc(1, sizeof *made);
-    sw_control **control = calloc((size_t)world_size, sizeof *control);
-    if (!made || !control) {
-        free(made);
-        free(control);
+    if (!made)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a local group of %d ranks", world_size);
-    }
     made->world_size = world_size;
-    made->control = control;
+    sw_status status =
+        sw_pages_map((size_t)world_size * sizeof *made->control, (uint8_t **)&made->control, err);
+    if (status != SW_OK) {
+        free(made);
+        return status;
+    }
     pthread_mutex_init(&made->lock, NULL);
     for (int r = 0; r < world_size; ++r) {
-        sw_status status = sw_pages_map(sizeof(sw_control), (uint8_t **)&control[r], err);
-        if (status != SW_OK) {
-            sw_local_group_destroy(made);
-            return status;
-        }
-        control[r]->pid = (int32_t)getpid();
-        snprintf(control[r]->host, sizeof control[r]->host, "local");
+        made->control[r].pid = (int32_t)getpid();
+        snprintf(made->control[r].host, sizeof made->control[r].host, "local");
     }
     *group = made;
     return SW_OK;
@@ -109,9 +105,7 @@ void sw_local_group_destroy(sw_local_group *group)
     while (group->parts)
         part_destroy(group, group->parts);
     pthread_mutex_destroy(&group->lock);
-    for (int r = 0; r < group->world_size; ++r)
-        sw_memory_unmap((uint8_t *)group->control[r], sizeof(sw_control));
-    free(group->control);
+    sw_memory_unmap((uint8_t *)group->control, (size_t)group->world_size * sizeof *group->control);
     free(group);
 }
 
@@ -217,7 +211,7 @@ static const sw_comm_ops local_ops = {
     .run = sw_fabric_run,
     .gather = sw_fabric_gather,
     .abort = sw_fabric_abort,
-    .request_end = sw_fabric_request_end,
+    .request_end = sw_fabric_abort,
     .look = sw_fabric_look,
     .peer = sw_fabric_peer,
     .is_alive = sw_fabric_is_alive,
@@ -235,7 +229,7 @@ sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm, 
         sw_error reason;
         sw_error_set(&reason, SW_E_MEMORY, rank, "rank %d has no memory for a local communicator",
                      rank);
-        sw_control_end(group->control[rank], &reason);
+        sw_control_end(group->control, group->world_size, rank, SW_MEMBER_ENDED, &reason);
         SW_FAIL(err, SW_E_MEMORY, "%s", reason.message);
     }
     made->fabric.comm = (sw_comm){.ops = &local_ops,

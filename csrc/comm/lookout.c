@@ -10,19 +10,10 @@ static const int64_t PERIOD_NS = 50 * 1000 * 1000;
 /* A peer says why before it ends what others notice. */
 static const int64_t WORD_NS = 200 * 1000 * 1000;
 
-static void warn(sw_lookout *lookout, const char *what, int64_t now)
+static void describe(void *context, sw_wait_text *text)
 {
-    sw_comm *host = lookout->host;
-    char message[SW_ERROR_MESSAGE_BYTES];
-    int64_t waited = now - lookout->begun_ns;
-    if (waited < lookout->warn_ns || !host->hooks.log)
-        return;
-    lookout->warn_ns *= 2;
-    snprintf(message, sizeof message,
-             "rank %d has waited %.1f s for its GPU: %.300s; the deadline is %.1f s",
-             sw_comm_name(host, host->rank), (double)waited * 1e-9, what,
-             (double)host->timeout_ns * 1e-9);
-    host->hooks.log(host->hooks.context, message);
+    snprintf(text->what, sizeof text->what, "%.150s", (const char *)context);
+    snprintf(text->missing, sizeof text->missing, "its GPU");
 }
 
 sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *what, sw_error *reason)
@@ -31,13 +22,15 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
     int64_t now = sw_clock_now_ns();
     if (!host || now - begun_ns < PERIOD_NS || now - lookout->looked_ns < PERIOD_NS)
         return SW_OK;
-    if (begun_ns != lookout->begun_ns) {
-        lookout->begun_ns = begun_ns;
-        lookout->warn_ns = host->warn_after_ns;
-    }
+    if (begun_ns != lookout->wait.begun_ns)
+        lookout->wait = (sw_wait){.comm = host,
+                                  .begun_ns = begun_ns,
+                                  .timeout_ns = INT64_MAX, /* the transport's, with its sentence */
+                                  .warn_ns = host->warn_after_ns,
+                                  .describe = describe};
     lookout->looked_ns = now;
-    warn(lookout, what, now);
-    if (host->hooks.interrupted && host->hooks.interrupted(host->hooks.context)) {
+    lookout->wait.context = (void *)(uintptr_t)what;
+    if (sw_wait_check(&lookout->wait, reason) == SW_E_INTERRUPTED) {
         int name = sw_comm_name(host, host->rank);
         sw_error_set(reason, SW_E_COMM, name, "rank %d was interrupted while its GPU waited for %s",
                      name, what);

@@ -16,13 +16,13 @@
 #ifndef SW_COMM_LOOKOUT_H
 #define SW_COMM_LOOKOUT_H
 
-#include "comm/comm.h"
+#include "comm/wait.h"
 
 typedef struct sw_lookout {
     sw_comm *host;      /* borrowed; NULL: nobody is asked or told */
     bool minds_leaving; /* while peers are joined: one that takes its leave will not come */
     int64_t looked_ns;
-    int64_t begun_ns, warn_ns; /* of the wait that was looked at last */
+    sw_wait wait; /* that was looked at last */
 } sw_lookout;
 
 /* For every turn of a wait for `what` that began at `begun_ns`; does something twenty times a

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "comm/end_request.h"
+#include "comm/ending.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
@@ -20,9 +20,9 @@ struct sw_nccl {
     sw_lookout *lookout;     /* borrowed */
     int depth;               /* groups that are open in NCCL, one inside the other; under `calls` */
     pthread_mutex_t calls;   /* held for each call of NCCL's that names the communicator */
-    _Atomic bool has_failed; /* some thread has acted on `asked` */
+    sw_ending ending;        /* by any thread */
+    _Atomic bool has_failed; /* some thread has acted on `ending` */
     _Atomic bool has_ended;  /* with it, or behind the group that was open: nothing comes of it */
-    sw_end_request asked;    /* the first reason, of whichever thread */
 };
 
 /* ---- failing ---- */
@@ -41,8 +41,7 @@ bool sw_nccl_has_failed(const sw_nccl *comm)
 
 static sw_status refuse_failed(const sw_nccl *comm, sw_error *err)
 {
-    const sw_error *reason = sw_end_request_await(&comm->asked);
-    return sw_error_set(err, reason->status, reason->detail, "%s", reason->message);
+    return sw_ending_await(&comm->ending, err);
 }
 
 /* Take the handle out, unless a group is open, whose end needs it: from then on no thread calls
@@ -81,9 +80,12 @@ static void end(sw_nccl *comm)
 /* Every rank is told before anything ends, by the first thread that comes here. */
 static void tell(sw_nccl *comm, const sw_error *reason)
 {
-    sw_end_request_make(&comm->asked, reason);
-    if (!atomic_exchange(&comm->has_failed, true))
-        sw_lookout_tell(comm->lookout, sw_end_request_await(&comm->asked));
+    sw_error first;
+    sw_ending_say(&comm->ending, SW_MEMBER_ENDED, reason);
+    if (atomic_exchange(&comm->has_failed, true))
+        return;
+    (void)!sw_ending_await(&comm->ending, &first);
+    sw_lookout_tell(comm->lookout, &first);
 }
 
 /* Later calls repeat this. Inside a group the end waits for the outermost one's: what NCCL keeps of
@@ -149,8 +151,8 @@ static sw_status fail_late(sw_nccl *comm, const char *what, sw_error *err)
 /* Somebody else has asked for the end. */
 static sw_status check_request(sw_nccl *comm, sw_error *err)
 {
-    const sw_error *reason = sw_end_request_reason(&comm->asked);
-    return reason ? fail(comm, reason, err) : SW_OK;
+    sw_error reason;
+    return sw_ending_read(&comm->ending, &reason) == SW_OK ? SW_OK : fail(comm, &reason, err);
 }
 
 /* What the ranks' hosts say of a wait. */
@@ -605,7 +607,7 @@ void sw_nccl_abort(sw_nccl *comm, const sw_error *reason)
  * waits for NCCL's kernels. */
 void sw_nccl_request_end(sw_nccl *comm, const sw_error *reason)
 {
-    sw_end_request_make(&comm->asked, reason);
+    sw_ending_say(&comm->ending, SW_MEMBER_ENDED, reason);
     if (pthread_mutex_trylock(&comm->calls) != 0)
         return;
     bool is_free = comm->handle && comm->depth == 0;
@@ -621,8 +623,8 @@ sw_status sw_nccl_watch(sw_nccl *comm, sw_error *err)
 {
     sw_nccl_result asked = SW_NCCL_SUCCESS, result = SW_NCCL_SUCCESS;
     sw_error reason;
-    if (sw_end_request_reason(&comm->asked)) {
-        sw_nccl_request_end(comm, sw_end_request_await(&comm->asked));
+    if (sw_ending_read(&comm->ending, &reason) != SW_OK) {
+        sw_nccl_request_end(comm, &reason);
         return refuse_failed(comm, err);
     }
     if (pthread_mutex_trylock(&comm->calls) != 0)

@@ -1,5 +1,5 @@
-/* shm.h - a communicator whose ranks are processes of one host: memfds and pidfds passed over
- * abstract Unix sockets, the protocol of fabric.h on the mapped pages.
+/* shm.h - a communicator whose ranks are processes of one host: memfds that its first rank makes
+ * and passes over abstract Unix sockets (star.h), the protocol of fabric.h on the mapped pages.
  *
  * Joining has two steps, because the addresses travel through somebody else's store: create listens
  * and names its address; connect is given all of them. Thread rule: one at a time a communicator.
@@ -8,18 +8,16 @@
 #define SW_COMM_SHM_H
 
 #include "comm/comm.h"
+#include "comm/proof.h"
 #include "platform/socket.h"
 
-enum { SW_SHM_SECRET_BYTES = 16 };
+enum { SW_SHM_SECRET_BYTES = SW_PROOF_SECRET_BYTES };
 
-/* Allocates this rank's control memory and listens; `address` is what peers connect to. SW_E_MEMORY
- * names the limit that forbids even that. Set timeouts and hooks in *comm before connecting. */
+/* Listens; `address` is what peers connect to. SW_E_MEMORY names the limit that forbids even that.
+ * Set timeouts and hooks in *comm before connecting. Cost: one descriptor, whatever world_size is.
+ */
 SW_MUST_USE sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
                                          char address[SW_SOCKET_NAME_BYTES], sw_error *err);
-
-/* Which of the world_size ranks listen where this process can call them (itself included): they may
- * be ranks of one host. To be called before connect. Cost: one connect a rank. */
-void sw_shm_comm_probe(const sw_comm *comm, const char *const *addresses, bool *reached);
 
 /* Before connect: the ranks of this host are `members` alone, ascending, this rank among them. They
  * are ranks 0 to count - 1 of the communicator from then on; messages call them what they were. */
@@ -27,12 +25,14 @@ SW_MUST_USE sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int 
                                          sw_error *err);
 
 /* Joins the peers: `addresses` has world_size names, `secret` SW_SHM_SECRET_BYTES bytes equal on
- * all ranks. SW_E_COMM names the first peer that is not reached (another host), SW_E_TIMEOUT the
- * first that is late. Cost: one message each way a pair of ranks. */
+ * all ranks. At most SW_COMM_MAX_WORLD ranks, after sw_shm_comm_narrow. SW_E_COMM names the first
+ * rank where it is not reached (another host), or a rank that died or could not join; SW_E_TIMEOUT
+ * the first that is late; SW_E_MEMORY a limit (`ulimit -n`: the first rank needs world_size
+ * descriptors). Cost: 5 messages a rank, of which the first rank takes part in all. */
 SW_MUST_USE sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses,
                                           const uint8_t *secret, sw_error *err);
 
-/* How the deaths of peers are seen: "pidfd", or "file lock" where some rank was refused one. */
+/* How the deaths of peers are seen: "file lock"; "none" where there are none. */
 const char *sw_shm_comm_watch(const sw_comm *comm);
 
 #endif

@@ -53,7 +53,7 @@ static void open_slots(sw_slot_transport *t)
         void *memory;
         if (p == t->base.rank)
             continue;
-        if (atomic_load(&sw_slot_head_of(t, p)->has_failed)) /* it may free its memory */
+        if (sw_ending_state(&sw_slot_head_of(t, p)->ending)) /* it may free its memory */
             break;
         can = t->device->ops->memory_open(t->device, &sw_slot_head_of(t, p)->exported, &memory,
                                           &own->refusal) == SW_OK;

@@ -44,27 +44,21 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
  * the first to come here. */
 static bool mark(sw_slot_transport *t, const sw_error *reason)
 {
-    sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
-    sw_end_request_make(&t->asked, reason);
+    sw_error first;
+    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
     if (atomic_exchange(&t->has_failed, true))
         return false;
-    own->reason = *sw_end_request_await(&t->asked);
-    atomic_store(&own->has_failed, 1);
-    sw_lookout_tell(t->lookout, &own->reason);
+    (void)!sw_ending_await(&t->ending, &first);
+    sw_ending_say(&sw_slot_head_of(t, t->base.rank)->ending, SW_MEMBER_ENDED, &first);
+    sw_lookout_tell(t->lookout, &first);
     return true;
-}
-
-static sw_status refuse_failed(const sw_slot_transport *t, sw_error *err)
-{
-    const sw_error *reason = sw_end_request_await(&t->asked);
-    return sw_error_set(err, reason->status, reason->detail, "%s", reason->message);
 }
 
 sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err)
 {
     if (mark(t, reason))
         sw_slot_drain(t, LET_GO_NS);
-    return refuse_failed(t, err);
+    return sw_ending_await(&t->ending, err);
 }
 
 void sw_slot_end_beside(sw_slot_transport *t, const sw_error *reason)
@@ -122,18 +116,11 @@ static bool layouts_differ(const sw_slot_transport *t, sw_error *reason)
 /* Why the transport has failed, if it has: as far as the parts in shared memory say. */
 static bool find_failure(const sw_slot_transport *t, sw_error *reason)
 {
-    const sw_error *asked = sw_end_request_reason(&t->asked);
-    if (asked) {
-        *reason = *asked;
+    if (sw_ending_read(&t->ending, reason) != SW_OK)
         return true;
-    }
-    for (int p = 0; p < t->base.world_size; ++p) {
-        const sw_slot_head *head = sw_slot_head_of(t, p);
-        if (p != t->base.rank && atomic_load_explicit(&head->has_failed, memory_order_acquire)) {
-            *reason = head->reason;
+    for (int p = 0; p < t->base.world_size; ++p)
+        if (p != t->base.rank && sw_ending_read(&sw_slot_head_of(t, p)->ending, reason) != SW_OK)
             return true;
-        }
-    }
     return layouts_differ(t, reason);
 }
 
@@ -142,7 +129,7 @@ sw_status sw_slot_check(sw_slot_transport *t, sw_error *err)
     sw_error reason;
     if (t->has_failed) {
         let_go(t);
-        return refuse_failed(t, err);
+        return sw_ending_await(&t->ending, err);
     }
     return find_failure(t, &reason) ? sw_slot_fail(t, &reason, err) : SW_OK;
 }
@@ -153,7 +140,7 @@ sw_status sw_slot_watch(sw_slot_transport *t, sw_error *err)
     if (!find_failure(t, &reason))
         return SW_OK;
     sw_slot_end_beside(t, &reason);
-    return refuse_failed(t, err);
+    return sw_ending_await(&t->ending, err);
 }
 
 /* What the ranks' hosts say of a wait. */

@@ -8,7 +8,7 @@
 
 #include <stdatomic.h>
 
-#include "comm/end_request.h"
+#include "comm/ending.h"
 #include "comm/slot_transport.h"
 
 enum {
@@ -28,9 +28,8 @@ typedef enum sw_slot_opening { SW_SLOT_CLOSED = 0, SW_SLOT_OPEN } sw_slot_openin
 typedef struct sw_slot_head {
     uint32_t number[SW_SLOT_MAX_WORLD]; /* [p]: the round that rank p has reached; its GPU writes */
     uint64_t layout[SW_SLOT_LAYOUTS]; /* of its last rounds, by its host: round, digest of sizes */
-    atomic_uint has_failed;           /* then `reason` is whole */
-    atomic_uint opening;              /* sw_slot_opening: of peers' memory */
-    sw_error reason;
+    sw_ending ending;
+    atomic_uint opening; /* sw_slot_opening: of peers' memory */
     sw_memory_export exported;
     uint32_t exports, opens; /* sw_slot_answer, of each of the two */
     sw_error refusal;        /* why not */
@@ -63,8 +62,8 @@ typedef struct sw_slot_transport {
     _Atomic uint32_t round; /* the open one, or the last */
     uint32_t digest; /* of what it has been asked for */
     bool is_open, is_grouped;
-    _Atomic bool has_failed; /* some thread has acted on `asked` */
-    sw_end_request asked;    /* the first reason, of whichever thread */
+    sw_ending ending;        /* by any thread */
+    _Atomic bool has_failed; /* some thread has acted on `ending` */
 } sw_slot_transport;
 
 static inline sw_slot_head *sw_slot_head_of(const sw_slot_transport *t, int rank)

@@ -37,8 +37,8 @@ static sw_status finish(sw_slot_transport *t, sw_status status, const char *what
     sw_error reason;
     if (status == SW_E_INTERRUPTED)
         return sw_error_set(err, status, cause->detail, "%s", cause->message);
-    if (status == SW_OK || t->has_failed)
-        return status == SW_OK ? SW_OK : sw_slot_check(t, err);
+    if (status == SW_OK)
+        return SW_OK;
     sw_error_set(&reason, cause->status, cause->detail, "GPU slots on rank %d of %d: %s: %.300s",
                  t->base.rank, t->base.world_size, what, cause->message);
     return sw_slot_fail(t, &reason, err);
@@ -504,8 +504,7 @@ static sw_slot_transport *make(const sw_slot_config *config)
 static void tell_of_failure(const sw_slot_config *config, const sw_error *reason)
 {
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
-    own->reason = *reason;
-    atomic_store(&own->has_failed, 1);
+    sw_ending_say(&own->ending, SW_MEMBER_ENDED, reason);
     sw_lookout_tell(config->lookout, reason);
 }
 

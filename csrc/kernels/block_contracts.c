@@ -10,7 +10,6 @@
 /* Values that the .cu text repeats: threads of a block, and blocks on one multiprocessor. */
 enum { THREADS = 256, RECORD_BLOCKS = 3, OWE_BLOCKS = 4, VERDICT_BLOCKS = 8 };
 enum { LANE_NUMEL = 16, OWE_TILE_NUMEL = 2048 };
-enum { SOURCE_MAX = 1024 }; /* the largest world size */
 
 static sw_u64 parts(sw_u64 count, sw_u64 each)
 {
@@ -137,9 +136,9 @@ sw_status sw_fold_records_check(const void *args, sw_error *err)
 {
     const sw_fold_records_args *a = args;
     SW_TRY(block_check(a->block, a->bits, "fold_records", err));
-    if (a->source_count < 1 || a->source_count > SOURCE_MAX)
-        SW_FAIL(err, SW_E_INVALID, "fold_records: source_count must be in [1, %d], not %d",
-                SOURCE_MAX, a->source_count);
+    if (a->source_count < 1)
+        SW_FAIL(err, SW_E_INVALID, "fold_records: source_count must be at least 1, not %d",
+                a->source_count);
     if (a->own_index < -1 || a->own_index >= a->source_count)
         SW_FAIL(err, SW_E_INVALID, "fold_records: own_index must be in [-1, %d), not %d",
                 a->source_count, a->own_index);

@@ -1,6 +1,7 @@
 /* kernel_contracts.c - the table of device_kernels.h: checks, ranges, references and grids. The
  * kernels of blocks are in block_contracts.c, those of low rank in lowrank_contracts.c. */
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/compress_kernels.h"
@@ -14,7 +15,7 @@ enum { THREADS = 256, CAST_BLOCK_NUMEL = 1024 };
  * that a block takes at a time. */
 enum { CAST_BLOCKS = 4, PACK_BLOCKS = 3, STEP_BLOCKS = 4, NORM_BLOCKS = 3, FOLD_BLOCKS = 3 };
 enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4, FOLD_TURN_BYTES = THREADS * 32 };
-enum { FOLD_SOURCE_MAX = 1024, FOLD_BLOCK_BYTES = 65536 }; /* the largest world size */
+enum { FOLD_BLOCK_BYTES = 65536 };
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h and sw_dtype disagree")
 SAME(SW_ARG_FLOAT32, SW_DTYPE_FLOAT32);
@@ -181,8 +182,8 @@ static sw_status fold_check(const void *args, sw_error *err)
 {
     const sw_fold_args *a = args;
     SW_TRY(sw_redop_check((sw_redop)a->op, (sw_dtype)a->dtype, err));
-    if (a->source_count < 1 || a->source_count > FOLD_SOURCE_MAX)
-        SW_FAIL(err, SW_E_INVALID, "fold: source_count must be in [1, %d], not %d", FOLD_SOURCE_MAX,
+    if (a->source_count < 1)
+        SW_FAIL(err, SW_E_INVALID, "fold: source_count must be at least 1, not %d",
                 a->source_count);
     if (a->own_index < -1 || a->own_index >= a->source_count)
         SW_FAIL(err, SW_E_INVALID, "fold: own_index must be in [-1, %d), not %d", a->source_count,
@@ -205,24 +206,20 @@ static void fold_accesses(const void *args, sw_access_fn *report, void *context)
     report(context, a->to, array_bytes(a->numel, a->dtype), SW_ACCESS_WRITE);
 }
 
-/* Fold block by block through a buffer, because `to` may be the addend or the own contribution. */
-static void fold_on_addend(const sw_fold_args *a)
+/* Fold block by block through `sums`, because `to` may be the addend or the own contribution.
+ * `step`: elements of a block. */
+static void fold_on_addend(const sw_fold_args *a, const void **source, unsigned char *sums,
+                           size_t step)
 {
-    union {
-        unsigned char bytes[FOLD_BLOCK_BYTES];
-        double aligned;
-    } sums;
     sw_fold_fn *fold = sw_kernels()->fold[a->dtype];
-    size_t step = FOLD_BLOCK_BYTES / ((size_t)a->source_count * array_bytes(1, a->dtype));
     for (size_t start = 0; start < a->numel; start += step) {
         size_t left = (size_t)a->numel - start, count = left < step ? left : step;
         size_t offset = array_bytes(start, a->dtype), width = array_bytes(count, a->dtype);
-        const void *source[FOLD_SOURCE_MAX];
         void *to = (char *)a->to + offset;
         for (int k = 0; k < a->source_count; ++k) {
             const void *parts[] = {(const char *)a->addend + offset,
                                    (const char *)fold_source(a, k) + offset};
-            void *sum = sums.bytes + (size_t)k * width;
+            void *sum = sums + (size_t)k * width;
             fold(&sum, 1, parts, 2, count, 1, SW_REDOP_SUM);
             source[k] = sum;
         }
@@ -230,19 +227,25 @@ static void fold_on_addend(const sw_fold_args *a)
     }
 }
 
+/* Without memory for its tables it writes nothing. */
 static void fold_reference(const void *args)
 {
     const sw_fold_args *a = args;
-    const void *source[FOLD_SOURCE_MAX];
+    size_t count = (size_t)a->source_count, element = array_bytes(1, a->dtype);
+    size_t step = FOLD_BLOCK_BYTES / (count * element) + 1;
+    const void **source = calloc(count, sizeof *source);
+    unsigned char *sums = a->addend ? calloc(count, step * element) : NULL;
     void *to = a->to;
-    if (a->addend) {
-        fold_on_addend(a);
-        return;
+    if (source && sums) {
+        fold_on_addend(a, source, sums, step);
+    } else if (source && !a->addend) {
+        for (int k = 0; k < a->source_count; ++k)
+            source[k] = fold_source(a, k);
+        sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,
+                                     (sw_redop)a->op);
     }
-    for (int k = 0; k < a->source_count; ++k)
-        source[k] = fold_source(a, k);
-    sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,
-                                 (sw_redop)a->op);
+    free(sums);
+    free(source);
 }
 
 static sw_grid fold_grid(const void *args, int processor_count)

@@ -198,7 +198,7 @@ sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *e
         SW_FAIL(err, SW_E_MEMORY,
                 "%s needs %zu bytes of shared memory, RLIMIT_FSIZE allows %" PRIu64, label,
                 size_bytes, limit);
-    return sw_limits_check_memory(size_bytes, label, err);
+    return SW_OK;
 }
 
 static uint64_t count_open_descriptors(void)
@@ -219,12 +219,21 @@ sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_erro
     uint64_t open_now = limit == UINT64_MAX ? 0 : count_open_descriptors();
     if (open_now == UINT64_MAX)
         SW_FAIL(err, SW_E_MEMORY,
-                "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and all are open", label,
-                count, limit);
+                "%s needs %u descriptors, RLIMIT_NOFILE (ulimit -n) allows %" PRIu64
+                " and all are open",
+                label, count, limit);
     if (limit != UINT64_MAX && open_now + count > limit)
         SW_FAIL(err, SW_E_MEMORY,
-                "%s needs %u descriptors, RLIMIT_NOFILE allows %" PRIu64 " and %" PRIu64
+                "%s needs %u descriptors, RLIMIT_NOFILE (ulimit -n) allows %" PRIu64 " and %" PRIu64
                 " are open",
                 label, count, limit, open_now);
     return SW_OK;
+}
+
+sw_status sw_limits_fail_descriptors(const char *what, int cause, sw_error *err)
+{
+    return sw_error_set(err, SW_E_MEMORY, cause,
+                        "%s: this process may open no more descriptors (ulimit -n is %" PRIu64
+                        "): %s",
+                        what, read_rlimit(RLIMIT_NOFILE), strerror(cause));
 }

@@ -36,12 +36,14 @@ void sw_limits_read_need(size_t size_bytes, sw_memory_need *need);
 SW_MUST_USE sw_status sw_limits_check_needs(const sw_memory_need *first, size_t stride_bytes,
                                             int count, const char *label, sw_error *err);
 
-/* Whether a memfd of `size_bytes` can be made; SW_E_MEMORY names the limit, its value and the need.
- */
+/* Whether a file of `size_bytes` may be made; SW_E_MEMORY names RLIMIT_FSIZE and the need. */
 SW_MUST_USE sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *err);
 
 /* Whether `count` more descriptors can be opened; SW_E_MEMORY names RLIMIT_NOFILE, what is open and
  * the need. */
 SW_MUST_USE sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_error *err);
+
+/* The sentence where the system has refused one more (EMFILE, ENFILE): always SW_E_MEMORY. */
+sw_status sw_limits_fail_descriptors(const char *what, int cause, sw_error *err);
 
 #endif

@@ -34,14 +34,14 @@ enum { SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL };
 static const size_t huge_page_bytes = 2u << 20, collapse_chunk_bytes = 32u << 20;
 static const int64_t collapse_budget_ns = INT64_C(2000000000);
 
-sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_error *err)
+static sw_status create(size_t size_bytes, const char *label, int *fd, sw_error *err)
 {
-    SW_TRY(sw_limits_check_file(size_bytes, label, err));
     int made = (int)syscall(SYS_memfd_create, "shardwright", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (made < 0 && (errno == EMFILE || errno == ENFILE))
+        return sw_limits_fail_descriptors(label, errno, err);
     if (made < 0)
-        return sw_error_set(err, errno == EMFILE || errno == ENFILE ? SW_E_MEMORY : SW_E_OS, errno,
-                            "%s: memfd_create of %zu bytes failed: %s", label, size_bytes,
-                            strerror(errno));
+        return sw_error_set(err, SW_E_OS, errno, "%s: memfd_create of %zu bytes failed: %s", label,
+                            size_bytes, strerror(errno));
     if (ftruncate(made, (off_t)size_bytes) != 0 || fcntl(made, F_ADD_SEALS, SIZE_SEALS) != 0) {
         int cause = errno;
         close(made);
@@ -50,6 +50,32 @@ sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_erro
     }
     *fd = made;
     return SW_OK;
+}
+
+sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_error *err)
+{
+    SW_TRY(sw_limits_check_file(size_bytes, label, err));
+    SW_TRY(sw_limits_check_memory(size_bytes, label, err));
+    return create(size_bytes, label, fd, err);
+}
+
+size_t sw_memfd_stride(size_t part_bytes)
+{
+    size_t unit = part_bytes >= huge_page_bytes ? huge_page_bytes : (size_t)sysconf(_SC_PAGESIZE);
+    size_t stride;
+    return sw_size_round_up(part_bytes, unit, &stride) ? stride : 0;
+}
+
+sw_status sw_memfd_create_parts(size_t part_bytes, int count, const char *label, int *fd,
+                                sw_error *err)
+{
+    size_t stride = sw_memfd_stride(part_bytes), size_bytes;
+    if (stride == 0 || !sw_size_multiply(stride, (size_t)count, &size_bytes))
+        SW_FAIL(err, SW_E_MEMORY, "%s: %d parts of %zu bytes overflow the address space", label,
+                count, part_bytes);
+    SW_TRY(sw_limits_check_file(size_bytes, label, err));
+    SW_TRY(sw_limits_check_memory(part_bytes, label, err));
+    return create(size_bytes, label, fd, err);
 }
 
 /* An address range for `size_bytes`, on a huge page's boundary if it is that large. Owned:

@@ -19,6 +19,15 @@
  */
 SW_MUST_USE sw_status sw_memfd_create(size_t size_bytes, const char *label, int *fd, sw_error *err);
 
+/* The same for `count` parts, each of them touched by a process of its own: one memory limit bounds
+ * only part_bytes. Part r begins at r * sw_memfd_stride(part_bytes). */
+SW_MUST_USE sw_status sw_memfd_create_parts(size_t part_bytes, int count, const char *label,
+                                            int *fd, sw_error *err);
+
+/* From one part to the next: whole pages, and whole huge ones where a part is that large. 0 on
+ * overflow. */
+size_t sw_memfd_stride(size_t part_bytes);
+
 /* Checks that `fd` is sealed and holds at least `size_bytes`, and maps it shared. The caller keeps
  * fd. */
 SW_MUST_USE sw_status sw_memfd_map(int fd, size_t size_bytes, uint8_t **address, sw_error *err);

@@ -1,44 +1,38 @@
 /* process.c - see process.h. */
 #include "platform/process.h"
 
+#include <errno.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434
+#ifndef F_OFD_GETLK
+#define F_OFD_GETLK 36
 #endif
 
-int sw_process_open_self(void)
+static struct flock one_byte(int byte)
 {
-    return (int)syscall(SYS_pidfd_open, getpid(), 0); /* pidfds are close-on-exec by themselves */
+    return (struct flock){
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)byte, .l_len = 1};
 }
 
-bool sw_process_has_ended(int pidfd)
+bool sw_process_hold_lock(int fd, int byte)
 {
-    struct pollfd watch = {.fd = pidfd, .events = POLLIN};
-    return pidfd >= 0 && poll(&watch, 1, 0) == 1 && (watch.revents & POLLIN);
-}
-
-static struct flock first_byte(void)
-{
-    return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
-}
-
-bool sw_process_hold_lock(int fd)
-{
-    struct flock lock = first_byte();
+    struct flock lock = one_byte(byte);
     return fcntl(fd, F_SETLK, &lock) == 0;
 }
 
-bool sw_process_lock_is_free(int fd)
+/* F_GETLK would not see what another thread of this process has locked, since the lock is the
+ * process's; to an open file description every process is another. Older kernels have F_GETLK. */
+bool sw_process_lock_is_free(int fd, int byte)
 {
-    struct flock lock = first_byte();
-    return fd >= 0 && fcntl(fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+    struct flock lock = one_byte(byte);
+    if (fd < 0 ||
+        (fcntl(fd, F_OFD_GETLK, &lock) != 0 && (errno != EINVAL || fcntl(fd, F_GETLK, &lock) != 0)))
+        return false;
+    return lock.l_type == F_UNLCK;
 }
 
 char sw_process_state(int pid)

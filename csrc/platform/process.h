@@ -1,10 +1,10 @@
-/* process.h - watching a peer process: a descriptor that becomes readable when it ends, or a lock
- * that it loses.
+/* process.h - the sign of life of a process: a lock on one byte of a file that it shares with its
+ * peers.
  *
- * Both speak of the process itself: a forked child that lives on with copies of its descriptors
- * does not hide its death (a POSIX record lock is not inherited), and both work across PID
- * namespaces because the peer opens the descriptor itself and passes it. A pidfd is a kernel's
- * newer gift and may be forbidden; the lock is everywhere.
+ * A POSIX record lock belongs to the process. The kernel drops it when the process ends, however it
+ * ends and whatever children live on with copies of its descriptors (a fork does not inherit it);
+ * other PID namespaces see it as this one does. It also goes when the process closes any descriptor
+ * of that file, so a file is opened once in a process.
  *
  * Thread rule: any.
  */
@@ -13,18 +13,12 @@
 
 #include <stdbool.h>
 
-/* A pidfd on the calling process, close-on-exec; -1 where the kernel refuses. */
-int sw_process_open_self(void);
+/* Locks byte `byte` of file `fd` until this process closes the file or ends. False where somebody
+ * else holds it, or the kernel refuses. */
+bool sw_process_hold_lock(int fd, int byte);
 
-/* Whether the process behind `pidfd` has ended. false for -1. */
-bool sw_process_has_ended(int pidfd);
-
-/* Locks the first byte of file `fd` for as long as this process lives and has not closed any
- * descriptor of that file. Returns false where the kernel refuses. */
-bool sw_process_hold_lock(int fd);
-
-/* Whether the holder of the lock on `fd`, another process, has ended (or let go). false for -1. */
-bool sw_process_lock_is_free(int fd);
+/* Whether nobody holds it. False for -1, and where the kernel does not say. */
+bool sw_process_lock_is_free(int fd, int byte);
 
 /* One letter of /proc/<pid>/stat ('R', 'S', 'T' stopped, 'Z' ended), or '?' when it cannot be read.
  * The pid is the peer's own view: only a hint for a message where PID namespaces differ. */

@@ -1,8 +1,9 @@
-/* socket.h - abstract Unix sockets that carry a few bytes and file descriptors, every call under a
- * deadline.
+/* socket.h - abstract Unix sockets that carry a few bytes and a file descriptor. No function waits,
+ * but sw_socket_call for a moment: whoever does polls the sockets.
  *
  * Abstract names live in the network namespace and vanish with their socket: nothing is left
- * behind. Deadlines are absolute, in sw_clock_now_ns() time. Thread rule: one at a time a socket.
+ * behind. Every process of the namespace can read and call them, so a name ends with the listener's
+ * uid, and both sides ask the kernel for the other's. Thread rule: one at a time a socket.
  */
 #ifndef SW_PLATFORM_SOCKET_H
 #define SW_PLATFORM_SOCKET_H
@@ -13,7 +14,7 @@
 
 #include "base/status.h"
 
-enum { SW_SOCKET_NAME_BYTES = 64, SW_SOCKET_FDS_MAX = 2 };
+enum { SW_SOCKET_NAME_BYTES = 64 };
 
 /* Fills `bytes` from the kernel's random source. */
 SW_MUST_USE sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *err);
@@ -22,38 +23,38 @@ SW_MUST_USE sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *e
 SW_MUST_USE sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYTES], int *fd,
                                        sw_error *err);
 
-/* How long to wait, and what may end it earlier. */
-typedef struct sw_patience {
-    int64_t deadline_ns; /* of sw_clock_now_ns() */
-    sw_status (*look)(
-        void *context,
-        sw_error *err); /* called ten times a second; not SW_OK ends the wait. NULL: none */
-    void *context;      /* borrowed */
-} sw_patience;
+/* The uid of the process at the other end: of a caller as it was when it called, of a listener as
+ * it was when it began to listen. -1 where the kernel does not say. */
+long sw_socket_peer_uid(int fd);
 
-/* SW_E_COMM when nobody listens there (another host or another network namespace), SW_E_TIMEOUT
- * when who listens has taken no call up to the deadline and its queue is full. */
-SW_MUST_USE sw_status sw_socket_connect(const char *name, const sw_patience *patience, int *fd,
-                                        sw_error *err);
+/* Whether it is this process's own, or the one that `name` ends with. */
+bool sw_socket_uid_is_of(long uid, const char *name);
 
-/* Whether somebody listens there; true also where this process cannot find out. Never waits. To the
- * listener it is a call that hangs up, and as long as nobody takes that it fills a place of its
- * queue. */
+/* A connection; *fd is -1 where the listener's queue has stayed full for 50 ms. SW_E_COMM: nobody
+ * listens there (another host or another network namespace), or a process of another user does. */
+SW_MUST_USE sw_status sw_socket_call(const char *name, int *fd, sw_error *err);
+
+/* Whether the one who made `name` still listens; true also where this process cannot find out. To
+ * the listener it is a call that hangs up, and until that is taken it fills a place of its queue.
+ */
 bool sw_socket_listens(const char *name);
 
-/* SW_E_TIMEOUT at the deadline. */
-SW_MUST_USE sw_status sw_socket_accept(int listener, const sw_patience *patience, int *fd,
-                                       sw_error *err);
+/* The next call; *fd is -1 where there is none. SW_E_MEMORY names `ulimit -n`. */
+SW_MUST_USE sw_status sw_socket_accept(int listener, int *fd, sw_error *err);
 
-/* One message of `size_bytes` (small: it must fit the socket's buffer) with `fd_count` descriptors.
- * Waits a few seconds, no more, while the kernel holds too many descriptors on their way
- * (RLIMIT_NOFILE counts those too). */
-SW_MUST_USE sw_status sw_socket_send(int fd, const void *bytes, size_t size_bytes, const int *fds,
-                                     int fd_count, sw_error *err);
+/* One message, whole or not at all, with descriptor `passed` unless that is -1. *sent is false
+ * where the kernel takes no more for now: too much is on its way. SW_E_COMM: the peer is gone. */
+SW_MUST_USE sw_status sw_socket_send(int fd, const void *bytes, size_t size_bytes, int passed,
+                                     bool *sent, sw_error *err);
 
-/* Receives exactly one such message; missing descriptors are left as -1. SW_E_COMM when the peer is
- * gone, SW_E_TIMEOUT at the deadline. */
-SW_MUST_USE sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *fds,
-                                        int fd_count, const sw_patience *patience, sw_error *err);
+/* One message of `size_bytes`; *received is false where none has come. `passed` NULL: descriptors
+ * that come with it are closed; else the one that did, or -1. SW_E_COMM: the peer has hung up, or
+ * sent a message of another size. SW_E_MEMORY: the bytes are whole, and this process may have no
+ * more descriptors (names `ulimit -n`). */
+SW_MUST_USE sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *passed,
+                                        bool *received, sw_error *err);
+
+/* Closes *fd and makes it -1; nothing where it is. */
+void sw_socket_close(int *fd);
 
 #endif

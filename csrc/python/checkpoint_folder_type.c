@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checkpoint/commit.h"
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
@@ -377,11 +378,26 @@ static PyObject *folder_check_replaceable(PyObject *type, PyObject *args)
     return check_path(type, args, sw_checkpoint_check_replaceable);
 }
 
+static PyObject *folder_identity(PyObject *type, PyObject *args)
+{
+    const char *path;
+    char identity[SW_IDENTITY_BYTES];
+    (void)type;
+    if (!PyArg_ParseTuple(args, "s:identity", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    sw_checkpoint_identify(path, identity);
+    Py_END_ALLOW_THREADS
+    return PyUnicode_FromString(identity);
+}
+
 static PyMethodDef folder_methods[] = {
     {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
      "check_removable(path)\n--\n\nCheckpointError unless nothing is there but a checkpoint."},
     {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,
      "check_replaceable(path)\n--\n\nThe same for all that a save to `path` takes the place of."},
+    {"identity", folder_identity, METH_VARARGS | METH_CLASS,
+     "identity(path)\n--\n\nReturn a text that identifies what lies there now; '' for nothing."},
     {"verify", folder_verify, METH_VARARGS,
      "verify(first, end)\n--\n\nChecks these blocks of all files."},
     {"read", folder_read, METH_VARARGS,

@@ -314,16 +314,18 @@ static int add_checksums(const sw_plan_file *file, PyObject *list, sw_manifest *
 
 static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"partial", "folder", "nonce", "step", "world_size", "checksums", NULL};
+    static char *names[] = {"partial", "folder",     "replaces",  "nonce",
+                            "step",    "world_size", "checksums", NULL};
     const sw_plan *plan = ((plan_object *)op)->plan;
-    const char *partial, *folder, *nonce;
+    const char *partial, *folder, *replaces, *nonce;
     unsigned long long step;
     PyObject *lists;
     sw_manifest manifest = {0};
     sw_error err = {0};
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sssKiO!:commit", names, &partial, &folder,
-                                     &nonce, &step, &manifest.world_size, &PyList_Type, &lists))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sszsKiO!:commit", names, &partial, &folder,
+                                     &replaces, &nonce, &step, &manifest.world_size, &PyList_Type,
+                                     &lists))
         return NULL;
     if (!sw_manifest_is_nonce(nonce) || (size_t)PyList_Size(lists) != plan->file_count)
         return PyErr_Format(PyExc_ValueError,
@@ -340,7 +342,7 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
         Py_BEGIN_ALLOW_THREADS
         status = sw_manifest_complete(&manifest, &err);
         if (status == SW_OK)
-            status = sw_commit(partial, folder, &manifest, &err);
+            status = sw_commit(partial, folder, replaces, &manifest, &err);
         Py_END_ALLOW_THREADS
     }
     sw_manifest_fini(&manifest);

@@ -272,9 +272,10 @@ static void keep_plans(saver_object *self, PyObject *shared, PyObject *own)
 
 static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"folder", "nonce",          "number",    "step",        "metric",
-                            "shared", "shared_sources", "own",       "own_sources", "lazy",
-                            "stale",  "retired",        "timeout_s", "device",      NULL};
+    static char *names[] = {"folder",  "nonce",       "replaces", "number",
+                            "step",    "metric",      "shared",   "shared_sources",
+                            "own",     "own_sources", "lazy",     "stale",
+                            "retired", "timeout_s",   "device",   NULL};
     saver_object *self = (saver_object *)op;
     engine_state *state = sw_py_state_of(op);
     sw_save_request request = {0};
@@ -286,11 +287,11 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     double timeout_s;
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$ssKKOOO!OO!pO!O!dO:begin", names,
-                                     &request.folder, &request.nonce, &number, &step, &metric,
-                                     &shared, &PyList_Type, &shared_sources, &own, &PyList_Type,
-                                     &own_sources, &lazy, &PyList_Type, &stale, &PyList_Type,
-                                     &retired, &timeout_s, &device) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sszKKOOO!OO!pO!O!dO:begin", names,
+                                     &request.folder, &request.nonce, &request.replaces, &number,
+                                     &step, &metric, &shared, &PyList_Type, &shared_sources, &own,
+                                     &PyList_Type, &own_sources, &lazy, &PyList_Type, &stale,
+                                     &PyList_Type, &retired, &timeout_s, &device) ||
         !enter(self))
         return NULL;
     if (metric != Py_None) {

@@ -5,17 +5,30 @@
 
 #include "base/bytes.h"
 #include "base/text.h"
+#include "comm/descriptor.h"
 #include "comm/shm.h"
 #include "platform/thread.h"
 #include "python/engine.h"
 
-enum { BOUNCE_BYTES = 128 * 1024, LOOKS_AT_WHO_LEAVES = 1000 };
+enum { LOOKS_AT_WHO_LEAVES = 1000 };
 
+static bool is_own(const comm_object *self)
+{
+    return getpid() == self->owner_pid;
+}
+
+/* Signals; and close() beside connect(), which nothing else would end. */
 static bool is_interrupted(void *context)
 {
-    (void)context;
+    comm_object *self = context;
     PyGILState_STATE gil = PyGILState_Ensure();
     bool raised = PyErr_CheckSignals() != 0;
+    if (!raised && self->closed && !self->connected) {
+        PyErr_Format(sw_py_state_of((PyObject *)self)->error,
+                     "the communicator of rank %d was closed while it joined its peers",
+                     self->rank);
+        raised = true;
+    }
     PyGILState_Release(gil);
     return raised;
 }
@@ -42,12 +55,16 @@ void sw_py_comm_acquire(comm_object *self)
 
 void sw_py_comm_release(comm_object *self)
 {
-    if (--self->users == 0 && self->closed && self->comm) {
-        self->comm->ops->destroy(self->comm);
-        self->comm = NULL;
-        sw_local_group_destroy(self->group);
-        self->group = NULL;
-    }
+    sw_comm *comm = self->comm;
+    sw_local_group *group = self->group;
+    if (--self->users > 0 || !self->closed || !comm)
+        return;
+    self->comm = NULL;
+    self->group = NULL;
+    Py_BEGIN_ALLOW_THREADS /* a carrier's last words need the GIL */
+    comm->ops->destroy(comm);
+    sw_local_group_destroy(group);
+    Py_END_ALLOW_THREADS
 }
 
 /* A thread is soon out of a communicator that has ended: who asks why it did, as the thread that
@@ -63,27 +80,44 @@ static void wait_for_who_leaves(const comm_object *self)
     }
 }
 
-bool sw_py_comm_enter(comm_object *self)
+static const char OTHER_THREAD[] =
+    "another thread is inside the communicator; one thread a rank issues its collectives";
+
+/* `why` not NULL: an exception with it. */
+static bool enter(comm_object *self, const char *why)
 {
-    engine_state *state = sw_py_state_of((PyObject *)self);
-    const char *why = NULL;
-    wait_for_who_leaves(self);
-    if (getpid() != self->owner_pid)
-        why = "this process was forked from the one that joined the group; the engine works in "
-              "that one only";
-    else if (self->closed || !self->comm)
-        why = "the communicator was closed";
-    else if (!self->connected)
-        why = "the communicator has not joined its peers: call connect() first";
-    else if (self->in_use)
-        why = "another thread is inside the communicator; one thread a rank issues its collectives";
     if (why) {
-        PyErr_SetString(state->error, why);
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
         return false;
     }
     self->in_use = true;
     sw_py_comm_acquire(self);
     return true;
+}
+
+bool sw_py_comm_enter(comm_object *self)
+{
+    const char *why = NULL;
+    if (is_own(self)) /* a thread that was inside when this process was forked is not in it */
+        wait_for_who_leaves(self);
+    if (!is_own(self))
+        why = "this process was forked from the one that joined the group; the engine works in "
+              "that one only";
+    else if (self->closed)
+        why = "the communicator was closed";
+    else if (!self->connected)
+        why = "the communicator has not joined its peers: call connect() first";
+    else if (self->in_use)
+        why = OTHER_THREAD;
+    return enter(self, why);
+}
+
+bool sw_py_comm_enter_to_join(comm_object *self)
+{
+    bool has_joined = !self->comm || self->closed || (self->connected && !self->group);
+    return enter(self, self->in_use ? OTHER_THREAD
+                       : has_joined ? "connect: the communicator is closed or has joined already"
+                                    : NULL);
 }
 
 void sw_py_comm_leave(comm_object *self)
@@ -128,6 +162,8 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     self->owner_pid = getpid();
+    self->rank = rank;
+    self->world_size = world_size;
     if (world_size == 1) {
         status = sw_local_group_create(1, &self->group, &err);
         if (status == SW_OK)
@@ -152,17 +188,25 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+/* The thread that is inside is let go, and the communicator ends when it is out; as it does at once
+ * where none is. */
 static void close_comm(comm_object *self)
 {
-    if (self->closed || !self->comm)
+    if (self->closed || (!self->comm && !self->in_use))
         return;
     self->closed = true;
-    if (getpid() == self->owner_pid && self->connected) {
-        Py_BEGIN_ALLOW_THREADS /* a carrier's last words need the GIL */
-        self->comm->ops->leave(self->comm);
+    sw_py_comm_acquire(self);
+    if (is_own(self) && self->connected) {
+        sw_error reason;
+        sw_error_set(&reason, SW_E_COMM, self->rank,
+                     "rank %d closed the communicator while a thread of it was inside", self->rank);
+        Py_BEGIN_ALLOW_THREADS
+        if (self->in_use)
+            self->comm->ops->request_end(self->comm, &reason);
+        else
+            self->comm->ops->leave(self->comm);
         Py_END_ALLOW_THREADS
     }
-    sw_py_comm_acquire(self);
     sw_py_comm_release(self);
 }
 
@@ -228,13 +272,12 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->arena_create(self->comm, (size_t)size, label, &arena, &err);
     Py_END_ALLOW_THREADS
-    PyObject *none = finish(self, status, &err);
-    if (!none)
-        return NULL;
-    Py_DECREF(none);
+    if (status != SW_OK)
+        return finish(self, status, &err);
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
     if (!made)
         self->comm->ops->arena_destroy(self->comm, arena);
+    sw_py_comm_leave(self); /* after it: the arena keeps a communicator that was closed meanwhile */
     return made;
 }
 
@@ -295,7 +338,8 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 /* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes,
- * nbytes). -1 with an exception for a range that is none, before anything is issued. */
+ * nbytes). All of them are looked at before one is issued, which would go on reading what it
+ * borrows when a later one is refused. -1 with an exception for a range that is none. */
 static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, sw_status *status,
                          sw_error *err)
 {
@@ -310,6 +354,11 @@ static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, 
                          operation->label, i);
             return -1;
         }
+        operation->offset_bytes = (size_t)offset;
+        operation->numel = (size_t)nbytes;
+        *status = sw_op_check(operation, self->comm->world_size, err);
+        if (*status != SW_OK)
+            return 0;
     }
     for (Py_ssize_t i = 0; i < count && *status == SW_OK; ++i) {
         if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn", &offset, &nbytes))
@@ -386,57 +435,10 @@ static PyObject *comm_barrier(PyObject *op, PyObject *args)
     return finish(self, status, &err);
 }
 
-typedef struct byte_range {
-    uint8_t *address;
-    size_t size_bytes;
-} byte_range;
-
-/* Small ranges share a message through `bounce`; large ones go by themselves. */
-static sw_status broadcast_ranges(sw_comm *comm, sw_op *operation, const byte_range *ranges,
-                                  size_t count, uint8_t *bounce, sw_error *err)
-{
-    size_t i = 0;
-    while (i < count) {
-        size_t end = i, used = 0;
-        while (end < count && ranges[end].size_bytes <= BOUNCE_BYTES - used)
-            used += ranges[end++].size_bytes;
-        if (end <= i + 1) {
-            operation->data = ranges[i].address;
-            operation->numel = ranges[i].size_bytes;
-            SW_TRY(comm->ops->run(comm, operation, err));
-            i++;
-            continue;
-        }
-        size_t at = 0;
-        for (size_t k = i; comm->rank == operation->root && k < end; at += ranges[k++].size_bytes)
-            memcpy(bounce + at, ranges[k].address, ranges[k].size_bytes);
-        operation->data = bounce;
-        operation->numel = used;
-        SW_TRY(comm->ops->run(comm, operation, err));
-        at = 0;
-        for (size_t k = i; comm->rank != operation->root && k < end; at += ranges[k++].size_bytes)
-            memcpy(ranges[k].address, bounce + at, ranges[k].size_bytes);
-        i = end;
-    }
-    return SW_OK;
-}
-
-static sw_status broadcast_all(sw_comm *comm, sw_op *operation, const byte_range *ranges,
-                               size_t count, sw_error *err)
-{
-    uint8_t *bounce = malloc(BOUNCE_BYTES);
-    if (!bounce)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "broadcast '%s': no memory",
-                               operation->label);
-    sw_status status = broadcast_ranges(comm, operation, ranges, count, bounce, err);
-    free(bounce);
-    return status;
-}
-
-static byte_range *parse_ranges(PyObject *list, size_t *count)
+static sw_range *parse_ranges(PyObject *list, size_t *count)
 {
     Py_ssize_t size = PySequence_Size(list);
-    byte_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
+    sw_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
     for (Py_ssize_t i = 0; ranges && i < size; ++i) {
         PyObject *item = PySequence_GetItem(list, i);
         PyObject *address;
@@ -450,7 +452,7 @@ static byte_range *parse_ranges(PyObject *list, size_t *count)
             free(ranges);
             return NULL;
         }
-        ranges[i] = (byte_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
+        ranges[i] = (sw_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
         Py_DECREF(item);
     }
     *count = (size_t)size;
@@ -463,19 +465,18 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     PyObject *list;
     const char *label = "broadcast";
     size_t count;
-    sw_op operation = {.kind = SW_OP_BROADCAST, .dtype = SW_DTYPE_UINT8};
+    int root;
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &operation.root, &label))
+    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &root, &label))
         return NULL;
-    set_label(&operation, label);
-    byte_range *ranges = parse_ranges(list, &count);
+    sw_range *ranges = parse_ranges(list, &count);
     if (!ranges || PyErr_Occurred() || !sw_py_comm_enter(self)) {
         free(ranges);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-    status = broadcast_all(self->comm, &operation, ranges, count, &err);
+    status = sw_comm_broadcast(self->comm, ranges, count, root, label, &err);
     Py_END_ALLOW_THREADS
     free(ranges);
     return finish(self, status, &err);
@@ -564,11 +565,11 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
-    bool is_beside = self->in_use && !self->closed && getpid() == self->owner_pid;
+    bool is_beside = self->in_use && self->connected && !self->closed && is_own(self);
     if (!is_beside && !sw_py_comm_enter(self))
         return NULL;
-    sw_error_set(&reason, SW_E_COMM, self->comm->rank, "rank %d aborted the communicator: %.400s",
-                 self->comm->rank, text);
+    sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
+                 self->rank, text);
     if (is_beside) { /* the thread that is inside is let go */
         self->comm->ops->request_end(self->comm, &reason);
         Py_RETURN_NONE;
@@ -578,14 +579,21 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static bool is_there(comm_object *self)
+{
+    if (!self->comm)
+        PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
+                        self->closed ? "the communicator was closed"
+                                     : "the communicator is joining its peers");
+    return self->comm != NULL;
+}
+
 static PyObject *comm_stats(PyObject *op, PyObject *unused)
 {
     comm_object *self = (comm_object *)op;
     (void)unused;
-    if (!self->comm) {
-        PyErr_SetString(sw_py_state_of(op)->error, "the communicator was closed");
+    if (!is_there(self))
         return NULL;
-    }
     const sw_comm_stats *stats = &self->comm->stats;
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "all_reduce",
                          (unsigned long long)stats->operations[SW_OP_ALL_REDUCE], "broadcast",
@@ -604,10 +612,8 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
 {
     comm_object *self = (comm_object *)op;
     (void)unused;
-    if (!self->comm) {
-        PyErr_SetString(sw_py_state_of(op)->error, "the communicator was closed");
+    if (!is_there(self))
         return NULL;
-    }
     PyObject *peers = PyList_New(0);
     for (int r = 0; peers && self->connected && r < self->comm->world_size; ++r) {
         char text[SW_COMM_PEER_BYTES];
@@ -622,9 +628,9 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     const sw_comm *inside = self->spans_hosts ? sw_hier_comm_inside(self->comm) : self->comm;
     const char *watch = self->group ? "none" : sw_shm_comm_watch(inside);
     const char *transport = self->group ? "local" : self->spans_hosts ? "hier" : "shm";
-    return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->comm->rank, "world_size",
-                         self->comm->world_size, "transport", transport, "watch", watch, "peers",
-                         peers, "timeout_s", (double)self->comm->timeout_ns * 1e-9);
+    return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->rank, "world_size",
+                         self->world_size, "transport", transport, "watch", watch, "peers", peers,
+                         "timeout_s", (double)self->comm->timeout_ns * 1e-9);
 }
 
 static PyObject *comm_get(PyObject *op, void *which)
@@ -632,9 +638,9 @@ static PyObject *comm_get(PyObject *op, void *which)
     comm_object *self = (comm_object *)op;
     if ((intptr_t)which == 2)
         return PyUnicode_FromString(self->address);
-    if (!self->comm)
+    if (self->closed && !self->comm)
         return PyLong_FromLong(-1);
-    return PyLong_FromLong((intptr_t)which == 0 ? self->comm->rank : self->comm->world_size);
+    return PyLong_FromLong((intptr_t)which == 0 ? self->rank : self->world_size);
 }
 
 static PyObject *comm_get_alive(PyObject *op, void *unused)
@@ -642,7 +648,7 @@ static PyObject *comm_get_alive(PyObject *op, void *unused)
     comm_object *self = (comm_object *)op;
     (void)unused;
     return PyBool_FromLong(self->comm && !self->closed && self->connected &&
-                           self->comm->ops->is_alive(self->comm));
+                           (is_own(self) || self->group) && self->comm->ops->is_alive(self->comm));
 }
 
 static PyObject *comm_get_end_reason(PyObject *op, void *unused)
@@ -650,6 +656,8 @@ static PyObject *comm_get_end_reason(PyObject *op, void *unused)
     comm_object *self = (comm_object *)op;
     sw_error err;
     (void)unused;
+    if (!is_own(self)) /* nor is a lock asked for that a thread of the parent's may have held */
+        return PyUnicode_FromString("this process was forked from the one that joined");
     if (!self->comm || self->closed || !self->connected ||
         self->comm->ops->look(self->comm, true, &err) == SW_OK)
         Py_RETURN_NONE;
@@ -679,12 +687,18 @@ static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
     return 0;
 }
 
+static PyObject *comm_get_hosts(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    return self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts)) : PyList_New(0);
+}
+
 static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
-     "connect(addresses, secret, hosts, *, host_of=None, pids=None, wire=None)\n--\n\nJoins the "
-     "peers."},
-    {"probe", sw_py_comm_probe, METH_O,
-     "probe(addresses)\n--\n\nOne byte a rank: 1 where it can be called from here."},
+     "connect(addresses, secret, hosts, *, members=None)\n--\n\nJoins the ranks of this host."},
+    {"extend", (PyCFunction)(void (*)(void))sw_py_comm_extend, METH_VARARGS | METH_KEYWORDS,
+     "extend(host_of, host, *, wire=None)\n--\n\nJoins the ranks of other hosts."},
     {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
      "arena(nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
@@ -714,6 +728,7 @@ static PyGetSetDef comm_properties[] = {
     {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "why it is not alive; None where it is", NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
+    {"hosts", comm_get_hosts, NULL, "the host name of each rank, once joined", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

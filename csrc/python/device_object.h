@@ -71,6 +71,9 @@ void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made);
 /* Whether this process opened it, not one that it was forked from. */
 bool sw_py_device_is_own(const device_comm_object *self);
 
+/* Sets the exception of `err`. What the driver has refused this rank alone ends the communicator,
+ * for all. This thread is inside. */
+void sw_py_device_raise(device_comm_object *self, const sw_error *err);
 /* Leaves; None, or NULL with the exception of `err`. */
 PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err);
 

@@ -144,17 +144,24 @@ static void end_for_all(device_comm_object *self, sw_error *err)
     *err = reason;
 }
 
-PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err)
+void sw_py_device_raise(device_comm_object *self, const sw_error *err)
 {
     sw_error told;
-    if (status == SW_E_DEVICE && self->comm && self->comm->peers &&
+    if (err->status == SW_E_DEVICE && self->comm && self->comm->peers &&
         !sw_peers_has_failed(self->comm->peers)) {
         told = *err;
         end_for_all(self, &told);
         err = &told;
     }
+    sw_py_raise(sw_py_state_of((PyObject *)self), err, self->host);
+}
+
+PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err)
+{
+    if (status != SW_OK)
+        sw_py_device_raise(self, err);
     sw_py_device_leave(self);
     if (status != SW_OK)
-        return sw_py_raise(sw_py_state_of((PyObject *)self), err, self->host);
+        return NULL;
     Py_RETURN_NONE;
 }

@@ -31,22 +31,24 @@ typedef struct engine_state {
     PyObject *newer_checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
     PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
-    PyTypeObject *device_comm_type, *device_reducer_type, *device_units_type, *device_offload_type;
+    PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
     PyTypeObject *device_stage_type, *device_region_type;
     struct comm_object *comms; /* not owned: all HostComms that live; fork.c */
 } engine_state;
 
 typedef struct comm_object {
-    PyObject_HEAD sw_comm *comm; /* owned; NULL once closed */
+    PyObject_HEAD sw_comm *comm; /* owned; NULL while connect() has it, and once closed */
     sw_local_group *group;       /* owned; at world size 1 */
     PyObject *log;               /* owned; NULL: none */
     PyObject *hosts;             /* owned list of str; NULL before connect */
     char address[64];
+    int rank, world_size; /* as given */
     long owner_pid;
-    Py_ssize_t users; /* arenas and reducers that need comm: close() waits for the last of them */
-    bool connected, in_use, closed;
-    bool spans_hosts;         /* comm is over a map of hosts (comm/hier) */
-    struct comm_object *next; /* in engine_state.comms */
+    Py_ssize_t
+        users; /* arenas, reducers and calls that need comm: the last one ends what was closed */
+    bool connected, in_use, closed; /* in_use: a thread is inside, maybe without the GIL */
+    bool spans_hosts;               /* comm is over a map of hosts (comm/hier) */
+    struct comm_object *next;       /* in engine_state.comms */
 } comm_object;
 
 typedef struct arena_object { /* memory with an owner: an arena, or the gradients of a reducer */
@@ -85,9 +87,12 @@ engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our ty
 /* comm_type.c */
 extern PyType_Spec sw_py_comm_type_spec;
 /* Marks the communicator as in use by this thread; false with an exception when it is closed, not
- * joined, used by another thread, or inherited by a forked child. */
+ * joined, used by another thread, or inherited by a forked child. close() of another thread then
+ * ends the call inside, and leaves the rest to sw_py_comm_leave. */
 bool sw_py_comm_enter(comm_object *self);
 void sw_py_comm_leave(comm_object *self);
+/* The same before it has joined, for connect(). */
+bool sw_py_comm_enter_to_join(comm_object *self);
 void sw_py_comm_acquire(comm_object *self);
 void sw_py_comm_release(comm_object *self);
 
@@ -98,7 +103,7 @@ int sw_py_fork_functions_add(PyObject *module);
 
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
-PyObject *sw_py_comm_probe(PyObject *op, PyObject *addresses);
+PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* arena_type.c */
 extern PyType_Spec sw_py_arena_type_spec;
@@ -203,9 +208,8 @@ int sw_py_optim_functions_add(PyObject *module);
 /* compress_module.c */
 int sw_py_compress_functions_add(PyObject *module);
 
-/* device_comm_type.c, device_reducer_type.c, device_units_type.c */
+/* device_comm_type.c, device_units_type.c */
 extern PyType_Spec sw_py_device_comm_type_spec;
-extern PyType_Spec sw_py_device_reducer_type_spec;
 extern PyType_Spec sw_py_device_units_type_spec;
 extern PyType_Spec sw_py_device_offload_type_spec;
 extern PyType_Spec sw_py_device_stage_type_spec;

@@ -1,8 +1,5 @@
-/* gradient_round.c - what a `.grad` is, and when a round begins and ends.
- *
- * The reducer below knows memory; this file keeps the promise that, whenever a bucket is sent, the
- * `.grad` of each of its parameters lies in it: as the view, by one copy, or as zeros when there is
- * none. */
+/* gradient_round.c - when a round begins and ends: autograd's graph tasks become moves of the
+ * reducer's state machine, whatever its memory. */
 #include <string.h>
 
 #include "python/reducer_object.h"
@@ -10,73 +7,11 @@
 /* Peers come to the end of their backward within a step, as a rule. */
 static const int64_t abandon_budget_ns = INT64_C(10000000000);
 
-/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are.
- * Lazily negated and conjugated tensors look the same from here: the first are views of complex
- * ones, so they have strides of their own unless they have one element; the second are complex. */
-bool sw_py_gradient_has_layout(const tensor_view *grad, const tensor_view *shape)
+static PyObject *none_or_null(int failed)
 {
-    int64_t numel = 1;
-    for (int d = 0; d < grad->ndim; ++d)
-        numel *= grad->shape[d];
-    if (numel <= 1 || grad->code == TENSOR_CODE_COMPLEX)
-        return false;
-    if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
-        grad->device_type != shape->device_type)
-        return false;
-    for (int d = 0; d < grad->ndim; ++d) {
-        if (grad->shape[d] != shape->shape[d])
-            return false;
-        if (grad->shape[d] > 1 && grad->strides && shape->strides &&
-            grad->strides[d] != shape->strides[d])
-            return false;
-    }
-    return grad->strides && shape->strides;
-}
-
-static int copy_gradient(reducer_object *self, size_t index, PyObject *view, PyObject *grad)
-{
-    tensor_view seen;
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    self->copies++;
-    if (self->exchange && self->shapes && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
-        sw_py_gradient_has_layout(&seen, &self->shapes[index])) {
-        size_t bytes = layout->place[index].numel *
-                       sw_dtype_size_bytes(layout->bucket[layout->place[index].bucket].dtype);
-        if (bytes)
-            sw_copy_streaming(sw_reducer_address(self->reducer, index), seen.data, bytes);
-        return 0;
-    }
-    PyObject *result = PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
-}
-
-/* The view of a parameter, about to be overwritten while `.grad` is something else. Where somebody
- * kept the old gradient (the view is in other hands), it keeps its values: it moves to memory of
- * its own, and a new view is made. Borrowed. */
-static PyObject *writable_view(reducer_object *self, size_t index)
-{
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (!view || Py_REFCNT(view) == 1)
-        return view;
-    PyObject *position = PyLong_FromSize_t(index);
-    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
-    Py_XDECREF(position);
-    Py_XDECREF(result);
-    if (!result)
+    if (failed < 0)
         return NULL;
-    view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (self->shapes && !sw_py_tensor_view_get(self->exchange, view, &self->shapes[index]))
-        self->shapes[index].ndim = -1;
-    return view;
-}
-
-/* Whether somebody else has hooked a parameter's gradient after us: its hook runs after ours, and
- * may change it. */
-bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index)
-{
-    PyObject *table = PyList_GetItem(self->hook_tables, (Py_ssize_t)index);
-    return table && table != Py_None && PyDict_Size(table) > self->hook_counts[index];
+    Py_RETURN_NONE;
 }
 
 static int current_task(reducer_object *self, int64_t *task)
@@ -85,6 +20,57 @@ static int current_task(reducer_object *self, int64_t *task)
     *task = result ? PyLong_AsLongLong(result) : -1;
     Py_XDECREF(result);
     return PyErr_Occurred() ? -1 : 0;
+}
+
+/* ---- what goes wrong on a GPU ---- */
+
+/* Peers wait for this rank on their GPUs, where nothing can be taken back: the subclass ends the
+ * communicators, with a sentence for all ranks, and raises it. */
+static int end_communicators(reducer_object *self, const sw_error *err)
+{
+    PyObject *reason = PyUnicode_FromString(err->message);
+    if (sw_reducer_take_unlike_steps(self->reducer) && self->describe != Py_None && reason) {
+        PyObject *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
+        PyObject *longer = said ? PyUnicode_Concat(reason, said) : NULL;
+        Py_XDECREF(said);
+        Py_DECREF(reason);
+        reason = longer;
+    }
+    PyObject *result = reason ? PyObject_CallMethod((PyObject *)self, "_end", "O", reason) : NULL;
+    Py_XDECREF(reason);
+    Py_XDECREF(result);
+    if (result)
+        PyErr_SetString(reducer_state_of(self)->error, err->message);
+    return -1;
+}
+
+/* Whether ranks have differed in a round before. */
+static int check_tags(reducer_object *self)
+{
+    sw_error err;
+    if (!self->gpu)
+        return 0;
+    if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
+        return -1;
+    sw_status status = sw_reducer_check(self->reducer, &err);
+    int failed = status == SW_E_MISMATCH ? 0 : reducer_raise(self, status, &err);
+    reducer_leave(self);
+    return status == SW_E_MISMATCH ? end_communicators(self, &err) : failed;
+}
+
+/* ---- a round begins ---- */
+
+/* On a GPU: what is written on torch's current stream from now on comes behind the optimizer. */
+static int arrive(reducer_object *self)
+{
+    sw_error err;
+    if (!self->gpu)
+        return 0;
+    if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
+        return -1;
+    int failed = reducer_raise(self, sw_reducer_arrive(self->reducer, &err), &err);
+    reducer_leave(self);
+    return failed;
 }
 
 /* Arranges that close() runs at the end of graph task `task`. Nothing is sent yet: a backward that
@@ -98,7 +84,7 @@ static int announce(reducer_object *self, int64_t task)
         return -1;
     self->announced_task = task;
     self->announced_sync = synchronised;
-    return 0;
+    return arrive(self);
 }
 
 /* At the first gradient: in the announced graph task, or in one nested in it. */
@@ -109,10 +95,14 @@ static int open_round(reducer_object *self, int64_t task)
         return -1;
     if (self->announced_sync)
         self->pending_forward = false;
-    return reducer_raise(
-        self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err),
-        &err);
+    if (reducer_raise(
+            self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err),
+            &err) < 0)
+        return -1;
+    return self->announcer && self->announced_sync ? sw_py_sliced_announce(self) : 0;
 }
+
+/* ---- communication hooks ---- */
 
 static bool bucket_takes_part(reducer_object *self, size_t bucket)
 {
@@ -126,11 +116,9 @@ static int run_callback(reducer_object *self, size_t bucket, bool is_early)
     size_t after = bucket + 1, count = sw_reducer_layout(self->reducer)->bucket_count;
     while (after < count && !bucket_takes_part(self, after))
         ++after;
-    PyObject *result =
-        PyObject_CallFunction(self->bucket_callback, "nOO", (Py_ssize_t)bucket,
-                              after == count ? Py_True : Py_False, is_early ? Py_True : Py_False);
-    Py_XDECREF(result);
-    return result ? 0 : -1;
+    return reducer_called(PyObject_CallFunction(self->bucket_callback, "nOO", (Py_ssize_t)bucket,
+                                                after == count ? Py_True : Py_False,
+                                                is_early ? Py_True : Py_False));
 }
 
 /* Complete buckets, while the backward goes on. */
@@ -140,98 +128,6 @@ static int hand_over(reducer_object *self)
     while (sw_reducer_hand_over(self->reducer, &bucket))
         if (run_callback(self, bucket, true) < 0)
             return -1;
-    return 0;
-}
-
-int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
-{
-    int64_t task;
-    bool advance = false;
-    sw_error err;
-    sw_status status = SW_OK;
-    if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
-        return -1;
-    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
-        return -1;
-    if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
-        return reducer_raise(self, sw_reducer_mark(self->reducer, index, task, &advance, &err),
-                             &err);
-    if (!sw_py_comm_enter(self->comm)) /* a forked child ends here */
-        return -1;
-    if (self->sliced) {
-        int result = sw_py_sliced_take(self, index, task, param);
-        sw_py_comm_leave(self->comm);
-        return result;
-    }
-    if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index)) {
-        sw_py_comm_leave(self->comm);
-        return 0;
-    }
-    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    int failed = !grad || !view;
-    if (!failed && grad != Py_None && !sw_reducer_is_sent(self->reducer, index) && grad != view) {
-        view = writable_view(self, index);
-        failed = !view || copy_gradient(self, index, view, grad) < 0 ||
-                 PyObject_SetAttr(param, self->grad_name, view) < 0;
-    }
-    if (!failed && grad != Py_None)
-        failed = reducer_raise(self, sw_reducer_mark(self->reducer, index, task, &advance, &err),
-                               &err) < 0;
-    if (!failed && advance && self->bucket_wait) {
-        failed = hand_over(self) < 0;
-    } else if (!failed && advance) { /* only what may fold or wait gives the GIL away */
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_advance(self->reducer, &err);
-        Py_END_ALLOW_THREADS
-        failed = reducer_raise(self, status, &err) < 0;
-    }
-    Py_XDECREF(grad);
-    sw_py_comm_leave(self->comm);
-    return failed ? -1 : 0;
-}
-
-/* Puts into place what no hook put there in this round. */
-static int fill(reducer_object *self)
-{
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    for (size_t i = 0; i < layout->param_count; ++i) {
-        if (sw_reducer_is_placed(self->reducer, i) || !sw_reducer_takes_part(self->reducer, i) ||
-            sw_reducer_is_sent(self->reducer, i))
-            continue;
-        PyObject *grad =
-            PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
-        PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)i);
-        if (grad && grad != view)
-            view = writable_view(self, i);
-        int failed = !grad || !view;
-        if (!failed && grad == Py_None) {
-            size_t bytes = layout->place[i].numel *
-                           sw_dtype_size_bytes(layout->bucket[layout->place[i].bucket].dtype);
-            if (bytes)
-                memset(sw_reducer_address(self->reducer, i), 0, bytes);
-        } else if (!failed && grad != view) {
-            failed = copy_gradient(self, i, view, grad) < 0;
-        }
-        Py_XDECREF(grad);
-        if (failed)
-            return -1;
-    }
-    return 0;
-}
-
-/* After a round: the view becomes `.grad` of every parameter that some rank used. */
-static int publish(reducer_object *self)
-{
-    size_t count = sw_reducer_layout(self->reducer)->param_count;
-    for (size_t i = 0; i < count; ++i) {
-        if (sw_reducer_is_placed(self->reducer, i) || !sw_reducer_used_by_any(self->reducer, i))
-            continue;
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
-        if (PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) <
-            0)
-            return -1;
-    }
     return 0;
 }
 
@@ -251,16 +147,38 @@ static int wait_for_callbacks(reducer_object *self)
     return result && !type ? 0 : -1;
 }
 
+static int clear_bucket(reducer_object *self, size_t bucket)
+{
+    sw_error err;
+    sw_status status = sw_reducer_reserve(self->reducer, bucket, &err);
+    if (status == SW_OK)
+        status = sw_reducer_clear_bucket(self->reducer, bucket, &err);
+    return reducer_raise(self, status, &err);
+}
+
+/* A hook's buckets share memory where they are sliced: each is filled as its turn comes. A rank
+ * that contributes nothing fills it with zeros. */
+static int fill_for_hook(reducer_object *self, size_t bucket, bool contributes)
+{
+    if (contributes && !self->sliced)
+        return 0;
+    if (reducer_enter(self) < 0)
+        return -1;
+    int failed =
+        contributes ? sw_py_gradient_fill_bucket(self, bucket) : clear_bucket(self, bucket);
+    reducer_leave(self);
+    return failed;
+}
+
 /* A user's hook reduces each bucket that takes part, in order. */
-static int run_callbacks(reducer_object *self)
+static int run_callbacks(reducer_object *self, bool contributes)
 {
     size_t count = sw_reducer_layout(self->reducer)->bucket_count;
     int failed = 0;
     for (size_t b = 0; b < count && !failed; ++b) {
         if (!bucket_takes_part(self, b) || sw_reducer_is_handed_over(self->reducer, b))
             continue;
-        failed =
-            (self->sliced && sw_py_sliced_fill(self, b) < 0) || run_callback(self, b, false) < 0;
+        failed = fill_for_hook(self, b, contributes) < 0 || run_callback(self, b, false) < 0;
     }
     return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
 }
@@ -278,94 +196,225 @@ static int run_crossed(reducer_object *self, bool contributes)
             sw_reducer_is_handed_over(self->reducer, b))
             continue;
         if (!contributes)
-            sw_reducer_clear_bucket(self->reducer, b);
-        failed = run_callback(self, b, true) < 0;
+            failed = clear_bucket(self, b) < 0;
+        failed = failed || run_callback(self, b, true) < 0;
     }
     return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
+}
+
+/* ---- gradients come ---- */
+
+/* The gradient of a parameter exists. The communicator is entered. */
+static int take(reducer_object *self, size_t index, int64_t task, PyObject *param)
+{
+    bool due = false, early = false;
+    sw_error err;
+    if (self->gpu &&
+        (sw_py_reducer_use_stream(self) < 0 ||
+         reducer_raise(self, sw_reducer_produce(self->reducer, index, &err), &err) < 0))
+        return -1;
+    if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index))
+        return 0;
+    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
+    bool none = grad == Py_None;
+    Py_XDECREF(grad);
+    if (!grad || none)
+        return grad ? 0 : -1;
+    if (reducer_raise(self, sw_reducer_mark_ready(self->reducer, index, task, &due, &err), &err) <
+        0)
+        return -1;
+    if (!sw_reducer_get_traits(self->reducer)->places_late) {
+        early = !sw_reducer_can_place(self->reducer, index);
+        if (early && sw_py_sliced_make_room(self, index) < 0)
+            return -1;
+        if (sw_reducer_can_place(self->reducer, index) &&
+            !(early && sw_reducer_is_placed(self->reducer, index)) &&
+            sw_py_gradient_place(self, index) < 0)
+            return -1;
+    }
+    /* One that came early may complete a bucket that has become the next meanwhile. */
+    if (!due && !early)
+        return 0;
+    return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
+}
+
+int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
+{
+    int64_t task;
+    bool advance;
+    sw_error err;
+    if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
+        return -1;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
+        return -1;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
+        return reducer_raise(
+            self, sw_reducer_mark_ready(self->reducer, index, task, &advance, &err), &err);
+    if (reducer_enter(self) < 0) /* a forked child ends here */
+        return -1;
+    int result = take(self, index, task, param);
+    reducer_leave(self);
+    return result;
+}
+
+/* ---- a round ends ---- */
+
+/* After a round: the view becomes `.grad` of every parameter that some rank used. */
+static int publish(reducer_object *self)
+{
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    if (self->sliced && sw_py_sliced_publish(self) < 0)
+        return -1;
+    for (size_t i = 0; i < count && !self->sliced; ++i) {
+        if (sw_reducer_is_ready(self->reducer, i) || !sw_reducer_used_by_any(self->reducer, i))
+            continue;
+        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
+        if (PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) <
+            0)
+            return -1;
+    }
+    return sw_py_gradient_restore(self);
+}
+
+/* After a round: ranks whose optimizers stepped with different hyperparameters say so, all of them.
+ */
+static int compare_steps(reducer_object *self)
+{
+    bool unlike = !self->gpu && sw_reducer_take_unlike_steps(self->reducer);
+    if (!unlike || self->unlike == Py_None)
+        return 0;
+    return reducer_called(PyObject_CallFunctionObjArgs(self->unlike, NULL));
+}
+
+/* What ranks must agree on beside their steps. */
+static int note_order(reducer_object *self)
+{
+    if (!self->order)
+        return 0;
+    PyObject *digest = PyObject_CallFunctionObjArgs(self->order, NULL);
+    unsigned long long value = digest ? PyLong_AsUnsignedLongLong(digest) : 0;
+    Py_XDECREF(digest);
+    if (PyErr_Occurred())
+        return -1;
+    sw_reducer_set_digest(self->reducer, (uint32_t)value);
+    return 0;
+}
+
+/* The use bits alone: a user's hook averages the buckets. */
+static int exchange_use(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    if (note_order(self) < 0)
+        return -1;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_exchange_use(self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    return reducer_raise(self, status, &err);
+}
+
+/* Before it: every gradient lies in its bucket, or ranks are told what stands. */
+static int prepare_for_hook(reducer_object *self)
+{
+    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
+    if (self->sliced)
+        return sw_py_sliced_declare_standing(self);
+    for (size_t b = 0; b < count; ++b)
+        if (bucket_takes_part(self, b) && !sw_reducer_is_handed_over(self->reducer, b) &&
+            sw_py_gradient_fill_bucket(self, b) < 0)
+            return -1;
+    return 0;
 }
 
 /* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each, and
  * may use the communicator itself. */
 static int finish_with_callback(reducer_object *self)
 {
+    PyObject *type, *value, *trace;
+    if (reducer_enter(self) < 0)
+        return -1;
+    int failed = prepare_for_hook(self), differ = failed ? 0 : exchange_use(self);
+    reducer_leave(self);
+    if (failed < 0)
+        return -1;
+    if (differ == 0)
+        return run_callbacks(self, true);
+    /* the same sentence as if nothing had been handed over, once that is where it belongs */
+    PyErr_Fetch(&type, &value, &trace);
+    failed = run_crossed(self, true);
+    if (failed == 0)
+        PyErr_Restore(type, value, trace);
+    return -1;
+}
+
+/* All buckets are sent, or what is left of them. */
+static int send_rest(reducer_object *self)
+{
     sw_error err;
     sw_status status;
-    if (!sw_py_comm_enter(self->comm))
-        return -1;
-    if (self->sliced) {
-        int failed = sw_py_sliced_exchange_use(self);
-        sw_py_comm_leave(self->comm);
-        return failed || run_callbacks(self) < 0 ? -1 : sw_py_sliced_publish(self);
+    size_t bucket;
+    while (sw_reducer_next_unsent(self->reducer, &bucket)) {
+        if (sw_py_gradient_fill_bucket(self, bucket) < 0)
+            return -1;
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_send(self->reducer, bucket, &err);
+        Py_END_ALLOW_THREADS
+        if (reducer_raise(self, status, &err) < 0)
+            return -1;
     }
+    return 0;
+}
+
+static int finish_sent(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    if (note_order(self) < 0)
+        return -1;
     Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_exchange_use(self->reducer, &err);
+    status = sw_reducer_finish(self->reducer, &err);
     Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
-    if (status == SW_OK)
-        return run_callbacks(self);
-    /* the same sentence as if nothing had been handed over, once that is where it belongs */
-    return run_crossed(self, true) < 0 ? -1 : reducer_raise(self, status, &err);
+    return reducer_raise(self, status, &err);
 }
 
 static int finish_round(reducer_object *self)
 {
     sw_error err;
-    sw_status status;
+    int failed;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
         return reducer_raise(self, sw_reducer_finish(self->reducer, &err), &err);
-    if (self->sliced && self->bucket_callback)
-        return finish_with_callback(self);
-    if (!sw_py_comm_enter(self->comm))
+    if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    if (self->sliced) {
-        int result = sw_py_sliced_finish(self);
-        sw_py_comm_leave(self->comm);
-        return result;
-    }
-    int failed = fill(self) < 0;
-    if (!failed && !self->bucket_callback) {
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_finish(self->reducer, &err);
-        Py_END_ALLOW_THREADS
-        failed = reducer_raise(self, status, &err) < 0;
-    }
-    sw_py_comm_leave(self->comm);
-    if (!failed && self->bucket_callback)
+    if (self->bucket_callback) {
         failed = finish_with_callback(self) < 0;
-    return failed || publish(self) < 0 ? -1 : 0;
+    } else {
+        if (reducer_enter(self) < 0)
+            return -1;
+        failed = send_rest(self) < 0 || finish_sent(self) < 0;
+        reducer_leave(self);
+    }
+    return failed || publish(self) < 0 ? -1 : compare_steps(self);
 }
 
 static int abandon(reducer_object *self)
 {
     sw_error err;
     sw_status status;
+    bool can_abandon = sw_reducer_get_traits(self->reducer)->can_abandon;
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
         return reducer_raise(self, sw_reducer_abandon(self->reducer, &err), &err);
-    if (!sw_py_comm_enter(self->comm))
+    if (can_abandon && reducer_enter(self) < 0)
         return -1;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_abandon(self->reducer, &err);
     Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
+    if (!can_abandon)
+        return end_communicators(self, &err);
+    reducer_leave(self);
     return run_crossed(self, false) < 0 ? -1 : reducer_raise(self, status, &err);
 }
 
-/* With a user's hook: as the others, but over zeros. */
-static int shadow_callbacks(reducer_object *self)
-{
-    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
-    for (size_t b = 0; b < count; ++b)
-        if (bucket_takes_part(self, b))
-            sw_reducer_clear_bucket(self->reducer, b);
-    return run_callbacks(self);
-}
-
-static PyObject *none_or_null(int failed)
-{
-    if (failed < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
+/* ---- methods ---- */
 
 PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised)
 {
@@ -376,6 +425,8 @@ PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised)
         return NULL;
     if (task >= 0)
         Py_RETURN_NONE; /* recomputed inside a backward: not a forward of its own */
+    if (check_tags(self) < 0)
+        return NULL;
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
@@ -420,22 +471,35 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
     (void)unused;
     if (reducer_check_ready(self) < 0)
         return NULL;
+    if (!sw_reducer_get_traits(self->reducer)->can_abandon)
+        return none_or_null(abandon(self));
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
         Py_RETURN_NONE;
-    if (!sw_py_comm_enter(self->comm))
+    if (reducer_enter(self) < 0)
         return NULL;
     self->announced_task = NO_TASK;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err);
     Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
+    reducer_leave(self);
     return none_or_null(reducer_raise(self, status, &err));
+}
+
+/* With the gradients as they stand. */
+static int run_whole_round(reducer_object *self)
+{
+    sw_error err;
+    if (arrive(self) < 0 ||
+        reducer_raise(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
+        return -1;
+    if (self->announcer && sw_py_sliced_announce(self) < 0)
+        return -1;
+    return finish_round(self);
 }
 
 PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_error err;
     int64_t task;
     (void)unused;
     if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
@@ -455,27 +519,146 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
     if (!self->pending_forward || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
         Py_RETURN_NONE;
     self->pending_forward = false;
-    if (reducer_raise(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
-        return NULL;
-    return none_or_null(finish_round(self));
+    return none_or_null(run_whole_round(self));
 }
 
-PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused)
+/* Whether `.grad` holds what no round has averaged, as far as can be seen: a tensor, but not a
+ * standing mean of which this rank has a slice alone. 1, 0, or -1 with an exception. */
+static int holds_contribution(reducer_object *self, size_t index)
+{
+    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    int result = !grad ? -1 : grad != Py_None;
+    if (result > 0 && self->sliced && grad == view) {
+        PyObject *pending = PyObject_GetAttrString(view, "_pending");
+        result = !pending ? -1 : pending != Py_None;
+        Py_XDECREF(pending);
+    }
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* A round that no backward announced: what stands in `.grad` are the contributions. */
+PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
     sw_error err;
-    sw_status status;
+    int64_t task;
+    bool advance;
     (void)unused;
-    if (reducer_check_ready(self) < 0 || !sw_py_comm_enter(self->comm))
+    if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
+    if (task >= 0 || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED) {
+        PyErr_SetString(reducer_state_of(self)->error,
+                        "gradients are averaged by an explicit call outside of a backward only");
+        return NULL;
+    }
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    for (size_t i = 0; i < count; ++i) {
+        int holds = sw_reducer_takes_part(self->reducer, i) ? holds_contribution(self, i) : 0;
+        if (holds < 0)
+            return NULL;
+        if (holds &&
+            reducer_raise(self, sw_reducer_mark_ready(self->reducer, i, task, &advance, &err),
+                          &err) < 0)
+            return NULL;
+    }
     self->pending_forward = false;
+    return none_or_null(run_whole_round(self));
+}
+
+/* ---- ranks that ran out of inputs ---- */
+
+/* On a GPU a rank contributes by what a sum does not see; each bucket travels as ever. */
+static int shadow_buckets(reducer_object *self)
+{
+    sw_error err;
+    size_t bucket;
+    while (sw_reducer_next_unsent(self->reducer, &bucket)) {
+        if (reducer_raise(self, sw_reducer_reserve(self->reducer, bucket, &err), &err) < 0 ||
+            reducer_called(PyObject_CallMethod((PyObject *)self, "_blank_bucket", "n",
+                                               (Py_ssize_t)bucket)) < 0 ||
+            reducer_raise(self, sw_reducer_send(self->reducer, bucket, &err), &err) < 0)
+            return -1;
+    }
+    return finish_sent(self);
+}
+
+/* What stands, as ranks that train have said it: a byte a parameter. It stays where no rank uses a
+ * parameter. */
+static int follow_standing(reducer_object *self, PyObject *standing)
+{
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    PyObject *list = standing ? PySequence_List(standing) : PyList_New(0);
+    for (size_t i = 0; list && i < count && i < (size_t)PyList_Size(list); ++i) {
+        int flag = PyObject_IsTrue(PyList_GetItem(list, (Py_ssize_t)i));
+        if (flag > 0)
+            sw_reducer_stand(self->reducer, i);
+        if (flag < 0 || (flag && sw_py_gradient_keep(self, i) < 0))
+            ENGINE_CLEAR(list);
+    }
+    Py_XDECREF(list);
+    return list ? 0 : -1;
+}
+
+/* Means are written where gradients were: those that the program kept move away. */
+static int renew_views(reducer_object *self)
+{
+    size_t count = sw_reducer_layout(self->reducer)->param_count;
+    for (size_t i = 0; i < count && !self->sliced; ++i) {
+        if (!sw_reducer_takes_part(self->reducer, i))
+            continue;
+        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
+        PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+        bool is_other = grad && grad != PyList_GetItem(self->views, (Py_ssize_t)i);
+        Py_XDECREF(grad);
+        if (!grad || (is_other && !sw_py_gradient_writable_view(self, i)))
+            return -1;
+    }
+    return 0;
+}
+
+static int shadow_on_device(reducer_object *self, PyObject *standing)
+{
+    sw_error err;
+    if (arrive(self) < 0 || renew_views(self) < 0 || reducer_enter(self) < 0)
+        return -1;
+    int failed = reducer_raise(self, sw_reducer_open_shadow(self->reducer, &err), &err) < 0 ||
+                 follow_standing(self, standing) < 0;
+    if (!failed)
+        failed = (self->bucket_callback ? exchange_use(self) : shadow_buckets(self)) < 0;
+    reducer_leave(self);
+    if (!failed && self->bucket_callback)
+        failed = run_callbacks(self, false) < 0;
+    return failed || sw_py_gradient_restore(self) < 0 ? -1 : 0;
+}
+
+static int shadow_on_host(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    if (reducer_enter(self) < 0)
+        return -1;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_shadow(self->reducer, &err);
     Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
+    reducer_leave(self);
     if (status != SW_OK && run_crossed(self, false) < 0)
-        return NULL;
+        return -1;
     if (reducer_raise(self, status, &err) < 0)
+        return -1;
+    if (self->bucket_callback && run_callbacks(self, false) < 0)
+        return -1;
+    return compare_steps(self);
+}
+
+PyObject *sw_py_round_shadow(PyObject *op, PyObject *args)
+{
+    reducer_object *self = (reducer_object *)op;
+    PyObject *standing = NULL;
+    if (!PyArg_ParseTuple(args, "|O:shadow", &standing) || reducer_check_ready(self) < 0)
         return NULL;
-    return none_or_null(self->bucket_callback ? shadow_callbacks(self) : 0);
+    self->pending_forward = false;
+    return none_or_null(self->gpu ? shadow_on_device(self, standing) : shadow_on_host(self));
 }

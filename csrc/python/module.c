@@ -3,7 +3,14 @@
 
 engine_state *sw_py_state_of(PyObject *self)
 {
-    return PyType_GetModuleState(Py_TYPE(self));
+    PyTypeObject *type = Py_TYPE(self);
+    engine_state *state = PyType_GetModuleState(type);
+    while (!state && type) { /* a subclass in Python is of another module */
+        PyErr_Clear();
+        type = PyType_GetSlot(type, Py_tp_base);
+        state = type ? PyType_GetModuleState(type) : NULL;
+    }
+    return state;
 }
 
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
@@ -26,7 +33,6 @@ static int module_exec(PyObject *module)
         add_type(module, &sw_py_checkpoint_saver_type_spec, &state->saver_type) < 0 ||
         add_type(module, &sw_py_checkpoint_folder_type_spec, &state->folder_type) < 0 ||
         add_type(module, &sw_py_device_comm_type_spec, &state->device_comm_type) < 0 ||
-        add_type(module, &sw_py_device_reducer_type_spec, &state->device_reducer_type) < 0 ||
         add_type(module, &sw_py_device_units_type_spec, &state->device_units_type) < 0 ||
         add_type(module, &sw_py_device_offload_type_spec, &state->device_offload_type) < 0 ||
         add_type(module, &sw_py_device_stage_type_spec, &state->device_stage_type) < 0 ||
@@ -54,7 +60,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->units_type);
     Py_VISIT(state->state_file_type);
     Py_VISIT(state->device_comm_type);
-    Py_VISIT(state->device_reducer_type);
     Py_VISIT(state->device_units_type);
     Py_VISIT(state->device_offload_type);
     Py_VISIT(state->device_stage_type);

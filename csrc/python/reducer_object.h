@@ -1,24 +1,38 @@
-/* reducer_object.h - the Reducer object, shared by its type (reducer_type.c) and its rounds
- * (gradient_round.c).
+/* reducer_object.h - the Reducer object, shared by its type (reducer_type.c, reducer_on_device.c),
+ * by its rounds (gradient_round.c) and by how a contribution comes out of a `.grad`
+ * (gradient_place.c; sliced_gradients.c where this rank keeps slices).
+ *
+ * On a GPU the object is of a subclass in Python, which allocates and registers memory; a few
+ * things of torch's that are no step's are its methods, named where they are called.
  *
  * Thread rule: with the GIL held.
  */
 #ifndef SW_PYTHON_REDUCER_OBJECT_H
 #define SW_PYTHON_REDUCER_OBJECT_H
 
+#include "python/device_object.h"
 #include "python/engine.h"
 
 typedef struct reducer_object {
-    PyObject_HEAD comm_object *comm; /* owned */
+    PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
+    device_comm_object *gpu;         /* owned; NULL on the host */
     sw_reducer *reducer;             /* owned */
-    PyObject *memory;                /* owned: Arena, which owns the reducer's memory */
-    reducer_link *link;              /* counted, shared with the hooks */
+    PyObject *memory; /* owned: the Arena that owns the reducer's memory; on a GPU a list of torch's
+                         tensors, one a bucket (sliced: its slice of the mean), None where it takes
+                         no part, and behind them tuples of the places and of those lent */
+    reducer_link *link; /* counted, shared with the hooks */
     PyObject *params,
         *views; /* owned lists; NULL before attach. The list of views is the caller's own */
     PyObject *hook_tables; /* owned list: where torch keeps the hooks of each parameter, or None */
     PyObject *layouts; /* owned list of tensors laid out as gradients are, where parameters are not
                           always; or None */
     PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
+    PyObject *unlike, *describe; /* owned callables, or None: ranks have noted different steps; on a
+                                    GPU, what this one has */
+    PyObject *stream;            /* owned callable: torch's current stream; NULL on the host */
+    PyObject *order;             /* owned callable: a digest that ranks must agree on; or NULL */
+    PyObject *announcer;         /* owned callable, told what stands as a round opens; or NULL */
+    PyObject *held;            /* owned list: gradients until their copies are launched. On a GPU */
     PyObject *bucket_callback; /* owned, or NULL: what averages a bucket, in place of the engine */
     PyObject *bucket_wait;     /* owned, or NULL: waits for what bucket_callback has begun. With it
                                   buckets are given as soon as they are complete */
@@ -28,6 +42,7 @@ typedef struct reducer_object {
     const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */
     Py_ssize_t *hook_counts; /* owned: hooks of each parameter when ours was the last */
+    size_t kept;             /* parameters of which the subclass keeps what may not be averaged */
     unsigned long long copies;
     int64_t announced_task; /* graph task whose end will call close(); NO_TASK: none */
     bool announced_sync;
@@ -46,7 +61,10 @@ static inline int reducer_raise(reducer_object *self, sw_status status, const sw
 {
     if (status == SW_OK)
         return 0;
-    sw_py_raise(reducer_state_of(self), err, self->comm);
+    if (self->gpu)
+        sw_py_device_raise(self->gpu, err);
+    else
+        sw_py_raise(reducer_state_of(self), err, self->comm);
     return -1;
 }
 
@@ -67,19 +85,79 @@ static inline int reducer_check_ready(reducer_object *self)
     return -1;
 }
 
-/* sliced_gradients.c: -1 with an exception. */
-int sw_py_sliced_take(reducer_object *self, size_t index, int64_t task, PyObject *param);
-int sw_py_sliced_finish(reducer_object *self);
-/* The same for a user's hook, which takes one bucket after the other: use and standing bits; the
- * contributions to one bucket; `.grad`. */
-int sw_py_sliced_exchange_use(reducer_object *self);
-int sw_py_sliced_fill(reducer_object *self, size_t bucket);
-int sw_py_sliced_publish(reducer_object *self);
+/* The communicator is this thread's until reducer_leave(). -1 with an exception. */
+static inline int reducer_enter(reducer_object *self)
+{
+    bool entered = self->gpu ? sw_py_device_enter(self->gpu) : sw_py_comm_enter(self->comm);
+    return entered ? 0 : -1;
+}
 
-/* gradient_round.c: whether somebody else has hooked a parameter's gradient after us; whether
- * `grad` lies in memory just as `shape`, so that its bytes can be copied as they are. */
+static inline void reducer_leave(reducer_object *self)
+{
+    if (self->gpu)
+        sw_py_device_leave(self->gpu);
+    else
+        sw_py_comm_leave(self->comm);
+}
+
+/* Counts a call's outcome: 0, or -1 with the exception that is set. */
+static inline int reducer_called(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* reducer_type.c: -1 with an exception. */
+int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index);
+
+/* reducer_on_device.c: -1, or NULL, with an exception. */
+int sw_py_reducer_init_on_device(reducer_object *self);
+/* What is next comes in the order of torch's current stream. Nothing on the host. */
+int sw_py_reducer_use_stream(reducer_object *self);
+/* What owns the memory of a bucket, or of this rank's slice of its mean; borrowed. And the GPU that
+ * it is on; -1: the CPU. */
+PyObject *sw_py_reducer_owner(reducer_object *self, size_t index, bool is_result, int *ordinal);
+
+/* Of it, methods. */
+PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_lend(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused);
+PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *trains);
+PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *callable);
+PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *callable);
+
+/* gradient_place.c: -1 with an exception, the communicator entered. Takes this rank's contribution
+ * out of `.grad`; all of a bucket that was reserved, what is placed left out. */
+int sw_py_gradient_place(reducer_object *self, size_t index);
+int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket);
+/* The same of a bucket that is not reserved yet. */
+int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
+/* Sends what can be sent without waiting. */
+int sw_py_gradient_advance(reducer_object *self);
+/* The view of a parameter, about to be overwritten while `.grad` is something else. Borrowed. */
+PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);
+/* The contribution becomes the elements of `grad`, which `like` is laid out as, or the sum of both.
+ * 1 where its bytes cannot be copied as they are. */
+int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
+                         bool add);
+/* Whether a later hook than ours was registered on a parameter's gradient. */
 bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index);
-bool sw_py_gradient_has_layout(const tensor_view *grad, const tensor_view *shape);
+/* What the subclass keeps of a parameter that this rank has not used; and gives back of those that
+ * no rank has. */
+int sw_py_gradient_keep(reducer_object *self, size_t index);
+int sw_py_gradient_restore(reducer_object *self);
+
+/* sliced_gradients.c: -1 with an exception. */
+int sw_py_sliced_place(reducer_object *self, size_t index);
+/* A gradient has come before its slot was free: makes room, if that is soon. */
+int sw_py_sliced_make_room(reducer_object *self, size_t index);
+/* Says which contributions are on top of the standing mean, before they are placed. */
+int sw_py_sliced_declare_standing(reducer_object *self);
+/* The same to ranks that have joined, as a round opens. */
+int sw_py_sliced_announce(reducer_object *self);
+/* After a round: every parameter that some rank used has its ShardedGradient. */
+int sw_py_sliced_publish(reducer_object *self);
 
 /* gradient_round.c: methods. */
 PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised);
@@ -87,6 +165,7 @@ PyObject *sw_py_round_announce(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_fail(PyObject *op, PyObject *unused);
 PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_shadow(PyObject *op, PyObject *unused);
+PyObject *sw_py_round_average(PyObject *op, PyObject *unused);
+PyObject *sw_py_round_shadow(PyObject *op, PyObject *args);
 
 #endif

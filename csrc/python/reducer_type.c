@@ -1,5 +1,6 @@
-/* reducer_type.c - shardwright._engine.Reducer: the object, its lifecycle and its methods. The
- * rounds are in gradient_round.c. */
+/* reducer_type.c - shardwright._engine.Reducer: the object, its lifecycle and its methods, over a
+ * HostComm or a DeviceComm (reducer_on_device.c has what only that takes). The rounds are in
+ * gradient_round.c. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,17 +20,17 @@ static int parse_transport(const char *name, sw_transport *transport)
     return -1;
 }
 
-static int create(reducer_object *self, sw_py_rows *s, const sw_reducer_options *options)
+static int create_on_host(reducer_object *self, sw_py_rows *s, const sw_reducer_options *options)
 {
     sw_error err;
     sw_status status;
-    if (!sw_py_comm_enter(self->comm))
+    if (reducer_enter(self) < 0)
         return -1;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_create(self->comm->comm, s->params, s->names, s->count, options,
                                &self->reducer, &err);
     Py_END_ALLOW_THREADS
-    sw_py_comm_leave(self->comm);
+    reducer_leave(self);
     if (reducer_raise(self, status, &err) < 0)
         return -1;
     /* The Arena object becomes the memory's owner; the reducer goes on borrowing it. */
@@ -38,60 +39,96 @@ static int create(reducer_object *self, sw_py_rows *s, const sw_reducer_options 
     return self->memory ? 0 : -1;
 }
 
+static int create_on_gpu(reducer_object *self, sw_py_rows *s, const sw_reducer_options *options)
+{
+    sw_error err;
+    sw_status status;
+    if (reducer_enter(self) < 0)
+        return -1;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_create_on_device(self->gpu->comm, s->params, s->names, s->count, options,
+                                         &self->reducer, &err);
+    Py_END_ALLOW_THREADS
+    PyObject *done = sw_py_device_finish(self->gpu, status, &err);
+    Py_XDECREF(done);
+    return done ? sw_py_reducer_init_on_device(self) : -1;
+}
+
+/* Binds a HostComm or a DeviceComm, and tells its world size; 0 once it is closed, which create()
+ * says. */
+static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
+{
+    const engine_state *state = reducer_state_of(self);
+    bool on_host = PyObject_TypeCheck(comm, state->comm_type);
+    *world_size = 0;
+    if (self->comm || self->gpu ||
+        !(on_host || PyObject_TypeCheck(comm, state->device_comm_type))) {
+        PyErr_SetString(PyExc_TypeError, "Reducer: comm must be a HostComm or a DeviceComm, and a "
+                                         "Reducer is initialised once");
+        return -1;
+    }
+    Py_INCREF(comm);
+    if (on_host) {
+        self->comm = (comm_object *)comm;
+        sw_py_comm_acquire(self->comm);
+        *world_size = self->comm->comm ? self->comm->comm->world_size : 0;
+    } else {
+        self->gpu = (device_comm_object *)comm;
+        const sw_peers *peers = self->gpu->comm ? self->gpu->comm->peers : NULL;
+        *world_size = peers ? peers->world_size : 0;
+    }
+    return 0;
+}
+
+static int check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
+{
+    if (cap <= 0)
+        PyErr_Format(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd", cap);
+    else if (first_cap < 0)
+        PyErr_Format(PyExc_ValueError, "Reducer: first_cap_bytes must not be negative, got %zd",
+                     first_cap);
+    return cap <= 0 || first_cap < 0 ? -1 : 0;
+}
+
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
-        "comm",   "parameters", "bucket_cap_bytes", "transport", "reduce", "sliced",
-        "slices", "label",      "first_cap_bytes",  NULL};
+        "comm",  "parameters",      "bucket_cap_bytes", "transport", "reduce", "sliced", "slices",
+        "label", "first_cap_bytes", "deterministic",    "wire",      "lent",   NULL};
     reducer_object *self = (reducer_object *)op;
     PyObject *comm, *parameters, *owners = Py_None;
     sw_py_slices slices;
     Py_ssize_t cap = 25 * 1024 * 1024, first_cap = 0;
-    const char *transport = "auto", *reduce = "mean";
-    int sliced = 0;
+    const char *transport = "auto", *reduce = "mean", *wire = NULL;
+    int sliced = 0, deterministic = 0, lent = 0, world_size;
     sw_reducer_options options = {.label = "model"};
     sw_py_rows s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsn:Reducer", names, &comm, &parameters,
-                                     &cap, &transport, &reduce, &sliced, &owners, &options.label,
-                                     &first_cap))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsnpzp:Reducer", names, &comm,
+                                     &parameters, &cap, &transport, &reduce, &sliced, &owners,
+                                     &options.label, &first_cap, &deterministic, &wire, &lent) ||
+        check_caps(cap, first_cap) < 0 || parse_transport(transport, &options.transport) < 0 ||
+        sw_py_parse_reduce(reduce, &options.sums) < 0 || bind_comm(self, comm, &world_size) < 0)
         return -1;
-    engine_state *state = sw_py_state_of(op);
-    if (self->comm || !PyObject_TypeCheck(comm, state->comm_type)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "Reducer: comm must be a HostComm, and a Reducer is initialised once");
-        return -1;
-    }
-    if (cap <= 0) {
-        PyErr_Format(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd", cap);
-        return -1;
-    }
-    if (first_cap < 0) {
-        PyErr_Format(PyExc_ValueError, "Reducer: first_cap_bytes must not be negative, got %zd",
-                     first_cap);
-        return -1;
-    }
     self->announced_task = NO_TASK;
+    self->sliced = sliced != 0;
     options.bucket_cap_bytes = (size_t)cap;
     options.first_cap_bytes = (size_t)first_cap;
-    options.sliced = self->sliced = sliced != 0;
-    if (parse_transport(transport, &options.transport) < 0 ||
-        sw_py_parse_reduce(reduce, &options.sums) < 0)
-        return -1;
-    Py_INCREF(comm);
-    self->comm = (comm_object *)comm;
-    sw_py_comm_acquire(self->comm);
+    options.sliced = self->sliced;
+    options.deterministic = deterministic != 0;
+    options.is_lent = lent != 0;
+    options.is_narrow = wire != NULL;
+    options.wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT;
     self->grad_name = PyUnicode_InternFromString("grad");
     self->link = calloc(1, sizeof *self->link);
     if (!self->grad_name || !self->link)
         return -1;
     *self->link = (reducer_link){.reducer = self, .references = 1};
-    const sw_comm *ranks = self->comm->comm; /* NULL once closed, which create() says */
-    if (sw_py_slices_init(&slices, owners, ranks ? ranks->world_size : 0) < 0)
+    if (sw_py_slices_init(&slices, owners, world_size) < 0)
         return -1;
     options.slices = sw_py_slices_get(&slices);
     int result = sw_py_rows_init(&s, parameters);
     if (result == 0)
-        result = create(self, &s, &options);
+        result = self->gpu ? create_on_gpu(self, &s, &options) : create_on_host(self, &s, &options);
     sw_py_rows_fini(&s);
     sw_py_slices_fini(&slices);
     return result;
@@ -110,14 +147,20 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->open);
     Py_VISIT(self->task_id);
     Py_VISIT(self->layouts);
+    Py_VISIT(self->unlike);
+    Py_VISIT(self->describe);
     Py_VISIT(self->bucket_callback);
     Py_VISIT(self->bucket_wait);
+    Py_VISIT(self->stream);
+    Py_VISIT(self->order);
+    Py_VISIT(self->announcer);
+    Py_VISIT(self->held);
+    Py_VISIT(self->gpu);
     return 0;
 }
 
-static int reducer_clear(PyObject *op)
+static void clear_tensors(reducer_object *self)
 {
-    reducer_object *self = (reducer_object *)op;
     ENGINE_CLEAR(self->params);
     ENGINE_CLEAR(self->views);
     ENGINE_CLEAR(self->hook_tables);
@@ -126,9 +169,37 @@ static int reducer_clear(PyObject *op)
     ENGINE_CLEAR(self->open);
     ENGINE_CLEAR(self->task_id);
     ENGINE_CLEAR(self->layouts);
+    ENGINE_CLEAR(self->unlike);
+    ENGINE_CLEAR(self->describe);
+    ENGINE_CLEAR(self->stream);
+}
+
+static int reducer_clear(PyObject *op)
+{
+    reducer_object *self = (reducer_object *)op;
+    clear_tensors(self);
     ENGINE_CLEAR(self->bucket_callback);
     ENGINE_CLEAR(self->bucket_wait);
+    ENGINE_CLEAR(self->order);
+    ENGINE_CLEAR(self->announcer);
     return 0;
+}
+
+static void destroy(void *reducer)
+{
+    sw_reducer_destroy(reducer);
+}
+
+static void destroy_reducer(reducer_object *self)
+{
+    if (!self->gpu) {
+        if (self->reducer && self->memory)
+            (void)sw_reducer_take_memory(self->reducer);
+        sw_reducer_destroy(self->reducer);
+    } else if (self->reducer && sw_py_device_is_own(self->gpu)) {
+        /* In a forked child all stays: its calls would fail, and the memory is the parent's. */
+        sw_py_device_destroy(self->gpu, destroy, self->reducer);
+    }
 }
 
 static void reducer_dealloc(PyObject *op)
@@ -141,13 +212,13 @@ static void reducer_dealloc(PyObject *op)
         self->link->reducer = NULL;
         sw_py_reducer_link_release(self->link);
     }
-    if (self->reducer && self->memory)
-        (void)sw_reducer_take_memory(self->reducer);
-    sw_reducer_destroy(self->reducer);
+    destroy_reducer(self);
     free(self->shapes);
     free(self->hook_counts);
     Py_XDECREF(self->memory);
+    Py_XDECREF(self->held);
     Py_XDECREF(self->grad_name);
+    Py_XDECREF(self->gpu);
     if (self->comm) {
         sw_py_comm_release(self->comm);
         Py_DECREF(self->comm);
@@ -176,21 +247,50 @@ static int read_index(reducer_object *self, PyObject *value, size_t *index)
     return 0;
 }
 
-static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bucket **bucket)
+int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index)
 {
     if (reducer_check_made(self) < 0)
         return -1;
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    size_t index = PyLong_AsSize_t(value);
+    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
+    *index = PyLong_AsSize_t(value);
     if (PyErr_Occurred())
         return -1;
-    if (index >= layout->bucket_count) {
-        PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu",
-                     layout->bucket_count, index);
+    if (*index >= count) {
+        PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu", count, *index);
         return -1;
     }
-    *bucket = &layout->bucket[index];
     return 0;
+}
+
+static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bucket **bucket)
+{
+    size_t index;
+    if (sw_py_reducer_read_bucket(self, value, &index) < 0)
+        return -1;
+    *bucket = &sw_reducer_layout(self->reducer)->bucket[index];
+    return 0;
+}
+
+/* A DLPack capsule over memory of bucket `index`, or of this rank's slice of its mean. */
+static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result, void *address,
+                              PyObject *shape, PyObject *strides)
+{
+    int ordinal;
+    PyObject *owner = shape ? sw_py_reducer_owner(self, index, is_result, &ordinal) : NULL;
+    return owner ? sw_py_dlpack_capsule_on(ordinal, owner, address,
+                                           sw_reducer_layout(self->reducer)->bucket[index].dtype,
+                                           shape, strides)
+                 : NULL;
+}
+
+/* The same, one-dimensional. */
+static PyObject *flat_capsule_over(reducer_object *self, size_t index, bool is_result,
+                                   void *address, size_t numel)
+{
+    PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
+    PyObject *made = capsule_over(self, index, is_result, address, shape, Py_None);
+    Py_XDECREF(shape);
+    return made;
 }
 
 static PyObject *reducer_gradient(PyObject *op, PyObject *args)
@@ -201,10 +301,8 @@ static PyObject *reducer_gradient(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO|O:gradient", &position, &shape, &strides) ||
         read_index(self, position, &index) < 0)
         return NULL;
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    return sw_py_dlpack_capsule_new(self->memory, sw_reducer_address(self->reducer, index),
-                                    layout->bucket[layout->place[index].bucket].dtype, shape,
-                                    strides);
+    return capsule_over(self, sw_reducer_layout(self->reducer)->place[index].bucket, false,
+                        sw_reducer_address(self->reducer, index), shape, strides);
 }
 
 /* This rank's slice of a parameter's mean, one-dimensional. */
@@ -215,30 +313,18 @@ static PyObject *reducer_result(PyObject *op, PyObject *position)
     if (read_index(self, position, &index) < 0)
         return NULL;
     uint8_t *address = sw_reducer_result(self->reducer, index, &numel);
-    const sw_layout *layout = sw_reducer_layout(self->reducer);
-    PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
-    PyObject *made = shape ? sw_py_dlpack_capsule_new(
-                                 self->memory, address,
-                                 layout->bucket[layout->place[index].bucket].dtype, shape, Py_None)
-                           : NULL;
-    Py_XDECREF(shape);
-    return made;
+    return flat_capsule_over(self, sw_reducer_layout(self->reducer)->place[index].bucket, true,
+                             address, numel);
 }
 
 static PyObject *reducer_bucket(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
-    const sw_layout_bucket *bucket;
-    if (read_bucket(self, position, &bucket) < 0)
+    size_t index;
+    if (sw_py_reducer_read_bucket(self, position, &index) < 0)
         return NULL;
-    size_t index = (size_t)(bucket - sw_reducer_layout(self->reducer)->bucket);
-    PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)bucket->numel);
-    PyObject *made =
-        shape ? sw_py_dlpack_capsule_new(self->memory, sw_reducer_slot(self->reducer, index),
-                                         bucket->dtype, shape, Py_None)
-              : NULL;
-    Py_XDECREF(shape);
-    return made;
+    return flat_capsule_over(self, index, false, sw_reducer_slot(self->reducer, index),
+                             sw_reducer_layout(self->reducer)->bucket[index].numel);
 }
 
 static PyObject *reducer_bucket_parameters(PyObject *op, PyObject *position)
@@ -295,16 +381,23 @@ static void keep(PyObject **slot, PyObject *value)
     *slot = value;
 }
 
+/* The layout that the gradient of a parameter has in its memory; one that is never equal where that
+ * is not known: such gradients always go through copy(). */
+static void read_shape(reducer_object *self, Py_ssize_t index)
+{
+    PyObject *models = self->sliced ? self->layouts : self->views;
+    PyObject *model = PyList_GetItem(models, index);
+    if (model == Py_None || !sw_py_tensor_view_get(self->exchange, model, &self->shapes[index]))
+        self->shapes[index] = (tensor_view){.ndim = -1};
+}
+
 static int attach_shapes(reducer_object *self, Py_ssize_t count)
 {
     free(self->shapes);
     free(self->hook_counts);
-    self->exchange = count ? sw_py_tensor_exchange_table(
-                                 PyList_GetItem(self->sliced ? self->params : self->views, 0))
-                           : NULL;
-    PyObject *models = self->sliced ? self->layouts : self->views;
-    self->shapes =
-        self->exchange && models != Py_None ? calloc((size_t)count, sizeof *self->shapes) : NULL;
+    bool known = !self->sliced || self->layouts != Py_None;
+    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(self->params, 0)) : NULL;
+    self->shapes = self->exchange && known ? calloc((size_t)count, sizeof *self->shapes) : NULL;
     self->hook_counts = calloc((size_t)count + 1, sizeof *self->hook_counts);
     self->hook_tables = PyList_New(count);
     if (!self->hook_counts || !self->hook_tables) {
@@ -314,22 +407,24 @@ static int attach_shapes(reducer_object *self, Py_ssize_t count)
     for (Py_ssize_t i = 0; i < count; ++i) {
         Py_INCREF(Py_None);
         PyList_SetItem(self->hook_tables, i, Py_None);
-        if (self->shapes &&
-            !sw_py_tensor_view_get(self->exchange, PyList_GetItem(models, i), &self->shapes[i]))
-            self->shapes[i].ndim = -1; /* never equal: always through copy() */
+        if (self->shapes)
+            read_shape(self, i);
     }
     return 0;
 }
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"parameters", "views",   "copy",    "open",
-                            "renew",      "task_id", "layouts", NULL};
+    static char *names[] = {"parameters", "views",  "copy",     "open",   "renew", "task_id",
+                            "layouts",    "unlike", "describe", "stream", NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *params, *views, *copy, *open, *renew, *task_id, *layouts;
+    PyObject *params, *views, *copy = Py_None, *open = Py_None, *renew = Py_None,
+                              *task_id = Py_None, *layouts = Py_None, *unlike = Py_None,
+                              *describe = Py_None, *stream = Py_None;
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!$OOOOO:attach", names, &params, &PyList_Type,
-                                     &views, &copy, &open, &renew, &task_id, &layouts))
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$OOOOOOOO:attach", names, &params,
+                                     &PyList_Type, &views, &copy, &open, &renew, &task_id, &layouts,
+                                     &unlike, &describe, &stream))
         return NULL;
     PyObject *param_list = PySequence_List(params);
     Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
@@ -341,7 +436,7 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
                          "attach: parameters and views must have %zd entries each", count);
         return NULL;
     }
-    reducer_clear(op);
+    clear_tensors(self);
     self->params = param_list;
     keep(&self->views, views);
     keep(&self->copy, copy);
@@ -349,6 +444,9 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     keep(&self->renew, renew);
     keep(&self->task_id, task_id);
     keep(&self->layouts, layouts);
+    keep(&self->unlike, unlike);
+    keep(&self->describe, describe);
+    keep(&self->stream, stream);
     if (attach_shapes(self, count) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -384,9 +482,19 @@ static PyObject *reducer_hook(PyObject *op, PyObject *position)
 static PyObject *reducer_count_step(PyObject *op, PyObject *unused)
 {
     (void)unused;
-    if (reducer_check_made((reducer_object *)op) < 0)
+    if (reducer_check_made((reducer_object *)op) < 0 ||
+        sw_py_reducer_use_stream((reducer_object *)op) < 0)
         return NULL;
     sw_reducer_count_step(((reducer_object *)op)->reducer);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_note_step(PyObject *op, PyObject *digest)
+{
+    unsigned long value = PyLong_AsUnsignedLong(digest);
+    if (PyErr_Occurred() || reducer_check_made((reducer_object *)op) < 0)
+        return NULL;
+    sw_reducer_note_step(((reducer_object *)op)->reducer, (uint32_t)value);
     Py_RETURN_NONE;
 }
 
@@ -397,6 +505,15 @@ static PyObject *reducer_forget_steps(PyObject *op, PyObject *unused)
         return NULL;
     sw_reducer_forget_steps(((reducer_object *)op)->reducer);
     Py_RETURN_NONE;
+}
+
+static PyObject *reducer_has_memory(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, index));
 }
 
 static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
@@ -471,6 +588,35 @@ static PyObject *reducer_is_used(PyObject *op, PyObject *position)
     return PyBool_FromLong(sw_reducer_is_used(self->reducer, index));
 }
 
+static PyObject *reducer_averaged_in(PyObject *op, PyObject *position)
+{
+    reducer_object *self = (reducer_object *)op;
+    size_t index;
+    if (read_index(self, position, &index) < 0)
+        return NULL;
+    return PyLong_FromUnsignedLongLong(sw_reducer_averaged_in(self->reducer, index));
+}
+
+/* Indices of the parameters whose `.grad` is a tensor other than our view. */
+static PyObject *reducer_foreign(PyObject *op, PyObject *unused)
+{
+    reducer_object *self = (reducer_object *)op;
+    (void)unused;
+    PyObject *found = reducer_check_ready(self) < 0 ? NULL : PyList_New(0);
+    size_t count = found ? sw_reducer_layout(self->reducer)->param_count : 0;
+    for (size_t i = 0; found && i < count; ++i) {
+        PyObject *grad =
+            PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
+        bool ours = grad == Py_None || (grad && grad == PyList_GetItem(self->views, (Py_ssize_t)i));
+        PyObject *item = grad && !ours ? PyLong_FromSize_t(i) : NULL;
+        if (!grad || (!ours && (!item || PyList_Append(found, item) < 0)))
+            ENGINE_CLEAR(found);
+        Py_XDECREF(item);
+        Py_XDECREF(grad);
+    }
+    return found;
+}
+
 static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -478,7 +624,20 @@ static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
     if (read_index(self, position, &index) < 0)
         return NULL;
     sw_reducer_unfreeze(self->reducer, index);
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    const sw_layout_bucket *bucket = &layout->bucket[layout->place[index].bucket];
+    for (size_t k = 0; self->shapes && k < bucket->count; ++k) /* views may be new */
+        read_shape(self, (Py_ssize_t)layout->order[bucket->first + k]);
     Py_RETURN_NONE;
+}
+
+/* Of the whole GPU, since it was opened. */
+static int add_driver_counts(reducer_object *self, PyObject *counts)
+{
+    PyObject *driver = PyObject_CallMethod((PyObject *)self->gpu, "stats", NULL);
+    int failed = driver ? PyDict_Update(counts, driver) : -1;
+    Py_XDECREF(driver);
+    return failed;
 }
 
 static PyObject *reducer_stats(PyObject *op, PyObject *unused)
@@ -488,14 +647,17 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
     if (reducer_check_made(self) < 0)
         return NULL;
     const sw_reducer_stats *stats = sw_reducer_get_stats(self->reducer);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds",
-                         (unsigned long long)stats->rounds, "local_rounds",
-                         (unsigned long long)stats->local_rounds, "abandoned",
-                         (unsigned long long)stats->abandoned, "buckets_sent",
-                         (unsigned long long)stats->buckets_sent, "buckets_early",
-                         (unsigned long long)stats->buckets_early, "copies", self->copies, "bytes",
-                         (unsigned long long)stats->bytes, "unplaced_bytes_peak",
-                         (unsigned long long)stats->unplaced_bytes_peak);
+    PyObject *counts = Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds", (unsigned long long)stats->rounds,
+        "local_rounds", (unsigned long long)stats->local_rounds, "abandoned",
+        (unsigned long long)stats->abandoned, "buckets_sent",
+        (unsigned long long)stats->buckets_sent, "buckets_early",
+        (unsigned long long)stats->buckets_early, "copies", self->copies, "bytes",
+        (unsigned long long)stats->bytes, "unplaced_bytes_peak",
+        (unsigned long long)stats->unplaced_bytes_peak);
+    if (counts && self->gpu && add_driver_counts(self, counts) < 0)
+        ENGINE_CLEAR(counts);
+    return counts;
 }
 
 enum { GET_TRANSPORT, GET_REASON, GET_BUCKETS, GET_BYTES, GET_OPEN, GET_PENDING };
@@ -506,10 +668,11 @@ static PyObject *reducer_get(PyObject *op, void *which)
     if (!self->reducer)
         Py_RETURN_NONE;
     switch ((intptr_t)which) {
-    case GET_TRANSPORT:
-        return PyUnicode_FromString(sw_transport_name(sw_reducer_memory(self->reducer)->transport));
+    case GET_TRANSPORT: /* on a GPU the subclass has both */
+        return PyUnicode_FromString(
+            self->gpu ? "" : sw_transport_name(sw_reducer_memory(self->reducer)->transport));
     case GET_REASON:
-        return PyUnicode_FromString(sw_reducer_memory(self->reducer)->why);
+        return PyUnicode_FromString(self->gpu ? "" : sw_reducer_memory(self->reducer)->why);
     case GET_BUCKETS:
         return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->bucket_count);
     case GET_BYTES:
@@ -551,10 +714,18 @@ static PyMethodDef reducer_methods[] = {
      "fail()\n--\n\nThe backward of an open round has failed: tells the peers."},
     {"close_pending", sw_py_round_close_pending, METH_NOARGS,
      "close_pending()\n--\n\nA whole round, if a forward has none."},
-    {"shadow", sw_py_round_shadow, METH_NOARGS,
-     "shadow()\n--\n\nA whole round without contributing."},
+    {"shadow", sw_py_round_shadow, METH_VARARGS,
+     "shadow(standing=())\n--\n\nA whole round without contributing. `standing`, on a GPU: a byte "
+     "a "
+     "parameter, whether the other ranks' contributions are on top of the mean that stands."},
+    {"has_memory", reducer_has_memory, METH_O,
+     "has_memory(index)\n--\n\nWhether its gradient has memory: on a GPU once it trains."},
+    {"average", sw_py_round_average, METH_NOARGS,
+     "average()\n--\n\nA whole round over what stands in .grad."},
     {"count_step", reducer_count_step, METH_NOARGS,
      "count_step()\n--\n\nA step of the optimizer; ranks compare."},
+    {"note_step", reducer_note_step, METH_O,
+     "note_step(digest)\n--\n\nWhat the step uses; ranks compare it in the next round."},
     {"forget_steps", reducer_forget_steps, METH_NOARGS,
      "forget_steps()\n--\n\nCounts from 0 again."},
     {"set_divide_by", reducer_set_divide_by, METH_O,
@@ -571,9 +742,31 @@ static PyMethodDef reducer_methods[] = {
      "standing_ranks(index)\n--\n\nRanks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,
      "is_used(index)\n--\n\nWhether this rank used it since the last round."},
+    {"averaged_in", reducer_averaged_in, METH_O,
+     "averaged_in(index)\n--\n\nNumber of the last round in which some rank used it, from 1."},
+    {"foreign", reducer_foreign, METH_NOARGS,
+     "foreign()\n--\n\nIndices of the parameters whose .grad is no view of ours."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
      "mark_unfrozen(index)\n--\n\nLets its bucket take part."},
-    {"stats", reducer_stats, METH_NOARGS, "stats()\n--\n\nCounts since creation."},
+    {"stats", reducer_stats, METH_NOARGS,
+     "stats()\n--\n\nCounts since creation; those of the driver, on a GPU, are of all of it."},
+    {"adopt", sw_py_reducer_adopt, METH_VARARGS,
+     "adopt(bucket, tensor)\n--\n\nOn a GPU: its memory; it takes part from the next round on."},
+    {"set_places", sw_py_reducer_set_places, METH_VARARGS,
+     "set_places(tensors)\n--\n\nOn a GPU, sliced: where buckets travel in turn, the largest "
+     "first."},
+    {"lend", sw_py_reducer_lend, METH_VARARGS,
+     "lend(tensors)\n--\n\nOn a GPU: memory for what others send, and for what a bucket travels "
+     "as."},
+    {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
+     "withdraw()\n--\n\nOn a GPU: the engine averages no bucket any more."},
+    {"set_active", sw_py_reducer_set_active, METH_O,
+     "set_active(trains)\n--\n\nOn a GPU: which ranks still train, a byte a rank."},
+    {"set_order", sw_py_reducer_set_order, METH_O,
+     "set_order(callable)\n--\n\nOn a GPU: a digest that ranks must agree on in each round, or "
+     "None."},
+    {"set_announcer", sw_py_reducer_set_announcer, METH_O,
+     "set_announcer(callable)\n--\n\nOn a GPU: told what stands as a round opens, or None."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -602,6 +795,6 @@ static PyType_Slot reducer_slots[] = {
 PyType_Spec sw_py_reducer_type_spec = {
     .name = "shardwright._engine.Reducer",
     .basicsize = sizeof(reducer_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .slots = reducer_slots,
 };

@@ -19,15 +19,23 @@ static int read_numbers(PyObject *sequence, int world_size, int *numbers, int *h
     return failed ? -1 : 0;
 }
 
-/* Whether every replica has every slice once. */
-static bool is_complete(const int *slice_of, const int *replica_of, int world_size, int count,
-                        int replicas)
+/* Whether every replica has every slice once. -1 with an exception. */
+static int is_complete(const int *slice_of, const int *replica_of, int world_size, int count,
+                       int replicas)
 {
-    bool unique = true;
-    for (int r = 0; r < world_size; ++r)
-        for (int q = 0; q < r; ++q)
-            unique &= slice_of[r] != slice_of[q] || replica_of[r] != replica_of[q];
-    return unique && count * replicas == world_size;
+    bool *seen = calloc((size_t)world_size, sizeof *seen);
+    int unique = (long)count * replicas == world_size;
+    if (!seen) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int r = 0; r < world_size && unique; ++r) {
+        bool *place = &seen[replica_of[r] * count + slice_of[r]];
+        unique = !*place;
+        *place = true;
+    }
+    free(seen);
+    return unique;
 }
 
 int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
@@ -46,7 +54,7 @@ int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
     if (!PyTuple_Check(given) || !PyArg_ParseTuple(given, "OO", &slice_of, &replica_of) ||
         read_numbers(slice_of, world_size, slices->numbers, &count) < 0 ||
         read_numbers(replica_of, world_size, second, &replicas) < 0 ||
-        !is_complete(slices->numbers, second, world_size, count + 1, replicas + 1)) {
+        is_complete(slices->numbers, second, world_size, count + 1, replicas + 1) != 1) {
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError,
                          "slices must be (of_rank, replica_of_rank), %d numbers each, and every "

@@ -155,6 +155,8 @@ bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py
     out->numel = 1;
     for (int d = 0; d < out->ndim; ++d)
         out->numel *= (size_t)out->shape[d];
+    if (!out->data && out->numel > 0) /* a wrapper subclass, or freed storage */
+        return refuse(tensor, what, index, "a tensor with memory of its own", "__class__");
     return true;
 }
 

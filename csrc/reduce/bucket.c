@@ -1,30 +1,28 @@
 /* bucket.c - what a rank says beside a bucket's data, and what is folded of it. */
-#include <stdio.h>
 #include <string.h>
 
 #include "base/bytes.h"
-#include "base/text.h"
 #include "kernels/kernels.h"
-#include "reduce/reducer_state.h"
+#include "reduce/host_rounds.h"
 
-tail *sw_bucket_tail(const bucket *b, int rank)
+tail *sw_bucket_tail(const host_bucket *b, int rank)
 {
-    const sw_reducer *reducer = b->reducer;
-    return (tail *)(void *)(reducer->memory->tails->base[rank] +
-                            reducer->parity * reducer->tail_stride_bytes + b->tail_offset_bytes);
+    const host_rounds *host = b->host;
+    return (tail *)(void *)(host->memory->tails->base[rank] +
+                            host->parity * host->tail_stride_bytes + b->tail_offset_bytes);
 }
 
-void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by)
+void sw_bucket_read_tails(host_bucket *b, bool *contributes, int *abandoned_by)
 {
-    const sw_reducer *reducer = b->reducer;
-    size_t count = reducer->layout.bucket[b->index].count;
+    const host_rounds *host = b->host;
+    size_t count = host->base.layout.bucket[b->common->index].count;
     *abandoned_by = -1;
-    b->any_standing = b->crosses = false;
+    b->any_standing = b->common->crosses = false;
     memset(b->any, 0, sw_words_of(count) * sizeof *b->any);
-    for (int r = 0; r < reducer->comm->world_size; ++r) {
+    for (int r = 0; r < host->comm->world_size; ++r) {
         const tail *t = sw_bucket_tail(b, r);
         contributes[r] = t->contributes != 0;
-        b->crosses |= t->handed_over != 0;
+        b->common->crosses |= t->handed_over != 0;
         if (t->abandoned && *abandoned_by < 0)
             *abandoned_by = r;
         for (size_t w = 0; w < sw_words_of(count); ++w) {
@@ -39,22 +37,22 @@ void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by)
 
 static void plan_resolve(void *context, bool *contributes, double *scale)
 {
-    bucket *b = context;
-    int world_size = b->reducer->comm->world_size, abandoned_by, active = 0;
+    host_bucket *b = context;
+    int world_size = b->host->comm->world_size, abandoned_by, active = 0;
     sw_bucket_read_tails(b, contributes, &abandoned_by);
     for (int r = 0; r < world_size; ++r) {
         if (abandoned_by >= 0)
             contributes[r] = false;
         active += contributes[r];
     }
-    *scale = 1.0 / (b->reducer->divide_by_active && active > 0 ? active : world_size);
+    *scale = 1.0 / (b->host->base.divide_by_active && active > 0 ? active : world_size);
 }
 
 static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel)
 {
-    const bucket *b = context;
-    const sw_layout *layout = &b->reducer->layout;
-    const sw_layout_bucket *shape = &layout->bucket[b->index];
+    const host_bucket *b = context;
+    const sw_layout *layout = &b->host->base.layout;
+    const sw_layout_bucket *shape = &layout->bucket[b->common->index];
     *begin = cursor;
     *numel = end - cursor;
     if (b->all_used)
@@ -82,16 +80,9 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
     return found;
 }
 
-void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end)
-{
-    size_t width = b->op.numel / (size_t)sw_reducer_slice_count(b->reducer);
-    *begin = (size_t)sw_op_slice_of(&b->op, b->reducer->comm->rank) * width;
-    *end = *begin + width;
-}
-
 static bool plan_stands(void *context)
 {
-    return ((const bucket *)context)->any_standing;
+    return ((const host_bucket *)context)->any_standing;
 }
 
 /* Adds the standing mean to the contributions of [begin, begin + numel) that include it, with the
@@ -99,17 +90,17 @@ static bool plan_stands(void *context)
  * it is done. */
 static void plan_add_standing(void *context, size_t begin, size_t numel, const void *standing)
 {
-    const bucket *b = context;
-    const sw_reducer *reducer = b->reducer;
-    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
+    const host_bucket *b = context;
+    const host_rounds *host = b->host;
+    const sw_layout_bucket *shape = &host->base.layout.bucket[b->common->index];
     size_t element_bytes = sw_dtype_size_bytes(b->op.dtype);
     for (size_t i = 0; i < shape->count; ++i) {
         const sw_layout_place *place =
-            &reducer->layout.place[reducer->layout.order[shape->first + i]];
+            &host->base.layout.place[host->base.layout.order[shape->first + i]];
         size_t from = sw_size_max(begin, place->begin),
                to = sw_size_min(begin + numel, place->begin + place->numel);
-        for (int r = 0; from < to && r < reducer->comm->world_size; ++r) {
-            uint8_t *base = reducer->memory->arena->base[r];
+        for (int r = 0; from < to && r < host->comm->world_size; ++r) {
+            uint8_t *base = host->memory->arena->base[r];
             if (!base || !sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), i))
                 continue;
             void *part = base + b->op.offset_bytes + from * element_bytes;
@@ -120,33 +111,17 @@ static void plan_add_standing(void *context, size_t begin, size_t numel, const v
     }
 }
 
-void sw_bucket_name(bucket *b, const char *label)
+void sw_bucket_write_tail(host_bucket *b)
 {
-    const sw_reducer *reducer = b->reducer;
-    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
-    const char *first = reducer->names[reducer->layout.order[shape->first]];
-    const char *last = reducer->names[reducer->layout.order[shape->first + shape->count - 1]];
-    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s, %.*s to %.*s", b->index,
-             sw_text_fit(label, 16), label, sw_text_fit(first, 24), first, sw_text_fit(last, 24),
-             last);
-}
-
-void sw_bucket_name_unfrozen(bucket *b, const char *label, size_t param)
-{
-    const char *name = b->reducer->names[param];
-    snprintf(b->op.label, sizeof b->op.label, "bucket %zu of %.*s with '%.*s' unfrozen", b->index,
-             sw_text_fit(label, 16), label, sw_text_fit(name, 36), name);
-}
-
-void sw_bucket_write_tail(bucket *b)
-{
-    sw_reducer *reducer = b->reducer;
-    const sw_layout_bucket *shape = &reducer->layout.bucket[b->index];
-    tail *t = sw_bucket_tail(b, reducer->comm->rank);
+    const host_rounds *host = b->host;
+    const sw_reducer *reducer = &host->base;
+    const sw_layout_bucket *shape = &host->base.layout.bucket[b->common->index];
+    tail *t = sw_bucket_tail(b, host->comm->rank);
     memset(t, 0, b->tail_bytes);
     t->contributes = reducer->contributes;
     t->abandoned = reducer->abandoned;
-    t->handed_over = b->state == BUCKET_HANDED_OVER;
+    t->handed_over = b->common->state == BUCKET_HANDED_OVER;
+    t->stepped = reducer->stepped;
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
         const param_state *state = &reducer->params[reducer->layout.order[shape->first + i]];
         t->bits[i / 32] |= (uint32_t)state->used << (i % 32);
@@ -154,7 +129,7 @@ void sw_bucket_write_tail(bucket *b)
     }
 }
 
-void sw_bucket_plan(bucket *b, bool standing)
+void sw_bucket_plan(host_bucket *b, bool standing)
 {
     b->plan = (sw_fold_plan){.context = b,
                              .resolve = plan_resolve,

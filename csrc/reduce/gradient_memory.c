@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "base/bytes.h"
+#include "comm/agree.h"
 #include "platform/limits.h"
 #include "platform/memory.h"
 
@@ -17,32 +18,11 @@ const char *sw_transport_name(sw_transport transport)
 /* Private pages on every rank, or the same sentence on every rank. */
 static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_error *err)
 {
-    sw_comm *comm = memory->comm;
     sw_error cause = {.message = ""};
-    struct private_verdict {
-        sw_memory_need need;
-        char message[128];
-    } mine = {.message = ""}, *all;
-    sw_limits_read_need(memory->size_bytes, &mine.need);
     sw_status local = sw_limits_check_memory(memory->size_bytes, label, &cause);
     if (local == SW_OK)
         local = sw_pages_map(memory->size_bytes, &memory->base, &cause);
-    if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.127s", cause.message);
-    all = calloc((size_t)comm->world_size, sizeof *all);
-    if (!all)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err,
-                               "no memory to agree on the gradients of '%s'", label);
-    sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
-    for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
-        if (all[r].message[0])
-            status =
-                sw_error_set(err, SW_E_MEMORY, r, "the gradients of '%s' do not fit on rank %d: %s",
-                             label, r, all[r].message);
-    if (status == SW_OK)
-        status = sw_limits_check_needs(&all[0].need, sizeof *all, comm->world_size, label, err);
-    free(all);
-    return status;
+    return sw_agree(memory->comm, "gradient memory", label, memory->size_bytes, local, &cause, err);
 }
 
 /* A rank that has no memory for its slices alone: the others are told, since they are done here. */

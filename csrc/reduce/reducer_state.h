@@ -1,11 +1,6 @@
-/* reducer_state.h - what a reducer is made of: shared by reducer.c (rounds), reducer_build.c
- * (making it) and bucket.c (what a rank says beside a bucket's data, and what is folded of it). Not
- * for others.
- *
- * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
- * abandoned the round, whether a hook has the bucket already, and two bits a parameter. Tails are
- * doubled by the round's parity: a rank may post the next round while a peer still reads this
- * one's, but not the one after, because that needs the peer's done.
+/* reducer_state.h - what a reducer is made of: shared by the machine (reducer.c), what both
+ * memories need to be made (reducer_base.c), and the two implementations of its table:
+ * host_rounds.c with bucket.c, and device_rounds.c. Not for others.
  *
  * Thread rule: as reducer.h.
  */
@@ -13,12 +8,6 @@
 #define SW_REDUCE_REDUCER_STATE_H
 
 #include "reduce/reducer.h"
-
-typedef struct tail {
-    uint32_t contributes, abandoned;
-    uint32_t handed_over; /* to a hook, before the end of the backward */
-    uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
-} tail;
 
 typedef enum bucket_state {
     BUCKET_FILLING = 0,
@@ -28,98 +17,126 @@ typedef enum bucket_state {
 } bucket_state;
 
 typedef struct bucket {
-    struct sw_reducer *reducer; /* borrowed: the plan's context */
     size_t index;
-    size_t tail_offset_bytes, tail_bytes; /* in the tails arena, of the even parity */
     size_t pending,
         unplaced; /* parameters not ready yet in this round; and ready, but not placed */
-    size_t result_offset_bytes; /* sliced: of this rank's slice in the results */
-    struct bucket *before; /* ring: the last bucket before this one that lies where it does; NULL:
-                              none. Borrowed */
-    uint32_t *any;         /* owned: use bits of all ranks together */
-    sw_fold_plan plan;
-    sw_op op;
-    uint32_t ticket;
     bucket_state state;
-    bool takes_part; /* trainable, or unfrozen since */
-    bool pinned;     /* never posted before the end of the backward */
-    bool all_used, any_standing;
-    bool crosses; /* some rank handed it over early in this round */
+    bool takes_part;                 /* trainable, or unfrozen since */
+    bool pinned;                     /* never posted before the end of the backward */
+    bool reserved, sealed;           /* in this round */
+    bool crosses;                    /* some rank handed it over early in this round */
+    char label[SW_COMM_LABEL_BYTES]; /* "bucket 0 of Mlp, 0.bias to 4.weight" */
 } bucket;
 
-typedef struct param_state { /* since when: the last synchronisation, but these three: this round */
-    uint8_t used, used_by_any;
-    uint8_t ready, placed, standing;
+typedef struct param_state {
+    uint64_t averaged_in;            /* see sw_reducer_averaged_in */
+    uint8_t used, used_by_any;       /* since the last synchronisation */
+    uint8_t ready, placed, standing; /* in this round */
 } param_state;
 
+/* `b`: a bucket of the reducer that takes part. A function that may be NULL says so. */
+typedef struct sw_reducer_ops {
+    sw_reducer_traits traits;
+    /* A round that synchronises begins: its state is OPEN, all buckets are FILLING. May be NULL. */
+    void (*open)(sw_reducer *reducer);
+    /* Whether a bucket's memory may be written now. */
+    bool (*has_room)(const sw_reducer *reducer, const bucket *b);
+    /* Once a round and bucket: waits until so, or orders the stream in use. */
+    sw_status (*reserve)(sw_reducer *reducer, bucket *b, sw_error *err);
+    /* What was written to it lies there, for the stream in use; once a round and bucket. May be
+     * NULL. */
+    sw_status (*seal)(sw_reducer *reducer, bucket *b, sw_error *err);
+    /* First byte of a bucket that may be written; of this rank's slice of its mean. */
+    uint8_t *(*address)(const sw_reducer *reducer, size_t bucket_index);
+    uint8_t *(*result)(const sw_reducer *reducer, size_t bucket_index);
+    /* At `to`, in a bucket that was reserved. */
+    sw_status (*write)(sw_reducer *reducer, void *to, const void *from, size_t numel,
+                       sw_dtype dtype, bool add, sw_error *err);
+    sw_status (*clear)(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err);
+    /* Reserved, sealed, and POSTED from now on. */
+    sw_status (*post)(sw_reducer *reducer, bucket *b, sw_error *err);
+    /* Whether buckets can leave before the end of the backward. */
+    bool (*leaves_early)(const sw_reducer *reducer);
+    /* Helps on what is under way, and makes DONE what is. May be NULL. */
+    sw_status (*poll)(sw_reducer *reducer, sw_error *err);
+    /* All buckets are POSTED: waits for what is needed, and fills used_by_any. */
+    sw_status (*finish)(sw_reducer *reducer, sw_error *err);
+    /* The same of a hook's buckets, which are not posted. */
+    sw_status (*meet)(sw_reducer *reducer, sw_error *err);
+    /* After either: whether some rank abandoned the round; SW_E_MISMATCH names it, unless it is
+     * this one. NULL without traits.can_abandon. */
+    bool (*was_abandoned)(const sw_reducer *reducer);
+    sw_status (*judge)(sw_reducer *reducer, sw_error *err);
+    /* See sw_reducer_try_abandon; NULL without traits.can_abandon. */
+    sw_status (*try_abandon)(sw_reducer *reducer, int64_t budget_ns, sw_error *err);
+    /* See sw_reducer_hold_back. May be NULL. */
+    bool (*hold_back)(sw_reducer *reducer, const bucket *b);
+    /* Ranks that contributed to the last round; of them, whose contribution was on top of what
+     * stands. */
+    size_t (*active_ranks)(const sw_reducer *reducer);
+    size_t (*standing_ranks)(const sw_reducer *reducer, size_t param);
+    /* An optimizer has stepped; a parameter's bucket takes part from now on. May be NULL. */
+    void (*count_step)(sw_reducer *reducer);
+    void (*unfreeze)(sw_reducer *reducer, size_t param);
+    size_t (*planned_bytes)(const sw_reducer *reducer);
+    void (*destroy)(sw_reducer *reducer);
+} sw_reducer_ops;
+
 struct sw_reducer {
-    sw_comm *comm; /* borrowed */
+    const sw_reducer_ops *ops;
+    int rank, world_size;
+    int own_slice, slice_count;
     sw_layout layout;
-    sw_gradient_memory *memory; /* owned until taken */
-    bucket *buckets;            /* owned */
-    param_state *params;        /* owned */
-    bool *contributors;         /* owned scratch, world_size */
-    char **names;               /* owned */
-    sw_slices slices;           /* who owns what */
-    int *owners;                /* owned, of `slices`; NULL: rank r owns slice r */
-    char label[32];             /* of the model, cut */
-    size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
-    size_t next_bucket;         /* the lowest that is not posted */
-    size_t cap_bytes;           /* of a bucket, as asked for */
-    size_t ring_bytes;          /* of the ring that the buckets which take part share */
-    size_t unplaced_bytes;      /* of gradients that are ready and not placed */
-    int64_t opened_ns, held_ns; /* when the round was opened, and the rest taken in it */
-    bool ring, unfrozen;        /* buckets share a ring; it has to be laid again */
+    bucket *buckets;       /* owned */
+    param_state *params;   /* owned */
+    char **names;          /* owned */
+    char label[32];        /* of the model, cut */
+    size_t next_bucket;    /* the lowest that is not posted */
+    size_t unplaced_bytes; /* of gradients that are ready and not placed */
     sw_round_state state;
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
-    uint32_t parity;
-    uint32_t marks; /* gradients taken, to poll now and then */
+    uint32_t digest;       /* see sw_reducer_set_digest */
+    uint32_t stepped; /* digest of what was stepped with since ranks last began from equal ones */
+    uint32_t noted, notes; /* steps since the last round, to be mixed into it: a sum, and a count */
+    bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
+    uint32_t marks;        /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active;
     bool met; /* the use bits of this round, or the last one, were exchanged for a hook */
     sw_bucket_owner owner; /* whose the buckets are */
     sw_reducer_stats stats;
 };
 
-static inline int sw_reducer_slice_count(const sw_reducer *reducer)
+static inline const sw_layout_bucket *sw_bucket_shape(const sw_reducer *reducer, const bucket *b)
 {
-    return reducer->owners ? reducer->slices.count : reducer->comm->world_size;
+    return &reducer->layout.bucket[b->index];
 }
 
-static inline size_t sw_bucket_bytes(const bucket *b)
+static inline size_t sw_bucket_bytes(const sw_reducer *reducer, size_t bucket_index)
 {
-    return b->op.numel * sw_dtype_size_bytes(b->op.dtype);
+    const sw_layout_bucket *shape = &reducer->layout.bucket[bucket_index];
+    return shape->numel * sw_dtype_size_bytes(shape->dtype);
 }
 
-static inline size_t sw_words_of(size_t bits)
+static inline bucket *sw_bucket_of(const sw_reducer *reducer, size_t param)
 {
-    return (bits + 31) / 32;
+    return &reducer->buckets[reducer->layout.place[param].bucket];
 }
 
-static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
-{
-    return bits[i / 32] >> (i % 32) & 1;
-}
+/* What both kinds are made of: layout, buckets, names. `reducer` has its ops, rank and world_size;
+ * buckets are cut for `slice_count` slices. On failure sw_reducer_fini is still to be called. */
+SW_MUST_USE sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
+                                      const char *const *names, size_t param_count,
+                                      const sw_reducer_options *options, int slice_count,
+                                      sw_error *err);
+void sw_reducer_fini(sw_reducer *reducer);
 
-/* Gives the buckets of a ring their places in it, and each the last bucket before it that lies
- * there too; those that never took part get none, unless `with_frozen`. Returns the ring's bytes.
+/* Fills label with the parameter that was unfrozen last: ranks that unfroze another one disagree.
  */
-size_t sw_reducer_lay_ring(sw_reducer *reducer, bool with_frozen);
+void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param);
 
-/* What `rank` says of this round. */
-tail *sw_bucket_tail(const bucket *b, int rank);
-/* Says what this rank has to say, before the bucket is posted. */
-void sw_bucket_write_tail(bucket *b);
-/* Reads every rank's tail of this round: who contributes (world_size flags), which parameters
- * anybody used, and which rank abandoned it, -1 for none. */
-void sw_bucket_read_tails(bucket *b, bool *contributes, int *abandoned_by);
-/* This rank's slice of a bucket, in elements of it. */
-void sw_bucket_own_slice(const bucket *b, size_t *begin, size_t *end);
-/* Fills op.label: "bucket 0 of Mlp, 0.bias to 4.weight". */
-void sw_bucket_name(bucket *b, const char *label);
-/* The same with the parameter that was unfrozen last: ranks that unfroze another one disagree. */
-void sw_bucket_name_unfrozen(bucket *b, const char *label, size_t param);
-/* Fills the plan: what of a bucket is folded. */
-void sw_bucket_plan(bucket *b, bool standing);
+/* What of this rank's slice of its bucket is the mean of `param`: [begin, end) in elements of the
+ * slice; an empty run where it owns none. */
+void sw_reducer_own_run(const sw_reducer *reducer, size_t param, size_t *begin, size_t *end);
 
 #endif

@@ -9,9 +9,9 @@
  *   comm --whole[unit]--> user   a unit computes after it is gathered, while others are gathered
  *   user --> comm (update)       slices are sent after the optimizer has stepped on them
  *
- * Left out: when to gather (the schedule in Python's hooks decides); which unit has which place (a
- * place in use is SW_E_STATE); the order of the optimizer after gathers that read its slices (all
- * gathered units have been taken by then).
+ * Left out: the schedule of gathers, in Python's hooks, and the choice of places; a gather into a
+ * place in use is SW_E_STATE. The optimizer needs no order after gathers that read its slices,
+ * since all gathered units have been taken by then.
  *
  * Thread rule: one at a time a communicator; every rank gathers the same units in the same order.
  */

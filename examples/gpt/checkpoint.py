@@ -1,6 +1,6 @@
-"""What a checkpoint holds besides model and optimizer: the data position, the losses so far, the settings.
+"""The state in a checkpoint besides model and optimizer: the data position, the losses so far, the settings.
 
-All of it is the same on every rank, so a run goes on at any world size and any stage of --zero.
+All of it is equal on all ranks, so a run goes on at any world size and any stage of --zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 import shardwright as sw
 
-# What the losses depend on, besides the state itself.
+# Settings on which the losses depend.
 SETTINGS = ("batch_size", "context", "layers", "width", "heads", "learning_rate", "seed")
 
 
@@ -34,7 +34,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, saved in state["settings"].items():
             if self.settings[name] != saved:
-                raise ValueError(f"it was made with --{name.replace('_', '-')} {saved}: give the same")
+                raise ValueError(f"it was saved with --{name.replace('_', '-')} {saved}: pass the same")
         self.generator.set_state(state["data"])
         self.train, self.validation = state["train"], state["validation"]
 
@@ -45,7 +45,7 @@ def open_checkpoints(
     """Return the checkpoints of this run and its first step; end with a sentence if it cannot go on."""
     folder: Path = options.out / "checkpoints"
     if rank == 0 and not options.resume:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+        shutil.rmtree(folder, ignore_errors=True)  # remains of an earlier run
     try:
         checkpoints = sw.Checkpointer(folder, model, optimizer, user_state=run, keep_last=2)
         step = checkpoints.restore() if options.resume else 0

@@ -1,12 +1,12 @@
-"""Real text that every CPython carries, cut into the same batches for any number of ranks.
+"""Text that every CPython carries, cut into the same batches for any number of ranks.
 
 The documents are the help topics of ``pydoc_data`` and the standard library's
-top-level sources, in the order of their names; every tenth is held out for
-validation, whole, so that no validation byte has a neighbour in training.
+top-level sources, in the order of their names. Every tenth document is held
+out for validation, whole, so that no validation byte has a neighbour in training.
 
 Each rank draws the whole global batch's offsets from the same generator and
-keeps its own rows.  So the data position is the state of one generator, the
-same on every rank, and a run may be resumed at another world size.
+keeps its own rows. The data position is therefore the state of one generator,
+equal on all ranks, and a run may be resumed at another world size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def windows_at(text: Tensor, offsets: Tensor, context: int) -> tuple[Tensor, Ten
 
 
 class TrainingBatches:
-    """An endless stream of random windows; this rank's share of each global batch.
+    """An endless stream of random windows: this rank's rows of each global batch.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class TrainingBatches:
     rank, world_size : int
         This rank takes rows ``rank``, ``rank + world_size``, ...
     seed : int
-        The same on every rank.
+        The same seed on every rank.
     """
 
     def __init__(self, text: Tensor, *, batch_size: int, context: int, rank: int, world_size: int, seed: int) -> None:
@@ -85,6 +85,6 @@ class TrainingBatches:
 
 
 def validation_windows(text: Tensor, *, count: int, context: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's share of ``count`` windows spread evenly over the held-out text."""
+    """Return this rank's part of ``count`` windows spread evenly over the held-out text."""
     offsets = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
     return windows_at(text, offsets[rank::world_size], context)

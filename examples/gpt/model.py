@@ -1,7 +1,7 @@
 """A byte-level GPT: pre-norm transformer blocks over a vocabulary of 256 bytes.
 
-Nothing here knows about ranks: it is the module a user already has before
-wrapping it.  Leaves out dropout (the demo never sees a byte often enough to
+The module knows nothing of ranks: it is the one that a user has before
+wrapping it. It leaves out dropout (the demo sees no byte often enough to
 overfit) and a key-value cache (the sample at the end is short).
 """
 
@@ -15,7 +15,7 @@ VOCABULARY = 256
 
 
 def rotation_of(length: int, size: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 (length, size / 2): pair i turns by 10000^(-2i/size) a byte."""
+    """Return cosines and sines, float32 (length, size / 2): pair i turns by 10000^(-2i/size) a byte."""
     frequencies = 10000.0 ** (-torch.arange(0, size, 2) / size)
     angles = torch.arange(length)[:, None] * frequencies
     return angles.cos(), angles.sin()
@@ -28,7 +28,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron, each added to its input."""
+    """A block of causal self-attention and a two-layer perceptron, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next byte from up to ``context`` bytes before it.
+    """A model that predicts the next byte from up to ``context`` bytes before it.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(_initialise)
-        # 2 * layers branches add into one stream: scaled so that their sum keeps unit variance.
+        # 2 * layers branches add into one stream: scale them so that their sum keeps unit variance.
         for block in self.blocks:
             for out in (block.attention_out, block.mlp_out):
                 nn.init.normal_(out.weight, std=0.02 / (2 * layers) ** 0.5)

@@ -1,4 +1,4 @@
-"""What the script asks about its ranks; with a single rank no process group exists."""
+"""The script's ranks; a single rank has no process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leave() -> None:
     """Wait for the other ranks and close the process group."""
     if dist.is_initialized():
         dist.barrier()
-        # Gloo's worker thread takes the GIL to let go of the last tensors, and the group's
+        # Gloo's worker thread takes the GIL to release the last tensors, and the group's
         # destructor joins that thread with the GIL held: let it finish first, or both wait.
         time.sleep(0.1)
         dist.destroy_process_group()

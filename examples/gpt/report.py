@@ -1,6 +1,6 @@
-"""What the user sees: a progress bar on a terminal, plain lines elsewhere, a loss curve.
+"""The output of a run: a progress bar on a terminal, plain lines elsewhere, a loss curve.
 
-Only the rank that reports makes output; tqdm and matplotlib are optional.
+Only one rank prints. tqdm and matplotlib are optional.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Points = list[tuple[int, float]]
 
 
 class Reporter:
-    """Progress of one run.
+    """The progress of one run.
 
     Parameters
     ----------
     enabled : bool
-        False on every rank but one: all methods then do nothing.
+        False on all ranks but one: all methods then do nothing.
     first_step, last_step : int
-        Where the run starts and where it ends at the latest.
+        The first step of the run, and the last possible one.
     """
 
     def __init__(self, *, enabled: bool, first_step: int, last_step: int) -> None:
@@ -40,13 +40,13 @@ class Reporter:
             print(line, flush=True)
 
     def trained(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Move the bar on; without one, `validated` has the lines."""
+        """Advance the bar; without a bar, `validated` prints lines."""
         if self.bar is not None:
             self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str(f"train {loss:.3f}, {tokens_per_s:,.0f} tokens/s")
 
     def validated(self, step: int, train: Points, validation: float, tokens_per_s: float) -> None:
-        """Say where the run is; the training loss is the mean of the last 100 steps."""
+        """Print the state of the run; the training loss is the mean of the last 100 steps."""
         recent = [loss for _, loss in train[-100:]]
         self.say(
             f"step {step:5d}   validation {validation:.3f} nats/byte"
@@ -66,7 +66,7 @@ def printable(text: bytes) -> str:
 
 
 def draw_loss_curve(path: Path, train: Points, validation: Points) -> str:
-    """Draw both losses over the steps; return the line that says what came of it."""
+    """Draw both losses over the steps; return a line about the result."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,8 +1,8 @@
-"""How many threads a rank computes with: its share of the cores, or one where they are not free.
+"""The number of threads of a rank: its part of the cores, or one thread if they are not free.
 
-torch's threads wait for one another by spinning, after every operator: on cores that other programs use too, two of
-them take up to twenty times as long as one.  So both are timed, and again when a step was slow.  A user who set
-OMP_NUM_THREADS has chosen (torchrun sets it to 1).
+torch's threads spin after every operator while they wait for one another. On cores that other programs use, two threads
+take up to twenty times as long as one. Both are therefore timed, and again after a slow step. OMP_NUM_THREADS, if set,
+decides instead (torchrun sets it to 1).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import time
 import torch
 from torch.nn import functional as F
 
-ROWS, WIDTH, OPERATORS = 256, 128, 20  # of the work that is timed: small as the demo's, 10 ms on one thread
-SLOW = 2.0  # times the fastest step: with several threads, worth a look
-AGAIN_AFTER = 100  # steps with one thread: cores may have become free
+ROWS, WIDTH, OPERATORS = 256, 128, 20  # the timed work: small as the demo's, 10 ms on one thread
+SLOW = 2.0  # a step this many times slower than the fastest one is slow
+AGAIN_AFTER = 100  # steps with one thread, since cores may have become free
 
 
 class Threads:
-    """Sets torch's number of threads, now and as training goes on."""
+    """The setting of torch's number of threads, at the start and during training."""
 
     def __init__(self) -> None:
         cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.share = 1 if "OMP_NUM_THREADS" in os.environ else max(1, cores // ranks)
-        self.sentence = ""  # to be said, once
+        self.sentence = ""  # printed once
         self._said = False
         self._choose()
 
     def after_step(self, seconds: float) -> str:
-        """Look again where that may pay; return what the user should know, as a rule nothing."""
+        """Measure again if that may pay; return a sentence for the user, usually an empty one."""
         self._steps += 1
         self._fastest_s = min(self._fastest_s, seconds)
         alone = torch.get_num_threads() == 1
@@ -55,7 +55,7 @@ class Threads:
 
 
 def seconds_with(threads: int, enough_s: float) -> float:
-    """The time of some small operators like a step's; of a part of them, extrapolated, once it is above `enough_s`."""
+    """Return the time of some small operators like a step's; above `enough_s`, extrapolate from a part of them."""
     torch.set_num_threads(threads)
     x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, 4 * WIDTH)
     F.gelu(x @ weight)  # starts the threads

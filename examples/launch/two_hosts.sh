@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Two hosts on this machine, 1 Gbit/s between them, and torchrun.sh on both:
+# Make two hosts of this machine, with 1 Gbit/s between them, and run torchrun.sh on both:
 #
 #     examples/launch/two_hosts.sh examples/train_gpt.py --steps 100
 #
-# Each host is a network namespace with a name of its own: their ranks share no abstract socket, only the wire. RANKS=2 on
-# each, RATE=1gbit. Needs iproute2, util-linux and hostname, and root or user namespaces. Nothing stays: all of it lives in
-# namespaces that end with this script, however it ends.
+# Each host is a network namespace with its own name. Ranks of different hosts share no abstract socket, only the wire.
+# RANKS=2 on each host, RATE=1gbit. Needs iproute2, util-linux and hostname, and root or user namespaces. Nothing stays:
+# the namespaces end with this script in any case.
 set -euo pipefail
 if [ -z "${SW_TWO_HOSTS:-}" ]; then
     as_root=()
@@ -13,13 +13,13 @@ if [ -z "${SW_TWO_HOSTS:-}" ]; then
     SW_TWO_HOSTS=1 exec unshare "${as_root[@]}" --net --uts --pid --fork --kill-child --mount-proc "$BASH" "$0" "$@"
 fi
 
-# Addresses have names, or torch warns that they have none. Nobody outside sees this file.
+# torch warns about addresses without names. The file is visible only inside the namespaces.
 names=$(mktemp)
 printf '127.0.0.1 localhost\n10.77.0.1 host0\n10.77.0.2 host1\n' >"$names"
 mount --bind "$names" /etc/hosts
 rm "$names"
 
-# This process is on host0. host1 is where a sleeping process is.
+# This process is on host0. A sleeping process holds host1.
 unshare --net --uts sleep infinity &
 holder=$!
 until [ "$(readlink /proc/$holder/exe)" = "$(readlink -f "$(command -v sleep)")" ]; do sleep 0.01; done

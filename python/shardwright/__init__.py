@@ -19,6 +19,7 @@ from .materialize import materialize
 from .options import Options
 from .precision import Precision
 from .wrap import (
+    average_gradients,
     full_gradients,
     full_optimizer_state_dict,
     full_parameters,
@@ -57,6 +58,7 @@ __all__ = [
     "Precision",
     "SyncBatchNorm",
     "__version__",
+    "average_gradients",
     "checkpoint",
     "clip_grad_norm_",
     "describe",

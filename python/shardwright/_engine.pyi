@@ -414,68 +414,6 @@ class DeviceComm:
         """Ends the communicator once what was enqueued has run. Idempotent."""
 
 @final
-class DeviceReducer:
-    """Buckets of gradients on a GPU and their mean, ordered by events. See csrc/reduce/device_reducer.h.
-
-    Parameters are (name, numel, dtype, requires_grad), cut into buckets as Reducer does. A bucket takes part once it has memory.
-    """
-
-    bucket_count: int
-    def __init__(
-        self,
-        comm: DeviceComm,
-        parameters: Sequence[tuple[str, int, str, bool] | tuple[str, int, str, bool, int]],
-        bucket_cap_bytes: int,
-        *,
-        reduce: str = "mean",
-        deterministic: bool = False,
-        sliced: bool = False,
-        wire: str | None = None,
-        slices: tuple[Sequence[int], Sequence[int]] | None = None,
-        lent: bool = False,
-    ) -> None:
-        """`slices`: (of_rank, replica_of_rank) where a slice has several owners; with `sliced`. `lent`: lend() brings its memory. `wire`: "float16" or "bfloat16", in what means of float32, float16 and bfloat16 travel. A parameter's
-        fifth value, if it has one, is a group: those of different groups share no bucket."""
-    def bucket_shape(self, bucket: int, /) -> tuple[int, int, str, bool]:
-        """(offset_bytes, numel, dtype, trainable); numel is world_size equal slices, padding included."""
-    def bucket_parameters(self, bucket: int, /) -> list[int]:
-        """Parameter indices of a bucket, in memory order."""
-    def place(self, index: int, /) -> tuple[int, int, int]:
-        """(bucket, begin, numel) of a parameter; begin in elements of its bucket."""
-    def adopt(self, bucket: int, address: int, /) -> None:
-        """Its memory, all of it written; it takes part from the next step on. Sliced: of this rank's slice of the mean. Error inside
-        a step."""
-    def lend(self, contributions: int, compressed: int, /) -> None:
-        """Of one made `lent`, before the first step: memory that outlives it, in place of its own. `contributions`: of the largest bucket's bytes;
-        `compressed`: with `wire`, of as many elements of it; else 0."""
-    def begin(self, stream: int, /) -> None:
-        """Gradients of a step will be written on `stream`."""
-    def post(self, bucket: int, stream: int, /) -> None:
-        """It is complete on `stream`; in index order, alike on all ranks."""
-    def reserve(self, place: int, stream: int, /) -> None:
-        """Sliced: place 0 or 1 may be written on `stream`, for the bucket that is due."""
-    def post_slice(self, bucket: int, address: int, standing: list[tuple[int, int]], stream: int, /) -> None:
-        """Sliced: the bucket is complete at `address`, the reserved place. `standing`: elements [begin, end) of this rank's slice where
-        contributions are on top of the mean that stands there, alike on all ranks."""
-    def finish(self, used: bytearray, tag: int | None, /) -> None:
-        """All are posted. `used`: a byte a parameter, whether this rank used it. `tag`: 64 bits, to be equal on all ranks; None: this
-        rank has no say."""
-    def divide_by(self, count: int, /) -> None:
-        """Means of buckets posted from now on divide by `count`, in [1, world_size]; the other ranks contribute -0.0."""
-    def leave_out(self, trains: bytes, /) -> None:
-        """Where slices are kept: ranks whose byte is 0 contribute nothing to what is posted from now on; what stands in a slice is under the
-        others' contributions alone. Alike on all ranks."""
-    def check(self) -> tuple[int, int] | None:
-        """(this rank's tag, bytes set where ranks' tags differ) of a step that they finished with different ones; None if none is
-        known. Does not wait."""
-    def take(self, stream: int, /) -> None:
-        """`stream` sees all means from now on."""
-    def used_by_any(self) -> bytes:
-        """A byte a parameter: whether some rank used it. Waits on the host if this rank left one unused."""
-    def release(self, stream: int, /) -> None:
-        """`stream` has been given all that reads the means of this step."""
-
-@final
 class DeviceRegion:
     """Memory by ncclMemAlloc, registered with a communicator. See csrc/comm/device_region.h.
 
@@ -586,6 +524,8 @@ class HostComm:
     timeout_s: float
     #: abstract socket name that peers connect to, "" at world size 1
     address: str
+    #: the host name of each rank, once joined; empty for ranks of other hosts before extend()
+    hosts: list[str]
     def __init__(
         self,
         rank: int,
@@ -596,24 +536,21 @@ class HostComm:
         host: str = "",
         log: Callable[[str], None] | None = None,
     ) -> None: ...
-    def probe(self, addresses: Sequence[str]) -> bytes:
-        """One byte a rank: 1 where it can be called from here, so that it may be on this host. Before connect()."""
     def connect(
-        self,
-        addresses: Sequence[str],
-        secret: bytes,
-        hosts: Sequence[str],
-        *,
-        host_of: Sequence[int] | None = None,
-        pids: Sequence[int] | None = None,
-        wire: Any = None,
+        self, addresses: Sequence[str], secret: bytes, hosts: Sequence[str], *, members: Sequence[int] | None = None
     ) -> None:
-        """Joins the peers at `addresses` (one a rank, own included). `secret`: 16 bytes, equal on all.
+        """Joins the ranks of this host: `members`, ascending (None: all). `addresses` and `hosts` have one entry a member.
 
-        `host_of`: the host of each rank, numbered by their lowest rank (None: all on one). `wire` moves bytes between
-        them: send(rank, tag, address, nbytes), receive(...) and wait(what those returned); None where there is one host.
+        `secret`: 16 bytes, equal on all ranks. Until extend() the communicator is one of the members alone.
 
         Raises CommError naming the first peer that cannot be reached, CommTimeoutError at the deadline.
+        """
+    def extend(self, host_of: Sequence[int], host: str, *, wire: Any = None) -> None:
+        """Joins the ranks of other hosts, after connect(). Collective over all ranks: no rank returns before all have come.
+
+        `host_of`: the host of each rank, numbered by their lowest rank; `host`: this host's name. `wire`, on each host's lowest
+        rank, moves bytes between hosts: send(rank, tag, address, nbytes), receive(...) and wait(what those returned).
+        A failure ends the communicator.
         """
     def arena(self, nbytes: int, label: str, *, of_hosts: bool = False) -> Arena:
         """Collective. MemoryError on every rank alike, naming rank and limit, when one of them cannot allocate.
@@ -664,18 +601,18 @@ class HostComm:
     def close(self) -> None:
         """Leaves the group; peers that wait for this rank afterwards get a CommError. Idempotent."""
 
-@final
 class Reducer:
     """Buckets of gradients and their mean, round by round. See docs/design/reduce.md.
 
     Parameters are given in registration order; buckets are cut over the reverse of it. Frozen parameters have
-    buckets of their own, whose memory is never touched until one of them is unfrozen.
+    buckets of their own, whose memory is never touched until one of them is unfrozen. Over a DeviceComm the object is of a
+    subclass, device_reducer.DeviceReducer, of which the engine calls _locate, _keep, _restore, _blank, _blank_bucket and _end.
     """
 
     def __init__(
         self,
-        comm: HostComm,
-        parameters: Sequence[tuple[str, int, str, bool]],
+        comm: HostComm | DeviceComm,
+        parameters: Sequence[tuple[str, int, str, bool] | tuple[str, int, str, bool, int]],
         *,
         bucket_cap_bytes: int,
         transport: str = "auto",
@@ -684,12 +621,17 @@ class Reducer:
         slices: tuple[Sequence[int], Sequence[int]] | None = None,
         label: str = "model",
         first_cap_bytes: int = 0,
+        deterministic: bool = False,
+        wire: str | None = None,
+        lent: bool = False,
     ) -> None:
-        """`parameters`: (name, numel, dtype, requires_grad). `first_cap_bytes`: of the first bucket, after which caps double up to
+        """`parameters`: (name, numel, dtype, requires_grad), and as a fifth a group: those of different groups share no bucket. `first_cap_bytes`: of the first bucket, after which caps double up to
         `bucket_cap_bytes`; 0: all alike. `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum".
         `sliced`: this rank keeps its slices of the averaged gradients alone; views are then ShardedGradients, whose `_pending`
         the engine takes, and `copy(index, grad, add)` writes or adds a gradient that it cannot read by itself. `slices`: which
-        slice of a bucket each rank owns, and its replica, which owns all of them once; None: rank r owns slice r. Collective."""
+        slice of a bucket each rank owns, and its replica, which owns all of them once; None: rank r owns slice r. Collective over a
+        HostComm. Of a DeviceComm alone: `deterministic`, the fold in rank order; `wire`, "float16" or "bfloat16", in what means travel; `lent`,
+        lend() brings memory."""
     transport: str
     transport_reason: str
     bucket_count: int
@@ -702,6 +644,8 @@ class Reducer:
         their memory)."""
     def bucket_parameters(self, bucket: int) -> list[int]:
         """Parameter indices of a bucket, in memory order."""
+    def has_memory(self, index: int) -> bool:
+        """Whether the gradient of a parameter has memory: on a GPU, once it trains."""
     def is_used(self, index: int) -> bool:
         """Whether a backward of this rank touched a parameter since the last synchronised one."""
     def result(self, index: int) -> Any:
@@ -721,21 +665,27 @@ class Reducer:
         renew: Callable[[int], None],
         task_id: Callable[[], int],
         layouts: list[torch.Tensor] | None,
+        unlike: Callable[[], None] | None = None,
+        describe: Callable[[], str] | None = None,
+        stream: Callable[[], int] | None = None,
     ) -> None:
-        """Binds tensors. `views[i]` is the gradient view over memory(i); the list itself is kept, and must hold the only
-        reference to each view.
+        """Binds tensors. `views[i]` is the gradient view over memory(i), None where its bucket has no memory; the list itself is kept, and must
+        hold the only reference to each view. `stream()`, on a GPU, is torch's current stream.
 
         `copy(view, grad)` writes a gradient of any layout into its view. `open()` is called by the first gradient of
         a round: it arranges that close() runs at the end of the outermost graph task and returns whether this
         backward synchronises. `renew(i)` replaces views[i], before it is overwritten, when somebody else holds it: the
         old one must keep its values. `task_id()` is torch's current graph task id. `layouts[i]`, if sliced, has the strides
-        that gradients have, where the parameter itself does not always (it may be released).
+        that gradients have, where the parameter itself does not always (it may be released). `unlike()` is called on every rank
+        after a round in which ranks had noted different steps; it raises.
         """
     def watch_hooks(self, index: int, table: dict[int, Any]) -> None:
         """`table` is where torch keeps the gradient hooks of a parameter, ours the last of them. Once there are more, the
         gradient is taken at the end of the backward, after all of them."""
     def count_step(self) -> None:
         """A step of the optimizer. Ranks compare steps, and rounds since the last one, in every round."""
+    def note_step(self, digest: int) -> None:
+        """Adds what the next step uses (32 bits, a digest of hyperparameters) to what ranks compare in every round."""
     def forget_steps(self) -> None:
         """Counts from 0 again; on all ranks."""
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -755,8 +705,15 @@ class Reducer:
         """The backward of an open round has ended in an exception: tells the peers, in 10 s at most."""
     def close_pending(self) -> None:
         """A whole round outside a backward, with the gradients as they stand, if pending_forward; else nothing."""
-    def shadow(self) -> None:
-        """A whole round in which this rank takes part without contributing (torch's Join)."""
+    def shadow(self, standing: Sequence[int] = ()) -> None:
+        """A whole round in which this rank takes part without contributing (torch's Join). `standing`, on a GPU at zero >= 2: a byte a parameter,
+        whether the other ranks' contributions are on top of the mean that stands."""
+    def average(self) -> None:
+        """A whole round outside a backward: what stands in `.grad` are the contributions, and every parameter that has one is used."""
+    def averaged_in(self, index: int) -> int:
+        """The number, from 1, of the last round in which some rank used the parameter; 0: none."""
+    def foreign(self) -> list[int]:
+        """Indices of the parameters whose `.grad` is a tensor other than our view."""
     def set_divide_by(self, active_only: bool) -> None:
         """True: the mean is over the ranks that contribute in the round; False (default): over the world size."""
     def set_bucket_callback(
@@ -772,7 +729,23 @@ class Reducer:
     def mark_unfrozen(self, index: int) -> None:
         """Touches the memory of a parameter that was frozen, so that its hook may run."""
     def stats(self) -> dict[str, int]:
-        """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes, unplaced_bytes_peak."""
+        """rounds, local_rounds, abandoned, buckets_sent, buckets_early, copies, bytes, unplaced_bytes_peak; on a GPU also DeviceComm.stats()."""
+
+    # over a DeviceComm
+    def adopt(self, bucket: int, tensor: torch.Tensor) -> None:
+        """Its memory, all of it written; it takes part from the next round on. Sliced: this rank's slice of the mean."""
+    def set_places(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Sliced: where buckets travel, in turn, at most two, the largest first. Between two rounds."""
+    def lend(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Of one made `lent`, before the first round: of the largest bucket's bytes; and with `wire`, of as many elements of it."""
+    def withdraw(self) -> None:
+        """The engine averages no bucket from the next round on. Waits for what was enqueued."""
+    def set_active(self, trains: bytes) -> None:
+        """Which ranks still train, a byte a rank, alike on all ranks before a round."""
+    def set_order(self, order: Callable[[], int] | None) -> None:
+        """What gives a digest, of 32 bits, that ranks must agree on in each round."""
+    def set_announcer(self, announce: Callable[[bytes], None] | None) -> None:
+        """Told, as a round opens, which contributions are on top of the mean that stands: a byte a parameter."""
 
 @final
 class Units:
@@ -829,7 +802,15 @@ class CheckpointPlan:
     def headers(self) -> list[bytes]:
         """What stands before the tensors of each file, in files()' order; b"" for a text."""
     def commit(
-        self, *, partial: str, folder: str, nonce: str, step: int, world_size: int, checksums: list[list[int]]
+        self,
+        *,
+        partial: str,
+        folder: str,
+        replaces: str | None,
+        nonce: str,
+        step: int,
+        world_size: int,
+        checksums: list[list[int]],
     ) -> None:
         """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns;
         `checksums` has a list a file, in files()' order, with the CRC-32C of each block. An existing folder is replaced in
@@ -868,6 +849,7 @@ class CheckpointSaver:
         *,
         folder: str,
         nonce: str,
+        replaces: str | None,
         number: int,
         step: int,
         metric: float | None,
@@ -920,6 +902,9 @@ class CheckpointFolder:
     @classmethod
     def check_replaceable(cls, path: str) -> None:
         """The same for all that a save to `path` takes the place of."""
+    @classmethod
+    def identity(cls, path: str) -> str:
+        """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
     def verify(self, first: int, end: int) -> None:
         """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
     def tensors(self, path: str) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:

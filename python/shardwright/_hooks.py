@@ -2,6 +2,7 @@
 
 Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
 `torch._C._current_graph_task_id` (else one number for every backward: reentrant checkpointing is then not told apart),
+`torch._C.DisableTorchFunctionSubclass` (else a read of a released parameter is NaN, and no error),
 `torch._C._cuda_getCurrentRawStream` (else a slower public way), `torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
 gradients must be registered before wrapping), `Tensor._use_count` (else joining a group does not wait for torch's threads), the compiler's tracer (else fullgraph=True ends in its own error).
 """
@@ -21,17 +22,20 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._engine import Error
+from .optimizer_agreement import check_steppable
 
 __all__ = [
+    "CAN_BE_UNGUARDED",
     "disable_compile",
     "gradient_hooks",
     "find_tensors",
     "graph_task_id",
     "hook_outputs",
     "ignore_steps",
-    "is_shared",
     "queue_at_end",
     "raw_stream",
+    "stream_reader",
+    "unguarded",
     "watch_steps",
 ]
 
@@ -91,11 +95,16 @@ def raw_stream(ordinal: int) -> int:
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether others than one Python object refer to `tensor`: torch's own threads, or views."""
-    count = getattr(tensor, "_use_count", None)
-    return count is not None and count() > 1
+def stream_reader(ordinal: int) -> Callable[[], int]:
+    """Return raw_stream(ordinal) as a callable without a frame of Python's where torch has one."""
+    return functools.partial(raw_stream if _raw_stream is None else _raw_stream, ordinal)
 
+
+#: a context inside which subclasses of Tensor are taken for what they are made of: no __torch_function__ is called
+unguarded: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext
+)
+CAN_BE_UNGUARDED = unguarded is not contextlib.nullcontext
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -219,7 +228,13 @@ _serial = operator.attrgetter("serial")
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in sorted(_listeners, key=_serial):
-        holds = listener.holds
-        if any(holds(p) for group in optimizer.param_groups for p in group["params"]):
-            listener.before_step(optimizer)
+    listeners = [each for each in sorted(_listeners, key=_serial) if _holds_some(each, optimizer)]
+    if _listeners and not listeners:
+        check_steppable(optimizer)
+    for listener in listeners:
+        listener.before_step(optimizer)
+
+
+def _holds_some(listener: StepListener, optimizer: torch.optim.Optimizer) -> bool:
+    holds = listener.holds
+    return any(holds(p) for group in optimizer.param_groups for p in group["params"])

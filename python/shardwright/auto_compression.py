@@ -1,8 +1,9 @@
-"""compress="auto": nothing inside one host or between GPUs; between hosts what pays by the measure of the first rounds.
+"""compress="auto": no compressor inside one host or between GPUs; between hosts the choice of the first rounds'
+measurement.
 
-Buckets cross while the backward goes on, plain and compressed ones alike. So what a compressor has to beat is what is left: how long
-the end of a backward waits until its gradients are averaged. The first rounds are plain, and timed; then all ranks time the codecs
-once, and choose alike: as much of a compressed bucket's wire falls beside the backward as of a plain one's.
+Buckets travel during the backward, plain and compressed ones alike. A compressor must therefore shorten the remaining
+wait at the end of a backward. The first rounds are plain and timed. Then all ranks time the codecs once and make the
+same choice, which assumes that a compressed bucket overlaps the backward as much as a plain one.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ if TYPE_CHECKING:
     from .data_parallel import DistributedDataParallel
 
 _logger = logging.getLogger("shardwright")
-_ROUNDS = 5  # the first is not like the others: it sends nothing early, and makes memory
+_ROUNDS = 5  # the first is not typical: it sends nothing early, and allocates
 
 
 def begin_auto(wrapped: DistributedDataParallel) -> None:
-    """What wrap(compress="auto") does. What comes of it is said in one line on rank 0."""
+    """Start wrap(compress="auto"). Rank 0 logs the choice in one line."""
     replica = wrapped._engine()
     group = replica.group
-    if replica.link is not None:
-        _say(group.rank, "none, because between GPUs nothing is measured: see docs/design/gpu.md")
+    if not replica.backend.capabilities.sends_beside_backward:
+        _say(group.rank, "none, because nothing is measured between GPUs: see docs/design/gpu.md")
     elif group.host_count == 1:
         _say(
             group.rank,
             f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec",
         )
     elif replica.zero:
-        _say(group.rank, f"none, because it is measured at zero=0 alone, and this is zero={replica.zero}")
+        _say(group.rank, f"none, because only zero=0 is measured, and this is zero={replica.zero}")
     elif wrapped._options.reduce != "mean":
         _say(
             group.rank,
-            f"none, because a compressor gives the mean over ranks, and reduce is {wrapped._options.reduce!r}",
+            f"none, because a compressor computes the mean over ranks, and reduce is {wrapped._options.reduce!r}",
         )
     else:
         replica.watcher = AutoCompression(wrapped)
 
 
 class AutoCompression:
-    """Times the rounds of a model, and after some of them compresses it or not.
+    """Time the rounds of a model, then compress it or not.
 
     Attributes
     ----------
     waits, steps : list of float
-        Seconds of each round so far: from the end of the backward to its averages; and since the round before.
+        Seconds of each round so far: from the end of the backward to its averages; from the round before to this one.
     """
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
@@ -64,7 +65,7 @@ class AutoCompression:
         self.steps: list[float] = []
 
     def after_round(self, wait_s: float) -> None:
-        """After what may have been a round, whoever took part in it: they count alike. Collective when it decides."""
+        """Count a possible round. All ranks count alike, also those that took no part. Collective when it decides."""
         wrapped = self._wrapped()
         if wrapped is None or wrapped._engine().reducer.stats()["rounds"] == self._rounds:
             return
@@ -82,7 +83,7 @@ class AutoCompression:
     def _decide(self, wrapped: DistributedDataParallel) -> None:
         replica = wrapped._engine()
         comm, levels = replica.group.comm, levels_of(replica.group)
-        # The rank that comes last waits for communication alone, the others for it too: the shortest wait counts.
+        # The last rank to arrive waits for communication alone, the others also for that rank: take the shortest wait.
         mine = [statistics.median(each[1:] or each) for each in (self.waits, self.steps)]
         shortest, step_s = slowest(comm, [-mine[0], mine[1]])
         wait_s = -shortest
@@ -102,6 +103,6 @@ class AutoCompression:
             wrapped.compress_gradients(best.compress)
 
 
-def _say(rank: int, what: str) -> None:
+def _say(rank: int, choice: str) -> None:
     if rank == 0:
-        _logger.info("compress='auto': %s", what)
+        _logger.info("compress='auto': %s", choice)

@@ -1,4 +1,4 @@
-"""Block-scaled integers on the wire: a bucket's parameters to records, their fold, and back."""
+"""Block-scaled integers on the wire: encode a bucket's parameters to records, fold and decode them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .exchange import Exchange, check_place, share_of
 
 
 class BlockState(CompressionState):
-    """State of int8_compress_hook and int4_compress_hook.
+    """The state of int8_compress_hook and int4_compress_hook.
 
     Parameters
     ----------
@@ -23,15 +23,16 @@ class BlockState(CompressionState):
     block : int
         Elements that share a scale: a multiple of 32 in [32, 4096].
     error_feedback : bool
-        What rounding left out of a step is added to the next one, on the rank where it was left out; the owner of a slice
-        takes what rounding the mean left out, times W. So the sum over steps of what was applied and the ranks' mean error is
-        the sum of the mean gradients. Costs a float32 an element. A bucket that is not finite anywhere leaves it as it was.
+        Add the rounding error of a step to the next step, on the rank where it arose. The owner of a slice also takes
+        the rounding error of the mean, times W. The sum over steps of applied means plus the ranks' mean error is
+        therefore the sum of the mean gradients. Costs a float32 an element. A bucket with a value that is not finite
+        leaves the error unchanged.
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
 
     Raises
     ------
-    ValueError
+        If bits or block are out of range.
         bits or block out of range.
     """
 
@@ -59,7 +60,7 @@ class BlockState(CompressionState):
         return self.error_feedback
 
     def average(self, bucket: Any) -> torch.Tensor:
-        """The bucket's buffer, averaged in place."""
+        """Average the bucket's buffer in place and return it."""
         buffer = bucket.buffer()
         check_place(self.exchange, buffer)
         flat = buffer if buffer.dtype == torch.float32 else buffer.float()
@@ -87,9 +88,9 @@ class BlockState(CompressionState):
         base = message.data_ptr()
         for part in parts:
             block_encode(self.block, self.bits, base + part.at * size, part.address, part.error, part.numel)
-        for rank, owner in enumerate(owners):  # records of zeros
+        for rank, owner in enumerate(owners):  # pad with records of zeros
             message[(rank * count + owner.end - owner.begin) * size : (rank + 1) * count * size].zero_()
-        # The message is overwritten by nobody before the next begin(): it is "own" below.
+        # Nothing overwrites the message before the next begin(), so decoding may read it below as "own".
         pieces, result = exchange.scatter(), exchange.result()
         rest = self._rest_of(count) if self.error_feedback else None
         places = [piece.data_ptr() for piece in pieces]
@@ -103,7 +104,7 @@ class BlockState(CompressionState):
             owners[exchange.rank].add_rest(rest.mul_(self._factor(exchange.world_size)), self.block)
 
     def _take_whole(self, exchange: Exchange, parts: list[_Part], base: int, count: int) -> bool:
-        """Every rank's results are decoded. Whether errors were updated."""
+        """Decode every owner's results. Return True if errors were updated."""
         size = self._record_bytes
         whole = exchange.gather().data_ptr()
         keep = self.error_feedback and block_is_finite(self.block, self.bits, whole, count * exchange.world_size)
@@ -114,10 +115,10 @@ class BlockState(CompressionState):
         return keep
 
     def _take_slice(self, exchange: Exchange, parts: list[_Part], result: torch.Tensor, base: int, count: int) -> bool:
-        """This rank's results alone are decoded. Whether errors were updated, which are of all parts."""
+        """Decode this rank's results alone. Return True if errors, which cover all parts, were updated."""
         size, first = self._record_bytes, exchange.rank * count
         keep = exchange.agree(block_is_finite(self.block, self.bits, result.data_ptr(), count)) and self.error_feedback
-        for part in parts:  # what the message says takes the place of what was to be said, and is written over below
+        for part in parts:  # the decoded message replaces the gradient here; the result overwrites it below
             if keep and not part.is_copy:
                 at = base + part.at * size
                 block_decode(self.block, self.bits, part.address, at, part.error, at, part.numel)
@@ -128,7 +129,7 @@ class BlockState(CompressionState):
         return keep
 
     def _factor(self, world_size: int) -> torch.Tensor:
-        if self._world is None:  # kept: a number would be made a tensor at each use
+        if self._world is None:  # cached, because torch would make a tensor of a number at each use
             self._world = torch.tensor(float(world_size), dtype=torch.float32, device="cpu")
         return self._world
 
@@ -139,7 +140,7 @@ class BlockState(CompressionState):
 
 
 class _Span:
-    """One parameter's part of a bucket: where it begins, its first record, its error."""
+    """One parameter's run in a bucket: its begin, its first record, its error."""
 
     def __init__(self, flat: torch.Tensor, offset: int, numel: int, first: int, error: torch.Tensor | None) -> None:
         self.address = flat.data_ptr() + 4 * offset
@@ -150,25 +151,26 @@ class _Span:
         self.error_address = error.data_ptr() if error is not None else 0
 
     def record_at(self, element: int, block: int) -> int:
-        """The first record that begins at `element` of the bucket or after it; a record of this span or the next one's first."""
+        """Return the first record that begins at or after `element` of the bucket, possibly the next span's first."""
         return self.first + -(-min(max(element - self.offset, 0), self.numel) // block)
 
 
 class _Part(NamedTuple):
-    """Records of one parameter, one after the other in one owner's slice of the message."""
+    """Consecutive records of one parameter in one owner's slice of the message."""
 
-    at: int  # the first record's place in the message
+    at: int  # the number of the first record in the message
     address: int
     error: int
     numel: int
-    is_copy: bool  # of a record that the owner before has too
+    is_copy: bool  # the previous owner has this record, too
 
 
 class _Owner:
-    """Records [begin, end) of a bucket are folded by one rank; those from `own` on are its, the one before is shared.
+    """The rank that folds records [begin, end) of a bucket. It owns those from `own` on; the previous rank owns the one
+    before.
 
-    A record belongs to the rank in whose slice its first element lies. Where ranks keep their slices alone, the rank whose
-    slice begins inside a record folds it too.
+    A record belongs to the rank in whose slice its first element lies. If ranks keep only their slices, the rank whose
+    slice begins inside a record folds that record, too.
     """
 
     def __init__(self, begin: int, own: int, end: int, spans: list[_Span]) -> None:
@@ -176,7 +178,7 @@ class _Owner:
         self._spans = spans
 
     def parts(self, place: int, block: int) -> Iterator[_Part]:
-        """Of a slice that begins at record `place` of the message."""
+        """Yield the parts of a slice that begins at record `place` of the message."""
         for low, high in ((self.begin, self.own), (self.own, self.end)):
             for span in self._spans:
                 begin = max(low, span.first)
@@ -189,8 +191,10 @@ class _Owner:
                     yield _Part(at, span.address + 4 * skip, error, numel, low < self.own)
 
     def rests(self, block: int) -> Iterator[tuple[_Span, int, int, int]]:
-        """(span, begin, place, numel): what rounding the folds left out at `place` on, counted from the record `begin`, is owed by those
-        elements of the span."""
+        """Yield (span, begin, place, numel): elements `begin` on of the span take the rounding error at `place` on.
+
+        Places are counted from the record `begin` of this owner.
+        """
         for span in self._spans:
             start = span.first * block
             low, high = max(start, self.own * block), min(start + span.numel, self.end * block)
@@ -198,7 +202,7 @@ class _Owner:
                 yield span, low - start, low - self.begin * block, high - low
 
     def add_rest(self, rest: torch.Tensor, block: int) -> None:
-        """What rounding the folds left out is the owner's to owe; `rest` covers the records from `begin` on."""
+        """Add the rounding error of the folds to the owner's error; `rest` covers the records from `begin` on."""
         for span, begin, place, numel in self.rests(block):
             assert span.error is not None
             span.error[begin : begin + numel] += rest[place : place + numel]
@@ -207,7 +211,7 @@ class _Owner:
 def _owners(
     spans: list[_Span], count: int, exchange: Exchange, share: int | None, keeps_slice: bool, block: int
 ) -> list[_Owner]:
-    """Who folds which of `count` records: equal parts where the bucket does not say whose slice is where."""
+    """Return the owners of `count` records; they own equal parts if the bucket does not know the ranks' slices."""
     world = exchange.world_size
     if share is None:
         each = max(1, -(-count // world))
@@ -222,7 +226,7 @@ def _owners(
 
 
 def _first_record(spans: list[_Span], element: int, count: int, block: int) -> int:
-    """The first record that begins at `element` of the bucket or after it."""
+    """Return the first record that begins at `element` of the bucket or after it."""
     for span in spans:
         if element < span.offset + span.numel:
             return span.record_at(element, block)
@@ -230,7 +234,7 @@ def _first_record(spans: list[_Span], element: int, count: int, block: int) -> i
 
 
 def _record_across(spans: list[_Span], element: int, own: int, block: int) -> int:
-    """The record that begins before `element` and ends after it, if there is one; else `own`."""
+    """Return the record that begins before `element` and ends after it; `own` if there is none."""
     for span in spans:
         inside = element - span.offset
         if 0 < inside < span.numel and inside % block:

@@ -1,5 +1,8 @@
-"""Clipping by the global norm, with the same bits at every stage: the sum of squares is exact (docs/design/optim.md), so it
-does not depend on how gradients are cut, and every element is scaled by the same number."""
+"""Clip gradients by the global norm, with the same bits at every stage.
+
+The sum of squares is exact (docs/design/optim.md), so it does not depend on how gradients are cut, and every element is
+scaled by the same number.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +26,34 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scales averaged gradients so that their 2-norm is at most `max_norm`; collective at zero >= 1.
+    """Scale averaged gradients so that their 2-norm is at most `max_norm`. Collective at zero >= 1.
 
     Parameters
     ----------
     module_or_parameters : Module, Tensor or iterable of Tensor
-        A wrapped module at any stage; or a bare one, a parameter, or several, whose gradients are whole.
+        A wrapped module at any stage; or a bare module, a parameter, or several, whose gradients are not sliced.
     max_norm : float
         At least 0.
     error_if_nonfinite : bool
-        Raise, on every rank alike, instead of scaling by a norm that is infinite or NaN.
+        Raise on every rank, instead of scaling by a norm that is infinite or NaN.
 
     Returns
     -------
     Tensor
-        The norm before, a float32 scalar: the same number at every stage, bucket size and world size for equal gradients.
+        The norm before clipping, a float32 scalar. It is the same number at every stage, bucket size and world size for
+        equal gradients.
 
     Raises
     ------
     ValueError
-        max_norm is negative or NaN.
+        If max_norm is negative or NaN.
     RuntimeError
-        The norm is not finite, and that was to be an error.
+        If the norm is not finite and `error_if_nonfinite` is set.
 
-    Notes
-    -----
-    Scale: max_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass over the
-    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass where the scale is below 1. On a GPU
-    the host waits for the norm; gradients of parameters on a GPU for which no wrapped module of this process works come down to the host.
+    Notes ----- Scale: max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass
+    over the gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is
+    below 1. On a GPU the host waits for the norm. If no wrapped module of this process uses a GPU, its gradients are
+    copied to the host for the norm.
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
@@ -66,14 +69,14 @@ def clip_grad_norm_(
             parameters = replica.table.parameters
         elif isinstance(module_or_parameters, torch.nn.Module):
             parameters = module_or_parameters.parameters()
-        elif isinstance(module_or_parameters, torch.Tensor):  # iterable, too: of rows, which have no gradients
+        elif isinstance(module_or_parameters, torch.Tensor):  # a tensor is iterable, but its rows have no gradients
             parameters = [module_or_parameters]
         else:
             parameters = module_or_parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = _norm_of_whole(gradients, replica)
     if error_if_nonfinite and not abs(norm) < float("inf"):
-        raise RuntimeError(f"the gradients' norm is {norm}: they cannot be clipped")
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped")
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1:
         _scale(gradients, scale)
@@ -81,12 +84,14 @@ def clip_grad_norm_(
 
 
 def local_norms(module: torch.nn.Module) -> dict[str, float]:
-    """2-norms of what this rank holds of each averaged gradient, by the bare module's names: whole ones at zero=0, else those of its
-    slices, 0.0 where it owns none. Parameters without a gradient are left out. Not collective.
+    """Return the 2-norms of this rank's part of each averaged gradient, by the bare module's names. Not collective.
+
+    At zero=0 the part is the whole gradient, else this rank's slices of it, 0.0 if it owns none. Parameters without a
+    gradient are left out.
     """
     replica = _replica_of(module)
     if replica is None:
-        raise _engine.Error("local_norms needs a wrapped module, or the outermost one that was fully sharded")
+        raise _engine.Error("local_norms needs a wrapped module, or the outermost fully sharded one")
     found = {}
     for index, (name, parameter) in enumerate(zip(replica.table.names, replica.table.parameters)):
         held = replica.gradient_slice(index) if replica.zero else parameter.grad
@@ -101,15 +106,15 @@ def _replica_of(module: Any) -> Replica | None:
 
 
 def _norm_of_slices(replica: Replica) -> float:
-    slices = [replica.gradient_slice(index) for index in range(len(replica.table.parameters))]
-    if replica.zero == 1 and replica.is_joining:  # who has joined keeps no gradients; here they are whole
+    if replica.zero == 1 and replica.is_joining:  # a joined rank keeps no gradients; here they are not sliced
+        replica.gradient_slices()  # raises where they are not averaged
         return _norm_of_whole([p.grad for p in replica.table.parameters if p.grad is not None], replica)
     replica.announce("norm")
-    return replica.norm_of(slices)
+    return replica.norm_of(replica.gradient_slices)
 
 
 def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:
-    """On a GPU its kernels add up, where some wrapped module of this process has opened it; else the gradients come down."""
+    """Return the norm by the GPU's kernels if a wrapped module of this process uses that GPU; else on the host."""
     real = [_real(gradient) for gradient in gradients]
     link = replica.link if replica is not None else _link_beside(real)
     if link is not None:
@@ -118,14 +123,17 @@ def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> fl
 
 
 def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
-    """Of the one GPU that has all of them."""
+    """Return the link of the one GPU that holds all gradients."""
     there = {device.runtime.ordinal(each) if device.runtime.holds(each) else None for each in gradients}
     links = (replica.link for replica in live_replicas())
     return next((each for each in links if each is not None and there == {each.ordinal} and each.comm.is_alive), None)
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """On a GPU by one launch for many, where that has mul_'s bits: torch's own for lists may round the factor to a half's dtype first."""
+    """Scale all gradients, on a GPU many in one launch if that has mul_'s bits.
+
+    torch's own function for lists may first round the factor to the dtype of a half.
+    """
     together: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         is_plain = type(gradient) is torch.Tensor and gradient.dtype in (torch.float32, torch.float64)

@@ -273,10 +273,7 @@ class _Bucket:
         """All of it, one-dimensional; without the padding at its end where the whole result is wanted."""
         if self._in_slots or self._flat is None:  # a slot may have moved
             get, bucket = self._memory
-            lent = get(bucket)
-            # On a GPU it is torch's own already, which torch exports to nobody while another GPU is the current one.
-            memory = lent.data if isinstance(lent, torch.Tensor) else from_dlpack(lent)
-            self._flat = memory[: self._end]
+            self._flat = from_dlpack(get(bucket))[: self._end]
         return self._flat
 
     def clear_padding(self, flat: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Compressors for wrap(..., compress=...): what travels instead of float32 gradients."""
+"""Compressors for wrap(..., compress=...): formats that travel instead of float32 gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ._engine import block_record_bytes
 
-if TYPE_CHECKING:  # what compresses is loaded where it is asked for
+if TYPE_CHECKING:  # implementations are loaded on first use
     from .compression_state import CompressionState
     from .exchange import Exchange
     from .powersgd import PowerSGDState
@@ -21,10 +21,10 @@ _Hook = Callable[[Any, Any], Any]
 
 
 class Compressor:
-    """Base of the compressors; all are frozen dataclasses, the same on every rank."""
+    """The base of the compressors; all are frozen dataclasses, equal on all ranks."""
 
     def hook(self, exchange: Exchange) -> tuple[Any, _Hook]:
-        """State and communication hook over `exchange`."""
+        """Return the state and the communication hook over `exchange`."""
         raise NotImplementedError
 
 
@@ -98,24 +98,24 @@ class Int4(_Block):
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Matrices of low rank. See hooks.PowerSGDState.
+    """Gradients as matrices of low rank. See hooks.PowerSGDState.
 
     Parameters
     ----------
     rank : int
         In [1, 256].
     warmup_steps : int
-        Rounds that are averaged plainly first.
+        Rounds at the start that are averaged without compression.
     min_compression_rate : float
         A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
     error_feedback : bool
     seed : int
     alternate : bool
-        One exchange a bucket instead of two: P and Q take turns.
+        Take one exchange a bucket instead of two: P and Q alternate.
     wire_dtype : torch.dtype
-        Of the factors on the wire: float32, bfloat16 or float16.
+        The dtype of factors on the wire: float32, bfloat16 or float16.
     error_dtype : torch.dtype
-        Of what is kept between rounds: float32 or bfloat16.
+        The dtype of the memory between rounds: float32 or bfloat16.
     """
 
     rank: int = 4
@@ -159,12 +159,12 @@ class PowerSGD(Compressor):
 
 
 def check_compressor(compress: Any, reduce: str) -> None:
-    """TypeError or NotImplementedError with a sentence, before anything is made."""
+    """Raise TypeError or NotImplementedError with a sentence, before anything is created."""
     if compress is None or isinstance(compress, str) and compress == "auto":
         return
     if reduce != "mean":
         raise NotImplementedError(
-            f"compress={compress} gives the mean over ranks: reduce must be 'mean', got {reduce!r}"
+            f"compress={compress} computes the mean over ranks: reduce must be 'mean', got {reduce!r}"
         )
     if not isinstance(compress, Compressor):
         raise TypeError(

@@ -1,9 +1,9 @@
-"""headroom: what a step waits for communication, and which compressor would pay for itself there.
+"""headroom: the time that a step waits for communication, and the compressor that would pay for itself.
 
-A compressor saves bytes and costs arithmetic. What it can save at most is the *exposed* communication: how much longer a
-synchronised backward takes than one that does not synchronise. predicted(compressor) = local step + codec + bytes / bandwidth: a codec
-takes a core's time, wherever it runs. Between hosts at zero=0 and 1 compressed buckets cross beside the backward, so of the last
-term what a plain exchange hides there is taken off.
+A compressor saves bytes and costs arithmetic. It can save at most the *exposed* communication: the difference between a
+synchronised backward and one that does not synchronise. predicted(compressor) = local step + codec + bytes / bandwidth,
+since a codec takes a core's time wherever it runs. Between hosts at zero=0 and 1 compressed buckets overlap the
+backward, so the last term is reduced by the time that a plain exchange hides there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["Headroom", "headroom"]
 
 _PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024
-LEAST_GAIN = 0.03  # of a step: less is not worth another arithmetic
+LEAST_GAIN = 0.03  # of a step: a smaller gain is not worth another arithmetic
 _CANDIDATES: tuple[Compressor, ...] = (Bf16(), Fp16(), Int8(), PowerSGD(rank=4))
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A compressor's prediction.
+    """The prediction for one compressor.
 
     Attributes
     ----------
@@ -42,9 +42,9 @@ class Candidate:
     step_s : float
         Predicted seconds of a step.
     codec_s : float
-        Of that, arithmetic.
+        Seconds of arithmetic in it.
     wire_bytes : int
-        A rank sends in a step.
+        Bytes that a rank sends in a step.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Headroom:
-    """What headroom() found; equal on every rank.
+    """The result of headroom(), equal on all ranks.
 
     Attributes
     ----------
@@ -64,11 +64,11 @@ class Headroom:
     exposed_s : float
         Their difference, at least 0.
     bandwidth : float
-        Bytes a second that a rank sends: measured, or as given.
+        Bytes a second that a rank sends, measured or given.
     candidates : tuple of Candidate
-        From the fastest predicted one.
+        Predictions, the fastest first.
     choice : str
-        "none", or the compressor that would pay.
+        "none", or the compressor that would pay for itself.
     """
 
     step_s: float
@@ -94,30 +94,29 @@ def headroom(
     repeat: int = 5,
     bandwidth: float | None = None,
 ) -> Headroom:
-    """Measures the exposed communication of a step, and says which compressor would pay.
+    """Measure the exposed communication of a step and predict which compressor would pay for itself.
 
     Parameters
     ----------
     model : DistributedDataParallel
-        Wrapped by sw, without a compressor.
+        A module wrapped by sw without a compressor.
     backward : callable
-        One forward and backward of `model` on this rank; no optimizer step. Gradients are cleared before and after each.
+        Runs one forward and backward of `model` on this rank, without an optimizer step. Gradients are cleared before
+        and after.
     repeat : int
         Calls of each kind; at least 3.
     bandwidth : float, optional
-        Bytes a second at which a rank sends: asks what would pay on another network. Default: measured on this one.
+        Bytes a second that a rank sends, to predict for another network. Default: measured on this one.
 
     Raises
     ------
     Error
-        The model is not wrapped by sw, or compresses already.
+        If the model is not wrapped by sw, or has a compressor already.
     ValueError
-        repeat or bandwidth out of range.
+        If repeat or bandwidth are out of range.
 
-    Notes
-    -----
-    Collective. 2 (repeat + 1) backwards, and each candidate's codec on 4 MiB. With a given bandwidth, plain gradients are
-    taken to hide behind the backward as much as they do here.
+    Notes ----- Collective. Cost: 2 (repeat + 1) backwards, and each candidate's codec on 4 MiB. With a given bandwidth,
+    plain gradients are assumed to overlap the backward as much as they do here.
 
     Examples
     --------
@@ -127,7 +126,7 @@ def headroom(
     'none'
     """
     if not isinstance(model, DistributedDataParallel):
-        raise Error("headroom needs a model that sw.wrap made")
+        raise Error("headroom needs a model that sw.wrap returned")
     if repeat < 3:
         raise ValueError(f"headroom: repeat must be at least 3, got {repeat!r}")
     if bandwidth is not None and not bandwidth > 0:
@@ -144,7 +143,7 @@ def headroom(
     measured = measure_bandwidth(replica, levels)
     speed = bandwidth or measured
     beside_s = hidden_beside(replica, levels, numel, measured, exposed_s)
-    if bandwidth is not None:  # what hides here hides there; the rest is as long as its bytes
+    if bandwidth is not None:  # assume the same overlap; the rest takes as long as its bytes
         hidden_s = max(0.0, plain_bytes / measured - exposed_s)
         exposed_s = max(0.0, plain_bytes / bandwidth - hidden_s)
         step_s = local_s + exposed_s
@@ -159,36 +158,36 @@ def headroom(
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """What a compressor takes of a whole model: seconds of arithmetic on the slowest rank, and bytes that a rank sends."""
+    """The cost of a compressor for a whole model: seconds of the slowest rank, and bytes that a rank sends."""
 
     compress: Compressor
     codec_s: float
     wire_bytes: int
 
     def seconds(self, bandwidth: float, hidden_s: float = 0.0) -> float:
-        """Of a step, of whose wire's time so much falls beside the backward."""
+        """Return the seconds of a step of which `hidden_s` of wire time overlap the backward."""
         return self.codec_s + max(0.0, self.wire_bytes / bandwidth - hidden_s)
 
 
 def hidden_beside(replica: Replica, levels: Levels, numel: int, bandwidth: float, exposed_s: float) -> float:
-    """Seconds of a plain exchange's wire that fall beside the backward, as a compressed one's may too where it overlaps."""
+    """Return the seconds of a plain exchange that overlap the backward; a compressed exchange may overlap as much."""
     if not replica.overlaps_compression:
         return 0.0
     return max(0.0, _sent(levels, 4 * numel) / bandwidth - exposed_s)
 
 
 def measure_bandwidth(replica: Replica, levels: Levels) -> float:
-    """Bytes a second that a rank sends in a plain exchange; infinite for one rank. Collective."""
+    """Return the bytes a second that a rank sends in a plain exchange; infinite for one rank. Collective."""
     plain_s = slowest(replica.group.comm, [_time_plain(levels)])[0]
     return _sent(levels, 4 * _PROBE_NUMEL) / plain_s if replica.group.world_size > 1 else float("inf")
 
 
 def measure_codecs(replica: Replica, levels: Levels, numel: int, bandwidth: float) -> list[Codec]:
-    """Every candidate, timed on 4 MiB over this network of `bandwidth`, for `numel` elements. Collective."""
+    """Time every candidate on 4 MiB over this network of `bandwidth`, and scale to `numel` elements. Collective."""
     found = []
     for compress in _CANDIDATES:
         whole_s, most_sent = slowest(replica.group.comm, [*_time_codec(compress, levels)])
-        sent = int(most_sent)  # across hosts not every rank sends
+        sent = int(most_sent)  # across hosts only carriers send
         codec_s = max(0.0, whole_s - sent / bandwidth) * numel / _PROBE_NUMEL
         found.append(Codec(compress, codec_s, sent * numel // _PROBE_NUMEL))
     return found
@@ -200,14 +199,14 @@ def _measure_backwards(
     repeat: int,
     slowest: Callable[[list[float]], list[float]],
 ) -> tuple[float, float]:
-    """Seconds of a backward with and without communication; they take turns."""
+    """Time backwards with and without communication, in turns."""
     times: tuple[list[float], list[float]] = ([], [])
     synchronises = model.require_backward_grad_sync
     try:
         for turn in range(2 * (repeat + 1)):
             model.zero_grad(set_to_none=True)
             model.require_backward_grad_sync = turn % 2 == 0
-            slowest([0.0])  # everybody is here
+            slowest([0.0])  # a barrier
             start = time.perf_counter()
             backward()
             if turn >= 2:
@@ -220,7 +219,7 @@ def _measure_backwards(
 
 
 def slowest(comm: Any, values: list[float]) -> list[float]:
-    """Each value's greatest over ranks. Collective."""
+    """Return the greatest of each value over ranks. Collective."""
     packed = torch.tensor(values, dtype=torch.float64, device="cpu").numpy().tobytes()
     rows = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in comm.all_gather_bytes(packed, "headroom")]
     return list(torch.stack(rows).amax(0).tolist())
@@ -242,13 +241,13 @@ def _time_plain(levels: Levels) -> float:
 
 
 def _sent(levels: Levels, message_bytes: int) -> int:
-    """What an exchange of so many bytes sends."""
+    """Return the bytes that an exchange of `message_bytes` sends."""
     world_size = levels.exchange.world_size
     return 2 * (world_size - 1) * message_bytes // world_size
 
 
 def _time_codec(compress: Compressor, levels: Levels) -> tuple[float, float]:
-    """Seconds, and bytes sent by this rank, of one bucket of _PROBE_NUMEL elements."""
+    """Return the seconds, and the bytes sent by this rank, of one bucket of _PROBE_NUMEL elements."""
     state, plain_hook = compress.hook(levels.exchange)
     hook, bucket = levels.hook(plain_hook), _Probe()
     seconds = _median_of(lambda: hook(state, bucket).wait())
@@ -258,7 +257,7 @@ def _time_codec(compress: Compressor, levels: Levels) -> tuple[float, float]:
 
 
 class _Probe:
-    """What a hook asks of a bucket: one square matrix."""
+    """A bucket of one square matrix, for hooks."""
 
     def __init__(self) -> None:
         self._flat = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")

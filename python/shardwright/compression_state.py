@@ -1,7 +1,8 @@
-"""What compressors that remember share: whose state is whose, and how it is saved and taken back.
+"""The state of compressors that remember: its parameters, saving and loading.
 
-State belongs to a parameter, by its name where names are known, and else by its place in the order in which parameters first
-came to the hook. It survives other buckets. It is this rank's own: saved by every rank, taken back at the same world size.
+State belongs to a parameter, by its name if names are known, else by the order in which parameters first came to the
+hook. It does not depend on buckets. It belongs to this rank: every rank saves its own and loads it at the same world
+size.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .exchange import Exchange, group_exchange
 
 
 class CompressionState:
-    """Entries (dicts of tensors) by parameter, made at a parameter's first bucket or taken from a loaded state.
+    """Entries (dicts of tensors) by parameter, created at a parameter's first bucket or taken from a loaded state.
 
     Attributes
     ----------
     iter : int
-        Rounds complete.
+        Complete rounds.
     """
 
     kind = ""
@@ -46,12 +47,12 @@ class CompressionState:
             self.set_names(named_parameters)
 
     def set_names(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Names for state_dict(); before the first bucket."""
+        """Set the names for state_dict(), before the first bucket."""
         for name, parameter in named_parameters:
             self._names[parameter] = name
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Its name, or #k for the k-th parameter without one."""
+        """Return the parameter's name, or #k for the k-th parameter without one."""
         if parameter not in self._names:
             self._names[parameter] = f"#{self._unnamed}"
             self._unnamed += 1
@@ -59,30 +60,30 @@ class CompressionState:
 
     @property
     def exchange(self) -> Exchange:
-        """Over the process group, made at first use."""
+        """Return the exchange over the process group, created at first use."""
         if self._exchange is None:
             self._exchange = group_exchange(self.process_group)
         return self._exchange
 
     def use_exchange(self, exchange: Exchange) -> None:
-        """In place of the process group."""
+        """Use `exchange` instead of one over the process group."""
         self._exchange = exchange
 
     def watch(self, is_under_way: Callable[[], bool]) -> None:
-        """What tells whether another thread may be changing this state."""
+        """Set the function that reports if another thread may be changing this state."""
         self._is_under_way = is_under_way
 
     def _check_rest(self, operation: str) -> None:
         if self._is_under_way():
             raise Error(
-                f"{self.kind}: {operation}: buckets of a backward that is not over, or that an exception ended, are under way on rank "
-                f"{self.exchange.rank}: the next forward or step waits for them"
+                f"{self.kind}: {operation}: rank {self.exchange.rank} has buckets in flight of a backward that is not over, or "
+                "that an exception ended: the next forward or step waits for them"
             )
 
     def entry(
         self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]
     ) -> tuple[dict[str, torch.Tensor], bool]:
-        """The parameter's tensors, of dtype_of() and `shapes`, and whether they are new (zeros)."""
+        """Return the parameter's tensors, of dtype_of() and `shapes`, and True if they are new (zeros)."""
         name = self.name_of(parameter)
         if name not in self._entries:
             taken = self._taken(name, shapes)
@@ -97,17 +98,17 @@ class CompressionState:
         for key, shape in shapes.items():
             if tuple(found[key].shape) != tuple(shape):
                 raise Error(
-                    f"{self.kind}: {key} of parameter {name!r} has shape {tuple(found[key].shape)}, and the parameter needs "
+                    f"{self.kind}: {key} of parameter {name!r} has shape {tuple(found[key].shape)}, but the parameter needs "
                     f"{tuple(shape)} (rank {self.exchange.rank})"
                 )
         return found, False
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
-        """Memory of an entry, where the state of `parameter` lies."""
+        """Return a tensor of zeros for an entry, on the device of the parameter's state."""
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
     def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """`tensor`, which is on the CPU, where the state of `parameter` lies."""
+        """Return `tensor`, which is on the CPU, on the device of the parameter's state."""
         return tensor
 
     def _taken(self, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor] | None:
@@ -118,21 +119,23 @@ class CompressionState:
             return None
         if given is None:
             raise Error(
-                f"{self.kind}: the state that was loaded is another model's: it has nothing for parameter {name!r} "
+                f"{self.kind}: the loaded state belongs to another model: it has nothing for parameter {name!r} "
                 f"(rank {self.exchange.rank})"
             )
         for key, shape in shapes.items():
             if key not in given or tuple(given[key].shape) != tuple(shape):
                 has = tuple(given[key].shape) if key in given else None
                 raise Error(
-                    f"{self.kind}: the state that was loaded is another model's: {key} of parameter {name!r} must have shape "
+                    f"{self.kind}: the loaded state belongs to another model: {key} of parameter {name!r} must have shape "
                     f"{tuple(shape)}, not {has} (rank {self.exchange.rank})"
                 )
         return {key: given[key].clone() for key in shapes}
 
     def members(self, bucket: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Gradients and parameters of a bucket, but those that no rank used, where the bucket knows: what they are owed must
-        wait, since a result for them would be thrown away."""
+        """Yield gradients and parameters of a bucket, except those that no rank used, if the bucket knows.
+
+        Their error must wait, because a result for an unused parameter would be dropped.
+        """
         used = bucket.used() if hasattr(bucket, "used") else itertools.repeat(True)
         for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
             if is_used:
@@ -141,7 +144,7 @@ class CompressionState:
                 self._skipped = True
 
     def end_bucket(self, is_last: bool) -> None:
-        """After each bucket."""
+        """Count the bucket; call this after each bucket."""
         if not is_last:
             return
         self.iter += 1
@@ -149,24 +152,24 @@ class CompressionState:
         if self._loaded and self.uses_entries() and not skipped:
             name = next(iter(self._loaded))
             raise Error(
-                f"{self.kind}: the state that was loaded is another model's: no parameter is named {name!r} "
+                f"{self.kind}: the loaded state belongs to another model: no parameter is named {name!r} "
                 f"(rank {self.exchange.rank})"
             )
 
     def uses_entries(self) -> bool:
-        """Whether the round just ended asked for every parameter's entry."""
+        """Return True if the round just ended asked for every parameter's entry."""
         return True
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """Of an entry's tensor."""
+        """Return the dtype of an entry's tensor."""
         return torch.float32
 
     def settings(self) -> dict[str, Any]:
-        """What a loaded state must agree about."""
+        """Return the settings that a loaded state must have, too."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state; tensors are copies. Every rank saves its own."""
+        """Return this rank's state as copies. Every rank saves its own."""
         self._check_rest("state_dict")
         entries = {**(self._loaded or {}), **self._entries}
         known = {str(name) for name in self._names.values()} | self._loaded_without
@@ -177,16 +180,16 @@ class CompressionState:
             "rank": self.exchange.rank,
             "world_size": self.exchange.world_size,
             "parameters": {name: {key: t.clone().cpu() for key, t in entry.items()} for name, entry in entries.items()},
-            "without": sorted(known - entries.keys()),  # no bucket has had them so far
+            "without": sorted(known - entries.keys()),  # parameters that no bucket has had so far
         }
 
     def scale_errors(self, factor: float) -> None:
-        """Multiplies what is owed, when the loss is scaled by `factor` more than before.
+        """Multiply the error when the loss scale grows by `factor`.
 
         Raises
         ------
         ValueError
-            A factor that is not above 0 and finite.
+            If the factor is not positive and finite.
         """
         self._check_rest("scale_errors")
         if not 0 < factor < math.inf:
@@ -197,12 +200,12 @@ class CompressionState:
                     entry[key].mul_(factor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what state_dict() gave on this rank.
+        """Load the state that state_dict() returned on this rank.
 
         Raises
         ------
         Error
-            Another compressor's or rank's state, or another world size's; at the first round: another model's.
+            If the state has another compressor, rank or world size; at the first round, if it belongs to another model.
         """
         self._check_rest("load_state_dict")
         wanted = {
@@ -222,27 +225,27 @@ class CompressionState:
         self._loaded_without = frozenset(state.get("without", ()))
 
     def forget(self) -> None:
-        """Begins anew, with nothing owed."""
+        """Restart with no error."""
         self.iter, self._entries, self._loaded, self._loaded_without = 0, {}, None, frozenset()
 
 
 def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """A state for rank `rank` of `world_size` from the states of all ranks of a run of another size.
+    """Return a state for rank `rank` of `world_size` from the states of all ranks of a run of another world size.
 
     Parameters
     ----------
     states : sequence of dict
-        What state_dict() gave on every rank, in rank order.
+        The results of state_dict() on every rank, in rank order.
 
     Returns
     -------
     dict
-        For load_state_dict(). Every rank gets the ranks' mean error, so what is owed stays what it was.
+        A state for load_state_dict(). Every rank gets the ranks' mean error, so the total error stays the same.
 
     Raises
     ------
     Error
-        A rank is missing, or states are of different compressors.
+        If a rank is missing, or states belong to different compressors.
     """
     first = states[0] if states else {}
     for place, state in enumerate(states):
@@ -257,7 +260,7 @@ def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) 
 
 
 def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One entry that owes the mean of what `entries` owe."""
+    """Return one entry with the mean of the errors of `entries`."""
     made = {key: tensor.clone() for key, tensor in entries[0].items()}
     if "error" in made:
         made["error"] = torch.stack([entry["error"].double() for entry in entries]).mean(0).float()

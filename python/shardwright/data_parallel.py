@@ -233,8 +233,8 @@ class DistributedDataParallel(TorchDDP):
     def _build(self, *, init_sync: bool, sync_buffers: bool, compress: Any = None) -> None:
         """Makes the engine. Collective."""
         options = self._options
-        self.process_group = resolve_group(options.process_group, options.device_mesh)
-        group = host_group(self.process_group, options.timeout_s, self.device)
+        self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
+        group = host_group(self.process_group, options.timeout_s)
         slicing = self._slice_over(group)
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,
@@ -321,6 +321,8 @@ class DistributedDataParallel(TorchDDP):
             self._agree_on_sync(training and self.require_backward_grad_sync)
         if training:
             replica.before_forward(self.require_backward_grad_sync)
+        else:
+            replica.before_evaluation()
 
     def _after_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
@@ -410,8 +412,8 @@ class DistributedDataParallel(TorchDDP):
         replica = self._engine()
         mine = bytes([trains, required])
         said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
-        if replica.link is not None:  # on the host the round itself says who contributes
-            replica.reducer.set_active([each[0] == 1 for each in said])
+        if not replica.backend.capabilities.tells_standing:  # else the round itself says which ranks contribute
+            replica.reducer.set_active(b"".join(each[:1] for each in said))
         return any(each[1] for each in said)
 
     # communication hooks ------------------------------------------------------------------------------------------
@@ -478,7 +480,7 @@ class DistributedDataParallel(TorchDDP):
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
-        if replica.link is not None and replica.reducer.wire is not None:  # the reducer's own
+        if getattr(replica.reducer, "wire", None) is not None:  # the reducer's own
             replica.compression = (repr(compress), None)
             return
         levels, lease = replica.levels(compress)

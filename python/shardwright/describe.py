@@ -123,8 +123,8 @@ def _model(replica: Any) -> dict[str, Any]:
         **replica.parameter_plan(),
         **memory_plan(replica),
         **_offload(replica),
-        **({"write_guard": replica.settings["write_guard"]} if replica.settings["write_guard"] else {}),
-        **({"deterministic": replica.deterministic} if replica.link is not None else {}),
+        **({"write_guard": replica.write_guard} if replica.write_guard else {}),
+        **({} if replica.backend.capabilities.rank_order_only else {"deterministic": replica.deterministic}),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,
     }
@@ -138,7 +138,7 @@ def _offload(replica: Any) -> dict[str, Any]:
         return found | {"offload_bytes": sum(store.nbytes for store in stores)}
     said = {
         "cpu": "cpu: no effect, all of it is there"
-        if replica.link is None
+        if replica.backend.capabilities.state_is_there
         else "cpu: no optimizer of this model was sliced or wrapped yet",
         "nvme": "nvme: no optimizer of this model was sliced or wrapped yet",
     }

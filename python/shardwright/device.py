@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from . import _hooks, device_transport
-from ._engine import DeviceComm, Error, nccl_unique_id, norm_value, slot_part_bytes
-from .gradients import as_real, dtype_name
+from ._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .gradients import as_real, dense_strides, dtype_name
 from .lender import Lender
+from .memory import check_sendable
 from .process_group import HostGroup, comm_error
 
 _WATCH_PERIOD_S = 0.1
@@ -59,6 +61,10 @@ class CudaRuntime:
     def current_stream(self, ordinal: int) -> int:
         """The address of the stream that torch enqueues on now, in this thread."""
         return _hooks.raw_stream(ordinal)
+
+    def stream_reader(self, ordinal: int) -> Callable[[], int]:
+        """current_stream(ordinal), without a frame of Python's: the engine asks at every gradient."""
+        return _hooks.stream_reader(ordinal)
 
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Memory for a bucket, on the GPU of `like`, from torch's allocator."""
@@ -154,6 +160,16 @@ def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
     return found, runtime.current_stream(ordinal)
 
 
+def alias(
+    link: DeviceLink, owner: Any, address: int, dtype: str, shape: Sequence[int], like: torch.Tensor
+) -> torch.Tensor:
+    """Return a tensor over memory of `owner`, which it keeps, with a storage of exactly its bytes and the strides of `like`, if those
+    are dense and of that shape. `like` is on the memory's device, too."""
+    ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
+    strides = dense_strides(like) if like.shape == torch.Size(shape) else None
+    return from_dlpack(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
+
+
 def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
     """What `make` gives on each rank, plain values; where it fails on one, an error on all. Collective."""
     failure: Exception | None = None
@@ -223,6 +239,8 @@ class DeviceLink:
         self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
+        #: torch's current stream, in this thread
+        self.current_stream: Callable[[], int] = runtime.stream_reader(ordinal)
         self.host = group.comm  # the group holds its links, not the other way round
         libraries: dict[str, str | None] = {}
 
@@ -258,10 +276,6 @@ class DeviceLink:
             if borrows:
                 _LenderWatch(self).start()
 
-    def current_stream(self) -> int:
-        stream: int = runtime.current_stream(self.ordinal)
-        return stream
-
     def refuse_capture(self, what: str) -> None:
         """NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
         self.comm.refuse_capture(self.current_stream(), what)
@@ -280,7 +294,7 @@ class DeviceLink:
                 self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
         elif not self.host.is_alive:
             self._end(self._failure or self.host.end_reason or "a rank of the group has left")
-        elif any(row.comm.has_failed for row in self._live_rows()):
+        elif self._rows and any(row.comm.has_failed for row in self._live_rows()):
             self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
             self._tell_lender()
@@ -342,6 +356,7 @@ class DeviceLink:
         Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not contiguous go
         through a copy.
         """
+        check_sendable(tensors, "a broadcast")
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         if not plain or self.world_size == 1:
             return

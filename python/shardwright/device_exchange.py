@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing import cast
+
 import torch
 
 from . import device
@@ -126,9 +128,7 @@ class OnDevice(CompressionState):
 
     @property
     def _device(self) -> DeviceExchange:
-        exchange = self.exchange
-        assert isinstance(exchange, DeviceExchange)
-        return exchange
+        return cast("DeviceExchange", self.exchange)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
         return self._device.zeros(max(torch.Size(shape).numel(), 1), dtype)[: torch.Size(shape).numel()].view(shape)

@@ -1,7 +1,7 @@
-"""Optimizer state in the host's memory, or in a file, while parameters are on a GPU: offload="cpu" and "nvme:<folder>".
+"""Optimizer state in host memory or in a file, for parameters on a GPU: offload="cpu" and "nvme:<folder>".
 
-A step takes gradients down and new parameters up, batch by batch through pinned memory, and is computed by the host's threads
-(csrc/zero/device_offload.h). To everybody else state is ordinary tensors on the CPU.
+A step copies gradients down and new parameters up, batch by batch through pinned memory, and the host's threads compute
+it (csrc/zero/device_offload.h). Other code sees the state as ordinary CPU tensors.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .process_group import HostGroup
 
 __all__ = ["DeviceRoute", "HostStateStore", "make_route"]
 
-#: of each of three slots; 2 Mi elements
+#: bytes of each of the three slots; 2 Mi elements
 SLOT_BYTES = 16 << 20
 _THREADS_MAX = 16
 
 
 class DeviceRoute:
-    """What a step goes through whose parameters are on a GPU and whose state is not.
+    """The path of a step whose parameters are on a GPU and whose state is on the host.
 
     Parameters
     ----------
     group : HostGroup
-        Its ranks on this host share the cores.
+        The ranks of this host, which share its cores.
     link : DeviceLink
-        Of the parameters' GPU.
+        The link of the parameters' GPU.
     """
 
     def __init__(self, group: HostGroup, link: DeviceLink) -> None:
@@ -39,26 +39,26 @@ class DeviceRoute:
         self._offload = DeviceOffload(link.comm, SLOT_BYTES, _thread_count(group))
 
     def place(self) -> tuple[DeviceOffload, int]:
-        """The engine's way, and the stream in whose order a step is."""
+        """Return the engine's route, and the stream that orders a step."""
         return self._offload, device.runtime.current_stream(self._ordinal)
 
     def stats(self) -> dict[str, int]:
-        """Batches, and bytes of both ways."""
+        """Return counts of batches and of bytes in both directions."""
         return self._offload.stats()
 
     def describe(self) -> dict[str, Any]:
-        """For describe()."""
+        """Return the entry of describe()."""
         return {"offload_pinned_bytes": self._offload.buffer_nbytes, "offload_threads": self._offload.thread_count}
 
 
 class HostStateStore:
-    """Where an optimizer of sw.optim keeps its state: the host's memory.
+    """The host memory in which an optimizer of sw.optim keeps its state.
 
     Parameters
     ----------
     route : DeviceRoute
     nbytes : int
-        Of the state, once every parameter was stepped on. For describe().
+        Bytes of the state once every parameter has been stepped on, for describe().
     """
 
     file = None
@@ -67,35 +67,35 @@ class HostStateStore:
         self.route, self.nbytes = route, nbytes
 
     def empty(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Of a tensor's shape and strides, on the CPU; holds anything."""
+        """Return a CPU tensor with the shape and strides of `like` and undefined contents."""
         return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
 
     def zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same, zeroed."""
+        """Return a CPU tensor of zeros with the shape and strides of `like`."""
         return torch.zeros_like(like, dtype=dtype, device="cpu", requires_grad=False)
 
     def adopt(self, state: dict[str, Any]) -> None:
-        """Moves what a state has on the GPU (it was loaded, or is older than the offload) to the host."""
+        """Move tensors of a state from the GPU to the host (loaded or older state)."""
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 state[key] = value.cpu()
 
     def place(self) -> tuple[DeviceOffload, int]:
-        """What a step goes through, and the stream in whose order it is."""
+        """Return the route of a step, and the stream that orders it."""
         return self.route.place()
 
     @property
     def planned_nbytes(self) -> int:
-        """Of the GPU's memory."""
+        """Return the bytes of GPU memory that offloading takes."""
         return 0
 
     def describe(self) -> dict[str, Any]:
-        """For describe()."""
+        """Return the entry of describe()."""
         return {"offload": "cpu", **self.route.describe()}
 
 
 def make_route(group: HostGroup, link: DeviceLink, label: str) -> DeviceRoute:
-    """A route on every rank, or an error on every rank. Collective."""
+    """Create a route on every rank, or raise an error on every rank. Collective."""
     route, failure = None, None
     try:
         route = DeviceRoute(group, link)
@@ -112,6 +112,6 @@ def make_route(group: HostGroup, link: DeviceLink, label: str) -> DeviceRoute:
 
 
 def _thread_count(group: HostGroup) -> int:
-    """A rank's share of the host's cores."""
+    """Return the number of the host's cores for one rank."""
     here = sum(host == group.host_of[group.rank] for host in group.host_of)
     return max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // here))

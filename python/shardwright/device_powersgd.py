@@ -1,8 +1,8 @@
 """PowerSGD on a GPU: powersgd.py's rounds, enqueued.
 
-A pass goes over all matrices of a bucket in one launch. The host reads nothing: whether an average was finite is a verdict in the
-GPU's memory, which keeps later passes from the state, and makes the result NaN. So both exchanges of a round take place
-in any case, and in a round that is refused this rank's Q, which nobody will use, is anything.
+A pass handles all matrices of a bucket in one launch. The host reads nothing. A verdict in GPU memory says if an
+average was finite; if not, it keeps later passes from changing the state and makes the result NaN. Both exchanges of a
+round therefore always run. In a refused round this rank's Q is undefined, and no rank uses it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .device_exchange import DeviceExchange, OnDevice
 from .factor_exchange import FactorExchange
 from .powersgd import Matrix, PowerSGDState, addresses
 
-#: verdicts: before anything of the state has changed, and after
+#: verdicts: refused before the state has changed, and after
 _REFUSED, _REFUSED_LATE = 1, 2
 
 
 class _Passes:
-    """The passes over a bucket's matrices, in order on torch's current stream."""
+    """The passes over a bucket's matrices, in the order of torch's current stream."""
 
     def __init__(self, exchange: DeviceExchange, verdict: torch.Tensor) -> None:
         self.exchange = exchange
@@ -51,12 +51,12 @@ class _Passes:
         device_finite(self._comm, self._verdict, values.data_ptr(), values.numel(), refusal, self._stream)
 
     def keep(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies, unless something was refused."""
+        """Copy the pairs unless the round is refused."""
         self.exchange.copy([(to.view(-1), source.view(-1)) for to, source in pairs], self._verdict)
 
 
 class DevicePowerSGDState(OnDevice, PowerSGDState):
-    """PowerSGDState whose exchange, state and scratch memory are a GPU's."""
+    """A PowerSGDState whose exchange, state and scratch memory are on a GPU."""
 
     _verdict = torch.empty(0, dtype=torch.float32, device="cpu")
     _scratch = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -66,7 +66,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         self._passes().orthonormalize([(basis.data_ptr(), basis.data_ptr(), matrix.cols, matrix.rank, seed)])
 
     def _passes(self) -> _Passes:
-        """With nothing refused so far."""
+        """Return the passes of a new round, with verdict 0."""
         if not self._verdict.numel():
             self._verdict = self._device.zeros(1, torch.int32)
         return _Passes(self._device, self._verdict)
@@ -104,7 +104,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         passes.expand([_row(m, right=q, out=right.data_ptr()) for m, q, right in zip(matrices, means, rights)])
         passes.orthonormalize([m.basis_from(q) for m, q in zip(matrices, means)])
 
-    # in turns: see powersgd_in_turns.py -------------------------------------------------------------------------------
+    # alternating: see powersgd_in_turns.py ----------------------------------------------------------------------------
 
     def _exchange_turn_of_p(
         self, factors: FactorExchange, passes: _Passes, matrices: list[Matrix], small: list[torch.Tensor]
@@ -113,7 +113,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         own = factors.begin(self.exchange, sum(sizes), small)
         passes.project([_row(m, out=p) for m, p in zip(matrices, addresses(own, sizes))])
         own, mean = self._average_turn(factors, passes, own)
-        passes.absorb([_row(m) for m in matrices])  # memory alone
+        passes.absorb([_row(m) for m in matrices])  # updates the memory alone
         kept = []
         for matrix, mine, average in zip(matrices, own.split(sizes), mean.split(sizes)):
             entry = matrix.entry
@@ -128,7 +128,9 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         sizes, of_p = [m.right_numel for m in matrices], [m.left_numel for m in matrices]
         own = factors.begin(self.exchange, sum(sizes), small)
         lefts = self._reserve(sum(of_p)).split(of_p)
-        passes.project([_row(m, out=p.data_ptr()) for m, p in zip(matrices, lefts)])  # for v; P itself is written over
+        passes.project(
+            [_row(m, out=p.data_ptr()) for m, p in zip(matrices, lefts)]
+        )  # to compute v; P itself is overwritten
         passes.orthonormalize(
             [m.left_from(m.entry["turn"].data_ptr(), left.data_ptr()) for m, left in zip(matrices, lefts)]
         )
@@ -147,7 +149,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
     def _average_turn(
         self, factors: FactorExchange, passes: _Passes, own: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank's factors counted for, and the ranks' mean."""
+        """Return the contribution of this rank's factors to the mean, and the ranks' mean."""
         mean = factors.average(self.exchange)
         passes.judge(mean, _REFUSED)
         return (factors.settle(self.exchange) if factors.rounds else own), mean
@@ -161,7 +163,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
 def _row(
     matrix: Matrix, *, memory: int | None = None, left: int = 0, right: int = 0, out: int = 0, copy: int = 0
 ) -> tuple[int, int, int, int, int, int, int, int, int, int, str]:
-    """The engine's row of a matrix, with other memory (0: none), left or right (0: its own)."""
+    """Return the engine's row of a matrix, with other memory (0: none), left or right (0: its own)."""
     gradient, own_memory, own_left, own_right, basis, rows, cols, rank, _, dtype = matrix.row
     kept = own_memory if memory is None else memory
     return gradient, kept, left or own_left, right or own_right, basis, out, copy, rows, cols, rank, dtype

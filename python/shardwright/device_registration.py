@@ -11,10 +11,9 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from . import device
-from ._engine import DeviceRegion, device_tensor
+from ._engine import DeviceRegion
 from .device import DeviceLink
 
 _logger = logging.getLogger("shardwright")
@@ -104,7 +103,6 @@ def _agree(link: DeviceLink, failure: str, sizes: list[int]) -> str:
 
 def _over(region: DeviceRegion, begin: int, size: int, link: DeviceLink, like: torch.Tensor) -> torch.Tensor:
     """Bytes of it as a storage of their own, which keeps it. One without elements has an address too."""
-    ordinal = -1 if like.device.type == "cpu" else link.ordinal
-    capsule = device_tensor(ordinal, region, region.address + begin, "uint8", [size or _ALIGNMENT], None)
-    made: torch.Tensor = device.runtime.seen(from_dlpack(capsule).zero_())
+    memory = device.alias(link, region, region.address + begin, "uint8", [size or _ALIGNMENT], like)
+    made: torch.Tensor = device.runtime.seen(memory.zero_())
     return made

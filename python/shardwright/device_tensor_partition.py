@@ -12,8 +12,6 @@ import torch
 
 from . import device
 from .device import DeviceLink
-from .device_parameters import DeviceParameters
-from .device_units import DeviceUnitMemory
 from .parameter_slices import itemsize_of
 from .tensor_partition import TensorPartitionedOptimizer
 
@@ -33,19 +31,13 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     _released: Mapping[int, torch.Tensor] = {}
 
     @property
-    def _memory(self) -> DeviceParameters:
-        memory = self._replica.parameters()
-        assert isinstance(memory, DeviceParameters)
-        return memory
-
-    @property
     def _link(self) -> DeviceLink:
         link = self._replica.link
         assert link is not None
         return link
 
     def _is_released(self, index: int) -> bool:
-        return isinstance(self._memory, DeviceUnitMemory) and self._memory.is_released(index)
+        return self._memory.releases and bool(self._memory.is_released(index))
 
     def _make_piece(self, index: int) -> torch.Tensor | None:
         if self._owners.get(index) != self._replica.slicing.own:
@@ -88,7 +80,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
         self, slices: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, dict[int, tuple[int, int]]]]:
         """As _by_bucket, with everybody's slices of these tensors in it. Collective."""
-        row = self._memory.row
+        row = self._replica.backend.row
         for whole, places in self._by_bucket(slices):
             self._copy((self._own_part(whole, i, begin), slices[i]) for i, (begin, _) in places.items())
             dtype = str(whole.dtype).removeprefix("torch.")
@@ -117,7 +109,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
             if piece is not None:
                 yield index, piece.as_strided((piece.numel(),), (1,))
 
-    def _publish(self) -> None:
+    def _publish(self, failed: bool) -> None:
         for whole, places in self._by_bucket(self._released):
             self._copy((whole[slice(*places[i])], flat) for i, flat in self._held(places))
             for owner in range(self._replica.slicing.count):
@@ -127,7 +119,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
         self._released = {}
         for root, owned in self._owned():
             self._broadcast(root, [self._memory.flat(i) for i in owned if not self._is_released(i)])
-        if isinstance(self._memory, DeviceUnitMemory):
+        if self._memory.releases:
             self._memory.publish(sliced=False)
 
     def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:

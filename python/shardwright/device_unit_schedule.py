@@ -37,6 +37,8 @@ class Places:
 
     Attributes
     ----------
+    apart, coming : set of int
+        Units that lie in memory of their own; that are being gathered ahead of time.
     digest : int
         Of the units that were gathered so far, in their order.
     """
@@ -48,8 +50,8 @@ class Places:
         make_apart: weakref.WeakMethod[Callable[[int], tuple[int, list[torch.Tensor]]]],
     ) -> None:
         self._engine, self._stream, self._make_apart = engine, stream, make_apart
-        self._apart: set[int] = set()
-        self._coming: set[int] = set()
+        self.apart: set[int] = set()
+        self.coming: set[int] = set()
         self.digest = 0
         #: inside a join: what tells ranks that have joined, which then gather the same
         self.announce: Callable[[int], None] | None = None
@@ -59,13 +61,6 @@ class Places:
             self.announce(unit)
         self.digest = zlib.crc32(unit.to_bytes(4, "little"), self.digest)
 
-    def state(self, unit: int) -> str:
-        """ "sharded", "gathering" or "unsharded", apart or in its place."""
-        return "unsharded" if unit in self._apart else self._engine.state(unit)
-
-    def is_apart(self, unit: int) -> bool:
-        return unit in self._apart
-
     def holder(self, place: int) -> int | None:
         return self._engine.holder(place)
 
@@ -73,13 +68,13 @@ class Places:
         """Ahead of time."""
         self._note(unit)
         self._engine.gather(unit)
-        self._coming.add(unit)
+        self.coming.add(unit)
 
     def gather(self, unit: int) -> None:
-        if unit not in self._coming:
+        if unit not in self.coming:
             self.begin(unit)
         self._engine.take(unit, self._stream())  # refused inside a capture: then it is still coming
-        self._coming.discard(unit)
+        self.coming.discard(unit)
 
     def gather_apart(self, unit: int) -> list[torch.Tensor]:
         """The unit's tensors, in memory of its own."""
@@ -88,18 +83,18 @@ class Places:
         address, tensors = make(unit)
         self._note(unit)
         self._engine.gather_apart(unit, address, self._stream())
-        self._apart.add(unit)
+        self.apart.add(unit)
         return tensors
 
     def release(self, unit: int) -> None:
-        if unit in self._apart:
-            self._apart.discard(unit)  # torch's allocator orders the memory's end
+        if unit in self.apart:
+            self.apart.discard(unit)  # torch's allocator orders the memory's end
         else:
             self._engine.release(unit, self._stream())
 
     def drop_coming(self) -> None:
         """What was gathered ahead of time and not needed."""
-        for unit in sorted(self._coming):
+        for unit in sorted(self.coming):
             self.gather(unit)
             self.release(unit)
 
@@ -151,12 +146,15 @@ class DeviceUnit(Unit):
         self.whole = self._in_place if whole is None else whole
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
+    def note_samples(self) -> None:
+        """Remember nothing: reading the GPU would make the host wait."""
+
     def take_written(self) -> str | None:
         """The name of a parameter whose data was replaced while it was released; what was written into it is not seen."""
-        found = [p.data_ptr() for p in self.parameters]
+        found = self.data_pointers()
         if found == self._addresses:
             return None
-        self.show(self.placeholders)
+        self.show_released()
         return next(name for name, now, address in zip(self.names, found, self._addresses) if now != address)
 
 
@@ -181,18 +179,18 @@ class DeviceUnitSchedule(UnitSchedule):
 
     # gathering and releasing --------------------------------------------------------------------------------------
 
-    def _gather(self, unit: Unit) -> None:
-        assert isinstance(unit, DeviceUnit)
-        if self.is_whole(unit):
-            if not (unit.needs_place and self._units.is_apart(unit.number)):
+    def _gather(self, unit: Any) -> None:
+        if unit.is_whole:
+            if not (unit.needs_place and unit.number in self._units.apart):
                 return
             self._release(unit)
         self._check_released(unit)
-        if self._units.state(unit.number) == "gathering" or (self._may_lie_in_place(unit) and self._make_room(unit)):
+        if unit.number in self._units.coming or (self._may_lie_in_place(unit) and self._make_room(unit)):
             self._units.gather(unit.number)
         else:
             unit.lie_in(self._units.gather_apart(unit.number))
-        unit.show(unit.whole)
+        unit.is_whole = True
+        unit.show_whole()
         unit.note_versions()
 
     def _may_lie_in_place(self, unit: DeviceUnit) -> bool:
@@ -204,7 +202,7 @@ class DeviceUnitSchedule(UnitSchedule):
         if number is None:
             return True
         other = self.units[number]
-        if self._units.state(number) == "gathering":
+        if number in self._units.coming:
             self._units.drop_coming()
             return True
         if not (other.running or other.opened) and other.pin is not Pin.UNTIL_STEP:
@@ -220,8 +218,7 @@ class DeviceUnitSchedule(UnitSchedule):
             )
         return False
 
-    def _release(self, unit: Unit) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _release(self, unit: Any) -> None:
         try:
             super()._release(unit)
         finally:
@@ -262,8 +259,9 @@ class DeviceUnitSchedule(UnitSchedule):
         self.detach()
         units, self.units = self.units, []
         for unit in units:
-            if self._units.state(unit.number) == "unsharded":
-                unit.show(unit.placeholders)
+            unit.give_up(whole=False)
+            if unit.is_whole:
+                unit.show_released()
                 with contextlib.suppress(Error):
                     self._units.release(unit.number)
 
@@ -280,27 +278,25 @@ class DeviceUnitSchedule(UnitSchedule):
             return
         if following.pin is not Pin.NONE:
             return
-        if self._units.state(following.number) == "sharded" and self._units.holder(following.place) is None:
+        is_released = not following.is_whole and following.number not in self._units.coming
+        if is_released and self._units.holder(following.place) is None:
             self._units.begin(following.number)
 
-    def _before_forward(self, unit: Unit, *arguments: Any) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _before_forward(self, unit: Any, *arguments: Any) -> None:
         super()._before_forward(unit, *arguments)
         if _hooks.graph_task_id() == _NO_TASK:
             if unit is self.units[0]:
                 self._before["forward"] = None
             self._look_ahead("forward", unit)
 
-    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
-        assert isinstance(unit, DeviceUnit)
-        if unit.running and self._units.is_apart(unit.number):
+    def _after_forward(self, unit: Any, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if unit.running and unit.number in self._units.apart:
             unit.ran_apart.add(unit.running[-1])
         super()._after_forward(unit, module, args, output)
         if unit is self.units[0] and not unit.running and _hooks.graph_task_id() == _NO_TASK:
             self._units.drop_coming()
 
-    def _before_backward(self, unit: Unit, begin: int, end: int) -> None:
-        assert isinstance(unit, DeviceUnit)
+    def _before_backward(self, unit: Any, begin: int, end: int) -> None:
         if not self._tasks:
             self._before["backward"] = None
         unit.needs_place = begin not in unit.ran_apart

@@ -3,7 +3,7 @@
 A unit's buckets hold nothing but its parameters, so gathering it is one all-gather a bucket, out of slices into a place: memory
 that units share. The outermost unit and those that stay whole after their forward have a place each; of the others, those
 inside equally many units take turns with two. A released parameter's data is one NaN, its own, expanded to its shape. What is
-never released lies as at zero=2 (DeviceParameters).
+never released lies as at zero=2 (ParameterMemory).
 """
 
 from __future__ import annotations
@@ -11,34 +11,29 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from . import device
-from ._engine import DeviceUnits, device_tensor
+from ._engine import DeviceUnits, Reducer
 from .device import DeviceLink
-from .device_parameters import DeviceParameters
-from .device_rounds import DeviceRounds
 from .device_unit_schedule import DeviceUnitSchedule, Places
-from .gradients import dense_strides, dtype_name
-from .parameter_slices import itemsize_of, memory_order
-from .released_parameters import ReleasedParameters
-from .slicing import Slicing
+from .gradients import dtype_name
+from .parameter_memory import ParameterMemory
+from .parameter_slices import itemsize_of, make_dense
+from .released_parameters import ReleasedParameters, releasable
 from .table import ParameterTable
-from .unit_memory import can_be_released
 from .units import UnitPlan
+
+if TYPE_CHECKING:
+    from .backend_base import Request
+    from .backend_cuda import CudaBackend
 
 
 def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tuple[str, int, str, bool, int]]:
     """Of a reducer whose buckets hold the parameters of one unit each, or such as are never released."""
-    groups = {
-        index: number
-        for number, plan in enumerate(plans, 1)
-        for index in plan.indices
-        if can_be_released(table.parameters[index])
-    }
+    groups = {index: number for number, members in enumerate(releasable(table, plans), 1) for index in members}
     return [(*row, groups.get(index, 0)) for index, row in enumerate(table.rows())]
 
 
@@ -48,7 +43,7 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
     shared: dict[int, list[int]] = {}  # by how many units are around: the places, and whose turn it is
     count = 0
     for plan, size in zip(plans, sizes):
-        depth = sum(plan.name.startswith(f"{other.name}.") for other in plans[1:])
+        depth = sum(any(plan.name.startswith(f"{name}.") for name in other.names) for other in plans[1:])
         turns = shared.setdefault(depth, [])
         if not plan.reshard_after_forward or not size:
             places.append(count)
@@ -63,21 +58,18 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
     return places
 
 
-class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
+class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
     """Slices the parameters of a table on the GPU and releases them. Making it is collective; values are rank 0's.
 
     Parameters
     ----------
-    link : DeviceLink
+    backend : CudaBackend
     row : DeviceLink
         Inside which a unit is gathered.
-    rounds : DeviceRounds
+    reducer : Reducer
         Made with rows_in_groups().
-    table : ParameterTable
-    plans : sequence of UnitPlan
-    label : str
-        Of the model, in messages.
-    slicing : Slicing
+    request : Request
+        With plans of units.
 
     Notes
     -----
@@ -86,34 +78,26 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
 
     schedule: DeviceUnitSchedule
 
-    def __init__(
-        self,
-        link: DeviceLink,
-        row: DeviceLink,
-        rounds: DeviceRounds,
-        table: ParameterTable,
-        plans: Sequence[UnitPlan],
-        label: str,
-        slicing: Slicing,
-    ) -> None:
-        members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
+    def __init__(self, backend: CudaBackend, row: DeviceLink, reducer: Reducer, request: Request) -> None:
+        plans, table, link = request.plans, request.table, backend.link
+        assert plans is not None
+        members = releasable(table, plans)
+        self._link, self._row = link, row
         self._released = {index for each in members for index in each}
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
         self._stepped_slices: set[int] = set()  # buckets with parameters that are released and train, or have
         self._whole = {}
         link.broadcast(table.parameters, 0)
-        super().__init__(link, row, rounds, table, label, slicing)
+        super().__init__(backend, reducer, request, shared=False)
         for index in self._released:
-            parameter = table.parameters[index]
-            if dense_strides(parameter) is None:
-                parameter.data = parameter.data.contiguous()
+            make_dense(table.parameters[index])
         self._slices = {index: self._slice(index) for index in sorted(self._released)}
         self._write_slices()
         engine = self._make_units(plans, members)
         self._places = Places(engine, link.current_stream, weakref.WeakMethod(self._make_apart))
         self._places.update()
         self.schedule = DeviceUnitSchedule(
-            self._places, plans, [self._members(each) for each in members], _fail(link), places=self._numbers
+            self._places, plans, [self._members(each) for each in members], backend.abort, places=self._numbers
         )
         self._tell_marks(plans)
 
@@ -121,23 +105,12 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
 
     def _slice(self, index: int) -> torch.Tensor:
         """This rank's elements of a parameter; may be empty."""
-        bucket, begin, _ = self._reducer.place(index)
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        width = numel // self._slicing.count
+        bucket, first, count = self.run_in_slice(index, self._slicing.rank)
         if bucket not in self._pieces:
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
             like = self._table.parameters[index].data
-            self._pieces[bucket] = device.runtime.zeros(width, getattr(torch, dtype), like)
-        low, high = self.own_run(index)
-        first = max(begin + low - self._slicing.own * width, 0) if low < high else 0
-        return self._pieces[bucket][first : first + high - low]
-
-    def _write_slices(self) -> None:
-        """From whole parameters to what this rank owns of them."""
-        for index, piece in self._slices.items():
-            low, high = self.own_run(index)
-            if low < high:
-                data = self._table.parameters[index].data
-                piece.copy_(memory_order(data, data)[low:high])
+            self._pieces[bucket] = device.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
+        return self._pieces[bucket][first : first + count]
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
         self._at: list[dict[int, int]] = []  # of each unit: bucket -> first byte
@@ -150,20 +123,21 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
             self._at.append(at)
             self._sizes.append(size)
         self._unit_members = members
-        self._names = [plan.name or self._label for plan in plans]
+        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, self._sizes)]
         self._numbers = choose_places(plans, self._sizes)
         spans = [0] * (max(self._numbers) + 1)
         for place, size in zip(self._numbers, self._sizes):
             spans[place] = max(spans[place], size)
-        self._spans = spans
+        self._unit_bytes = sum(spans)
         like = self._table.parameters[0].data
+        self._like = device.runtime.zeros(0, torch.uint8, like)
         memory = [device.runtime.zeros(span, torch.uint8, like) for span in spans]
         specs = []
-        for number, (name, place, at) in enumerate(zip(self._names, self._numbers, self._at)):
+        for number, (plan, place, at) in enumerate(zip(plans, self._numbers, self._at)):
             for index, tensor in zip(members[number], self._tensors(number, memory[place])):
                 self._whole[index] = tensor
             runs = [(self._pieces[b].data_ptr(), first, self._pieces[b].nbytes) for b, first in at.items()]
-            specs.append((name, place, memory[place].data_ptr(), runs))
+            specs.append((plan.name or self._label, place, memory[place].data_ptr(), runs))
         return DeviceUnits(self._row.comm, len(spans), specs)
 
     def _tensors(self, unit: int, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -173,14 +147,11 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
             data = self._table.parameters[index].data if index not in self._whole else self._whole[index]
             bucket, begin, _ = self._reducer.place(index)
             address = memory.data_ptr() + self._at[unit][bucket] + begin * data.element_size()
-            ordinal = -1 if memory.device.type == "cpu" else self._link.ordinal
-            strides = dense_strides(data)
-            capsule = device_tensor(ordinal, memory, address, dtype_name(data.dtype), list(data.shape), strides)
-            found.append(from_dlpack(capsule))
+            found.append(device.alias(self._link, memory, address, dtype_name(data.dtype), data.shape, data))
         return found
 
     def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:
-        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, self._table.parameters[0].data)
+        memory = device.runtime.zeros(self._sizes[unit], torch.uint8, self._like)
         return memory.data_ptr(), self._tensors(unit, memory)
 
     @property
@@ -218,7 +189,7 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         piece = self._slices[index]
         return piece if piece.numel() else None
 
-    def publish(self, *, sliced: bool = True) -> None:
+    def publish(self, *, sliced: bool = True, failed: bool | None = None) -> None:
         """Every rank has updated its slices, on torch's current stream: units are gathered anew when they are used. Collective.
         `sliced`: of what is never released ranks have updated slices too, and lack one another's still.
 
@@ -262,37 +233,6 @@ class DeviceUnitMemory(ReleasedParameters, DeviceParameters):
         """Of slices, and of what is never released."""
         return super().bytes_held + sum(piece.nbytes for piece in self._pieces.values())
 
-    def plan(self) -> dict[str, Any]:
-        return {
-            "units": [f"{name}: {size} bytes" for name, size in zip(self._names, self._sizes)],
-            "unit_bytes": sum(self._spans),
-        }
-
-    @contextlib.contextmanager
-    def writable(self) -> Iterator[None]:
-        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
-
-        Cost: the parameters' bytes a rank, and a broadcast.
-        """
-        with self.schedule.everything():
-            try:
-                yield
-            finally:
-                self._link.broadcast(self._table.parameters, 0)
-                self._write_slices()
-                self.schedule.accept_writes()
-        self.schedule.release_all()
-        self._places.update()
-        self.schedule.gather_pinned()
-
     def give_back(self, together: bool = False) -> None:
         """The parameters become this rank's own again: whole where all ranks do it, else as they are."""
         self.schedule.surrender(together)
-
-
-def _fail(link: DeviceLink) -> Callable[[str], None]:
-    def fail(reason: str) -> None:
-        if link.comm.is_alive:
-            link.fail(reason)
-
-    return fail

@@ -1,4 +1,4 @@
-"""DiLoCo: ranks take steps of their own, and average what came of them every H steps.
+"""DiLoCo: ranks take local steps and average the resulting changes every H steps.
 
     trainer = sw.DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=3e-4), every=50, fragments=4, wire="bf16")
     for x, y in batches:
@@ -6,15 +6,13 @@
         trainer.step(); trainer.zero_grad()
     trainer.synchronise()
 
-Over a mesh of two dimensions, (replicate, shard), a row steps as one, at zero >= 1, and rows are averaged:
+Over a mesh of two dimensions, (replicate, shard), each row steps as one at zero >= 1, and rows are averaged:
 
     model, inner = sw.wrap(model, inner, zero=3, device_mesh=mesh["shard"])
     trainer = sw.DiLoCo(model, inner, every=50, device_mesh=mesh)
 
-References
-----------
-Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023. Douillard et al., Streaming DiLoCo
-with overlapping communication, 2025 (fragments).
+References ---------- Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023.
+Douillard et al., Streaming DiLoCo with overlapping communication, 2025 (fragments).
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ from .bucket_thread import BucketThread
 from .exchange import average_plain
 from .hooks import average_half
 from .levels import Levels, leased_levels, levels_of
-from .outer_parameters import SlicedParameters, WholeParameters, who_is_told
+from .outer_parameters import SlicedParameters, WholeParameters, creating_group
+from .sharded_optimizer import ShardedOptimizer
 from .table import verify
 
 __all__ = ["DiLoCo"]
@@ -45,51 +44,54 @@ def _nesterov(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 class DiLoCo:
-    """An optimizer of local steps, with an outer optimizer over ranks.
+    """An optimizer of local steps with an outer optimizer over ranks.
 
     Parameters
     ----------
     model : Module
-        Bare, or wrapped by sw at zero=0, whose gradients are then no longer averaged; or, with `device_mesh`, wrapped at zero >= 1 over
-        mesh["shard"]. Float32 parameters on the CPU. All ranks take rank 0's parameters and buffers.
+        A bare module, or one wrapped by sw at zero=0, whose gradients are then no longer averaged. With `device_mesh`,
+        a module wrapped at zero >= 1 over mesh["shard"]. Parameters are float32 on the CPU. All ranks take rank 0's
+        parameters and buffers.
     inner_optimizer : Optimizer
-        Of this rank alone; of its row, as sw.wrap returned it, with `device_mesh`.
+        The optimizer of this rank alone. With `device_mesh`, the optimizer that sw.wrap returned, which its row shares.
     every : int
         H, at least 1: local steps between two exchanges of the same parameter.
     fragments : int
-        In [1, every]: parameters are cut into so many parts of about equal size, which are exchanged at different steps.
+        In [1, every]: the number of parts of about equal size into which parameters are cut. Parts are exchanged at
+        different steps.
     outer : callable
-        Parameters to an optimizer; the default is SGD with Nesterov momentum, lr 0.7, momentum 0.9. With `device_mesh` it steps on
-        one-dimensional slices: one of those that treat each element by itself.
+        Makes an optimizer from parameters; the default is SGD with Nesterov momentum, lr 0.7, momentum 0.9. With
+        `device_mesh` it steps on one-dimensional slices and must be elementwise.
     wire : {"bf16", "int8", "float32"}
-        What changes of parameters travel as.
+        The format in which changes of parameters travel.
     overlap : int
-        In [0, every // fragments): an exchange ends so many local steps after it was begun, and runs on a thread beside them.
+        In [0, every // fragments): an exchange ends this many local steps after its begin and runs on a thread
+        meanwhile.
     process_group : ProcessGroup, optional
-        Of a bare model: the default group.
+        The group of a bare model; default: the default group.
     device_mesh : DeviceMesh, optional
-        Of two dimensions, (replicate, shard): inner steps are those of a row, which averages its gradients as ever; outer ones average
-        each slice between the ranks that own it, one a row.
+        A mesh of two dimensions, (replicate, shard). A row takes inner steps together and averages its gradients as
+        usual. Outer steps average each slice between its owners, one a row.
     timeout_s : float
-        Deadline of each wait, for a bare model and between rows.
+        The deadline of each wait, for a bare model and between rows.
 
     Raises
     ------
     Error
-        The model is wrapped with zero >= 1 and there is no `device_mesh`, or ranks disagree about the arguments.
+        If the model is wrapped with zero >= 1 and there is no `device_mesh`, or if ranks disagree about the arguments.
     ValueError, TypeError
-        A value out of its range; a model that another wrapper averages. What is wrong on one rank alone is an Error that
-        names the rank on all others, at once.
+        If a value is out of range, or another wrapper averages the model. If only one rank has such an error, all
+        others raise an Error that names this rank, at once.
 
-    Notes
-    -----
-    At an exchange, with θ the parameter that all ranks last had in common and θ_r this rank's: the outer optimizer steps on θ
-    with the mean of θ - θ_r as its gradient, and θ_r becomes θ: the same bits on every rank. Without `overlap` an exchange
-    ends before step() returns. With it θ_r becomes θ plus what the rank's own steps since have changed, so ranks differ until
-    synchronise(), and θ alone is bitwise equal. Cost: a copy of the parameters and the outer optimizer's state, with overlap one
-    more of the largest fragment; on the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh`
-    all of that is of this rank's slices, W is the number of rows, and an exchange costs the row two barriers and one publication of
-    updated slices; blocks of int8 are counted from each slice's start.
+    Notes ----- Let θ be the parameter that all ranks last had in common, and θ_r this rank's. At an exchange the outer
+    optimizer steps on θ with the mean of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank.
+    Without `overlap` an exchange ends before step() returns. With it, θ_r is set to θ plus the change of the rank's own
+    steps since. Ranks then differ until synchronise(), and only θ is bitwise equal.
+
+    Cost: a copy of the parameters and the outer optimizer's state, with overlap also a copy of the largest fragment. On
+    the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh` the memory is
+    that of this rank's slices and W is the number of rows. An exchange then costs the row two barriers and one
+    publication of updated slices; blocks of int8 are counted from each slice's start.
     """
 
     def __init__(
@@ -111,7 +113,9 @@ class DiLoCo:
         self.wire = wire
         self.overlap = overlap
         self.steps = 0
-        everyone = who_is_told(model, process_group, device_mesh, timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S)
+        all_ranks = creating_group(
+            model, process_group, device_mesh, timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
+        )
         description: list[list[str]] = []
         refusal: Exception | None = None
         try:
@@ -121,16 +125,16 @@ class DiLoCo:
             elif process_group is None:
                 self._held = SlicedParameters(model, inner_optimizer, device_mesh)
             else:
-                raise ValueError("DiLoCo: process_group and device_mesh were both given: pass one of them")
+                raise ValueError("DiLoCo: process_group and device_mesh were both given; pass one of them")
             self._anchors = [tensor.detach().clone() for tensor in self._held.tensors]
             self.outer_optimizer = _made(outer, self._anchors)
             self._held.check_outer(self.outer_optimizer)
             settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire], ["overlap", str(overlap)]]
             description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *self._held.description()]
-        except Exception as error:  # the others are told, before they wait for this rank
+        except Exception as error:  # other ranks must see the error before they wait for this one
             refusal, description = error, [["failure", f"{type(error).__name__}: {error}"]]
-        verify(description, everyone.comm.all_gather_bytes, "DiLoCo", refusal)
-        group = self._held.begin(everyone)
+        verify(description, all_ranks.comm.all_gather_bytes, "DiLoCo", refusal)
+        group = self._held.begin(all_ranks)
         self._names, self._tensors = self._held.names, self._held.tensors
         for anchor, tensor in zip(self._anchors, self._tensors):
             anchor.copy_(tensor.detach())
@@ -145,29 +149,29 @@ class DiLoCo:
         mean = _Mean(levels, wire, [[self._tensors[i] for i in part] for part in self._fragments], self._change)
         label = type(self._held.module).__name__
         self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else _AtOnce(mean)
-        self._pending: tuple[int, int] | None = None  # a fragment that is under way, and the step that it ends in
+        self._pending: tuple[int, int] | None = None  # a fragment in flight, and the step in which it ends
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's: for schedulers."""
+        """Return the inner optimizer's groups, for schedulers."""
         return self.inner_optimizer.param_groups
 
     @property
     def wire_bytes(self) -> int:
-        """Sent by this rank to others so far."""
+        """Return the bytes that this rank has sent so far."""
         return self._exchange.wire_bytes
 
     @property
     def is_sliced(self) -> bool:
-        """Whether what it keeps is this rank's slices, on a mesh."""
+        """Return True on a mesh, where parameters are this rank's slices."""
         return isinstance(self._held, SlicedParameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The inner optimizer's."""
+        """Clear the gradients of the inner optimizer."""
         self.inner_optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A local step; and the exchange of the fragments that are due. Collective once every / fragments steps."""
+        """Take a local step and exchange the fragments that are due. Collective once every / fragments steps."""
         self._held.check_step()
         result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
         self.steps += 1
@@ -175,7 +179,7 @@ class DiLoCo:
             self._end()
         count = len(self._fragments)
         for k in range(count):
-            due = (k + 1) * self.every // count  # the last one at a whole number of rounds
+            due = (k + 1) * self.every // count  # the last fragment is due at a multiple of `every`
             if self.steps % self.every == due % self.every:
                 self._begin(k)
                 if not self.overlap:
@@ -183,7 +187,7 @@ class DiLoCo:
         return result
 
     def synchronise(self) -> None:
-        """Exchanges every fragment now: afterwards all ranks have the same parameters. Collective."""
+        """Exchange every fragment now. Afterwards all ranks have the same parameters. Collective."""
         self._held.check_step()
         if self._pending is not None:
             self._end()
@@ -193,7 +197,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _begin(self, k: int) -> None:
-        """Fragment k's change leaves."""
+        """Start the exchange of fragment k's change."""
         for index, change, then in zip(self._fragments[k], self._parts(self._change, k), self._parts(self._then, k)):
             tensor = self._tensors[index].view(-1)
             torch.sub(self._anchors[index].view(-1), tensor, out=change)
@@ -203,7 +207,7 @@ class DiLoCo:
         self._pending = k, self.steps + self.overlap
 
     def _wait(self) -> tuple[int, int]:
-        """For what is under way, which it returns: its fragment, and the step that it ends in. What fails is over."""
+        """Wait for the exchange in flight and return its fragment and end step. A failed exchange is over, too."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._runner.wait()
@@ -211,7 +215,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _end(self, is_common: bool = False) -> None:
-        """The mean change has come. `is_common`: no local step lies between."""
+        """Apply the mean change. `is_common`: no local step lies between."""
         assert self._pending is not None
         k = self._pending[0]
         failure: Exception | None = None
@@ -235,26 +239,27 @@ class DiLoCo:
         self._held.publish()
 
     def _check_finite(self, k: int) -> None:
-        """Of fragment k's mean change: the same bits on every rank that averaged it, and so the same news."""
+        """Raise if fragment k's mean change is not finite; all ranks that averaged it have the same bits."""
         if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):
             raise Error(
-                f"DiLoCo: the change of {self._names[self._fragments[k][0]]!r} and what goes with it is not finite on some rank "
+                f"DiLoCo: the change of the fragment of {self._names[self._fragments[k][0]]!r} is not finite on some rank "
                 f"after {self.steps} steps: its parameters were not averaged"
             )
 
     def _parts(self, flat: torch.Tensor, k: int) -> list[torch.Tensor]:
-        """Of each parameter of fragment k; nothing where there is no such memory."""
+        """Return the part of each parameter of fragment k; an empty list if `flat` is empty."""
         total = sum(self._sizes[k])
         return list(flat[:total].split(self._sizes[k])) if flat.numel() else [flat] * len(self._sizes[k])
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's: between exchanges, ranks differ. Parameters are the model's to save.
+        """Return this rank's state, since ranks differ between exchanges. The model saves the parameters.
 
-        Waits for an exchange that is under way, which ends when all ranks have begun it.
+        Waits for an exchange in flight, which ends once all ranks have begun it.
         """
+        inner = self.inner_optimizer
         state = {
             "steps": self.steps,
-            "inner": self.inner_optimizer.state_dict(),
+            "inner": inner.own_slices() if isinstance(inner, ShardedOptimizer) else inner.state_dict(),
             "outer": self.outer_optimizer.state_dict(),
             "anchors": {name: anchor.clone() for name, anchor in zip(self._names, self._anchors)},
         }
@@ -268,33 +273,37 @@ class DiLoCo:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what state_dict() gave on this rank.
+        """Load the state that state_dict() returned on this rank.
 
         Raises
         ------
         Error
-            Another model's state.
+            If the state belongs to another model.
         """
         missing = [key for key in ("steps", "inner", "outer", "anchors") if key not in state]
         if missing:
-            raise Error(f"DiLoCo: load_state_dict: not what state_dict() gave: it has no {missing[0]!r}")
+            raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {missing[0]!r}")
         anchors = state["anchors"]
         if state.get("layout") != self._held.layout():
             raise Error(
-                "DiLoCo: load_state_dict: the state is of other slices than this rank's: each rank takes back its own, on a mesh whose "
-                "rows have as many ranks, at the same bucket size"
+                "DiLoCo: load_state_dict: the state has other slices than this rank's: load each rank's own state, on a mesh "
+                "with rows of the same size and at the same bucket size"
             )
         for name, anchor in zip(self._names, self._anchors):
             if name not in anchors or anchors[name].shape != anchor.shape:
-                raise Error(f"DiLoCo: load_state_dict: the state is another model's: it has no {name!r} of this shape")
+                raise Error(
+                    f"DiLoCo: load_state_dict: the state belongs to another model: it has no {name!r} of this shape"
+                )
         for name in anchors:
             if name not in self._names:
-                raise Error(f"DiLoCo: load_state_dict: the state is another model's: this one does not train {name!r}")
+                raise Error(
+                    f"DiLoCo: load_state_dict: the state belongs to another model: this one does not train {name!r}"
+                )
         pending = state.get("pending")
         if pending is not None:
             self._check_pending(pending)
         if self._pending is not None:
-            self._wait()  # of the run that is given up
+            self._wait()  # an exchange of the abandoned run
         self.inner_optimizer.load_state_dict(state["inner"])
         self.outer_optimizer.load_state_dict(state["outer"])
         self.steps = int(state["steps"])
@@ -310,13 +319,13 @@ class DiLoCo:
         k, total = pending["fragment"], pending["change"].numel()
         if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
             raise Error(
-                f"DiLoCo: load_state_dict: fragment {k} of {total} elements was under way, which needs the same fragments and "
-                f"overlap > 0; this one has {len(self._fragments)} fragments and overlap={self.overlap}"
+                f"DiLoCo: load_state_dict: fragment {k} of {total} elements was in flight, which needs the same fragments and "
+                f"overlap > 0; this trainer has {len(self._fragments)} fragments and overlap={self.overlap}"
             )
 
 
 class _AtOnce:
-    """What runs a bucket as a BucketThread does, on its caller's thread."""
+    """A runner with BucketThread's interface that runs a bucket on its caller's thread."""
 
     def __init__(self, runner: _Mean) -> None:
         self._runner = runner
@@ -335,7 +344,7 @@ class _AtOnce:
 
 
 class _Mean:
-    """Averages a fragment's change, in place; what a BucketThread runs. It knows no trainer, which may be dropped meanwhile."""
+    """The job of a BucketThread: average a fragment's change in place. It does not reference the trainer."""
 
     def __init__(self, levels: Levels, wire: str, fragments: list[list[torch.Tensor]], change: torch.Tensor) -> None:
         self._levels, self._wire, self._fragments, self._change = levels, wire, fragments, change
@@ -343,7 +352,7 @@ class _Mean:
         self._int8.use_exchange(levels.exchange)
 
     def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
-        """For fragment `bucket`."""
+        """Return the job of fragment `bucket`."""
         parameters = self._fragments[bucket]
         sizes = [parameter.numel() for parameter in parameters]
         flat = self._change[: sum(sizes)]
@@ -351,7 +360,7 @@ class _Mean:
         return functools.partial(self._levels.average, flat, run, "changes under DiLoCo")
 
     def finish_early(self, buckets: Iterable[int]) -> None:
-        """None is."""
+        """Do nothing: no bucket finishes early."""
 
     def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
         if self._wire == "int8":
@@ -363,7 +372,7 @@ class _Mean:
 
 
 class _Fragment:
-    """What a compressor asks of a bucket."""
+    """A fragment with the interface of a bucket that compressors use."""
 
     def __init__(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
         self._flat, self._parts, self._parameters = flat, parts, parameters
@@ -406,15 +415,15 @@ def _made(
     outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], anchors: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
     if not callable(outer):
-        raise TypeError(f"DiLoCo: outer must be a callable that gives an optimizer, got {outer!r}")
+        raise TypeError(f"DiLoCo: outer must be a callable that returns an optimizer, got {outer!r}")
     made = outer(anchors)
     if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"DiLoCo: outer must give a torch.optim.Optimizer, and gave {type(made).__name__}")
+        raise TypeError(f"DiLoCo: outer must return a torch.optim.Optimizer, got {type(made).__name__}")
     return made
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
-    plain = (int, float, str, tuple, type(None))  # of others the text may be a rank's own
+    plain = (int, float, str, tuple, type(None))  # the text of other types may differ between ranks
     groups = [
         {key: value for key, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
     ]
@@ -422,7 +431,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _cut(sizes: list[int], count: int) -> list[list[int]]:
-    """Indices in order, in `count` parts of about equal size; fewer where there are not so many."""
+    """Cut indices, in order, into at most `count` parts of about equal size."""
     parts: list[list[int]] = [[] for _ in range(count)]
     total, before = sum(sizes) or 1, 0
     for index, size in enumerate(sizes):

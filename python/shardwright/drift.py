@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ._engine import Error
+from ._hooks import unguarded
 from .table import ParameterTable
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -102,7 +103,8 @@ class DriftCheck:
         return same and not any(self._empty) and all(d.get(name) is p for d, name, p in self._single)
 
     def _read_addresses(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._table.parameters))
+        with unguarded():
+            return list(map(torch.Tensor.data_ptr, self._table.parameters))
 
     def _compare_names(self, module: torch.nn.Module) -> None:
         known = dict(zip(self._table.names, self._table.parameters))

@@ -1,7 +1,8 @@
-"""The message of PowerSGD: factors of a bucket's matrices, in float32 or half, and beside them whole what is small.
+"""The message of PowerSGD: factors of a bucket's matrices, in float32 or half, and whole small parameters beside them.
 
-A half message has in each of its W slices a share of the factors in the wire's dtype, then a share of what is small in
-float32: that is not owed, so it is not rounded. What rounding took from the factors is: see settle().
+Each of the W slices of a half message has a part of the factors in the wire's dtype, then a part of the small
+parameters in float32. Small parameters have no error feedback, so they are not rounded. The factors' rounding error is
+fed back: see settle().
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from .exchange import Exchange, fold_message, slice_numel
 
 
 class FactorExchange:
-    """begin() gives the memory for this rank's factors, average() the mean of the ranks'. It keeps memory from use to use.
+    """An exchange of factors: begin() returns memory for this rank's factors, average() the ranks' mean. Memory is
+    reused.
 
     Parameters
     ----------
@@ -34,13 +36,14 @@ class FactorExchange:
 
     @property
     def rounds(self) -> bool:
-        """Whether what is said is not quite what arrives."""
+        """Return True if the wire rounds the factors."""
         return self.wire_dtype != torch.float32
 
     def begin(self, exchange: Exchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Where this rank's `head` elements of factors go, float32. `small`: averaged in place, whole.
+        """Return the float32 memory for this rank's `head` elements of factors. `small` will be averaged in place,
+        whole.
 
-        Valid until the next begin(); with a half wire it is own memory, which settle() corrects.
+        The memory is valid until the next begin(). With a half wire it is private, and settle() corrects it.
         """
         self._head, self._small = head, small
         world, total = exchange.world_size, sum(part.numel() for part in small)
@@ -63,7 +66,7 @@ class FactorExchange:
         self._own, self._whole, self._sum, self._term, self._flat = parts
 
     def average(self, exchange: Exchange) -> torch.Tensor:
-        """The mean of the ranks' factors, `head` elements, the same bits on every rank; `small` have theirs."""
+        """Return the mean of the ranks' factors, with the same bits on every rank; average `small`, too."""
         return self._average_half(exchange) if self.rounds else self._average_whole(exchange)
 
     def _average_whole(self, exchange: Exchange) -> torch.Tensor:
@@ -100,14 +103,14 @@ class FactorExchange:
         return str(self.wire_dtype).removeprefix("torch.")
 
     def _slices(self, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's own factors, and what is small, by slice; the factors of the last ones may be fewer, or none."""
+        """Return this rank's factors and small parameters by slice; the last slices may have fewer factors, or none."""
         own = self._own[: self._head]
         parts = [own[rank * self._share : (rank + 1) * self._share] for rank in range(world)]
         small = [self._flat[rank * self._small_share :][: self._small_share] for rank in range(world)]
         return list(zip(parts, small))
 
     def _fold(self, exchange: Exchange) -> None:
-        """The owner's: the sum of halves in float32 and rank order, rounded once; it keeps what it was before that."""
+        """Fold halves as an owner: sum in float32 and rank order, round once, and keep the sum before rounding."""
         pieces = [piece.data_ptr() for piece in exchange.scatter()]
         result = exchange.result().data_ptr()
         self._sum.zero_()
@@ -120,9 +123,10 @@ class FactorExchange:
             exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
 
     def settle(self, exchange: Exchange) -> torch.Tensor:
-        """Own factors, now what they counted for in average(): the mean of the ranks' is then the mean that came.
+        """Return this rank's factors as average() counted them, so that the mean over ranks is the mean that came.
 
-        What was encoded, times W; and on the owner of a slice, W times what rounding the mean added. Of half wires alone.
+        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean. For half
+        wires.
         """
         world, own = exchange.world_size, self._own
         for rank in range(world):
@@ -130,7 +134,9 @@ class FactorExchange:
             exchange.decode_half(self._name, own.data_ptr() + 4 * rank * self._share, place, self._share)
         if world == 1:
             return own[: self._head]
-        if self._world is None or self._world_size != world:  # kept: a number would be made a tensor at each use
+        if (
+            self._world is None or self._world_size != world
+        ):  # cached, because torch would make a tensor of a number at each use
             self._world, self._world_size = torch.tensor(float(world), dtype=torch.float32, device="cpu"), world
         own.mul_(self._world)
         mine = slice(exchange.rank * self._share, (exchange.rank + 1) * self._share)
@@ -139,7 +145,7 @@ class FactorExchange:
 
 
 def pack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """One after the other, and zeros behind."""
+    """Copy the parts one after the other, with zeros behind them."""
     exchange.copy(_places(message, parts))
     message[sum(part.numel() for part in parts) :].zero_()
 

@@ -1,7 +1,8 @@
-"""Compressors behind torch's FSDP2: the all-reduce over the replicas of what is sharded.
+"""Compressors for torch's FSDP2: the all-reduce of slices over replicas.
 
-On a mesh of two dimensions, FSDP2 reduce-scatters gradients over the one and all-reduces the slices over the other. Given the
-sharded dimension alone, it leaves the second to a hook (FSDPModule.set_all_reduce_hook), which sees one flat slice a unit.
+On a mesh of two dimensions, FSDP2 reduce-scatters gradients over one and all-reduces the slices over the other. Given
+only the sharded dimension, it leaves the other to a hook (FSDPModule.set_all_reduce_hook), which gets one flat slice a
+unit.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ __all__ = ["compress_all_reduce"]
 
 
 class ReplicaCompression:
-    """What compress_all_reduce() returns.
+    """The result of compress_all_reduce().
 
     Attributes
     ----------
     state : CompressionState or None
-        For state_dict() and load_state_dict(), each rank its own; None of a compressor that remembers nothing.
+        For state_dict() and load_state_dict() on each rank; None if the compressor has no state.
     """
 
     def __init__(self, compress: Compressor, group: Any) -> None:
@@ -41,11 +42,11 @@ class ReplicaCompression:
 
     @property
     def wire_bytes(self) -> int:
-        """Sent by this rank to other replicas so far."""
+        """Return the bytes that this rank has sent to other replicas so far."""
         return self._exchange.wire_bytes
 
     def attach(self, module: Any, group: Any, names: dict[int, str]) -> None:
-        """Makes the all-reduce of one unit of FSDP2's this one's."""
+        """Replace the all-reduce of one FSDP2 unit."""
         unit = _Unit(group.fsdp_params, names)
         if self.state is not None:
             self.state.set_names(zip(unit.names, unit.keys))
@@ -55,7 +56,7 @@ class ReplicaCompression:
 
     @torch.no_grad()
     def _average(self, number: int, output: torch.Tensor) -> None:
-        if number in self._seen:  # a backward that did not reach every unit
+        if number in self._seen:  # the last backward did not reach every unit
             self._end_round()
         self._seen.add(number)
         is_last = len(self._seen) == len(self._units)
@@ -74,14 +75,14 @@ class ReplicaCompression:
 
 
 class _Unit:
-    """What FSDP2 gathers and reduces together; where each parameter's slice begins in its flat output."""
+    """A set of parameters that FSDP2 gathers and reduces together, with the begin of each slice in the flat output."""
 
     def __init__(self, parameters: list[Any], names: dict[int, str]) -> None:
         trained = [each for each in parameters if each.sharded_param.requires_grad]
         self.names = [names[id(each.sharded_param)] for each in trained]
         self.keys = [
             torch.empty(0, dtype=torch.float32, device="cpu") for _ in trained
-        ]  # stand for parameters, which FSDP2 may make anew
+        ]  # stand-ins, since FSDP2 may replace its parameters
         self.layouts, self.numel = [], 0
         for each in trained:
             self.layouts.append((each.sharded_size, each.contiguous_sharded_stride, self.numel))
@@ -89,14 +90,14 @@ class _Unit:
 
 
 class _Slice:
-    """One unit's flat output as what a compressor's hook calls a bucket."""
+    """The flat output of one unit with the interface of a bucket."""
 
     def __init__(self, unit: _Unit, output: torch.Tensor, number: int, is_last: bool, *, whole: bool) -> None:
         if whole and output.numel() != unit.numel:
             raise Error(
-                f"the gradients of {', '.join(unit.names[:3])} and what goes with them have {output.numel()} elements on this rank, "
+                f"the gradients of the unit of {', '.join(unit.names[:3])} have {output.numel()} elements on this rank, "
                 f"not {unit.numel}: a parameter got none in this backward, and the compressor cannot tell which; use a stateless "
-                "compressor (sw.Fp16, sw.Bf16), or have FSDP2 reduce unused parameters as zeros (set_reduce_scatter_unused_params)"
+                "compressor (sw.Fp16, sw.Bf16), or let FSDP2 reduce unused parameters as zeros (set_reduce_scatter_unused_params)"
             )
         self._unit, self._output, self._number, self._is_last = unit, output, number, is_last
 
@@ -118,36 +119,35 @@ class _Slice:
 
 
 def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate: Any) -> ReplicaCompression:
-    """Compresses what replicas of an FSDP2 module exchange.
+    """Compress the all-reduce between replicas of an FSDP2 module.
 
     Parameters
     ----------
     module : Module
-        After torch's fully_shard, over the sharded dimension of the mesh alone; every unit of it gets the hook.
+        The module after torch's fully_shard over the sharded dimension alone; every unit of it gets the hook.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD
     replicate : DeviceMesh or ProcessGroup
-        The other dimension: ranks that hold the same slices.
+        The other dimension: ranks that own the same slices.
 
     Returns
     -------
     ReplicaCompression
-        Its state is to be saved by each rank, and it counts bytes.
+        Its state, which each rank saves, and its byte count.
 
     Raises
     ------
     Error
-        Nothing in the module is sharded by FSDP2; it was sharded over two dimensions, whose all-reduce comes before any hook.
+        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions, whose all-reduce precedes any
+        hook.
     TypeError
-        Not a compressor.
+        If `compress` is not a compressor.
     NotImplementedError
-        A torch without set_all_reduce_hook; parameters that are not on the CPU.
+        If torch has no set_all_reduce_hook, or parameters are not on the CPU.
 
-    Notes
-    -----
-    FSDP2 averages over the sharded dimension, this over the replicas: together the mean over all ranks. Inside
-    set_requires_gradient_sync(False) neither runs. Parameters start as each rank made them: replicas must start alike, as in FSDP2
-    itself. A matrix is what a rank holds of one, so PowerSGD compresses slices; state belongs to this rank's slices, and is
-    taken back where both dimensions of the mesh are as they were. Cost: the compressor's, on 1/S of the gradients.
+    Notes ----- FSDP2 averages over the sharded dimension, the hook over the replicas: together the mean over all ranks.
+    Inside set_requires_gradient_sync(False) neither runs. Parameters are not broadcast: replicas must start equal, as
+    in FSDP2 itself. PowerSGD compresses a rank's slice of each matrix. State belongs to this rank's slices and can be
+    loaded on a mesh with the same dimensions. Cost: the compressor's, on 1/S of the gradients.
 
     Examples
     --------
@@ -157,7 +157,7 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
         fully_shard(model, mesh=mesh["shard"])
         compression = sw.hooks.compress_all_reduce(model, sw.PowerSGD(rank=4), mesh["replicate"])
     """
-    from .compress import Compressor  # which is made of hooks, and hooks of this
+    from .compress import Compressor  # imported late: compress imports hooks, and hooks import this module
 
     if not isinstance(compress, Compressor):
         raise TypeError(
@@ -166,7 +166,7 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
     group = replicate if isinstance(replicate, dist.ProcessGroup) else replicate.get_group()
     units = [(each, found) for each in module.modules() for found in _groups_of(each)]
     if not units:
-        raise Error("compress_all_reduce: no module here was given to torch's fully_shard")
+        raise Error("compress_all_reduce: torch's fully_shard was called on no module here")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for each, found in units:
         _check(each, found)
@@ -178,7 +178,7 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
 
 
 def _groups_of(module: torch.nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of this very module."""
+    """Return FSDP2's parameter groups of this module itself."""
     get: Callable[[], Any] | None = getattr(module, "_get_fsdp_state", None)
     if get is None:
         return []

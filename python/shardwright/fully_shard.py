@@ -14,9 +14,9 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -34,14 +34,16 @@ class Mark:
 
     Attributes
     ----------
+    is_list : bool
+        Whether several modules were given, which are one unit and have this mark in common.
     wrapper : DistributedDataParallel or None
         Of the outermost module, once it is made.
     """
 
-    original: type
     reshard_after_forward: bool
     options: dict[str, Any]
     precision: Precision | None = None
+    is_list: bool = False
     wrapper: DistributedDataParallel | None = None
     _schedule: weakref.ref[UnitSchedule] | None = None
     _unit: int = 0
@@ -57,6 +59,11 @@ class Mark:
 
     def make(self, module: torch.nn.Module) -> None:
         """The engine, with `module` the outermost, unless it is inside of one that has an engine. Collective then."""
+        if self.place() is None and self.is_list:
+            raise Error(
+                f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "
+                "outermost module too, which makes it, and run that first"
+            )
         if self.place() is None:
             self.wrapper = None
             precision = _policies(module)
@@ -75,6 +82,7 @@ class FullySharded(torch.nn.Module):
     """What the class of a module inherits from after fully_shard."""
 
     _shardwright_mark: Mark
+    _shardwright_original: type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mark = self._shardwright_mark
@@ -126,19 +134,26 @@ class FullySharded(torch.nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the class that was before; our hooks refuse it while the module is released."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
-        return copyreg.__newobj__, (self._shardwright_mark.original,), state  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
+
+
+@overload
+def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module: ...
+@overload
+def fully_shard(module: Sequence[torch.nn.Module], **options: Any) -> Sequence[torch.nn.Module]: ...
 
 
 def fully_shard(
-    module: torch.nn.Module,
+    module: Any,
     *,
+    mesh: Any = None,
     device_mesh: Any = None,
     reshard_after_forward: bool = True,
     precision: Any = None,
     offload: Any = None,
     ignored_params: Collection[Any] = (),
     **options: Any,
-) -> torch.nn.Module:
+) -> Any:
     """Makes `module` a unit: its parameters are whole while it runs, and each rank has its slices otherwise. In place.
 
     Call it on inner modules first, and last on the outermost one, whose unit is what is left. The outermost unit is whole
@@ -146,9 +161,13 @@ def fully_shard(
 
     Parameters
     ----------
-    module : Module
-    device_mesh, ignored_params, **options
-        See Options; those of the outermost module count.
+    module : Module or sequence of Module
+        Several are one unit: each is whole while any of them runs. The outermost module is given by itself.
+    mesh, device_mesh
+        See Options; `mesh` is FSDP2's name for the same. That of the outermost module counts: an inner one of other ranks is an error.
+    ignored_params, **options
+        See Options; those of the outermost module count. An inner module of which the outermost one ignores all parameters is no unit of it: it has
+        an engine of its own, over its own mesh, and wants an optimizer of its own.
     reshard_after_forward : bool
         Whether the unit is released between its forward and its backward.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
@@ -158,33 +177,61 @@ def fully_shard(
 
     Returns
     -------
-    Module
-        `module`, whose class is now a subclass with unshard(), reshard(), no_sync() and set_requires_gradient_sync().
+    Module or sequence of Module
+        `module`; its class is now a subclass with unshard(), reshard(), no_sync() and set_requires_gradient_sync().
 
     Raises
     ------
     Error
         fully_shard was called on it before.
+    NotImplementedError
+        On all ranks, as the engine is made: an inner module with another mesh, or that ignores parameters that the outermost does not.
 
     Notes
     -----
     Not collective. The engine is made, collectively, when the outermost module is first run, or given to shard_optimizer,
     full_parameters or the like; parameters then have rank 0's values.
     """
-    if not isinstance(module, torch.nn.Module) or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
-        raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(module).__name__}")
+    modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
+    for each in modules:
+        if not isinstance(each, torch.nn.Module) or isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(each).__name__}")
+    if mesh is not None and device_mesh is not None:
+        raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
     offload_kind(offload)
     policy = None if precision is None else Precision.of(precision)
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
-    if mark_of(module) is not None:
-        raise Error(f"fully_shard was called on this {type(module).__name__} already")
-    original = type(module)
-    kept = {"device_mesh": device_mesh, "ignored_params": ignored_params, "offload": offload, **options}
-    mark = Mark(original, reshard_after_forward, kept, policy)
-    body = {"_shardwright_mark": mark, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    module.__class__ = type(original.__name__, (FullySharded, original), body)
+    for each in modules:
+        if mark_of(each) is not None:
+            raise Error(f"fully_shard was called on this {type(each).__name__} already")
+    chosen = device_mesh if mesh is None else mesh
+    kept = {"device_mesh": chosen, "ignored_params": ignored_params, "offload": offload, **options}
+    mark = Mark(reshard_after_forward, kept, policy, is_list=not isinstance(module, torch.nn.Module))
+    for each in modules:
+        original = type(each)
+        body = {
+            "_shardwright_mark": mark,
+            "_shardwright_original": original,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+        }
+        each.__class__ = type(original.__name__, (FullySharded, original), body)
     return module
+
+
+def _listed(modules: Any) -> list[Any]:
+    """The modules of a list that are one unit. ValueError where that cannot be."""
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"fully_shard needs a torch.nn.Module that is run itself, or a list of such, got {type(modules).__name__}"
+        )
+    inner = {id(part) for each in modules if isinstance(each, torch.nn.Module) for part in list(each.modules())[1:]}
+    if not modules or len(set(map(id, modules))) < len(modules) or any(id(each) in inner for each in modules):
+        raise ValueError(
+            f"fully_shard needs a list of different modules, none of them inside another, got {len(modules)} modules"
+        )
+    return list(modules)
 
 
 def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:

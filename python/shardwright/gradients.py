@@ -7,10 +7,13 @@ place stays one pass), else it is contiguous.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from ._engine import HostComm, Reducer, norm_sum, norm_value
+from .answers import gather_answers
 
 _warned_of_sparse = False
 
@@ -65,11 +68,11 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def norm_over_ranks(comm: HostComm, sums: bytes, label: str) -> float:
+def norm_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> float:
     """The exact 2-norm of what all ranks hold together. Collective.
 
-    `sums`: this rank's, as norm_sum() gives them, one behind the other: 1,112 bytes each.
+    `sums` gives this rank's, as norm_sum() does, one behind the other: 1,112 bytes each. Where it raises Error on some rank, all raise.
     """
     size = len(norm_sum([]))
-    everyone = b"".join(comm.all_gather_bytes(sums, f"norm of the gradients of {label}"))
+    everyone = b"".join(gather_answers(comm, sums, f"norm of the gradients of {label}"))
     return norm_value([everyone[at : at + size] for at in range(0, len(everyone), size)])

@@ -1,17 +1,17 @@
-"""Communication hooks that compress, under torch's own names and arguments: changing one import is enough.
+"""Communication hooks that compress, with torch's names and arguments: changing one import is enough.
 
     from shardwright.hooks import PowerSGDState, powerSGD_hook
     ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4), powerSGD_hook)
 
-They run behind torch's DistributedDataParallel on CPU tensors and behind ours. Every rank ends with the same bits, and the
-error does not grow with the world size: contributions travel small, are folded in float32 in rank order, and are rounded
-once more (docs/design/compress.md). A hook communicates before it returns, in bucket order, so several buckets cannot meet.
+They run in torch's DistributedDataParallel on CPU tensors and in shardwright's. Every rank ends with the same bits, and
+the error does not grow with the world size: compressed contributions are folded in float32 in rank order and rounded
+once more (docs/design/compress.md). A hook communicates before it returns, in bucket order, so the messages of two
+buckets never mix.
 
-Annotations are objects here, not strings: torch compares them.
+Annotations are objects here, not strings, because torch compares them.
 
-References
-----------
-Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019.
+References ---------- Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization, NeurIPS 2019.
 """
 
 from typing import Any
@@ -52,8 +52,10 @@ __all__ = [
 def average_half(
     exchange: Exchange, flat: torch.Tensor, dtype: torch.dtype, share: int | None = None, keeps_slice: bool = False
 ) -> None:
-    """The mean over ranks in place, float16 or bfloat16 on the wire. `flat` is one-dimensional, float32. Of the rank's own
-    `share` elements alone if `keeps_slice`: the same bits, and the rest is anything."""
+    """Average over ranks in place, with float16 or bfloat16 on the wire. `flat` is one-dimensional float32.
+
+    With `keeps_slice`, only this rank's own `share` elements are averaged, with the same bits; the rest is undefined.
+    """
     numel, name = flat.numel(), str(dtype).removeprefix("torch.")
     share = share or slice_numel(numel, exchange.world_size)
     message = exchange.begin(share * dtype.itemsize).view(dtype)
@@ -68,7 +70,7 @@ def average_half(
 
 
 def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """One bucket of any floating or complex dtype."""
+    """Average one bucket of any floating-point or complex dtype."""
     real = real_bucket(bucket)
     buffer = real.buffer()
     check_place(exchange, buffer)
@@ -80,7 +82,7 @@ def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futur
 
 
 def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of `bucket` with float16 on the wire.
+    """Average `bucket` with float16 on the wire.
 
     Parameters
     ----------
@@ -93,60 +95,59 @@ def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.fut
     -------
     Future of the buffer, averaged in place.
 
-    Notes
-    -----
-    Contributions are divided by W in float32 and cast in the same pass, so they overflow where torch's do: at 65504 W. An
-    element is off by at most 2^-11 (mean magnitude + magnitude of the mean), and 2^-25 each below 2^-14.
+    Notes ----- Contributions are divided by W in float32 and cast in the same pass, so they overflow at 65504 W, like
+    torch's. An element is off by at most 2^-11 (mean magnitude + magnitude of the mean), plus 2^-25 each below 2^-14.
     Cost: 4 (W - 1) / W bytes an element a rank.
     """
     return run_half(group_exchange(process_group), bucket, torch.float16)
 
 
 def bfloat16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """As fp16_compress_hook with bfloat16: 2^-8 in place of 2^-11, and the range of float32."""
+    """Average like fp16_compress_hook with bfloat16: 2^-8 in place of 2^-11, and the range of float32."""
     return run_half(group_exchange(process_group), bucket, torch.bfloat16)
 
 
-#: torch's name. The function itself has another one: torch refuses every hook called bf16_compress_hook without NCCL.
+#: torch's name. The function has another one, because torch refuses every hook called bf16_compress_hook without NCCL.
 bf16_compress_hook = bfloat16_compress_hook
 
 
 def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The mean of `bucket` with 8-bit integers on the wire, one float32 scale a block.
+    """Average `bucket` with 8-bit integers on the wire, one float32 scale a block.
 
     Parameters
     ----------
     state : BlockState, ProcessGroup or None
-        A group (None: the default one) means blocks of 256 without error feedback; a state of one's own may say otherwise.
+        A group (None: the default one) means blocks of 256 without error feedback; a BlockState may say otherwise.
     bucket : GradBucket
 
-    Notes
-    -----
-    Blocks are counted from each parameter's start: values do not depend on how parameters are cut into buckets. An element
-    is off by at most 1/254 of the greatest magnitude in its block, once for the mean of the contributions and once for the
-    result. Infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1 + 4 / block) bytes an element a rank.
+    Notes ----- Blocks are counted from each parameter's start, so values do not depend on how parameters are cut into
+    buckets. An element is off by at most 1/254 of the greatest magnitude in its block, once for the mean of the
+    contributions and once for the result. An infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1
+    + 4 / block) bytes an element a rank.
     """
     _block_state(state, 8).average(real_bucket(bucket))
     return done(bucket.buffer())
 
 
 def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """As int8_compress_hook with 4 bits and 1/14. `state` is a BlockState(bits=4): without error feedback it would drift."""
+    """Average like int8_compress_hook with 4 bits and 1/14.
+
+    `state` is a BlockState(bits=4), with error feedback against drift.
+    """
     _block_state(state, 4).average(real_bucket(bucket))
     return done(bucket.buffer())
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: N802, torch's name
-    """The mean of `bucket` through matrices of low rank. See PowerSGDState.
+    """Average `bucket` through matrices of low rank. See PowerSGDState.
 
-    Notes
-    -----
-    Two exchanges a bucket. Cost: rank * (rows + columns) floats for each matrix that is compressed, and the others whole.
+    Notes ----- A bucket takes two exchanges. Cost: rank * (rows + columns) floats for each compressed matrix; other
+    parameters travel whole.
     """
     if not isinstance(state, PowerSGDState):
         raise TypeError(
             f"powerSGD_hook needs a shardwright.hooks.PowerSGDState as its state, got {type(state).__name__}: torch's own "
-            "state belongs to torch's own hook"
+            "state works with torch's own hook only"
         )
     state.average(real_bucket(bucket))
     return done(bucket.buffer())
@@ -162,4 +163,4 @@ def _block_state(state: Any, bits: int) -> BlockState:
             "int4_compress_hook needs a shardwright.hooks.BlockState(group, bits=4, block=64, error_feedback=True) as its "
             f"state, got {type(state).__name__}"
         )
-    return BlockState(state)  # keeps nothing from bucket to bucket
+    return BlockState(state)  # without error feedback it keeps nothing between buckets

@@ -161,7 +161,7 @@ class Announcer:
         position = next(i for i, each in enumerate(members) if each is wrapper)
         said: dict[str, Any] = {"kind": kind, "member": position, "number": number, "groups": groups}
         if kind not in ("forward", *_INSIDE):
-            said["gradients"] = [_state_of(parameter.grad) for parameter in replica.table.parameters]
+            said["gradients"] = [state_of(parameter.grad) for parameter in replica.table.parameters]
             said["factors"] = replica.gradient_factors()
         self._exchange(members, json.dumps(said).encode())
         if kind == "forward" and torch.is_grad_enabled() and wrapper.require_backward_grad_sync and self.joined:
@@ -241,13 +241,15 @@ _WORDS = {
     "norms": "the norms of gradients",
     "vote": "unscaling gradients",
 }
-_NONE, _ZERO, _VALUE = range(3)
+#: what a gradient is on a rank that trains
+NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
 
 
-def _state_of(gradient: torch.Tensor | None) -> int:
+def state_of(gradient: torch.Tensor | None) -> int:
+    """NO_GRADIENT, ZEROED (known of sliced ones only) or A_GRADIENT."""
     if gradient is None:
-        return _NONE
-    return _ZERO if isinstance(gradient, ShardedGradient) and gradient._cleared else _VALUE
+        return NO_GRADIENT
+    return ZEROED if isinstance(gradient, ShardedGradient) and gradient._cleared else A_GRADIENT
 
 
 # what a joined rank does -------------------------------------------------------------------------------------------
@@ -258,13 +260,13 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
     found: list[torch.Tensor | None] = []
     for view, state in zip(replica.views, states):
         assert isinstance(view, ShardedGradient)
-        found.append(None if state == _NONE else torch.zeros_like(view.piece) if state == _ZERO else view.piece)
+        found.append(None if state == NO_GRADIENT else torch.zeros_like(view.piece) if state == ZEROED else view.piece)
     return found
 
 
 def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
     replica.follow_factors(heard["factors"])
-    replica.norm_of(_own_slices(replica, heard["gradients"]))
+    replica.norm_of(lambda: _own_slices(replica, heard["gradients"]))
 
 
 def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
@@ -276,7 +278,7 @@ def _shadow_vote(replica: Replica, heard: dict[str, Any]) -> None:
     slices = _own_slices(replica, heard["gradients"])
     overflowed = any(piece is not None and not bool(piece.isfinite().all()) for piece in slices)
     replica.follow_factors(heard["factors"])
-    replica.board().any_rank(overflowed)
+    replica.board().any_rank(lambda: overflowed)
 
 
 def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
@@ -285,7 +287,7 @@ def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
     states = heard["gradients"]
     whole = replica.zero == 1
     gradients = exchange_slices(replica, optimizer.run, states) if whole else _own_slices(replica, states)
-    optimizer.shadow_step(heard["groups"], gradients)
+    optimizer.shadow_step(heard["groups"], gradients, states)
 
 
 def _shadow_round(replica: Replica, heard: dict[str, Any]) -> None:
@@ -337,7 +339,7 @@ def exchange_slices(
     for to in announcer.joined:
         for index, parameter in enumerate(table.parameters):
             low, high = run(index, to)
-            if states[index] == _NONE:
+            if states[index] == NO_GRADIENT:
                 continue
             size = (high - low) * parameter.element_size()
             if to == rank:

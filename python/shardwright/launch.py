@@ -1,16 +1,20 @@
-"""Which rank this process is, of how many, and where they meet: the variables that launchers set. Arithmetic on text only.
+"""The launch of this process: rank, world size and meeting point, from the variables of launchers. Text only, no
+network.
 
     launcher    rank                   of                              on its host                  they meet at
-    torchrun    RANK                   WORLD_SIZE                      LOCAL_RANK                   MASTER_ADDR : MASTER_PORT
-    Open MPI    OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE            OMPI_COMM_WORLD_LOCAL_RANK   one host: 127.0.0.1 : 29500
-    SLURM       SLURM_PROCID           SLURM_STEP_NUM_TASKS or         SLURM_LOCALID                first of SLURM_STEP_NODELIST or
-                                       SLURM_NTASKS                                                 SLURM_JOB_NODELIST, or
-                                                                                                    SLURM_LAUNCH_NODE_IPADDR : a
-                                                                                                    port made of job and step
+    torchrun    RANK                   WORLD_SIZE                      LOCAL_RANK                   MASTER_ADDR :
+    MASTER_PORT Open MPI    OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE            OMPI_COMM_WORLD_LOCAL_RANK   one
+    host: 127.0.0.1 : 29500 SLURM       SLURM_PROCID           SLURM_STEP_NUM_TASKS or         SLURM_LOCALID
+    first of SLURM_STEP_NODELIST or
+                                       SLURM_NTASKS                                                 SLURM_JOB_NODELIST,
+                                       or
+                                                                                                    SLURM_LAUNCH_NODE_IPADDR
+                                                                                                    : a port made of job
+                                                                                                    and step
 
-A launcher is there if its rank variable is. The first one above wins: torchrun runs inside SLURM's tasks, and Open MPI's
-daemons are SLURM's tasks, so the inner one is always above the outer one. MASTER_ADDR and MASTER_PORT, where they are set,
-hold for every launcher. Whatever contradicts itself is an error, never one rank in silence.
+A launcher is present if its rank variable is set. The first one above wins: torchrun runs inside SLURM's tasks, and
+Open MPI's daemons are SLURM's tasks, so the inner launcher is always above the outer one. MASTER_ADDR and MASTER_PORT,
+if set, hold for every launcher. Variables that contradict each other are an error; they never make one rank in silence.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ import re
 from collections.abc import Iterator, Mapping
 
 DEFAULT_PORT = 29500
-#: of the port made of SLURM's job and step: below the ports that the kernel hands out, a prime many
+#: range of the port computed from SLURM's job and step: below the ports that the kernel assigns, a prime number of them
 _PORT_FIRST, _PORT_COUNT = 10_000, 19_997
-#: of a range of hosts: more than any machine has, and little enough to list
+#: longest range of hosts: more than any cluster has, and few enough to list
 _MOST_NAMES = 1 << 20
 
-#: everything that read_launch looks at
+#: all variables that read_launch reads
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -37,17 +41,17 @@ VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launcher said.
+    """The description of a launch.
 
     Attributes
     ----------
     launcher : str
-        "torchrun" (and whoever speaks its variables), "Open MPI" or "SLURM".
+        "torchrun" (or any launcher that sets its variables), "Open MPI" or "SLURM".
     rank, world_size : int
     local_rank : int or None
-        Among the ranks of this host; None where the launcher did not say. Nothing on the CPU depends on it.
+        The rank among those of this host; None if the launcher did not set it. Nothing on the CPU depends on it.
     master_addr : str
-        Of the host of rank 0; "" if there is one rank and nobody said.
+        The host of rank 0; "" for one rank without an address.
     master_port : int
     """
 
@@ -60,19 +64,19 @@ class Launch:
 
     @property
     def init_method(self) -> str:
-        """For torch.distributed.init_process_group."""
+        """Return the URL for torch.distributed.init_process_group."""
         bare = self.master_addr.removeprefix("[").removesuffix("]")
         host = f"[{bare}]" if ":" in bare else bare
         return f"tcp://{host}:{self.master_port}"
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """The launch that `environment` speaks of; None if no launcher does, which is one rank.
+    """Return the launch that `environment` describes; None without a launcher, which means one rank.
 
     Raises
     ------
     ValueError
-        A variable is missing, is no number or out of its range, or contradicts another; the sentence names it.
+        If a variable is missing, is no number, is out of range, or contradicts another; the message names it.
     """
     read = _Reader(environment)
     if "RANK" in environment:
@@ -90,10 +94,10 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         if "SLURM_PROCID" in environment:
             _check_tasks_of_script(environment)
         return None
-    for what, number in (("rank", found.rank), ("local rank", found.local_rank or 0)):
+    for kind, number in (("rank", found.rank), ("local rank", found.local_rank or 0)):
         if number >= found.world_size:
             raise ValueError(
-                f"{found.launcher}'s variables say that this is {what} {number} of {found.world_size}: "
+                f"{found.launcher}'s variables say that this is {kind} {number} of {found.world_size}: "
                 f"it must be from 0 to {found.world_size - 1}"
             )
     return found
@@ -115,7 +119,7 @@ def _torchrun(read: _Reader) -> Launch:
 
 
 def _check_not_exported_for_all(read: _Reader, rank: int, world_size: int) -> None:
-    """A RANK that a script set once, before another launcher made many processes of it, is not theirs."""
+    """Raise if a script has exported one RANK before another launcher started many processes."""
     for launcher, rank_name, size_name in (
         ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("SLURM", "SLURM_PROCID", "SLURM_NTASKS"),
@@ -124,7 +128,7 @@ def _check_not_exported_for_all(read: _Reader, rank: int, world_size: int) -> No
         if theirs not in (None, rank) and read.environment.get(size_name) == str(world_size):
             raise ValueError(
                 f"RANK is {rank} and {rank_name} is {theirs}, both of {world_size}, and torchrun did not set RANK: "
-                f"unset it, and {launcher}'s variables are read"
+                f"unset it to use {launcher}'s variables"
             )
 
 
@@ -136,8 +140,8 @@ def _open_mpi(read: _Reader) -> Launch:
         address = "127.0.0.1"
     elif not address and world_size > 1:
         raise ValueError(
-            "Open MPI's variables were read, and MASTER_ADDR is not set, which they do not replace where ranks are on several "
-            "hosts: mpirun -x MASTER_ADDR=<host of rank 0>"
+            "Open MPI's variables do not name the host of rank 0, which ranks on several hosts need, and MASTER_ADDR is not set: "
+            "use mpirun -x MASTER_ADDR=<host of rank 0>"
         )
     return Launch(
         "Open MPI",
@@ -150,7 +154,7 @@ def _open_mpi(read: _Reader) -> Launch:
 
 
 def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    """SLURM runs a batch script as task 0 of no step; the job's tasks are what srun starts inside it."""
+    """Return True in a batch script, which SLURM runs as task 0 of no step; srun starts the job's tasks inside it."""
     return environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
 
 
@@ -178,7 +182,7 @@ def _slurm(read: _Reader) -> Launch:
 
 
 def _first_slurm_host(read: _Reader, rank: int) -> str:
-    """Where rank 0 runs."""
+    """Return the host of rank 0."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if text := read.environment.get(name):
             try:
@@ -194,13 +198,12 @@ def _first_slurm_host(read: _Reader, rank: int) -> str:
     if address := read.environment.get("SLURM_LAUNCH_NODE_IPADDR"):
         return address
     raise ValueError(
-        "SLURM's variables were read, and SLURM_JOB_NODELIST is not set, nor is SLURM_LAUNCH_NODE_IPADDR: "
-        "set MASTER_ADDR to the host of rank 0"
+        "neither SLURM_JOB_NODELIST nor SLURM_LAUNCH_NODE_IPADDR is set: set MASTER_ADDR to the host of rank 0"
     )
 
 
 class _Reader:
-    """Variables, with errors that name them."""
+    """A reader of variables whose errors name them."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
@@ -220,7 +223,7 @@ class _Reader:
         return self.number(name, least) if self.environment.get(name) else None
 
     def port(self, default: int | None) -> int:
-        """`default` None: it must be set."""
+        """Return MASTER_PORT, or `default`; None: the variable must be set."""
         port = self.optional("MASTER_PORT", 1) or default or self.number("MASTER_PORT", 1)
         if port > 65535:
             raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {port}")
@@ -234,18 +237,19 @@ class _Reader:
 
     def _missing(self, name: str) -> str:
         if name in self.environment:
-            return f"{name} is set to nothing: unset it, or give it a value"
+            return f"{name} is empty: unset it, or give it a value"
         there = next(rank for rank in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if rank in self.environment)
-        return f"{there} is set and {name} is not: its launcher sets both, or set {name} yourself"
+        return f"{there} is set, but {name} is not: use a launcher that sets both, or set {name}"
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """SLURM's short form of host names, in its order: `node[01-03,7],login` is node01, node02, node03, node7, login.
+    """Expand SLURM's short form of host names in its order: `node[01-03,7],login` is node01, node02, node03, node7,
+    login.
 
     Raises
     ------
     ValueError
-        When the iterator comes to what is not of this form.
+        Once the iterator reaches text that is not of this form.
     """
     for word in _split_outside_brackets(text):
         parts = [_alternatives(part) for part in re.split(r"(\[[^][]*\])", word)]

@@ -1,8 +1,8 @@
-"""Where compressed bytes travel: between ranks on one host, and between hosts where there are several.
+"""The levels of a compressed exchange: between ranks of one host, or between hosts if there are several.
 
-Across hosts the fold inside each host is plain, in memory: float32, in rank order. One rank a host, its lowest, compresses
-that partial sum, exchanges it with the other hosts' and hands the result to its host. So a host sends what one rank would,
-whatever the number of ranks on it, and what a compressor owes is the host's: kept by that rank alone.
+Across hosts the fold inside each host is plain, in shared memory: float32, in rank order. The carrier of each host, its
+lowest rank, compresses that partial sum, exchanges it with the other hosts and publishes the result on its host. A host
+therefore sends the bytes of one rank, for any number of ranks on it, and only the carrier keeps the compressor's error.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _Hook = Callable[[Any, Any], Any]
 
 
 class Levels:
-    """On one host there is one level.
+    """The one level of a single host.
 
     Attributes
     ----------
     exchange : Exchange
-        What a compressor exchanges over. Its rank and world_size are a host's where there are several.
+        The exchange of a compressor. Its rank and world_size count hosts if there are several.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 
     def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
-        """The mean over all ranks in place of `flat`, by `compressed`, which averages it over `exchange`. Collective."""
+        """Average `flat` over all ranks in place. `compressed` averages it over `exchange`. Collective."""
         compressed()
 
     def hook(self, hook: _Hook) -> _Hook:
-        """`hook`, of a state over `exchange`, as a hook of contributions of every rank."""
+        """Turn `hook`, with a state over `exchange`, into a hook for contributions of every rank."""
         return hook
 
 
 class _OneHost(Levels):
-    """Over a communicator that is leased."""
+    """One host, over a leased communicator."""
 
     def __init__(self, exchange: Exchange, roads: Roads) -> None:
         super().__init__(exchange)
@@ -60,7 +60,7 @@ class _OneHost(Levels):
 
 
 class HostLevels(Levels):
-    """Of several hosts. `flat` is float32.
+    """Several hosts. `flat` is float32.
 
     Parameters
     ----------
@@ -72,14 +72,14 @@ class HostLevels(Levels):
         host = group.host_of[group.rank]
         self._roads = roads
         self._inside = roads.inside
-        self._is_first = roads.between is not None
-        self._first = group.host_of.index(host)
-        self._host_name = group.hosts[self._first]
+        self._is_carrier = roads.between is not None
+        self._carrier = group.host_of.index(host)
+        self._host_name = group.hosts[self._carrier]
         self._share = group.host_count / group.world_size
-        firsts = [group.host_of.index(each) for each in range(group.host_count)]
+        firsts = group.carriers
         super().__init__(
             GlooExchange(roads.between, [(first, group.hosts[first]) for first in firsts])
-            if self._is_first
+            if self._is_carrier
             else Exchange(host, group.host_count, takes_part=False)
         )
 
@@ -91,12 +91,12 @@ class HostLevels(Levels):
         if self._inside is not None:
             self._inside.all_reduce(flat.data_ptr(), flat.numel(), "float32", "sum", label)
         failure: Exception | None = None
-        if self._is_first:
+        if self._is_carrier:
             try:
-                if self._share != 1:  # the mean over hosts is then that over ranks
+                if self._share != 1:  # turns the mean over hosts into the mean over ranks
                     flat.mul_(self._share)
                 compressed()
-            except Exception as error:  # raised once its host knows
+            except Exception as error:  # raised once the whole host knows
                 failure = error
         if self._inside is not None:
             self._hear(failure, label)
@@ -106,14 +106,14 @@ class HostLevels(Levels):
             self._inside.broadcast([(flat.data_ptr(), 4 * flat.numel())], 0, label)
 
     def _hear(self, failure: Exception | None, label: str) -> None:
-        """What the lowest rank of this host has to say of its exchange. Collective inside the host."""
+        """Share the carrier's failure with its host. Collective inside the host."""
         assert self._inside is not None
         mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
         said = self._inside.all_gather_bytes(mine.encode(), label)[0].decode()
         if said and failure is None:
             raise comm_error(
-                f"{label}: rank {self._first}, which exchanges for host {self._host_name}, failed: {said}",
-                self._first,
+                f"{label}: rank {self._carrier}, which exchanges for host {self._host_name}, failed: {said}",
+                self._carrier,
                 self._host_name,
             )
 
@@ -124,7 +124,7 @@ class HostLevels(Levels):
             flat = buffer if buffer.dtype == torch.float32 else buffer.float()
             view = _HostBucket(real, flat)
             self.average(flat, lambda: hook(state, view).wait(), "compressed gradients")
-            if not self._is_first and isinstance(state, CompressionState):
+            if not self._is_carrier and isinstance(state, CompressionState):
                 state.end_bucket(bucket.is_last())
             if flat is not buffer:
                 buffer.copy_(flat)
@@ -134,7 +134,7 @@ class HostLevels(Levels):
 
 
 class _HostBucket:
-    """A bucket as a host's contribution: float32, and nothing said about slices, which are ranks'."""
+    """A bucket as a host's contribution: float32, without the ranks' slices."""
 
     def __init__(self, bucket: Any, flat: torch.Tensor) -> None:
         self._bucket, self._flat = bucket, flat
@@ -162,19 +162,19 @@ class _HostBucket:
 
 
 class Lease:
-    """Of communicators that one thread at a time may use. They are free again when it is dropped."""
+    """The use of communicators by one thread. They are free again once the lease is garbage."""
 
 
 @dataclasses.dataclass
 class Roads:
-    """What a group over several hosts is joined by besides its communicator, and who uses it alone.
+    """The communicators of a group over several hosts besides its own, and their current lease.
 
     Attributes
     ----------
     inside : HostComm or None
-        The ranks of this host; None for one alone.
+        The ranks of this host; None for a single rank.
     between : Backend or None
-        Of every host's lowest rank; None on the others.
+        The carriers of all hosts; None on other ranks.
     """
 
     inside: HostComm | None
@@ -184,7 +184,7 @@ class Roads:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """What fails on it leaves it to nobody else."""
+        """Never lease these communicators again after a failure."""
         try:
             yield
         except BaseException:
@@ -196,12 +196,12 @@ class Roads:
         return self.lease is not None and self.lease() is None and not self.has_failed
 
 
-#: by group. The first ones are shared by all that exchange on the thread of their caller
+#: by group. The first ones are shared by all exchanges on their caller's thread
 _joined: weakref.WeakKeyDictionary[HostGroup, list[Roads]] = weakref.WeakKeyDictionary()
 
 
 def levels_of(group: HostGroup) -> Levels:
-    """Between the ranks of `group`, for its calling thread. Collective at first use across hosts."""
+    """Return the levels of `group` for its calling thread. Collective at first use across hosts."""
     if group.host_count == 1:
         return Levels(HostExchange(group.comm))
     roads = _joined.setdefault(group, [])
@@ -209,14 +209,14 @@ def levels_of(group: HostGroup) -> Levels:
 
 
 def leased_levels(group: HostGroup) -> tuple[Levels, Lease]:
-    """The same for a thread of its own, for as long as the lease is held. Collective."""
+    """Return levels for another thread, valid while the lease is held. Collective."""
     roads, lease = _joined.setdefault(group, []), Lease()
     if not roads and group.host_count > 1:
         _join(group, roads)
     said = group.comm.all_gather_bytes(bytes(each.is_free for each in roads), "communicators that are free")
     free = [
         k for k in range(len(roads)) if all(each[k] for each in said)
-    ]  # as many on every rank: they are made together
+    ]  # the lists are equally long on all ranks, which create them together
     found = roads[free[0]] if free else _join(group, roads)
     found.lease = weakref.ref(lease)
     return _levels(group, found), lease
@@ -224,7 +224,7 @@ def leased_levels(group: HostGroup) -> tuple[Levels, Lease]:
 
 def _join(group: HostGroup, roads: list[Roads]) -> Roads:
     timeout_s = group.comm.timeout_s
-    firsts = [group.host_of.index(host) for host in range(group.host_count)]
+    firsts = group.carriers
     inside = group.join_inside(timeout_s)
     crosses = group.host_count > 1 and group.rank in firsts
     between = group.gloo_group(f"between/{len(roads)}", firsts, timeout_s) if crosses else None

@@ -1,8 +1,9 @@
 """float32 masters behind low-precision parameters.
 
-A step in bfloat16 is lost where it is smaller than half a unit of the parameter. So an optimizer steps on a float32 copy, the
-master, with float32 state, and the parameter is its rounding. sw.optim does both in one pass; around every other optimizer the
-masters take the parameters' places for the time of its step. Either way a master is `state[p]["master"]`.
+A step in bfloat16 is lost if it is smaller than half a unit of the parameter. The optimizer therefore steps on a
+float32 copy, the master, with float32 state, and the parameter is the rounded master. sw.optim does both in one pass.
+Around any other optimizer, masters replace the parameters during its step. In both cases a master is
+`state[p]["master"]`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
 
 LOW = (torch.bfloat16, torch.float16)
 _KEY = "master"
-#: what makes the float32 tensor that holds a master: of a parameter's shape and strides
+#: makes the float32 tensor of a master with a parameter's shape and strides
 _Empty = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -40,20 +41,20 @@ def _empty(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Masters:
-    """The masters of one optimizer: they follow parameters that were written by others.
+    """The masters of one optimizer. They follow parameters that other code has written.
 
-    By id, the version that each parameter had after our own last write: where it differs and the master no longer rounds to
-    the parameter, the master is taken anew.
+    The object keeps, by id, each parameter's version after the optimizer's last write. If the version differs and the
+    master no longer rounds to the parameter, the master is rebuilt from the parameter.
     """
 
     def __init__(self) -> None:
         self._versions: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_versions": {}}  # of a copy, whose parameters are others
+        return {"_versions": {}}  # a copy has other parameters
 
     def of(self, parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
-        """The master in `state`, made, laid out as its parameter and taken anew where that is due."""
+        """Return the master in `state`. Make it, match its layout to the parameter's, or rebuild it, if needed."""
         master = master_in(state)
         if master is None or master.stride() != parameter.stride():
             made = state[_KEY] = empty(parameter).copy_(parameter if master is None else master)
@@ -66,20 +67,20 @@ class Masters:
         return master
 
     def written(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Their masters were just rounded into them."""
+        """Note that the masters of these parameters were just rounded into them."""
         for parameter in parameters:
             self._versions[id(parameter)] = parameter._version
 
     def forget_all(self) -> None:
-        """All of them, or their masters, may have been written by others."""
+        """Forget all versions, since other code may have written parameters or masters."""
         self._versions.clear()
 
     @contextlib.contextmanager
     def in_place(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside, masters stand in the optimizer's groups for those of `parameters` that are low-precision and have a gradient;
-        afterwards these are the masters' roundings.
+        """Replace low-precision parameters that have a gradient by their masters in the optimizer's groups, within the
+        context.
 
-        Cost: a float32 copy of their gradients for the time.
+        On exit the parameters are set to the rounded masters. Cost: a float32 copy of the gradients meanwhile.
         """
         taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         before = [group["params"] for group in optimizer.param_groups]
@@ -90,22 +91,25 @@ class Masters:
             for group, members in zip(optimizer.param_groups, before):
                 group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
             yield
-        finally:  # after an exception too: what was stepped on stays so, as without masters
+        finally:  # after an exception, too: completed updates stay, as without masters
             for group, members in zip(optimizer.param_groups, before):
                 group["params"] = members
             for parameter, master in taken.values():
                 self._give_back(optimizer, parameter, master)
 
     def _take(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-        """The master with the gradient, and with the state of its parameter; or, where memory ends, all is as it was."""
+        """Return the master with the gradient and the state of its parameter.
+
+        If memory runs out, nothing has changed.
+        """
         assert parameter.grad is not None
         state = dict(optimizer.state.get(parameter, {}))
-        if master_in(state) is None:  # state that was made without masters
+        if master_in(state) is None:  # the state was made without masters
             state = {key: _widened(value, parameter) for key, value in state.items()}
         with torch.no_grad():
             master = self.of(parameter, state)
         gradient = parameter.grad.to(torch.float32)
-        del state[_KEY]  # an optimizer tells by an empty state that a step is the first
+        del state[_KEY]  # an optimizer recognises a first step by an empty state
         optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[master] = state
@@ -123,14 +127,17 @@ class Masters:
 
 
 def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
-    """What torch's own loading has cast to the parameter's dtype is no master any more."""
+    """Return the master in `state`, unless torch's own loading has cast it to the parameter's dtype."""
     master = state.get(_KEY)
     return master if isinstance(master, torch.Tensor) and master.dtype is torch.float32 else None
 
 
 def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool) -> dict[str, Any]:
-    """State that is being loaded, as it is kept: beside a master nothing is in low precision; without one there is none, and what is
-    floating takes the parameter's dtype, but for the count of steps, as by torch's own loading."""
+    """Convert state that is being loaded to the kept form.
+
+    With a master, all floating-point state is float32. Without one, the master is dropped and floating-point state
+    takes the parameter's dtype, except for the step count, as in torch's own loading.
+    """
     kept = {}
     for key, value in state.items():
         if key == _KEY and not has_master:
@@ -150,24 +157,24 @@ def _widened(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of sw.optim's, which keep masters as `master=` says."""
+    """Return True for an optimizer of sw.optim, which keeps its own masters as `master=` says."""
     return any(kind.__module__ == "shardwright.optim" for kind in type(optimizer).__mro__)
 
 
 def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Error unless both have the same groups: what schedulers change in the one, the other would not see."""
+    """Raise an error unless both have the same groups, since a scheduler may change only one of them."""
     ours, theirs = outer.param_groups, inner.param_groups
     if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs)):
         raise Error(
-            "the optimizer that was given to sw.wrap has other groups than the one that it returned (add_param_group or load_state_dict was "
-            "called on it): call them on the optimizer that sw.wrap returned"
+            "the optimizer passed to sw.wrap no longer has the groups of the one that it returned (add_param_group or "
+            "load_state_dict was called on it): call them on the optimizer that sw.wrap returned"
         )
 
 
 def load_with_hooks(
     optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
 ) -> None:
-    """`load(state_dict)`, with the hooks that users have registered on `optimizer`, as torch's own loading calls them."""
+    """Run `load(state_dict)` with the hooks that users have registered on `optimizer`, as torch's own loading does."""
     state_dict = dict(state_dict)
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
         changed = hook(optimizer, state_dict)
@@ -183,10 +190,12 @@ def load_in_float32(
     state_dict: dict[str, Any],
     has_master: Callable[[torch.Tensor], bool],
 ) -> None:
-    """`load(state_dict)`, torch's own loading of `optimizer`, which casts state to the parameter's dtype; what belongs to a
-    master, and the master, are float32 all the same."""
+    """Run `load(state_dict)`, torch's own loading of `optimizer`, but keep masters and their state in float32.
+
+    torch's loading casts state to the parameter's dtype.
+    """
     loaded: list[dict[str, Any]] = []
-    # The last of the pre-hooks: it sees what the user's own made of the dict.
+    # This pre-hook runs last, so it sees the dict after the user's own hooks.
     handle = optimizer.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
     try:
         load(state_dict)
@@ -209,12 +218,14 @@ def load_in_float32(
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """What `sw.wrap(module, optimizer)` returns at zero=0 for an optimizer without masters that has low-precision parameters.
+    """An optimizer that steps on float32 masters of low-precision parameters.
+
+    `sw.wrap(module, optimizer)` returns it at zero=0 for an optimizer without its own masters.
 
     Parameters
     ----------
     optimizer : Optimizer
-        The user's, which does the arithmetic, on masters. Its groups are taken over as they are.
+        The user's optimizer, which does the arithmetic on masters. Its groups are shared, not copied.
     without : iterable of Tensor
         Parameters that a policy denies a master (Precision(master=False)).
     """
@@ -233,17 +244,17 @@ class MasterOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **kept}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's: the user's own class takes it first, and may refuse it."""
+        """Add a group, as torch does. The user's own class sees it first and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
             self._inner.add_param_group(param_group)
         super().add_param_group(param_group)
 
     def has_master(self, parameter: torch.Tensor) -> bool:
-        """Whether the optimizer steps on a master of it."""
+        """Return True if the optimizer steps on a master of `parameter`."""
         return parameter.dtype in LOW and all(parameter is not each for each in self._without)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step on the masters; `closure` runs before it, once."""
+        """Perform one step on the masters; `closure` runs before it, once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -256,7 +267,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes torch's format. A master that it lacks is made from the parameter at the next step."""
+        """Load torch's format. A master that it lacks is made from the parameter at the next step."""
         load_with_hooks(self, self._load, state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -266,7 +277,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
 
 def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter's state that is being restored, as `optimizer` keeps it: that of others is as it was."""
+    """Return a parameter's state that is being restored in the form that `optimizer` keeps."""
     if has_own_masters(optimizer):
         return as_kept(state, parameter, optimizer._has_master(parameter))  # type: ignore[attr-defined]
     has_master = isinstance(optimizer, MasterOptimizer) and optimizer.has_master(parameter)
@@ -274,5 +285,5 @@ def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Ma
 
 
 def without_masters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's own inside a MasterOptimizer, whose state, masters among it, it shares; any other as it is."""
+    """Return the user's optimizer inside a MasterOptimizer, which shares its state and masters; any other unchanged."""
     return optimizer._inner if isinstance(optimizer, MasterOptimizer) else optimizer

@@ -18,7 +18,7 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     Parameters
     ----------
     module : Module
-        Not wrapped yet, and without an optimizer: meta parameters are replaced by new ones, tied ones by one. What has memory stays.
+        Not wrapped yet, and without an optimizer (wrap refuses one that was made before): meta parameters are replaced by new ones, tied ones by one. What has memory stays.
     init : callable, optional
         Called with each module that holds what was on the meta device, inner ones first, instead of its reset_parameters().
 

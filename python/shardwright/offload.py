@@ -1,8 +1,8 @@
-"""Optimizer state outside of memory: offload="nvme:<folder>".
+"""Optimizer state in a file: offload="nvme:<folder>".
 
-The state of sw.optim's optimizers, masters among it, then lies in a file a rank, without a name, and a step moves it through three
-buffers (csrc/optim/offload.h). To everybody else it is ordinary tensors: the file is mapped, and state dicts, collectives
-and checkpoints read and write its pages, which the system may drop again.
+The state of sw.optim's optimizers, masters included, lies in one unnamed file for each rank. A step moves it through
+three buffers (csrc/optim/offload.h). Other code sees ordinary tensors: the file is mapped, so state dicts, collectives
+and checkpoints read and write its pages, which the kernel may drop again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["StateStore", "make_store", "offload_folder", "offload_kind"]
 
 _PAGE_BYTES = 4096
 _GROWTH_BYTES = 16 << 20
-#: one of three; 8 MiB a read for AdamW's two arrays
+#: bytes of one of the three buffers; 8 MiB a read for AdamW's two arrays
 BUFFER_BYTES = 16 << 20
 _serials = itertools.count()
 
 
 def offload_kind(offload: Any) -> str | None:
-    """None, "cpu" or "nvme". ValueError of anything else."""
+    """Return None, "cpu" or "nvme". Raise ValueError for any other option."""
     if offload is None or offload == "cpu":
         return None if offload is None else "cpu"
     if isinstance(offload, str) and offload.startswith("nvme:") and len(offload) > len("nvme:"):
@@ -41,17 +41,17 @@ def offload_kind(offload: Any) -> str | None:
 
 
 def offload_folder(offload: Any) -> str | None:
-    """The folder of "nvme:<folder>"."""
+    """Return the folder of "nvme:<folder>"."""
     return os.path.expanduser(offload.removeprefix("nvme:")) if offload_kind(offload) == "nvme" else None
 
 
 def rounded_bytes(numel: int, dtype: torch.dtype) -> int:
-    """What a tensor takes of the file: whole pages."""
+    """Return the bytes that a tensor takes in the file: whole pages."""
     return -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class _Region:
-    """A piece of the file, for as long as its tensor lives."""
+    """A range of the file that belongs to one tensor while the tensor lives."""
 
     __slots__ = ("store", "address", "size")
 
@@ -63,26 +63,26 @@ class _Region:
 
 
 class StateStore:
-    """One rank's file.
+    """The state file of one rank.
 
     Parameters
     ----------
     folder : str
-        On the disk; it must exist.
+        A folder on the disk; it must exist.
     label : str
-        In messages.
+        The name of the file in messages.
     nbytes : int
-        Given their disk space now. More is taken when it is needed.
+        Bytes to allocate on the disk now. The file grows when more are needed.
 
     Raises
     ------
     OSError
-        The folder is not there, cannot be written to, or has no space for `nbytes`.
+        If the folder does not exist, is not writable, or has no space for `nbytes`.
     """
 
     def __init__(self, folder: str, label: str, nbytes: int = 0) -> None:
         self.folder = folder
-        self.route: DeviceRoute | None = None  # where parameters are on a GPU
+        self.route: DeviceRoute | None = None  # set if parameters are on a GPU
         self.file = StateFile(folder, f"{label}-{os.getpid()}-{next(_serials)}.state", BUFFER_BYTES)
         self._next = self._end = 0
         self._free: dict[int, list[int]] = {}
@@ -95,7 +95,7 @@ class StateStore:
         self._end = self._next + nbytes
 
     def _take(self, size: int) -> tuple[int, bool]:
-        """(address, whether it holds zeros) of `size` bytes."""
+        """Return (address, True if it holds zeros) of `size` free bytes."""
         free = self._free.get(size)
         if free:
             return free.pop(), False
@@ -121,45 +121,45 @@ class StateStore:
         return from_dlpack(capsule), is_zero
 
     def empty(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """In the file, of a tensor's shape and strides; holds anything."""
+        """Return a tensor in the file with the shape and strides of `like` and undefined contents."""
         return self._new(like, dtype)[0]
 
     def zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same, zeroed."""
+        """Return a tensor of zeros in the file with the shape and strides of `like`."""
         made, is_zero = self._new(like, dtype)
         return made if is_zero else made.zero_()
 
     def adopt(self, state: dict[str, Any]) -> None:
-        """Moves what a state has in memory (it was loaded, or is older than the offload) into the file; scalars stay."""
+        """Move tensors of a state from memory into the file (loaded or older state); scalars stay in memory."""
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and key != "step" and value.numel():
                 if value.data_ptr() not in self._used:
                     state[key] = self.empty(value, value.dtype).copy_(value)
 
     def place(self) -> Any:
-        """What a step of parameters on a GPU goes through, and its stream; else None."""
+        """Return the route and the stream of a step of parameters on a GPU; else None."""
         return None if self.route is None else self.route.place()
 
     @property
     def planned_nbytes(self) -> int:
-        """Of the memory where parameters are: the buffers, if that is the host's."""
+        """Return the bytes of parameter memory that offloading takes: the buffers, if parameters are in host memory."""
         return self.file.buffer_nbytes if self.route is None else 0
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """Return the bytes of the file."""
         return self.file.nbytes
 
     def describe(self) -> dict[str, Any]:
-        """For describe()."""
+        """Return the entry of describe()."""
         file = self.file
-        path = "past the page cache" if file.direct else "through the page cache: the file system refuses O_DIRECT"
+        path = "bypasses the page cache" if file.direct else "through the page cache: the file system refuses O_DIRECT"
         route = {} if self.route is None else self.route.describe()
         return {"offload": f"nvme:{self.folder}", "offload_io": path, **route}
 
 
 def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateStore:
-    """A store on every rank, or the same error on every rank. Collective."""
+    """Create a store on every rank, or raise the same error on every rank. Collective."""
     store, verdict = None, (0, "")
     try:
         store = StateStore(folder, f"shardwright-{label}-rank{group.rank}", nbytes)

@@ -1,7 +1,8 @@
 """Fused optimizers on the engine's kernels, and the exact global norm.
 
-`AdamW`, `Adam` and `SGD` are torch's classes with another `step()`: arguments, `param_groups` and `state_dict()` are
-torch's, and load into each other both ways. Tensors on the CPU, or on a GPU; docs/design/optim.md has the arithmetic.
+`AdamW`, `Adam` and `SGD` are torch's classes with another `step()`. Arguments, `param_groups` and `state_dict()` are
+torch's, and state dicts load into each other both ways. Tensors are on the CPU or on a GPU; docs/design/optim.md has
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
 
-#: what torch has and one fused pass cannot be
+#: options of torch that exclude one fused pass
 _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
 
 
 def _takes_many() -> bool:
-    """Whether torch counts versions of a list in one call; older ones take a single tensor."""
+    """Return True if torch counts versions of a list in one call; older torch takes a single tensor."""
     try:
         torch.autograd.graph.increment_version([])
     except (RuntimeError, TypeError):
@@ -39,14 +40,14 @@ _TAKES_MANY = _takes_many()
 
 
 class _Fused(torch.optim.Optimizer):
-    """What the three have in common: float32 masters, layouts, loading.
+    """The base of the three optimizers: float32 masters, layouts, loading.
 
     state[p]["master"] is the float32 parameter behind a low-precision one; see masters.py.
     """
 
     _master: bool
     _masters: Masters
-    #: where the state lies, if not in memory; not a copy's
+    #: holds the state outside of the parameters' memory; None: beside the parameters. A copy of the optimizer has none
     store: StateStore | HostStateStore | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,19 +56,19 @@ class _Fused(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._masters = Masters()
-        for each in self.state.values():  # torch takes integers too
+        for each in self.state.values():  # torch accepts integers, too
             step = each.get("step")
             if isinstance(step, Tensor) and not step.is_floating_point():
                 each["step"] = step.to(torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's does.
+        """Add a group, as torch does.
 
         Raises
         ------
         ValueError
-            If a parameter is not float32, bfloat16 or float16 on the CPU or a CUDA GPU, or the group asks for a form of the step
-            that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
+            If a parameter is not float32, bfloat16 or float16 on the CPU or a CUDA GPU, or if the group asks for a form
+            of the step that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
         """
         super().add_param_group(param_group)
         try:
@@ -81,25 +82,25 @@ class _Fused(torch.optim.Optimizer):
         for option, other in _OTHER_FORMS.items():
             if group.get(option) is other:
                 raise ValueError(
-                    f"sw.optim.{name}: {option}={other} is not its form, which is one fused pass; torch.optim.{name} has it"
+                    f"sw.optim.{name}: {option}={other} is not supported, since the step is one fused pass; use torch.optim.{name} for it"
                 )
         for position, p in enumerate(group["params"]):
             if p.dtype is not torch.float32 and p.dtype not in LOW:
                 raise ValueError(
                     f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
-                    f"not {str(p.dtype).removeprefix('torch.')}; torch.optim.{name} takes it"
+                    f"not {str(p.dtype).removeprefix('torch.')}; torch.optim.{name} supports it"
                 )
             if p.device.type not in ("cpu", "cuda", "meta"):
                 raise ValueError(
                     f"sw.optim.{name}: parameter {position} of group {number} must be on the CPU or a CUDA GPU, not on {p.device}; "
-                    f"torch.optim.{name}(fused=True) takes it"
+                    f"torch.optim.{name}(fused=True) supports it"
                 )
 
     def _has_master(self, p: Tensor) -> bool:
         return self._master and p.dtype in LOW
 
     def _state_like(self, p: Tensor) -> Tensor:
-        """Zeros with the shape and strides of `p`, in the dtype of its state."""
+        """Return zeros with the shape and strides of `p`, in the dtype of its state."""
         dtype = torch.float32 if self._has_master(p) else p.dtype
         if self.store is not None:
             return self.store.zeros(p, dtype)
@@ -109,7 +110,7 @@ class _Fused(torch.optim.Optimizer):
         return self._masters.of(p, state) if self.store is None else self._masters.of(p, state, self.store.empty)
 
     def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
-        """Of the tensors of the shape of `p` that its state will have."""
+        """Return the dtypes of the state tensors of `p` that have its shape."""
         has_master = self._has_master(p)
         return [torch.float32 if has_master else p.dtype] * self._moment_count(group) + [torch.float32] * has_master
 
@@ -117,24 +118,24 @@ class _Fused(torch.optim.Optimizer):
         raise NotImplementedError
 
     def keep_in(self, store: StateStore | HostStateStore | None) -> None:
-        """State that is made from now on, and at a parameter's next step what it has, lies in `store`; None: beside its parameter."""
+        """Keep new state in `store`, and move old state there at its next step; None: beside the parameters."""
         self.store = store
 
     def _where(self, p: Tensor) -> dict[str, Any]:
-        """The engine's arguments that say where a step of parameters beside `p` runs, and where state lies."""
+        """Return the engine's arguments for the place of a step of parameters beside `p`, and of their state."""
         if self.store is None:
             return {"gpu": device.place_of(p)}
         return {"state_file": self.store.file, "gpu": self.store.place()}
 
     def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
-        """Tell autograd, and remember that this write of the low-precision ones was ours."""
+        """Tell autograd about the write, and note that this write of low-precision parameters was the optimizer's."""
         _increment_versions(params)
         if masters:
             _increment_versions(masters)
             self._masters.written(params)
 
     def _scale_of_scaler(self) -> float | None:
-        """The factor that torch's GradScaler leaves to a fused step; None: an overflow was found, so no step."""
+        """Return the factor that torch's GradScaler leaves to a fused step; None: skip the step after an overflow."""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) != 0.0:
             return None
@@ -143,7 +144,7 @@ class _Fused(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's format, from this class or from torch's own.
 
-        torch casts what it loads to the parameter's dtype; moments and masters in float32 keep theirs here. A master
+        torch casts loaded state to the parameter's dtype; here moments and masters in float32 keep theirs. A master
         that `state_dict` lacks is made from the parameter at the next step.
         """
         load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
@@ -151,7 +152,7 @@ class _Fused(torch.optim.Optimizer):
 
 
 class _Lists:
-    """The tensors of one call of the engine, in parallel lists, with the state each came from."""
+    """The tensors of one call of the engine in parallel lists, with the state dict of each."""
 
     def __init__(self, *keys: str) -> None:
         self.params: list[Tensor] = []
@@ -161,7 +162,7 @@ class _Lists:
         self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
 
     def run(self, call: Callable[[], list[int]]) -> None:
-        """`call()`; if some layouts differ from their parameter's, it did nothing: rearrange those and call again."""
+        """Run `call()`. If it reports mismatched layouts, it did nothing: rearrange those tensors and call again."""
         mismatched = call()
         if not mismatched:
             return
@@ -171,16 +172,16 @@ class _Lists:
             for key, tensors in self.lists.items():
                 tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
         if mismatched := call():
-            raise ValueError(f"step: parameters {mismatched} have a layout that the gradient cannot be given")
+            raise ValueError(f"step: parameters {mismatched} have a layout that their gradients cannot take")
 
 
 def _check_beside(p: Tensor, state: dict[str, Any]) -> None:
-    """ValueError where state is not on the GPU of its parameter: kernels would take its address for one there."""
+    """Raise ValueError if state is not on the GPU of its parameter, since kernels would read its address there."""
     for key, value in state.items():
         if key != "step" and isinstance(value, Tensor) and value.device != p.device:
             raise ValueError(
-                f"step: the state {key!r} of a parameter on {p.device} is on {value.device}: state does not follow a module that moves, "
-                "make the optimizer after that, or load its state again"
+                f"step: the state {key!r} of a parameter on {p.device} is on {value.device}: state does not follow a module that moves; "
+                "create the optimizer after the move, or load its state again"
             )
 
 
@@ -191,7 +192,7 @@ def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _increment_versions(tensors: list[Tensor]) -> None:
-    """Count the engine's writes as in-place operations, so that a backward through an old value is refused."""
+    """Count the engine's writes as in-place operations, so that a backward through an old value fails."""
     if _TAKES_MANY:
         torch.autograd.graph.increment_version(tensors)
     else:
@@ -212,7 +213,7 @@ class _AdamStep(_Fused):
         Returns
         -------
         object
-            What `closure` returned, or None.
+            The result of `closure`, or None.
         """
         loss = None
         if closure is not None:
@@ -262,7 +263,7 @@ class _AdamStep(_Fused):
             lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
-            if not state["step"].is_cpu:  # torch's own fused form keeps it on the GPU
+            if not state["step"].is_cpu:  # torch's fused form keeps it on the GPU
                 state["step"] = state["step"].cpu()
             for key, tensors in lists.lists.items():
                 tensors.append(state[key])
@@ -275,13 +276,13 @@ class _AdamStep(_Fused):
         return 2 + group["amsgrad"]
 
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
-        first, second = self._state_like(p), self._state_like(p)  # all of it or, where memory or a disk ends, nothing
+        first, second = self._state_like(p), self._state_like(p)  # both, or neither if memory or disk space ends
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=first, exp_avg_sq=second)
 
     @staticmethod
     def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
         of = lists.lists
-        steps = of.pop("step")  # no layout to keep
+        steps = of.pop("step")  # scalars have no layout
         lists.run(
             lambda: _engine.adam_step(
                 lists.targets,
@@ -315,18 +316,16 @@ class AdamW(_AdamStep, torch.optim.AdamW):
     Raises
     ------
     ValueError
-        For an option out of torch's range, or a parameter or form of the step that this class does not have.
+        For an option out of torch's range, or for a parameter or form of the step that this class does not support.
 
-    Notes
-    -----
-    Each element gets the arithmetic of the vector body of `torch.optim.AdamW(fused=True)`: float32 results have its
-    bits, but where torch itself runs a scalar tail (at most one unit in the last place a step)::
+    Notes ----- Each element gets the arithmetic of the vector body of `torch.optim.AdamW(fused=True)`. float32 results
+    have its bits, except where torch itself runs a scalar tail (at most one unit in the last place a step)::
 
         p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
         p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
 
     Cost of a step: 16 bytes read and 12 written an element in float32. With torch's GradScaler and `fused=True` the
-    gradient is unscaled inside the pass and `.grad` keeps its scaled value.
+    pass itself unscales the gradient, and `.grad` keeps its scaled value.
 
     References
     ----------
@@ -368,14 +367,14 @@ class AdamW(_AdamStep, torch.optim.AdamW):
 
 
 class Adam(_AdamStep, torch.optim.Adam):
-    """Adam in one pass over memory: as `AdamW`, but the weight decay is added to the gradient (L2).
+    """Adam in one pass over memory: like `AdamW`, but the weight decay is added to the gradient (L2).
 
     Parameters
     ----------
     params, lr, betas, eps, weight_decay, amsgrad, maximize
         As in `torch.optim.Adam`; `weight_decay` is 0 by default.
     decoupled_weight_decay : bool, default False
-        True is AdamW. ValueError where torch itself does not have it.
+        True is AdamW. ValueError if the installed torch does not have it.
     foreach, capturable, differentiable, fused, master
         As in `AdamW`.
 
@@ -436,11 +435,9 @@ class SGD(_Fused, torch.optim.SGD):
     ValueError
         As in `AdamW`. Sparse gradients are refused by `step()`.
 
-    Notes
-    -----
-    Bits as `torch.optim.SGD(fused=True)`, with the same exception as in `AdamW`. A parameter's first step, when it
-    has no buffer yet, makes the gradient its buffer. Cost of a step: 12 bytes read and 8 written an element, or 8 and
-    4 without momentum.
+    Notes ----- Bits as `torch.optim.SGD(fused=True)`, with the same exception as in `AdamW`. At a parameter's first
+    step its gradient becomes its buffer. Cost of a step: 12 bytes read and 8 written an element, or 8 and 4 without
+    momentum.
 
     References
     ----------
@@ -523,7 +520,7 @@ class SGD(_Fused, torch.optim.SGD):
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    """Euclidean norm of all elements together: the exact sum of squares, rounded once.
+    """Return the Euclidean norm of all elements together: the exact sum of squares, rounded once.
 
     Parameters
     ----------

@@ -70,10 +70,11 @@ class Options:
         Of zero=3 with share_parameters=False: what float32 parameters are gathered from. "int8": from blocks of 32 elements as 8-bit
         integers and one float32 scale, which each rank makes of its slices after every step; the slices, what the optimizer
         steps on and what is saved, stay exact, and so is everything inside full_parameters.
-    write_guard : {None, "samples", "read-only"}
-        For debugging, of zero=3 with shared parameters: how a write outside of the step is found that versions do not tell of, as one through
-        `.data`. "samples": 64 elements of each are compared before and after each forward and before each step; "read-only": who writes gets a
-        SIGSEGV at that line. None: versions alone are compared.
+    write_guard : {"auto", "samples", "read-only", None}
+        Of zero=3 with shared parameters: how a write outside of the step is found that versions do not tell of, as one through `.data` (averages of
+        weights, EMA and SWA, are swapped in and out by such). "samples": 8 words of each are compared before and after each forward
+        and before each step; "auto" is that where several ranks share them. "read-only", for debugging: a write gets a SIGSEGV at its line. None:
+        versions alone are compared.
 
     Raises
     ------
@@ -101,7 +102,7 @@ class Options:
     reshard_after_forward: bool = True
     share_parameters: Any = "auto"
     gather: str | None = None
-    write_guard: str | None = None
+    write_guard: str | None = "auto"
 
     def __post_init__(self) -> None:
         if self.process_group is not None and self.device_mesh is not None:
@@ -141,9 +142,9 @@ class Options:
                 f"gather={self.gather!r} needs share_parameters=False, got {self.share_parameters!r}: parameters that a host shares are "
                 "not gathered"
             )
-        if self.write_guard not in (None, "samples", "read-only"):
-            raise ValueError(f"write_guard must be None, 'samples' or 'read-only', got {self.write_guard!r}")
-        if self.write_guard is not None and self.share_parameters is False:
+        if self.write_guard not in ("auto", "samples", "read-only", None):
+            raise ValueError(f"write_guard must be 'auto', 'samples', 'read-only' or None, got {self.write_guard!r}")
+        if self.write_guard in ("samples", "read-only") and self.share_parameters is False:
             raise ValueError(
                 f"write_guard={self.write_guard!r} watches parameters that a host shares, got share_parameters=False, under which released ones "
                 "are watched anyway"
@@ -188,7 +189,7 @@ class Options:
         for name in (
             ("gather", "share_parameters", "units", "reshard_after_forward", "write_guard") if zero != 3 else ()
         ):
-            if getattr(self, name) != getattr(Options, name):
+            if getattr(self, name) not in (getattr(Options, name), None):
                 raise ValueError(f"{name} is of zero=3, and was given with zero={zero}")
 
     def ignored_names(self, module: Any) -> set[str]:

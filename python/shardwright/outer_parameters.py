@@ -1,12 +1,14 @@
-"""What DiLoCo averages, and between whom: whole parameters between all ranks, or, on a mesh (replicate, shard), this rank's slices
-between the ranks of its column, which own the same ones.
+"""The tensors that DiLoCo averages, and the ranks that average them.
+
+Without a mesh, all ranks average whole parameters. On a mesh (replicate, shard), the ranks of a column, which own the
+same slices, average them:
 
     mesh          inner steps           outer steps
       0 1         0 and 1 as one        0 and 2, on slice 0
       2 3         2 and 3 as one        1 and 3, on slice 1
 
-A row has whole parameters again once all of its ranks have stepped on their slices; so what goes wrong in one column is told in every row
-before anything is written.
+A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column is
+therefore sent to every row before any parameter is written.
 """
 
 from __future__ import annotations
@@ -24,27 +26,27 @@ from .fully_shard import FullySharded, wrapper_of
 from .process_group import HostGroup, host_group, resolve_group
 from .sharded_optimizer import ELEMENTWISE
 
-#: what a row waits for a column's news beyond the column's own deadline
+#: seconds that a row waits for a column's news beyond the column's own deadline
 _GRACE_S = 2.0
 
 
 class WholeParameters:
-    """Of a bare model, or one wrapped at zero=0: what its inner steps change is each rank's own.
+    """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank alone.
 
     Attributes
     ----------
     module : Module
     names : list of str
-        Of the parameters that train.
+        Names of the trained parameters.
     tensors : list of Tensor
-        What the outer optimizer's steps come to, one a parameter; contiguous.
+        Targets of the outer optimizer, one a parameter; contiguous.
     numels : list of int
-        Elements of each parameter, whole: the same on every rank.
+        Elements of each whole parameter, equal on all ranks.
     """
 
     def __init__(self, model: Any, process_group: Any) -> None:
         self._model = model
-        self.module = _averaged_by_nobody(model, process_group)
+        self.module = _module_to_train(model, process_group)
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in trained]
         self.tensors = [parameter for _, parameter in trained]
@@ -54,45 +56,45 @@ class WholeParameters:
         _check_buffers(self.module)
 
     def description(self) -> list[list[str]]:
-        """What is to be alike on all ranks."""
+        """Return the facts that must agree on all ranks."""
         return _described([*zip(self.names, self.tensors), *self.module.named_buffers()])
 
     def layout(self) -> list[list[int]] | None:
-        """[begin, end) of the elements that this rank has of each parameter, in memory order; None: all."""
+        """Return [begin, end) of this rank's elements of each parameter, in memory order; None: all."""
         return None
 
     def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError if it cannot step on `tensors`."""
+        """Raise ValueError if the outer optimizer cannot step on `tensors`."""
 
-    def begin(self, everyone: HostGroup) -> HostGroup:
-        """Rank 0's values for all of `everyone`. Returns the ranks that average. Collective."""
+    def begin(self, all_ranks: HostGroup) -> HostGroup:
+        """Broadcast rank 0's values to `all_ranks` and return the ranks that average. Collective."""
         if isinstance(self._model, DistributedDataParallel):
             self._model.set_requires_gradient_sync(False)
-        everyone.broadcast([*self.tensors, *self.module.buffers()], 0, "parameters and buffers under DiLoCo")
-        return everyone
+        all_ranks.broadcast([*self.tensors, *self.module.buffers()], 0, "parameters and buffers under DiLoCo")
+        return all_ranks
 
     def check_step(self) -> None:
-        """Error where no step can be taken, the same on all ranks that would take it."""
+        """Raise an error if no step can be taken, the same on all ranks that would take it."""
 
     def settle(self, failure: Exception | None) -> None:
-        """Before `tensors` are written. Raises what failed: on every rank whose parameters hang on it."""
+        """Agree before `tensors` are written: raise a failure on every rank whose parameters depend on it."""
         if failure is not None:
             raise failure
 
     def publish(self) -> None:
-        """`tensors` were written."""
+        """Publish `tensors` after they were written."""
 
 
 class SlicedParameters(WholeParameters):
-    """Of a model wrapped at zero >= 1 over the rows of `mesh`.
+    """The slices of a model wrapped at zero >= 1 over the rows of `mesh`.
 
     Parameters
     ----------
     model : Module
     inner_optimizer : Optimizer
-        What sw.wrap, or shard_optimizer, returned for it.
+        The optimizer that sw.wrap, or shard_optimizer, returned for it.
     mesh : DeviceMesh
-        Of two dimensions, (replicate, shard).
+        A mesh of two dimensions, (replicate, shard).
     """
 
     def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
@@ -101,7 +103,7 @@ class SlicedParameters(WholeParameters):
         self._mesh, self._replica = mesh, wrapped._engine()
         if getattr(inner_optimizer, "replica", None) is not self._replica:
             raise ValueError(
-                f"DiLoCo: inner_optimizer must be what sw.wrap(model, optimizer, zero={wrapped._zero}, ...) returned, got "
+                f"DiLoCo: inner_optimizer must be the optimizer that sw.wrap(model, optimizer, zero={wrapped._zero}, ...) returned, got "
                 f"{type(inner_optimizer).__name__}"
             )
         table = self._replica.table
@@ -141,14 +143,14 @@ class SlicedParameters(WholeParameters):
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if name not in ELEMENTWISE:
             raise ValueError(
-                f"DiLoCo: outer gave a {name}, which is not known to treat each element by itself, and steps on slices here: give "
+                f"DiLoCo: outer returned a {name}, which is not known to be elementwise, but steps on slices here: use "
                 "one of torch's elementwise optimizers or of sw.optim"
             )
 
-    def begin(self, everyone: HostGroup) -> HostGroup:
-        everyone.broadcast(list(self.module.buffers()), 0, "buffers under DiLoCo")
-        column = host_group(self._mesh.get_group(0), everyone.comm.timeout_s)
-        values = [tensor.clone() for tensor in self.tensors]  # in a row's memory others may read still
+    def begin(self, all_ranks: HostGroup) -> HostGroup:
+        all_ranks.broadcast(list(self.module.buffers()), 0, "buffers under DiLoCo")
+        column = host_group(self._mesh.get_group(0), all_ranks.comm.timeout_s)
+        values = [tensor.clone() for tensor in self.tensors]  # ranks of the row may still read the shared memory
         failure: Exception | None = None
         try:
             column.broadcast(values, 0, "slices of parameters under DiLoCo")
@@ -162,19 +164,19 @@ class SlicedParameters(WholeParameters):
 
     def check_step(self) -> None:
         if self._replica.retired:
-            raise Error("DiLoCo: its model was wrapped again since: make a DiLoCo of the newer wrapper and optimizer")
+            raise Error("DiLoCo: the model has been wrapped again: create a DiLoCo of the newer wrapper and optimizer")
         if self._replica.is_joining:
             raise Error(
-                "DiLoCo over a mesh cannot step inside join(): ranks that ran out of inputs take no part in outer steps; give the ranks of a "
-                "row the same number of inputs"
+                "DiLoCo over a mesh cannot step inside join(): ranks that ran out of inputs take no part in outer steps; give the "
+                "ranks of a row the same number of inputs"
             )
 
     def settle(self, failure: Exception | None) -> None:
-        """A barrier of the row: nobody reads parameters meanwhile. One rank's failure is all its ranks'."""
+        """Run a barrier of the row, so that no rank reads parameters meanwhile. One rank's failure is raised on all."""
         comm = self._replica.group.comm
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         before_s = comm.timeout_s
-        comm.timeout_s = before_s + _GRACE_S  # who waits in a column knows more than who waits for it here
+        comm.timeout_s = before_s + _GRACE_S  # a wait in a column ends with the better message, so let it end first
         try:
             said = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
         finally:
@@ -186,12 +188,13 @@ class SlicedParameters(WholeParameters):
                 raise Error(f"DiLoCo: rank {rank} of this replica could not exchange its slices: {each}")
 
     def publish(self) -> None:
-        self._replica.parameters().publish()
-        self._replica.count_writes(self._parameters)
+        with self._replica.writing():  # the write guard takes what the outer step wrote
+            self._replica.parameters().publish()
+            self._replica.count_writes(self._parameters)
 
 
-def who_is_told(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:
-    """All ranks that make a DiLoCo together: whom this one tells what is wrong with its arguments, whatever it is."""
+def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:
+    """Return all ranks that create a DiLoCo together. They exchange errors in its arguments, whatever these are."""
     replica = model._replica if isinstance(model, DistributedDataParallel) else None
     if device_mesh is not None:
         fits = getattr(device_mesh, "ndim", 0) == 2 and dist.get_rank() in device_mesh.mesh.flatten().tolist()
@@ -201,8 +204,8 @@ def who_is_told(model: Any, process_group: Any, device_mesh: Any, timeout_s: flo
     return host_group(resolve_group(process_group, None), timeout_s)
 
 
-def _averaged_by_nobody(model: Any, process_group: Any) -> torch.nn.Module:
-    """The bare module, of which this wrapper leaves the gradients alone."""
+def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
+    """Return the bare module, after a check that no wrapper averages its gradients from now on."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"DiLoCo: model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, FullySharded):
@@ -217,23 +220,23 @@ def _averaged_by_nobody(model: Any, process_group: Any) -> torch.nn.Module:
         raise ValueError("DiLoCo: process_group is the wrapped model's own: leave it None")
     if model._comm_hooks:
         raise ValueError(
-            "DiLoCo: the model has a compressor or a communication hook, which would never run: what travels is `wire`"
+            "DiLoCo: the model has a compressor or a communication hook, which would never run: use `wire` instead"
         )
     if model._zero:
         raise Error(_over_slices(model._zero))
-    model._engine()  # in force still
+    model._engine()  # raises if the wrapper is no longer in force
     return model.module
 
 
 def _over_slices(zero: int) -> str:
     return (
-        f"DiLoCo cannot run at zero={zero} between all ranks: those whose parameters differ between exchanges cannot share slices of one "
-        "optimizer state; wrap with zero=0, or over mesh['shard'] and pass device_mesh=mesh, of dimensions (replicate, shard)"
+        f"DiLoCo cannot run at zero={zero} between all ranks: ranks whose parameters differ between exchanges cannot share slices "
+        "of one optimizer state; wrap with zero=0, or over mesh['shard'] and pass device_mesh=mesh, of dimensions (replicate, shard)"
     )
 
 
 def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
-    """Of `model`, whose ranks are this rank's row of `mesh`."""
+    """Return the wrapper of `model`, whose ranks must be this rank's row of `mesh`."""
     if getattr(mesh, "ndim", 0) != 2:
         raise ValueError(
             f"DiLoCo: device_mesh must be a DeviceMesh of two dimensions, (replicate, shard), got {mesh!r}"
@@ -244,7 +247,7 @@ def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
         raise ValueError(f"DiLoCo: this rank, {dist.get_rank()}, is not part of the device_mesh given, {rows}")
     if len({tuple(sorted(range(len(each)), key=each.__getitem__)) for each in rows}) > 1:
         raise ValueError(
-            f"DiLoCo: device_mesh {rows} has columns of ranks that own other slices: order all of its rows alike"
+            f"DiLoCo: device_mesh {rows} has columns whose ranks own different slices: order all of its rows alike"
         )
     wrapped = wrapper_of(model) if isinstance(model, torch.nn.Module) else None
     if wrapped is None or not wrapped._zero:
@@ -257,8 +260,8 @@ def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
     ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     if sorted(ranks) != sorted(row):
         raise ValueError(
-            f"DiLoCo: the model is wrapped over ranks {sorted(ranks)}, and this rank's row of device_mesh is {row}: wrap it with "
-            "device_mesh=mesh['shard'], so that its inner steps are the row's alone"
+            f"DiLoCo: the model is wrapped over ranks {sorted(ranks)}, but this rank's row of device_mesh is {row}: wrap it with "
+            "device_mesh=mesh['shard'], so that only the row shares inner steps"
         )
     return wrapped
 

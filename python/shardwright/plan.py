@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .masters import MasterOptimizer
-from .released_parameters import ReleasedParameters
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -43,7 +42,7 @@ def _parameter_bytes(replica: Replica) -> int:
     if not replica.zero:
         return sum(sizes)
     memory = replica.parameters()
-    if isinstance(memory, ReleasedParameters):
+    if memory.releases:
         return memory.bytes_held + int(memory.plan()["unit_bytes"])
     held = memory.bytes_held // replica.group.world_size if memory.shared else memory.bytes_held
     return held + sum(size for index, size in enumerate(sizes) if not memory.is_moved(index))

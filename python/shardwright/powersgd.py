@@ -1,4 +1,4 @@
-"""PowerSGD over a bucket: one message of P and of everything small, one of Q."""
+"""PowerSGD over a bucket: one message with P and all small parameters, one with Q."""
 
 from __future__ import annotations
 
@@ -35,39 +35,38 @@ class PowerSGDState(CompressionState):
     process_group : ProcessGroup or None
         None: the default group.
     matrix_approximation_rank : int
-        In [1, 256]. A matrix takes min(rank, rows, columns) of it.
+        In [1, 256]. A matrix uses min(rank, rows, columns).
     start_powerSGD_iter : int
-        Rounds that are averaged plainly first; may be 0.
+        Rounds at the start that are averaged without compression; may be 0.
     min_compression_rate : float
         A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
     use_error_feedback, warm_start : bool
     random_seed : int
-        Of the first basis; the same on every rank.
+        The seed of the first basis; equal on all ranks.
     orthogonalization_epsilon, compression_stats_logging_frequency, batch_tensors_with_same_shape
-        Accepted for torch's sake, without effect: columns that vanish are replaced, nothing is logged, and one call covers
+        Accepted like torch's, without effect: vanishing columns are replaced, nothing is logged, and one call covers
         all matrices of a bucket.
     alternate : bool
-        One exchange a round instead of two (ACP-SGD, Zhang et al. 2023): P and Q take turns, each against the other's basis of
-        the round before. Needs error feedback and warm start.
+        Take one exchange a round instead of two (ACP-SGD, Zhang et al. 2023): P and Q alternate, each against the
+        other's basis of the round before. Needs error feedback and warm start.
     wire_dtype : torch.dtype
-        What factors travel in: float32, bfloat16 or float16. What rounding takes from them is owed too; what is small travels in
-        float32. In float16 a bucket with a factor beyond 65504 is refused, as one that is not finite.
+        The dtype of factors on the wire: float32, bfloat16 or float16. Their rounding error is fed back, too; small
+        parameters travel in float32. In float16 a bucket with a factor beyond 65504 is refused like one that is not
+        finite.
     error_dtype : torch.dtype
-        What is kept between rounds in: float32 or bfloat16, which halves the memory and loses 2^-9 of what is kept each round.
+        The dtype of the memory between rounds: float32, or bfloat16, which halves it and loses 2^-9 of it each round.
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
 
     Raises
     ------
     ValueError
-        A value out of range.
+        If a value is out of range.
 
-    Notes
-    -----
-    The error is each rank's own, (I - P Pᵀ) v, so it does not grow with what other ranks send, and it is never written down:
-    memory holds v. A bucket whose P is not finite on some rank leaves the state as it was, on every rank, and its compressed
-    gradients are NaN; one whose P is finite and whose Q overflows starts afresh. Memory: one element of error_dtype an element, and 2 rank
-    (rows + columns) float32.
+    Notes ----- The error is each rank's own, (I - P Pᵀ) v, so it does not grow with other ranks' contributions. It is
+    never stored: the memory holds v. If a bucket's P is not finite on some rank, the state is unchanged on every rank
+    and the compressed gradients are NaN. If P is finite but Q overflows, the state restarts. Memory: one element of
+    error_dtype an element, and 2 rank (rows + columns) float32.
     """
 
     kind = "PowerSGD"
@@ -155,7 +154,7 @@ class PowerSGDState(CompressionState):
         return self.error_dtype if key == "memory" else torch.float32
 
     def errors(self) -> dict[str, torch.Tensor]:
-        """What this rank still owes, by parameter: rows x columns, float32. For tests and curiosity."""
+        """Return this rank's error by parameter, rows x columns in float32, for tests and inspection."""
         found = {}
         for name, entry in self._entries.items():
             if "memory" not in entry:
@@ -170,7 +169,7 @@ class PowerSGDState(CompressionState):
         return found
 
     def average(self, bucket: Any) -> torch.Tensor:
-        """The bucket's buffer, averaged in place."""
+        """Average the bucket's buffer in place and return it."""
         buffer = bucket.buffer()
         check_place(self.exchange, buffer)
         if self.iter < self.start_powerSGD_iter:
@@ -184,7 +183,7 @@ class PowerSGDState(CompressionState):
         return buffer
 
     def _rank_of(self, rows: int, cols: int) -> int:
-        """0: not to be compressed."""
+        """Return the rank of a matrix; 0: not compressed."""
         rank = min(rows, cols, self.matrix_approximation_rank)
         return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
 
@@ -206,7 +205,7 @@ class PowerSGDState(CompressionState):
         return (self.iter - self.start_powerSGD_iter) % 2 == 0
 
     def _average_matrices(self, matrices: list[Matrix], small: list[torch.Tensor]) -> None:
-        """Of one bucket, in place."""
+        """Average the matrices of one bucket in place."""
         table = [matrix.row for matrix in matrices]
         if self.alternate:
             finite = self._turns.average(self.exchange, matrices, small, of_p=self._is_turn_of_p())
@@ -239,7 +238,7 @@ class PowerSGDState(CompressionState):
     def _exchange_p(
         self, table: list[Any], matrices: list[Matrix], small: list[torch.Tensor]
     ) -> tuple[bool, torch.Tensor]:
-        """P becomes orthonormal and Q this rank's own, unless some P is not finite; what is small is averaged."""
+        """Make P orthonormal and compute this rank's own Q, unless some P is not finite. Average small parameters."""
         sizes = [matrix.left_numel for matrix in matrices]
         factors = self._factors.begin(self.exchange, sum(sizes), small)
         powersgd_project(table, addresses(factors, sizes))
@@ -260,7 +259,7 @@ class PowerSGDState(CompressionState):
         self._factors.begin(self.exchange, own.numel()).copy_(own)
         whole = self._factors.average(self.exchange)
         if not powersgd_is_finite(whole.data_ptr(), own.numel()):
-            for matrix in matrices:  # finite gradients whose sums leave the range: kept, they would do so for ever
+            for matrix in matrices:  # finite gradients with overflowing sums would overflow forever if kept
                 for key in {"memory", "right"} & matrix.entry.keys():
                     matrix.entry[key].zero_()
             return False
@@ -273,7 +272,7 @@ class PowerSGDState(CompressionState):
 
 
 class Matrix:
-    """One gradient as rows x cols, and its row of the engine's table."""
+    """One gradient as rows x cols, and its row in the engine's table."""
 
     def __init__(
         self,
@@ -295,15 +294,15 @@ class Matrix:
         self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed, dtype)
 
     def left_from(self, factor: int, to: int = 0) -> tuple[int, int, int, int, int]:
-        """P̂ made of the factor at that address, in `to` (0: in its own left): a row of device_powersgd_orthonormalize()."""
+        """Return a row of device_powersgd_orthonormalize() that makes P̂ of `factor` in `to` (0: in its own left)."""
         return to or self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
 
     def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
-        """The same of Q̂, in its own basis."""
+        """Return such a row that makes Q̂ of `factor` in its own basis."""
         return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
 
     def row_with(self, **others: int) -> tuple[int, int, int, int, int, int, int, int, int, str]:
-        """Its row with other memory, left or right."""
+        """Return its row with other addresses for left or right."""
         gradient, memory, left, right, *rest = self.row
         places = {"memory": memory, "left": left, "right": right, **others}
         basis, rows, cols, rank, seed, dtype = rest
@@ -311,12 +310,12 @@ class Matrix:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The engine's."""
+    """Return the engine's name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
-    """Where pieces of `sizes` floats lie, one after the other."""
+    """Return the addresses of consecutive parts of `sizes` floats."""
     places, at = [], message.data_ptr()
     for size in sizes:
         places.append(at)
@@ -325,7 +324,7 @@ def addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
 
 
 def _rows_in_memory(gradient: torch.Tensor) -> int:
-    """The outermost dimension's size in memory order; 0 for what has no two dimensions, or gaps."""
+    """Return the size of the outermost dimension in memory order; 0 with less than two dimensions, or with gaps."""
     if gradient.dim() == 0 or gradient.numel() == 0:
         return 0
     order = sorted(range(gradient.dim()), key=lambda d: (-gradient.stride(d), gradient.shape[d] == 1))

@@ -1,13 +1,14 @@
-"""PowerSGD with one exchange a bucket: P and Q take turns, each against the other's orthonormal basis of the round before.
+"""PowerSGD with one exchange a bucket: P and Q alternate, each against the other's orthonormal basis of the round
+before.
 
-    of P:  P_w = v Q̂;   g = mean(P_w) Q̂ᵀ;   error v - P_w Q̂ᵀ
-    of Q:  Q_w = vᵀ P̂;  g = P̂ mean(Q_w)ᵀ;   error v - P̂ Q_wᵀ;   P̂ = orthonormal mean(P_w), Q̂ = orthonormal mean(Q_w)
+    P:  P_w = v Q̂;   g = mean(P_w) Q̂ᵀ;   error v - P_w Q̂ᵀ
+    Q:  Q_w = vᵀ P̂;  g = P̂ mean(Q_w)ᵀ;   error v - P̂ Q_wᵀ;   P̂ = orthonormal mean(P_w), Q̂ = orthonormal mean(Q_w)
 
-Either error is a projection of v, and this rank's own. Until the average is known to be finite nothing of the state changes.
+Both errors are projections of v, and this rank's own. The state does not change until the average is known to be
+finite.
 
-References
-----------
-Zhang, Li, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023 (ACP-SGD).
+References ---------- Zhang, Li, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed Deep
+Learning, ICDCS 2023 (ACP-SGD).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """The rounds of one state; it keeps scratch memory from round to round."""
+    """The rounds of one state. Scratch memory is kept between rounds."""
 
     def __init__(self, wire_dtype: torch.dtype) -> None:
         self._factors = FactorExchange(wire_dtype)
@@ -41,15 +42,18 @@ class Turns:
     def average(
         self, exchange: Exchange, matrices: Sequence[Matrix], small: Sequence[torch.Tensor], *, of_p: bool
     ) -> bool:
-        """Gradients of `matrices` become their mean through low rank, `small` theirs. False if the average of the factors was
-        not finite: the state is then as it was, and the gradients are anything."""
+        """Average the gradients of `matrices` through low rank, and `small` exactly, in place.
+
+        Return False if the average of the factors is not finite: the state is unchanged, and the gradients are
+        undefined.
+        """
         sizes = [matrix.left_numel if of_p else matrix.right_numel for matrix in matrices]
         head = sum(sizes)
         floats = self._factors.begin(exchange, head, small)
         lefts, own = self._reserve(matrices, head)
         table = [matrix.row for matrix in matrices]
         projected = _split(floats, sizes) if of_p else lefts
-        powersgd_project(table, _addresses(projected))  # and v takes the gradient's place
+        powersgd_project(table, _addresses(projected))  # also overwrites the gradient with v
         if not of_p:
             self._against_p(matrices, lefts, _split(floats, sizes))
         own.copy_(floats)
@@ -75,7 +79,7 @@ class Turns:
     def _against_p(
         self, matrices: Sequence[Matrix], lefts: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
     ) -> None:
-        """Q_w = vᵀ P̂ without touching the state: absorbing makes P orthonormal, and writes to scratch memory."""
+        """Compute Q_w = vᵀ P̂ in scratch memory, without touching the state."""
         for matrix, left, q in zip(matrices, lefts, out):
             left.copy_(matrix.entry["turn"].view(-1))
             spare = self._spare.data_ptr()
@@ -83,7 +87,7 @@ class Turns:
             powersgd_absorb([row], [left.data_ptr()], [q.data_ptr()])
 
     def _reserve(self, matrices: Sequence[Matrix], head: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Memory for a left factor of each matrix, and for all of this rank's own factors of this turn."""
+        """Return memory for a left factor of each matrix, and for all of this rank's factors of this turn."""
         sizes = [matrix.left_numel for matrix in matrices]
         spare = max((matrix.left_numel + matrix.right_numel for matrix in matrices), default=0)
         total = sum(sizes) + head + spare
@@ -102,7 +106,7 @@ def _addresses(parts: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _within(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`part`, which the result will overwrite, so that it stays finite in `dtype`."""
+    """Clamp `part` in place so that it stays finite in `dtype`; the result overwrites it later."""
     if dtype == torch.float32:
         return part
     most = torch.finfo(dtype).max

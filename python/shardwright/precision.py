@@ -1,11 +1,12 @@
-"""Mixed precision: the forward and backward run in a low-precision copy, parameters stay float32 and are their own masters.
+"""Mixed precision: forward and backward run in low-precision copies; parameters stay float32 and are their own masters.
 
-While the wrapper's forward runs, each parameter's place in its module holds `parameter.to(param_dtype)`, a node of the autograd
-graph; so gradients arrive in the parameter's dtype, and everything behind them (accumulation, averages, clipping, loss scaling,
-optimizers, checkpoints) is that of a float32 model, at every stage. Activation checkpointing runs pieces of the forward again
-inside the backward: there each module takes its copies for the time of its call. Where parameters are released (zero=3 without
-sharing), a copy is made when its unit is whole. Outside of the wrapper the module computes in float32. docs/design/precision.md
-has the table.
+While the wrapper's forward runs, each parameter's slot in its module holds `parameter.to(param_dtype)`, a node of the
+autograd graph. Gradients therefore arrive in the parameter's dtype. Accumulation, averages, clipping, loss scaling,
+optimizers and checkpoints work as for a float32 model, at every stage.
+
+Activation checkpointing runs parts of the forward again inside the backward; each module then takes its copies for its
+own call. If parameters are released (zero=3 with private parameters), a copy is made when its unit is gathered. Outside
+of the wrapper the module computes in float32. docs/design/precision.md has the table.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from .gradients import made_dense
 __all__ = ["Precision"]
 
 _LOW = (torch.bfloat16, torch.float16)
-#: modules, and names of those of their parameters whose places hold copies
+#: modules, and the names of their parameters whose slots hold copies
 _Taken = list[tuple[torch.nn.Module, list[str]]]
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which dtypes a module computes; fields as in FSDP2's MixedPrecisionPolicy.
+    """The dtypes in which a module computes; fields as in FSDP2's MixedPrecisionPolicy.
 
     Parameters
     ----------
     param_dtype : torch.dtype, optional
-        Of parameters during forward and backward. None: their own.
+        The dtype of parameters during forward and backward. None: their own.
     reduce_dtype : torch.dtype, optional
-        What gradients travel in. None: the parameters' own dtype, float32 where `master`. bfloat16 and float16
-        as compress=sw.Bf16() and sw.Fp16().
+        The dtype in which gradients travel. None: the parameters' own dtype, which is float32 with `master`. bfloat16
+        and float16 work like compress=sw.Bf16() and sw.Fp16().
     output_dtype : torch.dtype, optional
-        Floating outputs are cast to it. None: as they are; of a module inside another policy, that policy's param_dtype.
+        The dtype of floating-point outputs. None: unchanged; for a module inside another policy, that policy's
+        param_dtype.
     cast_forward_inputs : bool
-        Floating inputs are cast to param_dtype.
+        Cast floating-point inputs to param_dtype.
     master : bool
-        Low-precision parameters become float32 when wrapped: what the optimizer updates. False: they stay as they are.
+        Make low-precision parameters float32 when wrapped, for the optimizer to update. False: keep their dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -74,7 +76,7 @@ class Precision:
 
     @staticmethod
     def of(value: Any, where: str = "precision") -> Precision:
-        """A policy from "bf16", "fp16", "fp32", a dtype's policy, or a policy."""
+        """Return the policy for "bf16", "fp16", "fp32", a dtype, or a policy."""
         if isinstance(value, Precision):
             return value
         if isinstance(value, str) and value in _NAMES:
@@ -85,21 +87,21 @@ class Precision:
 
 
 class PrecisionPlan:
-    """Policies laid over the tree of one module, and what is in force at the moment.
+    """The policies of one module and its submodules, and the copies that are in place.
 
     Parameters
     ----------
     module : Module
-        The one that is wrapped.
+        The module that is wrapped.
     precision : str, Precision or mapping of module names to them
-        "" is the module itself; the nearest name above a submodule holds for it, where there is none nothing is cast.
+        "" is the module itself. The nearest name above a submodule applies to it; without one nothing is cast.
     ignored : collection of str
-        Names of parameters that are left alone.
+        Names of parameters that are not cast.
 
     Raises
     ------
     ValueError, TypeError
-        No such policy, or no such module.
+        If there is no such policy, or no such module.
     """
 
     def __init__(self, module: torch.nn.Module, precision: Any, ignored: Collection[str] = ()) -> None:
@@ -121,12 +123,14 @@ class PrecisionPlan:
         }
         self._slots = {each: self._slots_of(name, each, set(ignored)) for name, each in submodules.items()}
         self._active = False
-        self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # what lay in their places before
+        self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # the parameters that copies have replaced
         self._copies: dict[tuple[int, torch.dtype, bool], torch.Tensor] = {}
         self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
         self._is_whole: Callable[[torch.Tensor], bool] | None = None
         self._handles: list[Any] = []
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []  # what became float32, and what it was; until keep()
+        self._made: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # parameters that became float32 and their old data; until keep()
 
     def _nearest(self, name: str) -> Precision | None:
         while name and name not in self._policies:
@@ -138,7 +142,7 @@ class PrecisionPlan:
         return None if around is None else around.param_dtype
 
     def _slots_of(self, name: str, module: torch.nn.Module, ignored: set[str]) -> dict[str, torch.dtype]:
-        """Names of its own parameters, and what they are cast to."""
+        """Return the names of the module's own parameters that are cast, with their dtypes."""
         policy = self._nearest(name)
         if policy is None or policy.param_dtype is None:
             return {}
@@ -146,14 +150,17 @@ class PrecisionPlan:
         return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has no units and is not running."""
+        """Return the state of a copy, which has no units and is not running."""
         return {**self.__dict__, "_is_whole": None, "_made": [], "_copies": {}}
 
     def __repr__(self) -> str:
         return f"PrecisionPlan({self._policies})"
 
     def compressor(self) -> Compressor | None:
-        """What reduce_dtype asks for. ValueError where policies differ: a bucket holds parameters of several."""
+        """Return the compressor for reduce_dtype.
+
+        Raise ValueError if policies differ, since buckets mix their parameters.
+        """
         asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
         if len(asked) > 1:
             raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
@@ -161,7 +168,7 @@ class PrecisionPlan:
         return made.get(next(iter(asked), None))
 
     def without_master(self) -> list[torch.Tensor]:
-        """Low-precision parameters that stay so because a policy says master=False."""
+        """Return the low-precision parameters that keep their dtype because a policy says master=False."""
         denied = []
         for name, submodule in self._module.named_modules():
             policy = self._nearest(name)
@@ -172,7 +179,7 @@ class PrecisionPlan:
     # installing ---------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Makes masters and registers hooks; takes the place of an earlier plan of the same module."""
+        """Create masters and register hooks; replace an earlier plan of the same module."""
         remove_plan(self._module)
         _plans[id(self._module)] = self
         for name, submodule in self._module.named_modules():
@@ -188,11 +195,11 @@ class PrecisionPlan:
                 self._hook(submodule)
 
     def keep(self) -> None:
-        """The module is wrapped: there is no way back."""
+        """Forget the data for undo(), once the module is wrapped."""
         self._made.clear()
 
     def undo(self) -> None:
-        """The module could not be wrapped: it is as it was before install()."""
+        """Restore the module to its state before install(), if it could not be wrapped."""
         remove_plan(self._module)
         for parameter, data in self._made:
             parameter.data = data
@@ -203,15 +210,15 @@ class PrecisionPlan:
         if module in self._boundaries:
             self._handles.append(module.register_forward_pre_hook(self._cast_inputs_of, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._cast_output_of))
-        # Called after an exception too: a recomputation is ended by one as soon as it has what it needs.
+        # always_call: a recomputation ends with an exception as soon as it has all that it needs.
         self._handles.append(module.register_forward_hook(self._after_module, always_call=True))
 
     def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
-        """Parameters come and go in units: copies are made as their modules are called, of those that are whole then."""
+        """Make copies when modules are called, of the parameters that are gathered then, because units come and go."""
         self._is_whole = is_whole
 
     def forget(self, parameters: Collection[torch.Tensor]) -> None:
-        """They are being released. Their copies stay where a backward needs them, and else go with them."""
+        """Drop the copies of released parameters. Copies that a backward needs stay alive."""
         if not self._active or torch.is_grad_enabled():
             return
         ended = {id(parameter) for parameter in parameters}
@@ -222,7 +229,7 @@ class PrecisionPlan:
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in ended}
 
     def remove(self) -> None:
-        """Takes the hooks off; parameters stay float32."""
+        """Remove the hooks; parameters stay float32."""
         self._give_back_places()
         for handle in self._handles:
             handle.remove()
@@ -231,16 +238,16 @@ class PrecisionPlan:
     # the wrapper's forward ----------------------------------------------------------------------------------------
 
     def enter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Copies take the parameters' places. Inputs as the module is to get them."""
+        """Put copies in the parameters' slots and return the inputs for the module."""
         self._take_places()
         return _cast_inputs(self._root, inputs, kwargs) or (inputs, kwargs)
 
     def leave(self) -> None:
-        """The parameters are back in their places."""
+        """Put the parameters back in their slots."""
         self._give_back_places()
 
     def cast_output(self, output: Any) -> Any:
-        """What the wrapper returns."""
+        """Cast the wrapper's result."""
         return output if self._root is None else _cast(output, self._root.output_dtype)
 
     def _take(self) -> None:
@@ -258,7 +265,7 @@ class PrecisionPlan:
     _give_back_places = _hooks.disable_compile(_give_back)
 
     def _swap(self, module: torch.nn.Module) -> _Taken:
-        """Copies in the places of all parameters below `module`, where they are not yet; gives the places that it changed."""
+        """Put copies in the slots of all parameters below `module` that have none; return the changed slots."""
         taken: _Taken = []
         for submodule in module.modules():
             slots = self._slots.get(submodule)
@@ -285,7 +292,7 @@ class PrecisionPlan:
     def _copy(self, parameter: torch.Tensor, dtype: torch.dtype, cast: Callable[..., torch.Tensor]) -> torch.Tensor:
         if not self._active:
             return cast(parameter, dtype)
-        key = (id(parameter), dtype, cast is torch.Tensor.to)  # one copy of what is tied
+        key = (id(parameter), dtype, cast is torch.Tensor.to)  # tied parameters share one copy
         if key not in self._copies:
             self._copies[key] = cast(parameter, dtype)
         return self._copies[key]
@@ -313,13 +320,15 @@ class PrecisionPlan:
             self._take_places_below(module)
 
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A module whose parameters were not whole before, or that a backward runs again, for activations that were not kept,
-        takes its copies: in the latter case for the time."""
+        """Put copies in a module's slots if its parameters were not gathered before, or if a backward runs it again.
+
+        A backward does so to recompute activations; the copies then stay for the call alone.
+        """
         if self._is_whole is not None and self._active:
             self._take_places_below(module)
         elif not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
             taken = self._swap(module)
-            if taken or not self._recomputing:  # the outermost one in any case: inputs and outputs are cast inside it
+            if taken or not self._recomputing:  # always for the outermost module: inputs and outputs are cast inside it
                 self._recomputing.append((module, taken))
 
     def _after_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -342,7 +351,7 @@ _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 class _CastOfSparse(torch.autograd.Function):
-    """Tensor.to(dtype) for modules with sparse=True: torch's own has no backward for their gradients."""
+    """A cast like Tensor.to(dtype) with a backward for sparse gradients, which torch's lacks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -355,14 +364,14 @@ class _CastOfSparse(torch.autograd.Function):
 
 
 def remove_plan(module: torch.nn.Module) -> None:
-    """Ends what an earlier wrapping of `module` asked for."""
+    """Remove the plan of an earlier wrapping of `module`."""
     earlier = _plans.pop(id(module), None)
     if earlier is not None:
         earlier.remove()
 
 
 def refresh_weights(module: torch.nn.Module) -> None:
-    """Recurrent layers keep a list of their weights beside the parameters."""
+    """Refresh the list of weights that recurrent layers keep beside their parameters."""
     names = getattr(module, "_flat_weights_names", None)
     if names is not None:
         module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
@@ -375,8 +384,11 @@ def _cast_inputs(policy: Precision | None, inputs: Any, kwargs: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors in nested tuples, lists, dicts and dataclasses, in `dtype`; what holds none of another dtype is itself
-    returned, so that a cache that is filled in place stays the caller's."""
+    """Cast floating-point tensors in nested tuples, lists, dicts and dataclasses to `dtype`.
+
+    A container without a tensor of another dtype is returned itself, so that a cache filled in place stays the
+    caller's.
+    """
     if dtype is None:
         return value
     if isinstance(value, torch.Tensor):
@@ -400,7 +412,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _rebuilt(value: Mapping[Any, Any], cast: dict[Any, Any]) -> Any:
-    """A mapping of its own kind, such as a model output that is both a dict and a dataclass."""
+    """Return a mapping of the same class, such as a model output that is both a dict and a dataclass."""
     try:
         return type(value)(**cast)
     except TypeError:

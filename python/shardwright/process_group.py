@@ -2,25 +2,23 @@
 
 One communicator a group, shared by all modules wrapped over it; its deadline is the latest wrapper's. It lives as long as torch's group does, not
 as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they still have one. At exit
-it is closed: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and host names
-travel once, by an all_gather over torch's own group. Between hosts bytes go through a Gloo group of our own (_Wire), which
+it is closed: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and the map of hosts
+travel once, through torch's store (rendezvous.py). Between hosts bytes go through a Gloo group of our own (wire.py), which
 never adds two of them.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
-import ctypes
 import functools
 import hashlib
 import json
 import logging
 import os
-import pickle
 import secrets
 import socket
-import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -29,16 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _hooks
+from . import wire
 from ._engine import CommError, HostComm, forked
-from .launch import Launch, read_launch
+from .launch import DEFAULT_PORT, Launch, read_launch
+from .memory import check_sendable
+from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, barrier_of
 from .slicing import Slicing
 
 _logger = logging.getLogger("shardwright")
-_SECRET_BYTES = 16
-#: how long a rank that could not join waits for what the others say of it: those that live fail in the same moment
-_REASONS_S = 0.5
-
 
 #: A test's entry: the host of each rank, instead of what the handshake finds, whatever the group.
 _forced_hosts: Sequence[int] | None = None
@@ -60,33 +56,15 @@ class HostGroup:
         Each rank's host, numbered by their lowest rank: who can map whose memory.
     """
 
-    def __init__(self, group: Any, name: str, timeout_s: float, device: torch.device | None = None) -> None:
+    def __init__(self, group: Any, name: str, timeout_s: float) -> None:
         self.name = name
-        self._device = device
         self._group = (lambda: None) if group is None else weakref.ref(group)  # which is the key that it is found by
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        failure = ""
-        try:
-            self.comm = HostComm(
-                self.rank, self.world_size, timeout_s=timeout_s, host=socket.gethostname(), log=_logger.warning
-            )
-        except (MemoryError, OSError) as error:
-            failure = str(error)
-        addresses, secret, self.hosts, pids, places = self._exchange(group, failure)
-        self._store_name = f"shardwright/{hashlib.sha256(secret).hexdigest()}"
         self._children: list[HostComm] = []
         #: DeviceLinks by GPU; they end before the host's communicator
         self.links: dict[Any, Any] = {}
-        try:
-            self.host_of = self._find_hosts(group, addresses, places)
-            if self.host_count == 1 and (_forced_hosts is None or self.world_size == 1):
-                self._join_one_host(addresses, secret)
-            else:
-                self._join_hosts(group, addresses, secret, pids, timeout_s)
-        except BaseException:
-            self.comm.close()
-            raise
+        self._join(group, timeout_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the host's lowest
             self._warn_of_threads()
         self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
@@ -112,10 +90,23 @@ class HostGroup:
         """Hosts that the ranks run on."""
         return max(self.host_of) + 1
 
+    @property
+    def carriers(self) -> list[int]:
+        """The lowest rank of each host."""
+        found: list[int] = []
+        for rank, host in enumerate(self.host_of):
+            if host == len(found):  # hosts are numbered by their lowest rank
+                found.append(rank)
+        return found
+
     def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
         """The lowest rank of `rank`'s (this one's) replica on its host: its memory holds what these have one copy of."""
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
+
+    def ranks_beside(self, slicing: Slicing) -> int:
+        """How many ranks share the host's copy of what `slicing` slices, this one among them."""
+        return sum(self.host_of[rank] == self.host_of[self.rank] for rank in slicing.replica())
 
     def is_apart(self, slicing: Slicing) -> bool:
         """Whether some replica's slices are updated on several hosts."""
@@ -123,31 +114,83 @@ class HostGroup:
 
     def host_map(self) -> dict[str, str]:
         """For describe(): what each host is called and which ranks it has, the one that carries first."""
-        found: dict[str, str] = {}
-        for host in range(self.host_count):
-            ranks = [rank for rank, its_host in enumerate(self.host_of) if its_host == host]
-            found[f"host {host}"] = f"{self.hosts[ranks[0]]}, ranks {', '.join(map(str, ranks))}"
-        return found
+        ranks: list[list[int]] = [[] for _ in range(self.host_count)]
+        for rank, host in enumerate(self.host_of):
+            ranks[host].append(rank)
+        return {
+            f"host {host}": f"{self.hosts[each[0]]}, ranks {', '.join(map(str, each))}"
+            for host, each in enumerate(ranks)
+        }
 
-    def _exchange(self, group: Any, failure: str) -> tuple[list[str], bytes, list[str], list[int], list[str]]:
-        """Addresses, hosts and pids of all ranks, and rank 0's secret. A rank that cannot join says why here, to all."""
-        host = socket.gethostname()
-        secret = secrets.token_bytes(_SECRET_BYTES)
+    def _join(self, group: Any, timeout_s: float) -> None:
+        """Meets the other ranks, and joins them: first those of this host, then other hosts."""
+        host, failure = socket.gethostname(), ""
+        try:
+            self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=host, log=_logger.warning)
+        except (MemoryError, OSError) as error:
+            failure = str(error)
+        cores = hex(sum(1 << core for core in os.sched_getaffinity(0)))
         address = "" if failure else self.comm.address
-        threads = (torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
-        mine = (address, secret if self.rank == 0 else b"", host, os.getpid(), _place(), threads, failure)
-        everyone = self._everyone(group, mine)
-        addresses, secrets_, hosts, pids, places, self._threads, failures = (list(column) for column in zip(*everyone))
-        for rank, reason in enumerate(failures):
-            if reason:
-                raise MemoryError(f"rank {rank} on host {hosts[rank]} cannot join the others: {reason}")
-        return addresses, secrets_[0], hosts, pids, places
+        line = Line(self.rank, address, host, _place(), torch.get_num_threads(), cores, failure)
+        try:
+            if self.world_size == 1 and failure:
+                raise MemoryError(f"rank 0 on host {host} cannot join: {failure}")
+            met, meeting = self._meet(group, line, timeout_s)
+            self.host_of, self._here = met.host_of, met.here
+            self._store_name = f"shardwright/{hashlib.sha256(met.secret).hexdigest()}"
+            try:
+                self._join_host(met)
+                if self.world_size > 1 and (self.host_count > 1 or _forced_hosts is not None):
+                    self._join_hosts(met, meeting, host, timeout_s)
+            except TimeoutError:
+                raise
+            except (RuntimeError, MemoryError, OSError) as error:
+                raise (error if meeting is None else meeting.fail(error)) from error
+            self.hosts = self.comm.hosts
+        except BaseException:
+            if not failure:
+                self.comm.close()
+            raise
+
+    def _meet(self, group: Any, line: Line, timeout_s: float) -> tuple[Meeting, Rendezvous | None]:
+        if self.world_size == 1:
+            return Meeting(secrets.token_bytes(SECRET_BYTES), [0], [line]), None
+        meeting = Rendezvous(
+            dist.PrefixStore(_next_meeting(self.name, group), dist.distributed_c10d._get_default_store()),
+            *(self.rank, self.world_size, line.host, timeout_s),
+            barrier=barrier_of(group),
+            log=_logger.warning,
+        )
+        return meeting.meet(line, _forced_hosts), meeting
+
+    def _join_host(self, met: Meeting) -> None:
+        """Joins the ranks of this host through memory."""
+        addresses, hosts = [each.address for each in met.here], [each.host for each in met.here]
+        self.comm.connect(addresses, met.secret, hosts, members=[each.rank for each in met.here])
+
+    def _join_hosts(self, met: Meeting, meeting: Rendezvous, host: str, timeout_s: float) -> None:
+        """Joins the other hosts through a wire between their lowest ranks."""
+        bridge = None
+        carriers = self.carriers
+        try:
+            if self.host_count > 1 and self.rank in carriers:
+                meeting.go(self.host_count)
+                others = wire.sockets()
+                gloo = self.gloo_group("wire", carriers, timeout_s, connects_late=self.host_count > wire.EAGER_HOSTS)
+                bridge = wire.Wire(gloo, carriers, met.secret, others, lambda: _exits)
+        except (RuntimeError, MemoryError, OSError) as error:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self.comm.abort(str(error))
+            raise
+        self.comm.extend(self.host_of, host, wire=bridge)
 
     def _warn_of_threads(self) -> None:
         """Where this host's ranks compute on more threads than they have cores: as a rule nobody has meant that."""
-        here = [threads for threads, host in zip(self._threads, self.host_of) if host == self.host_of[self.rank]]
-        cores, threads = len({core for _, own in here for core in own}), sum(count for count, _ in here)
-        if len(here) > 1 and threads > cores and max(count for count, _ in here) > 1:
+        here, mask = self._here, 0
+        for each in here:
+            mask |= int(each.cores, 16)
+        cores, threads = bin(mask).count("1"), sum(each.threads for each in here)
+        if len(here) > 1 and threads > cores and max(each.threads for each in here) > 1:
             _logger.warning(
                 "the %d ranks on host %s compute on %d threads, and have %d cores: threads of torch's that wait for one another spin, "
                 "and steps take many times as long; set OMP_NUM_THREADS=%d (torchrun sets it to 1) or call torch.set_num_threads(%d)",
@@ -155,86 +198,12 @@ class HostGroup:
                 *[max(1, cores // len(here))] * 2,
             )
 
-    def _everyone(self, group: Any, mine: Any) -> list[Any]:
-        if self.world_size == 1:
-            return [mine]
-        try:
-            return _gather_objects(mine, group, self._device)
-        except RuntimeError as error:
-            raise comm_error(f"joining the ranks of group {self.name!r}: torch's own group failed: {error}") from error
-
-    def _find_hosts(self, group: Any, addresses: Sequence[str], places: Sequence[str]) -> list[int]:
-        """The host of each rank: ranks that can call one another over this machine's abstract sockets share one.
-
-        Ranks of one place can; the join proves it. Otherwise each tries them all.
-        """
-        if _forced_hosts is not None and self.world_size > 1:
-            return list(_forced_hosts)
-        if places[0] and len(set(places)) == 1:
-            return [0] * self.world_size
-        return group_by_reach(self._everyone(group, self.comm.probe(addresses)))
-
-    def _join_one_host(self, addresses: list[str], secret: bytes) -> None:
-        """Joins through memory. What fails on one rank fails on all; with one sentence, as far as they live and have a store."""
-        try:
-            self.comm.connect(addresses, secret, self.hosts)
-            if self.world_size > 1:
-                self.comm.barrier("joining")  # nobody goes on alone
-        except TimeoutError:
-            raise
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise self._first_cause(error) from error
-
-    def _first_cause(self, error: Exception) -> Exception:
-        """What all ranks raise instead of each its own `error`: a rank's own trouble before what is heard of others'."""
-        mine = {"text": str(error), "heard": isinstance(error, CommError), "at": getattr(error, "rank", self.rank)}
-        said, deadline_s = {self.rank: mine}, time.monotonic() + _REASONS_S
-        try:
-            store = dist.PrefixStore(f"{self._store_name}/not joined", dist.distributed_c10d._get_default_store())
-            store.set(str(self.rank), json.dumps(mine))
-            for rank in range(self.world_size):
-                left_s = max(deadline_s - time.monotonic(), 0.001)
-                try:
-                    store.wait([str(rank)], timedelta(seconds=left_s))
-                    said[rank] = json.loads(store.get(str(rank)))
-                except RuntimeError:  # it does not live, or does not know yet
-                    continue
-        except (RuntimeError, ValueError):  # no store any more
-            return error
-        rank = min(said, key=lambda each: (said[each]["heard"], each))
-        at = said[rank]["at"]
-        text = f"joining failed on rank {rank} on host {self.hosts[rank]}: {said[rank]['text']}"
-        return comm_error(text, at, self.hosts[at] if 0 <= at < self.world_size else "")
-
-    def _join_hosts(self, group: Any, addresses: list[str], secret: bytes, pids: list[int], timeout_s: float) -> None:
-        """Joins over a map of hosts. What fails on one rank fails on all, with its sentence."""
-        failure: BaseException | None = None
-        try:
-            wire = None
-            if self.host_count > 1:
-                carriers = [self.host_of.index(host) for host in range(self.host_count)]
-                if self.rank in carriers:
-                    others = _sockets()
-                    gloo = self.gloo_group("wire", carriers, timeout_s)
-                    wire = _Wire(gloo, carriers, _sockets() - others)
-            self.comm.connect(addresses, secret, self.hosts, host_of=self.host_of, pids=pids, wire=wire)
-        except (RuntimeError, MemoryError, OSError) as error:
-            failure = error
-        verdicts = self._everyone(group, "" if failure is None else str(failure))
-        for rank, reason in enumerate(verdicts):
-            if reason:
-                raise comm_error(
-                    f"joining {self.host_count} hosts failed on rank {rank} on host {self.hosts[rank]}: {reason}",
-                    rank,
-                    self.hosts[rank],
-                ) from failure
-
     @property
     def is_closed(self) -> bool:
         """Whether close() was called."""
         return not self._leave.alive
 
-    def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> Any:
+    def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float, connects_late: bool = False) -> Any:
         """A Gloo group of our own over `ranks` of this one, this rank among them: a backend, without torch's dispatch.
         Collective over `ranks` alone; its timeout is for finding one another too.
 
@@ -243,7 +212,7 @@ class HostGroup:
         """
         store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+        return wire.make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
 
     def join_inside(self, timeout_s: float) -> HostComm | None:
         """A communicator of the ranks of this rank's host alone, in order; None for one alone. Collective over all hosts."""
@@ -258,7 +227,7 @@ class HostGroup:
                     host=self.hosts[self.rank],
                     log=_logger.warning,
                 )
-                said = {**said, "address": comm.address, "secret": secrets.token_hex(_SECRET_BYTES)}
+                said = {**said, "address": comm.address, "secret": secrets.token_hex(SECRET_BYTES)}
             except (MemoryError, OSError) as error:
                 said["failure"] = str(error)
         everyone = [
@@ -292,6 +261,7 @@ class HostGroup:
 
         Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
         """
+        check_sendable(tensors, label)
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         dense = [t if t.is_contiguous() and not t.is_conj() and not t.is_neg() else _row_major(t) for t in plain]
         ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in dense]
@@ -305,45 +275,6 @@ class HostGroup:
         """The highest rank on which `condition` holds, -1 if none. Collective."""
         verdicts = self.comm.all_gather_bytes(b"\1" if condition else b"\0", label)
         return max((rank for rank, verdict in enumerate(verdicts) if verdict == b"\1"), default=-1)
-
-
-#: how long _gather_objects waits for a thread of torch that does not let go; as a rule it takes microseconds
-_LETTING_GO_S = 1.0
-
-
-def _gather_objects(mine: Any, group: Any, device: torch.device | None = None) -> list[Any]:
-    """Every rank's `mine`, over torch's `group`, as all_gather_object does; no thread of torch's has a part of it afterwards.
-
-    `device`: this rank's. A group of GPUs alone sends from the current one, which is the first on all ranks of a program that chooses none.
-
-    A thread of torch's Gloo lets go of the tensors of a collective when its caller has gone on already, and takes the GIL for it: an
-    interpreter that ends in this moment, with the error that the exchange has brought, ends the thread inside a destructor, and
-    the program aborts instead of saying what is wrong.
-    """
-    world_size = dist.get_world_size(group)
-    if "cpu:gloo" not in str(dist.get_backend_config(group)):  # other backends' tensors are on their devices
-        everyone: list[Any] = [None] * world_size
-        on_gpu = device is not None and device.type == "cuda"
-        with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
-            dist.all_gather_object(everyone, mine, group=group)
-        return everyone
-    data = pickle.dumps(mine)
-    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    lengths = [torch.zeros_like(length) for _ in range(world_size)]
-    dist.all_gather(lengths, length, group=group)
-    longest = max(int(each) for each in lengths)
-    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded, group=group)
-    _wait_until_ours([length, *lengths, padded, *parts])
-    return [pickle.loads(part.numpy().tobytes()) for part in parts]
-
-
-def _wait_until_ours(tensors: Sequence[torch.Tensor]) -> None:
-    """Until nobody else refers to `tensors`, which have no views."""
-    deadline_s = time.monotonic() + _LETTING_GO_S
-    while any(map(_hooks.is_shared, tensors)) and time.monotonic() < deadline_s:
-        time.sleep(1e-4)  # without the GIL
 
 
 def _row_major(tensor: torch.Tensor) -> torch.Tensor:
@@ -366,129 +297,21 @@ def _place() -> str:
         return ""
 
 
-def group_by_reach(reach: Sequence[bytes]) -> list[int]:
-    """The host of each rank, numbered by their lowest rank, from who can call whom (reach[a][b] is 1).
-
-    Raises
-    ------
-    CommError
-        Two ranks can both call a third, but not one another: they are neither on one host nor on two.
-    """
-    host_of: list[int] = []
-    for rank in range(len(reach)):
-        friends = [other for other in range(len(reach)) if reach[rank][other] and reach[other][rank]]
-        lowest = min(friends)
-        host_of.append(host_of[lowest] if lowest < rank else max(host_of, default=-1) + 1)
-        for other in friends:
-            if any(reach[rank][third] != reach[other][third] for third in friends):
-                raise comm_error(
-                    f"ranks {rank} and {other} can call one another, but not the same other ranks of this machine: ranks of "
-                    "one host must all share one network namespace",
-                    rank,
-                )
-    return host_of
+#: meetings so far, by the name and the ranks of their group: alike on these ranks
+_meetings: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
 
 
-#: longer than any deadline of ours, which is kept by those who wait for the carrier
-_FOR_EVER = timedelta(days=1000)
-#: tags of _Wire's own, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
-_FAREWELL, _NEVER_SENT = (6 << 28) + 1, (6 << 28) + 2
-_FAREWELL_S = 0.2
-
-
-class _Wire:
-    """Moves bytes between the carriers of hosts through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire.
-
-    Parameters
-    ----------
-    gloo : ProcessGroupGloo
-    carriers : sequence of int
-        The rank of each of its ranks.
-    sockets : set of (int, str)
-        That came with it, as _sockets() has them. A forked child lets go of them: where it lives on, the peers of a process that was
-        killed would not see its connections end.
-    """
-
-    #: of gradients; over what is slower float32 blocks are packed (docs/design/hosts.md). Read once, by the engine
-    slow_bytes_per_s = 300_000_000
-
-    def __init__(self, gloo: Any, carriers: Sequence[int], sockets: set[tuple[int, str]]) -> None:
-        self._group = gloo  # its timeout is for finding one another; see _FOR_EVER
-        self._place = {rank: place for place, rank in enumerate(carriers)}
-        self._sockets = sockets
-        _wires.add(self)
-
-    def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
-        """Begins; what it returns is to be waited for."""
-        return self._group.send([_bytes_at(address, nbytes)], self._place[rank], tag)
-
-    def receive(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
-        return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag)
-
-    def wait(self, work: Any) -> None:
-        work.wait(_FOR_EVER)
-
-    def close(self, gently: bool) -> bool:
-        """Closes all connections, whoever waits for them; `gently`: after the others' farewell, or a moment.
-
-        Gloo has no call for it, but a receive that is not fulfilled in its time closes all connections of its group. At
-        exit nothing is done, and false: the kernel closes them, and who takes long to say what it has to say still can.
-        """
-        if _exits:
-            return False
-        others = [place for place in range(self._group.size()) if place != self._group.rank()]
-        if gently:
-            self._exchange_farewells(others)
-        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        for other in others:
-            try:
-                receiving = self._group.recv([nothing], other, _NEVER_SENT)
-            except RuntimeError:  # that connection has been closed already
-                continue
-            with contextlib.suppress(RuntimeError):
-                receiving.wait(timedelta(milliseconds=1))
-        return True
-
-    def let_go(self) -> None:
-        """In a forked child. Each number stays taken: whoever still has it would close somebody else's file."""
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for fd, _ in self._sockets & _sockets():
-            os.dup2(nothing, fd)
-        os.close(nothing)
-
-    def _exchange_farewells(self, others: Sequence[int]) -> None:
-        """What was sent to a peer has arrived when it says farewell; one that does not is about something else."""
-        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        heard = [torch.zeros_like(word) for _ in others]
-        deadline_s = time.monotonic() + _FAREWELL_S
-        with contextlib.suppress(RuntimeError):  # an end of the connection is one, too
-            sending = [self._group.send([word], other, _FAREWELL) for other in others]
-            receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(heard, others)]
-            for work in (*receiving, *sending):
-                work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
-
-
-#: that live
-_wires: weakref.WeakSet[_Wire] = weakref.WeakSet()
-
-
-def _sockets() -> set[tuple[int, str]]:
-    """Of this process: descriptors, and what the kernel calls what is behind each."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # the folder's own has gone
-            found.add((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
-    return {(fd, name) for fd, name in found if name.startswith("socket:")}
+def _next_meeting(name: str, group: Any) -> str:
+    """What all ranks call the next meeting of `group`, and no other meeting of this job is called."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    _meetings[name, ranks] += 1
+    digest = hashlib.sha256(json.dumps([name, ranks]).encode()).hexdigest()[:16]
+    return f"shardwright/{digest}/{_meetings[name, ranks]}"
 
 
 def _forked() -> None:
     forked()
-    for wire in _wires:
-        wire.let_go()
-
-
-def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+    wire.let_go()
 
 
 #: torch's group -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
@@ -501,8 +324,11 @@ def live_groups() -> list[HostGroup]:
     return [group for group in (*_single.values(), *_groups.values()) if not group.is_closed]
 
 
-def resolve_group(process_group: Any, device_mesh: Any) -> Any:
-    """torch's group for these options; None for a single rank without one.
+def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
+    """Return torch's group for these options; None for a single rank without one.
+
+    `trains`: whether a module is to train over it. Without a launcher a default group of one rank is made then, as it is where a
+    launcher starts one rank, and one line says so.
 
     Raises
     ------
@@ -521,11 +347,18 @@ def resolve_group(process_group: Any, device_mesh: Any) -> Any:
         return None
     if not dist.is_initialized():
         launch = read_launch(os.environ)
-        if launch is None:
+        if launch is None and not trains:
             return None
-        _join(launch)
+        if launch is None:
+            _logger.warning(_ONE_RANK)
+        _join(launch or Launch("none", 0, 1, None, "", DEFAULT_PORT))
     return dist.group.WORLD
 
+
+_ONE_RANK = (
+    "no launcher has started this process (RANK, OMPI_COMM_WORLD_RANK and SLURM_PROCID are not set): it trains as one rank; "
+    "`torchrun --nproc-per-node N PROGRAM` starts N ranks"
+)
 
 #: the default group -> groups over all ranks of meshes, by these ranks
 _mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
@@ -552,6 +385,11 @@ def mesh_rows(device_mesh: Any, group: Any) -> list[list[int]]:
     return [[dist.get_group_rank(group, rank) for rank in row] for row in device_mesh.mesh.tolist()]
 
 
+def group_ranks(group: Any) -> list[int]:
+    """The global numbers of the ranks of torch's `group`; None: one rank."""
+    return [0] if group is None else list(dist.get_process_group_ranks(group))
+
+
 def _join(launch: Launch) -> None:
     """Makes the default process group."""
     if not launch.master_addr:
@@ -567,8 +405,8 @@ def is_default_group(group: Any) -> bool:
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)
 
 
-def host_group(group: Any, timeout_s: float, device: torch.device | None = None) -> HostGroup:
-    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards. `device`: of this rank's module.
+def host_group(group: Any, timeout_s: float) -> HostGroup:
+    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards.
 
     One that ended with an error, on whatever rank, gives way to a new one.
     """
@@ -581,7 +419,7 @@ def host_group(group: Any, timeout_s: float, device: torch.device | None = None)
     if found is not None:
         found.close()
     name = "single rank" if group is None else str(getattr(group, "group_name", "unnamed"))
-    table[group] = made = HostGroup(group, name, timeout_s, device)
+    table[group] = made = HostGroup(group, name, timeout_s)
     return made
 
 

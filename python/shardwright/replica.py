@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
+import json
 import logging
 import time
 import weakref
@@ -17,31 +19,30 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from . import _hooks
-from ._engine import Error, Reducer, norm_sum
+from ._engine import Error, Reducer
+from .answers import gather_answers
+from .backend_base import Backend, Capabilities, Request, backend_class
 from .comm_hook import HookRunner, SlicedHookRunner, Wanted
 from .compress import Compressor
-from .device import DeviceLink, device_link
 from .drift import DriftCheck
 from .exchange import Exchange
-from .gradients import as_real, copy_gradient, gradient_view, norm_over_ranks
-from .levels import Lease, Levels, leased_levels, levels_of
+from .gradients import copy_gradient, gradient_view, norm_over_ranks
+from .levels import Lease, Levels
+from .optimizer_agreement import StepNotes
 from .options import Options
 from .parameter_memory import ParameterMemory
-from .parameter_slices import memory_order
-from .process_group import HostGroup
-from .released_parameters import ReleasedParameters
+from .parameter_slices import Storage, memory_order
+from .process_group import HostGroup, group_ranks
 from .sharded_gradient import GradientBoard, ShardedGradient
 from .slicing import Slicing
 from .table import ParameterTable, verify
-from .unit_memory import UnitMemory
-from .units import UnitPlan, cut
+from .units import check_inner, cut
 from .write_guard import ReadOnlyParameters, SampledParameters
 
 if TYPE_CHECKING:
     from .auto_compression import AutoCompression
+    from .device import DeviceLink
     from .device_offload import HostStateStore
-    from .device_parameters import DeviceParameters
-    from .device_units import DeviceUnitMemory
     from .join import Announcer
     from .offload import StateStore
     from .precision import PrecisionPlan
@@ -49,15 +50,15 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardwright")
 _serials = itertools.count()
-#: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
-_SLICED_CAP_BYTES = 8 << 20
-#: between hosts the wire is what takes time: it starts with the first bucket, which is therefore small, and stands still for
-#: up to 4 ms between batches. Compressed buckets that leave at the end of the backward (zero >= 2) are best few and large
-_HOSTS_CAP_BYTES, _HOSTS_FIRST_CAP_BYTES = 8 << 20, 1 << 20
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"
 )
+_BY_HAND = (
+    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... past the hooks), so that it "
+    "is this rank's alone: call sw.average_gradients(module) before the step"
+)
+_BY_HAND_AT_0 = ", or run such forwards inside no_sync() where each rank is to step on its own"
 _UNENDED_FORWARD = (
     "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks pair "
     "their backwards by counting them: unless the other ranks leave this batch out too, or it is repeated here, they average it with "
@@ -105,34 +106,31 @@ class Replica:
         refusal = None
         try:
             self.table = ParameterTable.of(module, ignored)
-            if self.table.is_on_gpu:
-                from .device_options import check_borrowing, check_options, wire_of
-
-                check_options(zero, options)
-                check_borrowing(module, options, group)
-                self._wire = wire_of(compress, self.table)
-            elif options.communicator != "own":
-                raise NotImplementedError(
-                    f"communicator={options.communicator!r} is of GPUs, and {self.label} is on the CPU"
-                )
+            self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
+            backend_class(self.table).check_request(module, self._request, group)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
+            check_inner(module, _ranks_of(options, group), ignored)
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
-        self.link: DeviceLink | None = None
-        self.deterministic = options.deterministic or not self.table.is_on_gpu
+        make_backend = backend_class(self.table)
         plans = None
-        if zero == 3 and (self.table.is_on_gpu or options.share_parameters is False):
+        if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
-        self.reducer = self._make_reducer(options, plans, sends_early=compress is None or self.overlaps_compression)
-        self._parameters: ParameterMemory | UnitMemory | DeviceParameters | None = None
+        sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
+        request = dataclasses.replace(self._request, plans=plans, sends_early=sends_early)
+        self.backend: Backend = make_backend(group, request)
+        self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
+        self.reducer: Any = self.backend.reducer(request)
         self._board: GradientBoard | None = None
-        if zero:
-            self._parameters = self._make_parameters(options, plans)
+        self._storage = self._make_storage(request)
+        #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
+        self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
         self._guard = self._make_guard(options.write_guard)
+        self.step_notes = StepNotes()
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
@@ -146,6 +144,9 @@ class Replica:
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.announcer: Announcer | None = None
         self.watcher: AutoCompression | None = None
+        self._closed_without_backward = False  # the last round: of a forward that no backward followed
+        self._stepped_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
@@ -153,157 +154,84 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
-    def _make_reducer(self, options: Options, plans: list[UnitPlan] | None, sends_early: bool) -> Any:
-        """A Reducer, or on a GPU what has its methods there. `plans`: of the units, if there are any."""
-        over_hosts = self.group.host_count > 1 and sends_early
-        cap_bytes = _cap_bytes(options.bucket_cap_bytes, self.zero, over_hosts)
-        if self.table.is_on_gpu:
-            from .device_rounds import DeviceRounds
-            from .device_slices import SlicedDeviceRounds
-            from .device_units import rows_in_groups
+    def _make_storage(self, request: Request) -> Any:
+        if not self.zero:
+            return Storage(self.table)
+        if request.plans is not None:
+            return self.backend.unshard_store(self.reducer, request)
+        return ParameterMemory(self.backend, self.reducer, request, shared=self.zero == 3)
 
-            borrows = options.communicator == "borrow"
-            self.link = device_link(self.group, self.table.parameters[0], options.timeout_s, borrows=borrows)
-            return (SlicedDeviceRounds if self.zero >= 2 else DeviceRounds)(
-                self.link,
-                self.table.rows() if plans is None else rows_in_groups(self.table, plans),
-                bucket_cap_bytes=options.bucket_cap_bytes,
-                reduce=options.reduce,
-                deterministic=options.deterministic,
-                label=self.label,
-                wire=self._wire,
-                slicing=self.slicing,
-                registers=options.communicator == "register",
-            )
-        return Reducer(
-            self.group.comm,
-            self.table.rows(),
-            bucket_cap_bytes=cap_bytes,
-            transport=options.chosen_transport,
-            reduce=options.reduce,
-            sliced=self.zero >= 2,
-            slices=self.slicing.for_engine() if self.zero else None,
-            label=self.label,
-            first_cap_bytes=_HOSTS_FIRST_CAP_BYTES if over_hosts else 0,
-        )
-
-    def _make_parameters(
-        self, options: Options, plans: list[UnitPlan] | None
-    ) -> ParameterMemory | UnitMemory | DeviceParameters:
-        if self.link is not None:
-            return self._make_device_parameters(self.link, options, plans)
-        if plans is None:
-            return ParameterMemory(
-                self.group, self.reducer, self.table, self.label, slicing=self.slicing, shared=self.zero == 3
-            )
-        coded = options.gather == "int8"
-        if coded and (self.group.host_count > 1 or self.slicing.is_replicated):
-            raise NotImplementedError(
-                f"gather='int8' runs inside one host and without a mesh of two dimensions; {self.label} is over {self.group.host_count} "
-                f"hosts, and slices are kept {'by each replica' if self.slicing.is_replicated else 'once'}"
-            )
-        return UnitMemory(self.group, self.reducer, self.table, plans, self.label, self.slicing, coded=coded)
-
-    def _make_device_parameters(
-        self, link: DeviceLink, options: Options, plans: list[UnitPlan] | None
-    ) -> DeviceParameters:
-        from .device_parameters import DeviceParameters
-        from .device_units import DeviceUnitMemory
-
-        row = link
-        if plans is not None or self.slicing.is_replicated:
-            # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
-            rows = self.slicing.rows()
-            row = device_link(self.group, self.table.parameters[0], options.timeout_s, rows, link.borrows)
-        if plans is None:
-            registers = options.communicator == "register"
-            return DeviceParameters(link, row, self.reducer, self.table, self.label, self.slicing, registers)
-        memory = DeviceUnitMemory(link, row, self.reducer, self.table, plans, self.label, self.slicing)
-        self.reducer.order = _digest_of(weakref.ref(memory))
-        return memory
+    @property
+    def link(self) -> DeviceLink | None:
+        """Of a GPU."""
+        return self.backend.link
 
     def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
-        memory = self._parameters
-        if kind is None or not isinstance(memory, ParameterMemory):
+        memory = self._storage
+        if kind is None or not memory.shared:
             return None
-        if kind == "samples":
+        if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
+            return None  # no rank shares them
+        if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
         return ReadOnlyParameters(memory)
+
+    @property
+    def write_guard(self) -> str | None:
+        """For describe()."""
+        return None if self._guard is None else self._guard.kind
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
         return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
 
-    def _places(self) -> Callable[[], list[int]] | None:
-        """What tells where data should be, if it moves."""
-        return self._parameters.addresses if isinstance(self._parameters, ReleasedParameters) else None
-
     def layout_of(self, index: int) -> torch.Tensor:
         """A tensor with the strides of a parameter, which itself may be released. Not to be read."""
-        memory = self._parameters
-        return memory.like(index) if isinstance(memory, ReleasedParameters) else self.table.parameters[index]
+        like: torch.Tensor = self._storage.like(index)
+        return like
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
-        opener = _opener(weakref.ref(self), synchronises)
-        if self.link is not None:
-            released = isinstance(self._parameters, ReleasedParameters)
-            self.views = self.reducer.attach(
-                self.table.parameters,
-                open=opener,
-                task_id=_hooks.graph_task_id,
-                layouts=self._parameters.layouts() if released else None,
-            )
-            self._board = self.reducer.board if self.zero >= 2 else None
-        else:
-            self.views = self._make_views()
-            self.reducer.attach(
-                self.table.parameters,
-                self.views,
-                copy=copy_gradient if self.zero < 2 else _writer(weakref.ref(self)),
-                open=opener,
-                renew=_renewer(weakref.ref(self)),
-                task_id=_hooks.graph_task_id,
-                layouts=self._parameters.layouts() if isinstance(self._parameters, ReleasedParameters) else None,
-            )
+        if self.zero >= 2:
+            self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
+        count = len(self.table.parameters)
+        self.views = [self._make_view(i) if self.reducer.has_memory(i) else None for i in range(count)]
+        self.reducer.attach(
+            self.table.parameters,
+            self.views,
+            copy=copy_gradient if self.zero < 2 else _weakly(self._write_contribution),
+            open=_opener(weakref.ref(self), synchronises),
+            renew=_weakly(self.renew_view),
+            task_id=_hooks.graph_task_id,
+            layouts=self._storage.layouts(),
+            unlike=_weakly(self._explain_steps),
+            describe=_weakly(self._describe_steps, ""),
+        )
         self._handles: list[Any] = []
-        self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
 
-    def _make_views(self) -> list[torch.Tensor]:
-        if self.zero < 2:
-            return [gradient_view(p, self.reducer, i) for i, p in enumerate(self.table.parameters)]
-        like = [self.layout_of(i) for i in range(len(self.table.parameters))]
-        board = self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
-        staged = self.reducer.transport == "staged"
-        return [
-            ShardedGradient(
-                p, from_dlpack(self.reducer.result(i)), board, gradient_view(p, self.reducer, i) if staged else None
-            )
-            for i, p in enumerate(like)
-        ]
+    def _make_view(self, index: int) -> torch.Tensor:
+        """What `.grad` of a parameter becomes: a view of its bucket, or at zero >= 2 of this rank's slice of the mean."""
+        like = self.layout_of(index)
+        if self._board is None:
+            return gradient_view(like, self.reducer, index)
+        held = gradient_view(like, self.reducer, index) if self.reducer.transport == "staged" else None
+        return ShardedGradient(index, like, from_dlpack(self.reducer.result(index)), self._board, held)
+
+    def _overlaps_compression(self, capabilities: Capabilities) -> bool:
+        """Whether compressed buckets cross while the backward goes on: between hosts, where the network is the bottleneck, not a core;
+        at zero >= 2 buckets share slots, and leave at its end."""
+        return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
 
     @property
     def overlaps_compression(self) -> bool:
-        """Whether compressed buckets cross while the backward goes on: between hosts, where a wire takes time that no core does;
-        at zero >= 2 buckets share slots, and leave at its end."""
-        return self.group.host_count > 1 and self.zero < 2 and not self.table.is_on_gpu
+        return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
         """Over what a compressor's hook exchanges, leased where that is a thread's of its own. Collective at first use across hosts."""
-        if self.overlaps_compression:
-            return leased_levels(self.group)
-        if self.link is None:
-            return levels_of(self.group), None
-        from .device_exchange import DeviceExchange
-        from .device_options import wire_of
-
-        if wire_of(compress, self.table) is not None:
-            raise NotImplementedError(
-                f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
-            )
-        return Levels(DeviceExchange(self.link, self.table.parameters[0])), None
+        return self.backend.exchange(compress, self._request, self.layout_of(0))
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
         """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
@@ -353,8 +281,10 @@ class Replica:
         The wrapper keeps it. The end of the wrapper calls retire(): whatever held the module from here would hold the hooks of its
         submodules too, which may hold the wrapper, and nothing would end.
         """
-        shared = self._parameters is not None and self._parameters.shared
-        drift = DriftCheck(module, self.table, ignored, pinned=bool(self.zero), shared=shared, places=self._places())
+        storage = self._storage
+        drift = DriftCheck(
+            module, self.table, ignored, pinned=bool(self.zero), shared=storage.shared, places=storage.places()
+        )
         self._drift = weakref.ref(drift)
         return drift
 
@@ -363,22 +293,28 @@ class Replica:
 
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
-        if self._parameters is not None:
-            self._parameters.adopt(index)
-            drift = self._drift_check()
-            if drift is not None:
-                drift.forget_address(index)
+        self._storage.adopt(index)
+        drift = self._drift_check()
+        if self.zero and drift is not None:
+            drift.forget_address(index)
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
         self._notice_unended_forward()
+        self._closed_without_backward = False
         drift = self._check_drift()
         if self._guard is not None:
             self._guard.check("before a forward")
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
+        self.backend.check()
         self.reducer.forward(synchronises)
+
+    def before_evaluation(self) -> None:
+        """Called before each forward without gradients."""
+        if self._guard is not None:
+            self._guard.check("before a forward")
 
     def after_forward(self) -> None:
         """Called after each forward with gradients that ended without an exception."""
@@ -401,31 +337,31 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            if self.releases_parameters and self.group.comm.is_alive:  # on this rank alone, perhaps
-                self.group.comm.abort(str(error))
+            if self.releases_parameters:  # on this rank alone, perhaps
+                self._abort(str(error))
             raise
         return drift
+
+    def _abort(self, reason: str) -> None:
+        """The others, which would wait for this rank, get the sentence too."""
+        self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is in the table."""
         return id(parameter) in self._identities
 
-    def parameters(self) -> ParameterMemory | UnitMemory | DeviceParameters:
-        """Where the parameters lie; at zero >= 1 only."""
-        assert self._parameters is not None
-        return self._parameters
+    def parameters(self) -> Any:
+        """Where the parameters lie."""
+        return self._storage
 
     def parameter_plan(self) -> dict[str, Any]:
         """For describe()."""
-        if self._parameters is None:
+        storage = self._storage
+        if not self.zero:
             return {}
-        units = self._parameters if isinstance(self._parameters, ReleasedParameters) else None
-        on_host = units.one_copy if units is not None else self._parameters.shared
-        plan: dict[str, Any] = {
-            "shared_parameter_bytes" if on_host else "parameter_bytes": self._parameters.bytes_held,
-            **(units.plan() if units is not None else {}),
-        }
-        return {**plan, "parameters_reason": self._parameters.reason} if self._parameters.reason else plan
+        key = "shared_parameter_bytes" if storage.shared or storage.one_copy else "parameter_bytes"
+        plan: dict[str, Any] = {key: storage.bytes_held, **storage.plan()}
+        return {**plan, "parameters_reason": storage.reason} if storage.reason else plan
 
     def stats(self) -> dict[str, Any]:
         """The reducer's counts, those of units, and what this rank has sent to others: in all, a step and a bucket of the last round.
@@ -433,9 +369,7 @@ class Replica:
         A compressor's bytes are counted where they are handed over; plain buckets fold in place, of which a rank's share is
         W - 1 slices read (and at zero 0 and 1 as many written).
         """
-        counts = self.reducer.stats()
-        if isinstance(self._parameters, ReleasedParameters):
-            counts = {**counts, **self._parameters.schedule.stats()}
+        counts = {**self.reducer.stats(), **self._storage.stats()}
         name, exchange = self.compression or ("", None)
         if exchange is None:
             halves = self.compression is not None  # between GPUs: in place of what is wider
@@ -455,38 +389,102 @@ class Replica:
         wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         return {**counts, "compress": name, **wire}
 
-    def norm_of(self, slices: Iterable[torch.Tensor | None]) -> float:
-        """The exact 2-norm of what all ranks hold together, this one `slices`. Collective."""
-        held = [each for each in slices if each is not None] if self.slicing.speaks else []
-        if self.link is None:
-            return norm_over_ranks(self.group.comm, norm_sum([as_real(piece) for piece in held]), self.label)
-        return norm_over_ranks(self.group.comm, b"".join(self.link.norm_sums(held)), self.label)
+    def norm_of(self, slices: Callable[[], Sequence[torch.Tensor | None]]) -> float:
+        """Return the exact 2-norm of what all ranks hold together, of which `slices` gives this rank's. Collective.
+
+        Raises
+        ------
+        Error
+            On all ranks, where `slices` raises it on some.
+        """
+
+        def sums() -> bytes:
+            found = slices()
+            return self.backend.norm_sums([each for each in found if each is not None] if self.slicing.speaks else [])
+
+        return norm_over_ranks(self.group.comm, sums, self.label)
+
+    def gradient_slices(self) -> list[torch.Tensor | None]:
+        """Return gradient_slice() of every parameter."""
+        return [self.gradient_slice(index) for index in range(len(self.table.parameters))]
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
         """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
         parameter = self.table.parameters[index]
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
-            return gradient.averaged_piece()
+            plain = gradient._pending is None and not gradient._cleared
+            return gradient.piece if plain else gradient.averaged_piece()
         if gradient is None:
             return None
-        if self.zero >= 2 or self.reducer.is_used(index):
+        if self.reducer.is_used(index):
             raise Error(_NOT_AVERAGED)
         if not self.parameters().is_stepped(index):
             raise Error(
                 f"parameter {self.table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
                 "a step would change it on this rank alone: zero_grad() before the step"
             )
+        if self.zero >= 2 or not self._is_averaged(index, gradient, self._last_step_on(parameter)):
+            raise Error(_BY_HAND.format(name=self.table.names[index]))
         low, high = self.parameters().own_run(index)
         if gradient is self.views[index]:
-            kept = self._gradient_slices.get(index)
-            if (
-                kept is None or kept[0]() is not gradient
-            ):  # weak: a view that somebody holds is taken for kept by the user
+            kept, address = self._gradient_slices.get(index), gradient.data_ptr()
+            if kept is None or kept[0]() is not gradient or kept[1] != address:
                 own = memory_order(gradient.detach(), parameter)[low:high]
-                kept = self._gradient_slices[index] = (weakref.ref(gradient), own)
-            return kept[1]
+                # weak: a view that somebody holds is taken for kept by the user
+                kept = self._gradient_slices[index] = (weakref.ref(gradient), address, own)
+            return kept[2]
         return memory_order(gradient.detach(), parameter)[low:high]
+
+    # gradients that users set ----------------------------------------------------------------------------------------
+
+    def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
+        """Whether a whole gradient is what a round left, or what the user made of it: as far as can be known. `since`: the number of rounds
+        at the last step on the parameter.
+
+        What a round left is our view, and its values may be changed in place (clipping, noise). Another tensor is one that the user made of it if
+        some round since the last step averaged the parameter; or it was stepped on before; or it is zero. A view is what a round left unless a
+        forward was followed by no backward: then it is looked at as another tensor is.
+        """
+        if self.group.world_size == 1:
+            return True
+        averaged = self.reducer.averaged_in(index) > since
+        if gradient is self.views[index] and not self._closed_without_backward:
+            return True
+        if averaged:
+            self._accepted[index] = weakref.ref(gradient)
+        kept = self._accepted.get(index)
+        return (kept is not None and kept() is gradient) or not bool(gradient.any())
+
+    def _last_step_on(self, parameter: torch.Tensor) -> int:
+        """The number of rounds when the optimizer of a parameter stepped last."""
+        holders = (each for each in self.optimizers() if each is not None and each.holds(parameter))
+        return max((each.rounds_at_step for each in holders), default=0)
+
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Error at zero=0 for a gradient that nobody averaged, where a forward of this step was to synchronise. Inside no_sync() alone each rank
+        steps on its own, as it was asked to."""
+        rounds, since = self.reducer.stats()["rounds"], self._stepped_in.get(optimizer, 0)
+        self._stepped_in[optimizer] = rounds
+        if rounds == since or self.group.world_size == 1:
+            return
+        suspects = range(len(self.views)) if self._closed_without_backward else self.reducer.foreign()
+        if not suspects:
+            return
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for index in suspects:
+            parameter = self.table.parameters[index]
+            gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None
+            if gradient is not None and not self._is_averaged(index, gradient, since):
+                message = _BY_HAND.format(name=self.table.names[index]) + _BY_HAND_AT_0
+                self._abort(message)
+                raise Error(message)
+
+    def average_gradients(self) -> None:
+        """A round over what stands in `.grad`. Collective."""
+        self._check_drift()
+        self._end_round(self.reducer.average)
+        self._in_forward = False
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
         """`hook()` is called before parameters are written by another way than a step of this rank: full_parameters(writable=True), and
@@ -503,44 +501,43 @@ class Replica:
     def writable_parameters(self) -> Iterator[None]:
         """See full_parameters."""
         self.before_writes()
-        if self._parameters is None:
+        if not self.zero:
             try:
                 yield
             finally:
                 self.broadcast_state(0, ())
             return
         try:
-            with self.writing(), self._parameters.writable():
+            with self.writing(), self._storage.writable():
                 yield
         finally:
             self.count_writes(self.table.parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Where parameters are released, low-precision copies are made while they are whole."""
-        if isinstance(self._parameters, ReleasedParameters):
-            schedule = self._parameters.schedule
-            precision.follow(schedule.holds_whole)
-            schedule.on_release = weakref.WeakMethod(precision.forget)
+        self._storage.follow(precision)
 
     @property
     def releases_parameters(self) -> bool:
         """Whether parameters are whole only while they are used."""
-        return isinstance(self._parameters, ReleasedParameters)
-
-    def arrange_hooks(self) -> None:
-        """Parameters are whole in all hooks of the user's modules, whenever they were registered."""
-        if isinstance(self._parameters, ReleasedParameters):
-            self._parameters.schedule.arrange_hooks()
+        releases: bool = self._storage.releases
+        return releases
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """See full_parameters."""
-        return (
-            self._parameters.whole() if isinstance(self._parameters, ReleasedParameters) else contextlib.nullcontext()
-        )
+        if self._guard is not None:
+            self._guard.check("before all parameters are read")
+        whole: contextlib.AbstractContextManager[None] = self._storage.whole()
+        return whole
 
     def gradient_factors(self) -> list[list[Any]]:
-        """What sliced gradients were scaled by since the last round."""
+        """What sliced gradients were scaled by since ranks compared that last."""
         return self._board.factors() if self._board is not None else []
+
+    def accept_factors(self) -> None:
+        """All ranks have scaled their gradients by the same."""
+        if self._board is not None:
+            self._board.accept_factors()
 
     # uneven inputs, see join.py -------------------------------------------------------------------------------------
 
@@ -550,14 +547,14 @@ class Replica:
         if self._board is not None:
             self._board.announce = self.announce if announcer is not None else lambda *_: None
         if self.announces_rounds:
-            self.reducer.announce_round = announcer.announce_round if announcer is not None else None
-        if self.link is not None and isinstance(self._parameters, ReleasedParameters):
-            self._parameters.announce_units(announcer.announce_unit if announcer is not None else None)
+            self.reducer.set_announcer(announcer.announce_round if announcer is not None else None)
+        if not self.backend.capabilities.free_unit_order:
+            self._storage.announce_units(announcer.announce_unit if announcer is not None else None)
 
     @property
     def announces_rounds(self) -> bool:
         """Whether a rank that has joined must be told of a round as it opens."""
-        return self.link is not None and self.zero >= 2
+        return self.zero >= 2 and not self.backend.capabilities.tells_standing
 
     def gather_beside(self, unit: int) -> None:
         """Of a rank that has joined, on GPUs: its part in a gathering of the others."""
@@ -565,8 +562,7 @@ class Replica:
 
     def gather_anew(self) -> None:
         """At the end of a join: units are as after a step, whatever each rank has gathered. Collective on GPUs at zero=3."""
-        if self.link is not None and isinstance(self._parameters, ReleasedParameters):
-            self._parameters.gather_anew()
+        self._storage.gather_anew()
 
     @property
     def is_joining(self) -> bool:
@@ -615,12 +611,13 @@ class Replica:
         drift = self._drift_check()
         if drift is not None:
             drift.accept_writes()
-        if isinstance(self._parameters, ReleasedParameters):
-            self._parameters.schedule.accept_writes()
+        self._storage.accept_writes()
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
         self.close_pending()
+        if self._board is not None:
+            self._agree_on_gradients()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
             gradient = parameter.grad
@@ -639,6 +636,32 @@ class Replica:
             found[name] = flat.as_strided(parameter.shape, self.layout_of(index).stride())
         return found
 
+    def _agree_on_gradients(self) -> None:
+        """Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors. Collective."""
+
+        def answer() -> bytes:
+            for index, parameter in enumerate(self.table.parameters):
+                if isinstance(parameter.grad, ShardedGradient):
+                    parameter.grad.averaged_piece()
+                elif parameter.grad is not None and self.reducer.is_used(index):
+                    raise Error(_NOT_AVERAGED)
+            return json.dumps(self.gradient_factors()).encode()
+
+        said = gather_answers(self.group.comm, answer, f"factors of the gradients of {self.label}")
+        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+        if other is not None:
+            ours, theirs = (self._describe_factors(json.loads(said[rank])) for rank in (0, other))
+            raise Error(
+                f"ranks disagree about what the averaged gradients of {self.label} were scaled by: rank 0 by {ours}, rank {other} by "
+                f"{theirs}; each rank keeps slices of them: scale them alike on all ranks"
+            )
+        self.accept_factors()
+
+    def _describe_factors(self, factors: list[list[Any]]) -> str:
+        return (
+            ", ".join(f"{name}({factor:g}) of {self.table.names[i]!r}" for i, name, factor in factors[:3]) or "nothing"
+        )
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that holds one of our parameters."""
         owner = getattr(optimizer, "replica", None)
@@ -656,6 +679,10 @@ class Replica:
         if self._guard is not None:
             self._guard.check("before a step")
         self.close_pending()
+        if not self.zero:
+            self._check_gradients(optimizer)
+        if not self.zero and self.group.world_size > 1:
+            self.reducer.note_step(self.step_notes.note(optimizer))
         self.reducer.count_step()
         self._in_forward = False  # a step has its round, whatever became of the forward
 
@@ -667,7 +694,10 @@ class Replica:
 
     def close_pending(self) -> None:
         """A synchronised forward that no backward followed: before gradients are used."""
+        was_pending = self.reducer.pending_forward
         self._end_round(self.reducer.close_pending)
+        if was_pending:
+            self._closed_without_backward = True
 
     def shadow(self, standing: Sequence[int] | None = None) -> None:
         """Of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
@@ -680,10 +710,29 @@ class Replica:
             self.watcher.after_round(time.perf_counter() - begin_s)
 
     def renew_view(self, index: int) -> None:
-        """The old view of a gradient, which somebody kept, moves to memory of its own; a new one takes its place."""
+        """Make the view of a gradient. An old one, which somebody kept, moves to memory of its own."""
         kept = self.views[index]
-        kept.data = kept.detach().clone(memory_format=torch.preserve_format)
-        self.views[index] = gradient_view(self.table.parameters[index], self.reducer, index)
+        if kept is not None:
+            kept.data = kept.detach().clone(memory_format=torch.preserve_format)
+        self.views[index] = self._make_view(index)
+
+    def _write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> None:
+        """Write a gradient that the engine cannot read by itself (other strides, sparse), at zero >= 2."""
+        memory = gradient_view(self.layout_of(index), self.reducer, index)
+        if add:
+            whole = torch.empty_like(memory)
+            copy_gradient(whole, gradient)
+            memory.add_(whole)
+        else:
+            copy_gradient(memory, gradient)
+
+    def _explain_steps(self) -> None:
+        """Raise an error that names the hyperparameters that differ between ranks. Collective."""
+        self.step_notes.explain(self.group.comm.all_gather_bytes)
+
+    def _describe_steps(self) -> str:
+        """Return what this rank's optimizer stepped with last, for the end of a sentence."""
+        return f" (rank {self.group.rank}: {self.step_notes.describe()})"
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Parameters and `buffers` of rank `root` to all. Collective."""
@@ -694,10 +743,7 @@ class Replica:
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
         """Values of rank `root` to all. Collective."""
-        if self.link is not None:
-            self.link.broadcast(tensors, root)
-        else:
-            self.group.broadcast(tensors, root, label)
+        self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
         """Takes the hooks off the parameters. Gradients stay where they are. `together`: all ranks do so at once, which is what
@@ -707,32 +753,23 @@ class Replica:
         for parameter in self.table.parameters if self.zero >= 2 else ():
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
-        if self._parameters is not None:
-            self._parameters.give_back(together)
+        self._storage.give_back(together)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
-def _cap_bytes(asked: int, zero: int, over_hosts: bool) -> int:
-    """Of a bucket. The bits of a gradient do not depend on it."""
-    limits = [_SLICED_CAP_BYTES] * (zero >= 2) + [_HOSTS_CAP_BYTES] * over_hosts
-    return min(asked, *limits) if limits else asked
+def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
+    """Return the global numbers of the ranks that slice the module: one list, or a list of rows."""
+    if options.device_mesh is not None:
+        ranks: list[Any] = options.device_mesh.mesh.tolist()
+        return ranks
+    return group_ranks(group.torch_group)
 
 
 def live_replicas() -> list[Replica]:
     """Every wrapped module of this process that has an engine, in order of wrapping."""
     return sorted(_live, key=lambda replica: replica.serial)
-
-
-def _digest_of(memory: weakref.ref[DeviceUnitMemory]) -> Callable[[], int]:
-    """What the reducer asks for the order of units. Weak: the memory holds the reducer."""
-
-    def digest() -> int:
-        alive = memory()
-        return 0 if alive is None else alive.digest
-
-    return digest
 
 
 def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:
@@ -749,33 +786,15 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
     return open_round
 
 
-def _writer(replica: weakref.ref[Replica]) -> Callable[[int, torch.Tensor, bool], None]:
-    """What the reducer calls at zero >= 2 with a gradient that it cannot read by itself: of other strides, sparse, ..."""
+def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """Return `method` without its object, which the reducer must not hold: `otherwise` once that is gone."""
+    reference = weakref.WeakMethod(method)
 
-    def write(index: int, gradient: torch.Tensor, add: bool) -> None:
-        alive = replica()
-        if alive is None:
-            return
-        memory = gradient_view(alive.layout_of(index), alive.reducer, index)
-        if add:
-            whole = torch.empty_like(memory)
-            copy_gradient(whole, gradient)
-            memory.add_(whole)
-        else:
-            copy_gradient(memory, gradient)
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        return otherwise if alive is None else alive(*arguments)
 
-    return write
-
-
-def _renewer(replica: weakref.ref[Replica]) -> Callable[[int], None]:
-    """What the reducer calls before it overwrites a view that is in other hands."""
-
-    def renew(index: int) -> None:
-        alive = replica()
-        if alive is not None:
-            alive.renew_view(index)
-
-    return renew
+    return call
 
 
 def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:

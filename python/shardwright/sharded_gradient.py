@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ._engine import Error, HostComm, Reducer
+from .answers import gather_answers
 
 aten = torch.ops.aten
 
@@ -33,17 +34,18 @@ class GradientBoard:
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
         self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
-        self._pieces: list[torch.Tensor] = []  # not the gradients: they hold the board, and autograd holds them
+        self._pieces: dict[int, torch.Tensor] = {}  # not the gradients: they hold the board, and autograd holds them
         self._factors: list[list[Any]] = []
         self._factors_of = -1
-        self._norms: dict[float, list[float]] = {}
+        self._scalings = 0  # of factors that were accepted
+        self._norms: dict[float, dict[int, float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
         self._factor: tuple[torch.Tensor, int, float] | None = None
         self.announce: Callable[..., None] = lambda *_: None  # what ranks that joined must be told; see join.py
 
-    def join(self, piece: torch.Tensor) -> int:
-        self._pieces.append(piece)
-        return len(self._pieces) - 1
+    def join(self, index: int, piece: torch.Tensor) -> None:
+        """`piece` is this rank's slice of the gradient of parameter `index`, alike on all ranks."""
+        self._pieces[index] = piece
 
     def scaled(self, index: int, name: str, factor: float) -> None:
         """A gradient was scaled: norms that were asked before hold no longer, and ranks must have done the same."""
@@ -59,34 +61,53 @@ class GradientBoard:
         return self._factor[2]
 
     def factors(self) -> list[list[Any]]:
-        """[index, "mul_" or "div_", factor] of what was scaled since the last round: compared between ranks before a step."""
+        """[index, "mul_" or "div_", factor] of what was scaled since accept_factors(): compared between ranks before a step.
+
+        A round keeps those that still count: of gradients on top of which some rank's contribution was.
+        """
         rounds = self._reducer.stats()["rounds"]
         if rounds != self._factors_of:
-            self._factors, self._factors_of = [], rounds
+            self._factors = [each for each in self._factors if self._reducer.standing_ranks(each[0])]
+            self._factors_of = rounds
         return self._factors
 
-    def norm(self, index: int, order: float) -> float:
-        """Of one parameter's gradient. The first one asked after a round is one collective for all; the rest are kept."""
-        state = (self._reducer.stats()["rounds"], len(self.factors()))
+    def accept_factors(self) -> None:
+        """Ranks have compared their factors, which are the same."""
+        self._scalings += len(self._factors)
+        self._factors = []
+
+    def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
+        """Of one parameter's gradient. The first one asked after a round is one collective for all; the rest are kept.
+
+        `averaged` raises Error where the gradient is not averaged yet; then all ranks raise it.
+        """
+        state = (self._reducer.stats()["rounds"], self._scalings + len(self.factors()))
         if state != self._norms_of:
             self._norms, self._norms_of = {}, state
         if order not in self._norms:
             self.announce("norms", order)
-            self._norms[order] = self.gather_norms(order)
+            self._norms[order] = self.gather_norms(order, averaged)
+        averaged()
         return self._norms[order][index]
 
-    def gather_norms(self, order: float) -> list[float]:
-        """Of every gradient. Collective."""
-        shares = [_partial(piece if self._speaks else piece[:0], order) for piece in self._pieces]
-        mine = torch.stack(shares).tolist()  # on a GPU the host waits once
-        packed = struct.pack(f"{len(mine)}d", *mine)
-        label = f"norms of the gradients of {self._label}"
-        rows = [struct.unpack(f"{len(mine)}d", each) for each in self._comm.all_gather_bytes(packed, label)]
-        return [_whole(column, order) for column in zip(*rows)]
+    def gather_norms(self, order: float, averaged: Callable[[], object] = lambda: None) -> dict[int, float]:
+        """Of every gradient, by index. Collective."""
+        count = len(self._pieces)
 
-    def any_rank(self, overflowed: bool) -> bool:
-        """Whether a gradient overflowed on some rank. Collective."""
-        return b"\1" in self._comm.all_gather_bytes(b"\1" if overflowed else b"\0", "whether a gradient overflowed")
+        def answer() -> bytes:
+            averaged()
+            shares = [_partial(piece if self._speaks else piece[:0], order) for piece in self._pieces.values()]
+            mine = torch.stack(shares).tolist()  # on a GPU the host waits once
+            return struct.pack(f"{count}d", *mine)
+
+        said = gather_answers(self._comm, answer, f"norms of the gradients of {self._label}")
+        rows = [struct.unpack(f"{count}d", each) for each in said]
+        return {index: _whole(column, order) for index, column in zip(self._pieces, zip(*rows))}
+
+    def any_rank(self, overflowed: Callable[[], bool]) -> bool:
+        """Whether a gradient overflowed on some rank. Collective. Where `overflowed` raises Error on some rank, all raise."""
+        said = gather_answers(self._comm, lambda: bytes([overflowed()]), "whether a gradient overflowed")
+        return b"\1" in said
 
 
 def _partial(piece: torch.Tensor, order: float) -> torch.Tensor:
@@ -131,7 +152,12 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, parameter: torch.Tensor, piece: torch.Tensor, board: GradientBoard, held: torch.Tensor | None = None
+        cls,
+        index: int,
+        parameter: torch.Tensor,
+        piece: torch.Tensor,
+        board: GradientBoard,
+        held: torch.Tensor | None = None,
     ) -> ShardedGradient:
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
@@ -141,8 +167,8 @@ class ShardedGradient(torch.Tensor):
         made._held = piece if held is None else held
         made._cleared = False  # zeroed since the last round: the average stands for nothing here
         made._pending = None  # what backwards have added since the last round; the engine takes it
-        made._board = board
-        made._index = board.join(piece)
+        made._board, made._index = board, index
+        board.join(index, piece)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -250,12 +276,11 @@ def _fill(grad: Any, value: Any) -> Any:
 def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     if dim is not None or keepdim:
         raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
-    grad.averaged_piece()
-    if grad._cleared:
+    if grad._cleared and grad._pending is None:
         nothing = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         return torch.linalg.vector_norm(nothing, order, dtype=dtype)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
-    norm = grad._board.norm(grad._index, float(order))
+    norm = grad._board.norm(grad._index, float(order), grad.averaged_piece)
     return torch.full((), norm, dtype=dtype or real, device=grad.device)  # which copies nothing to a GPU: no wait
 
 
@@ -279,15 +304,20 @@ def _each(name: str) -> Callable[..., Any]:
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    for grad in grads:
-        if isinstance(grad, ShardedGradient):
+    sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
+    board = sliced[0]._board
+
+    def overflowed() -> bool:
+        for grad in sliced:
             grad.averaged_piece()
-            grad._board.scaled(grad._index, "mul_", grad._board.number(inverse_scale))
-    plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
-    aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
-    board = next(g._board for g in grads if isinstance(g, ShardedGradient))
+        for grad in sliced:
+            board.scaled(grad._index, "mul_", board.number(inverse_scale))
+        plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
+        aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
+        return bool(found_inf.item())
+
     board.announce("vote")
-    if board.any_rank(bool(found_inf.item())):
+    if board.any_rank(overflowed):
         found_inf.fill_(1.0)
 
 

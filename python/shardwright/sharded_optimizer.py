@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ._engine import Error
-from .join import exchange_slices
+from ._hooks import unguarded
+from .join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from .masters import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
+from .optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, on_meta, plain, rows_of
 from .parameter_slices import memory_order
 from .replica import Replica
+from .sliced_state import MARK, SlicedState
 
 #: torch's optimizers that treat each element by itself, so that a slice steps as the whole does
 ELEMENTWISE = frozenset(
@@ -33,7 +35,6 @@ ELEMENTWISE = frozenset(
         ("rprop", "Rprop"),
     ]
 ) | {f"shardwright.optim.{name}" for name in ("AdamW", "Adam", "SGD")}  # fmt: skip
-_MARK = "shardwright_slices"
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -70,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.partition = partition
         self._inner = optimizer
         self.replica = self._replica = replica
+        self._memory: Any = replica.parameters()
         self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
         self._masters = None if has_own_masters(optimizer) else Masters()
         self._without_master = {id(parameter) for parameter in without_master}
@@ -77,6 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
+        self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until it changes
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -90,12 +93,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = optimizer.state
         for parameter, state in whole.items():
             self._take_state(self._index[id(parameter)], state)
+        #: how many rounds there were when it stepped last
+        self.rounds_at_step = 0
         self._position = replica.serve(self)
 
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
             if id(parameter) not in self._index:
-                raise ValueError(not_of(self._replica.label, parameter, position))
+                is_meta = parameter.is_meta
+                raise ValueError(
+                    on_meta(parameter, position) if is_meta else not_of(self._replica.label, parameter, position)
+                )
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it steps on a parameter."""
+        index = self._index.get(id(parameter))
+        return index is not None and index in self._group_of
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
@@ -106,6 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_members(_members(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
         super().add_param_group(param_group)
+        self._consolidated = None
         self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
 
     def __getstate__(self) -> Any:
@@ -118,7 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def slice_of(self, index: int) -> torch.Tensor | None:
         """This rank's slice of a parameter: the tensor that the user's optimizer steps on and keys its state by."""
-        memory = self._replica.parameters()
+        memory = self._memory
         if index in self._slices and not (index in self._unmoved and memory.is_moved(index)):
             return self._slices[index]
         old = self._slices.get(index)
@@ -132,11 +146,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return piece
 
     def _make_piece(self, index: int) -> torch.Tensor | None:
-        return self._replica.parameters().slice(index)
+        return self._memory.slice(index)
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """[begin, end) of the elements of a parameter, in memory order, that `rank` updates."""
-        return self._replica.parameters().run(index, rank)
+        return self._memory.run(index, rank)
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
@@ -147,7 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group in self._inner.param_groups:
                 pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]
                 group["params"] = [each for _, each in pairs if each is not None]
-                with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
+                if self._masters is not None:
+                    with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
             yield with_master
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
@@ -168,19 +183,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _loaded(self) -> None:
         """The user's class sees what was loaded as after torch's own loading: older formats are brought up to date. Who wrote to
         parameters before is not known any longer, so a master that does not round to its parameter is taken anew."""
+        self._consolidated = None
         with self._on_slices():
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})  # type: ignore[attr-defined]
         if self._masters is not None:
             self._masters.forget_all()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        with unguarded():
+            super().zero_grad(set_to_none)
+
     def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                index = self._index[id(parameter)]
-                piece = self.slice_of(index)
-                self._take_gradient(index, piece, gradient_of(index))
-                if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
-                    torch.autograd.graph.increment_version(piece)  # written by others: masters follow
+        with unguarded():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    index = self._index[id(parameter)]
+                    piece = self.slice_of(index)
+                    self._take_gradient(index, piece, gradient_of(index))
+                    if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
+                        torch.autograd.graph.increment_version(piece)  # written by others: masters follow
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
         return self._replica.gradient_slice(index)
@@ -192,8 +214,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _complete_gradients(self) -> None:
         """What is left to do when all ranks are known to step."""
 
-    def _publish(self) -> None:
-        self._replica.parameters().publish()
+    def _publish(self, failed: bool) -> list[int] | None:
+        """Make this rank's slices visible to all. Return which ranks failed; None if it takes an exchange of its own to say so."""
+        return self._memory.publish(failed=failed)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on this rank's slices; then every rank has every update. Collective.
@@ -209,41 +232,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             self._replica.close_pending()
         check_groups(self, self._inner)
-        self._replica.announce("step", self._position, [_hyperparameters(group) for group in self.param_groups])
+        self._replica.announce("step", self._position, [hyperparameters(group) for group in self.param_groups])
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self._step_together(self._own_gradient, stepped)
+        with unguarded():
+            states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
+        self._step_together(self._own_gradient, states)
         return loss
 
-    def shadow_step(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None]) -> None:
+    def shadow_step(
+        self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None], states: Sequence[int]
+    ) -> None:
         """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
-        was told. Collective."""
+        was told. `states`: see state_of, of every parameter of the module. Collective."""
         self._replica.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         check_groups(self, self._inner)
-        members = [p for group in self.param_groups for p in group["params"]]
-        stepped = [p for p in members if gradients[self._index[id(p)]] is not None]
-        self._step_together(gradients.__getitem__, stepped)
+        told = {p: states[self._index[id(p)]] for group in self.param_groups for p in group["params"]}
+        self._step_together(gradients.__getitem__, told)
 
-    def _step_together(self, gradient_of: Callable[[int], torch.Tensor | None], stepped: list[torch.Tensor]) -> None:
+    def _step_together(
+        self, gradient_of: Callable[[int], torch.Tensor | None], states: Mapping[torch.Tensor, int]
+    ) -> None:
+        """Step on this rank's slices and publish them. `states`: see state_of, of this optimizer's parameters. Collective."""
+        self._consolidated = None
         refusal: Exception | None = None
         try:
-            if self._replica.link is not None:
-                self._replica.link.refuse_capture("an optimizer's step")
+            self._replica.backend.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
         except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
             refusal = error
-        self._agree(refusal)
+        self._agree(refusal, states)
+        self.rounds_at_step = self._replica.reducer.stats()["rounds"]
         with self._replica.writing():
             failure = self._step_on_slices()
-            self._publish()  # after a failure too: whatever the slices are now, all ranks have the same
-        self._count_writes(stepped)
-        self._tell(failure)
+            outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
+        self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
+        if outcomes is None or any(outcomes):
+            self._tell(failure)
 
     def _tell(self, failure: Exception | None) -> None:
-        """Raises what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
+        """Raise what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
         if failure is not None:
@@ -258,6 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What was raised in between, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
+            self._replica.parameters().take_writes()
             self._complete_gradients()
             with self._on_slices() as low:
                 with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
@@ -276,29 +307,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         self._replica.count_writes(stepped)
-        self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
+        with unguarded():
+            self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
         """What ranks must agree on before a step, beside the groups."""
-        return {"factors that gradients were scaled by": self._replica.gradient_factors()}
+        names = self._replica.table.names
+        without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
+        return {
+            "factors that gradients were scaled by": self._replica.gradient_factors(),
+            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
+            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
+        }
 
-    def _agree(self, refusal: Exception | None) -> None:
+    def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
         """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
-        groups: list[Any] = [
-            [[self._index[id(p)] for p in group["params"]], _hyperparameters(group)] for group in self.param_groups
-        ]
-        groups.append([[], self._facts()])
-        encoded = json.dumps(groups, sort_keys=True, separators=(",", ":")).encode()
-        gather = self._replica.group.comm.all_gather_bytes
-        mine = b"\1" + str(refusal).encode() if refusal else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
-        digests = gather(mine, "hyperparameters of a step")
-        refused = next((digest for digest in digests if digest[:1] == b"\1"), None)
-        if refused is not None:
-            raise Error(refused[1:].decode())
-        if all(digest == digests[0] for digest in digests):
-            return
-        tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
-        raise Error(_difference(tables))
+        rows: list[Row] = rows_of(self, self._index)
+        rows.append((GRADIENTS, [], self._facts(states)))
+        agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
+        self._replica.accept_factors()
 
     # state --------------------------------------------------------------------------------------------------------
 
@@ -338,12 +365,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [group.rank, group.world_size, runs]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's slices, to be loaded at the same rank, world size and bucket size. Never communicates.
+        """Return this rank's slices, which load_state_dict() takes back at the same rank, world size and bucket size.
 
-        sw.full_optimizer_state_dict(module, optimizer) gives torch's ordinary format.
+        Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
+        Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
+        rank), and after consolidate_state_dict() until the next step.
         """
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
             hook(self)
+        if self._consolidated is not None:
+            made = self._in_torchs_format(self._consolidated.__getitem__)
+        elif self._replica.slicing.count == 1:
+            made = self._in_torchs_format(self._whole_state)
+        else:
+            made = {MARK: SlicedState(self._slices_of_state())}
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+            changed = hook(self, made)
+            made = made if changed is None else changed
+        return made
+
+    def own_slices(self) -> dict[str, Any]:
+        """Return what load_state_dict() takes back on this rank, for a file that only this rank reads."""
+        return {MARK: self._slices_of_state()}
+
+    def _slices_of_state(self) -> dict[str, Any]:
         indices = [[self._index[id(p)] for p in group["params"]] for group in self.param_groups]
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "indices": each}
@@ -354,11 +399,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece = self.slice_of(index)
             if piece is not None and piece in self._inner.state:
                 state[index] = dict(self._inner.state[piece])
-        made: dict[str, Any] = {_MARK: {"layout": self._layout(), "groups": groups, "state": state}}
-        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
-            changed = hook(self, made)
-            made = made if changed is None else changed
-        return made
+        return {"layout": self._layout(), "groups": groups, "state": state}
+
+    def _whole_state(self, index: int) -> dict[str, Any]:
+        """Return a parameter's state, whose tensors are not copied, where this rank has all of it."""
+        piece = self.slice_of(index)
+        if piece is None:
+            return {}
+        like = self._replica.layout_of(index)
+        return {
+            key: value.as_strided(like.shape, like.stride(), value.storage_offset())
+            if isinstance(value, torch.Tensor) and key != "step" and value.shape == piece.shape
+            else value
+            for key, value in self._inner.state.get(piece, {}).items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what state_dict() gave at this rank, or a whole optimizer's ordinary state, the same on every rank.
@@ -371,10 +425,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         load_with_hooks(self, self._load, state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        if _MARK not in state_dict:
+        if MARK not in state_dict:
             self._load_whole(state_dict)
             return
-        saved = state_dict[_MARK]
+        saved = state_dict[MARK]
+        saved = saved.content if isinstance(saved, SlicedState) else saved
         if saved["layout"] != self._layout():
             raise ValueError(
                 f"optimizer state: slices of rank {saved['layout'][0]} of {saved['layout'][1]} do not fit rank "
@@ -392,6 +447,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loaded()
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
+        check_saved(self._inner, groups)
         if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
                 f"optimizer state: groups of {[len(group[members]) for group in groups]} parameters do not fit "
@@ -412,23 +468,49 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._take_state(self._index[id(parameter)], state)
         self._loaded()
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on rank `to`, whose state_dict() is torch's ordinary format from now until the next step. Collective.
+
+        The name and the argument are those of torch's ZeroRedundancyOptimizer.
+
+        Cost: the state's bytes to every rank, one tensor at a time; memory of the whole state on rank `to` alone.
+        """
+        group = self._replica.group
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
+            raise ValueError(f"consolidate_state_dict: to must be a rank in [0, {group.world_size}), got {to!r}")
+        whole = {}
+        for index in self._positions():
+            state = self._gather_state(index)
+            if group.rank == to:
+                whole[index] = state
+        self._consolidated = whole if group.rank == to else None
+
     def full_state_dict(self) -> dict[str, Any]:
         """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
 
         Cost: the state's bytes to every rank, and as much memory.
         """
+        made = self._in_torchs_format(self._gather_state)
+        return {**made, "param_groups": copy.deepcopy(made["param_groups"])}
+
+    def _positions(self) -> dict[int, int]:
+        """Return the number of each parameter in torch's state dicts, by its index in the table."""
         positions: dict[int, int] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 positions.setdefault(self._index[id(parameter)], len(positions))
+        return positions
+
+    def _in_torchs_format(self, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        positions = self._positions()
         groups = [
             {
-                **{k: copy.deepcopy(v) for k, v in g.items() if k != "params"},
+                **{k: v for k, v in g.items() if k != "params"},
                 "params": [positions[self._index[id(p)]] for p in g["params"]],
             }
             for g in self.param_groups
         ]
-        state = {position: self._gather_state(index) for index, position in positions.items()}
+        state = {position: state_of(index) for index, position in positions.items()}
         return {"state": {position: each for position, each in state.items() if each}, "param_groups": groups}
 
     # slices, for checkpoints --------------------------------------------------------------------------------------
@@ -549,14 +631,6 @@ def _members(param_group: Any) -> list[torch.Tensor]:
     return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses what is none
 
 
-def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
-    """Why an optimizer cannot be sliced that holds a parameter which is not the module's."""
-    return (
-        f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
-        "give each module an optimizer of its own"
-    )
-
-
 def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -576,39 +650,13 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
         )
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in group.items() if key != "params"}
-
-
 def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
     """Another rank's hyperparameters; what a tensor holds is written into it."""
     for key, value in theirs.items():
         mine = group.get(key)
-        if _plain(mine) == value:
+        if plain(mine) == value:
             continue
         if isinstance(mine, torch.Tensor):
             mine.copy_(torch.tensor(value, dtype=mine.dtype, device="cpu"))
         else:
             group[key] = tuple(value) if isinstance(mine, tuple) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(type(value))
-
-
-def _difference(tables: list[Any]) -> str:
-    other = next(rank for rank, table in enumerate(tables) if table != tables[0])
-    for position, (ours, theirs) in enumerate(zip(tables[0], tables[other])):
-        if ours[0] != theirs[0]:
-            return f"ranks disagree about the optimizer: group {position} holds other parameters on rank 0 and rank {other}"
-        for key in sorted({*ours[1], *theirs[1]}):
-            a, b = ours[1].get(key), theirs[1].get(key)
-            if a != b:
-                return f"ranks disagree about the optimizer: group {position} has {key}={a} on rank 0, {key}={b} on rank {other}"
-    return (
-        f"ranks disagree about the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
-    )

@@ -1,7 +1,8 @@
-"""SyncBatchNorm: batch normalisation over the batches of all ranks together, on CPU tensors as well as on GPUs.
+"""SyncBatchNorm: batch normalisation over the batches of all ranks together, on CPU and GPU tensors.
 
-torch's own refuses CPU tensors. Each rank sends one row (count, mean and biased variance of its part, a channel each); every
-rank joins the rows in rank order, in float32 or wider, so that all have the same statistics, bit for bit.
+torch's own class refuses CPU tensors. Each rank sends one row: count, mean and biased variance of its batch, one value
+a channel. Every rank joins the rows in rank order, in float32 or wider, so that all have the same statistics, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -15,29 +16,22 @@ from .process_group import gather_in_rank_order, group_size
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """Normalises over the batches of all ranks of a group. Collective in training, in forward and in backward.
+    """Batch normalisation over the batches of all ranks of a group. Collective in training, in forward and in backward.
 
-    Takes what torch.nn.SyncBatchNorm takes, and has its parameters, buffers and state_dict. In evaluation with running
+    Arguments, parameters, buffers and state_dict are those of torch.nn.SyncBatchNorm. In evaluation with running
     statistics, and with one rank, it is torch's batch_norm.
 
-    Notes
-    -----
-    With the ranks' counts n_r, means and biased variances v_r: N = sum n_r, mean = sum n_r mean_r / N and
-    var = sum n_r (v_r + (mean_r - mean)^2) / N; running_var takes N / (N - 1) var. Weight and bias get the gradient of this
-    rank's loss, which a wrapper averages as any other. Ranks may have batches of different sizes, also none.
-    Cost: an all_reduce of (2 C + 1) W float32 in forward and 2 C W in backward, over torch's group.
+    Notes ----- With the ranks' counts n_r, means and biased variances v_r: N = sum n_r, mean = sum n_r mean_r / N and
+    var = sum n_r (v_r + (mean_r - mean)^2) / N; running_var takes N / (N - 1) var. Weight and bias get the gradient of
+    this rank's loss, which a wrapper averages like any other. Ranks may have batches of different sizes, including
+    none. Cost: an all_reduce of (2 C + 1) W float32 in forward and 2 C W in backward, over torch's group.
 
-    References
-    ----------
-    Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1; Chan, Golub and LeVeque, "Updating formulae and a pairwise
-    algorithm for computing sample variances", 1979, for the joined variance.
+    References ---------- Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1; Chan, Golub and LeVeque,
+    "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for the joined variance.
 
-    Examples
-    --------
-    >>> import torch, shardwright as sw
-    >>> model = sw.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)))
-    >>> type(model[1]).__module__.startswith("shardwright")
-    True
+    Examples -------- >>> import torch, shardwright as sw >>> model =
+    sw.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))) >>>
+    type(model[1]).__module__.startswith("shardwright") True
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -80,7 +74,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
-        """`module` with every BatchNorm in it replaced by one of this class that has its parameters and buffers."""
+        """Replace every BatchNorm in `module` by one of this class with its parameters and buffers; return `module`."""
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
             made = cls(
                 module.num_features,
@@ -103,7 +97,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(output, mean, biased variance, count) over all ranks; no double backward."""
+    """Compute (output, mean, biased variance, count) over all ranks; no double backward."""
 
     @staticmethod
     def forward(

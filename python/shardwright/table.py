@@ -17,6 +17,7 @@ import torch
 from . import device
 from ._engine import Error
 from .gradients import dense_strides, dtype_name
+from .memory import has_memory, without_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,11 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise Error(f"{what} {name!r} has layout {tensor.layout}: only strided tensors can be wrapped")
+    if not has_memory(tensor):
+        raise Error(
+            f"{what} {name!r} is {without_memory(tensor)}. Name it in ignored_params, which leaves it as it is on each "
+            "rank, or wrap a module without it"
+        )
 
 
 def _check_one_device(pairs: list[tuple[str, torch.Tensor]]) -> None:

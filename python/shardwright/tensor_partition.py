@@ -15,7 +15,6 @@ import torch
 
 from .replica import Replica
 from .sharded_optimizer import ShardedOptimizer
-from .unit_memory import UnitMemory
 
 _CHUNK_BYTES = 8 << 20
 
@@ -73,7 +72,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         if self._owners.get(index) != self._replica.slicing.own:
             return None
         memory, like = self._replica.parameters(), self._replica.layout_of(index)
-        if isinstance(memory, UnitMemory):
+        if memory.releases:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
         flat = memory.flat(index)
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
@@ -103,14 +102,11 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         elif piece is not None:
             piece.grad = None if gradient is None else _shaped(gradient, piece)
 
-    def _facts(self) -> dict[str, Any]:
-        return {**super()._facts(), "parameters that have gradients": sorted(self._gradient_slices)}
-
     def _complete_gradients(self) -> None:
         """Owners get the gradients of their tensors from everybody's slices, and the tensors if they are cut too. Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}
         memory, group = self._replica.parameters(), self._replica.group
-        if isinstance(memory, UnitMemory):
+        if memory.releases:
             for index, flat in self._held_whole():
                 memory.read_whole(index, flat)
         for piece in map(self.slice_of, slices):
@@ -143,9 +139,9 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         if chunk:
             yield chunk
 
-    def _publish(self) -> None:
+    def _publish(self, failed: bool) -> None:
         memory, comm = self._replica.parameters(), self._replica.group.comm
-        if isinstance(memory, UnitMemory):
+        if memory.releases:
             for index, flat in self._held_whole():
                 memory.write_whole(index, flat)
             for index, flat in self._from_other_hosts():
@@ -215,7 +211,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         if piece is not None:
             state = self._inner.state.get(piece, {})
             tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            on_gpu = [key for key, value in tensors.items() if value.device.type != "cpu"]  # others' have other numbers
+            on_gpu = [key for key, value in tensors.items() if not value.is_cpu]  # others' have other numbers
             torch.save([{**state, **{key: tensors[key].cpu() for key in on_gpu}}, on_gpu], packed)
         label = f"optimizer state of {self._replica.table.names[index]}"
         owner = self._replica.slicing.first_owner(self._owners[index])

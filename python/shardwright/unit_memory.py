@@ -9,45 +9,40 @@ When units are gathered and released is the schedule's (unit_schedule.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from ._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from .gradients import dense_strides, dtype_name
-from .parameter_slices import SliceRuns, itemsize_of, memory_order, populate
-from .process_group import HostGroup
-from .released_parameters import ReleasedParameters
-from .slicing import Slicing
-from .table import ParameterTable
+from .parameter_slices import OUTCOME_BYTES, Outcomes, SliceRuns, itemsize_of, make_dense, memory_order, populate
+from .released_parameters import ReleasedParameters, releasable
 from .unit_schedule import UnitSchedule
 from .units import UnitPlan
+
+if TYPE_CHECKING:
+    from .backend_base import Request
+    from .backend_host import HostBackend
 
 _ALIGNMENT = 128
 #: in which units' pages are counted
 _CHUNK_BYTES = 2 << 20
-#: parameters of at most as many bytes are never released: whoever reads them gains nothing by waiting
-_SMALL_BYTES = 128
 #: elements of a record of 8-bit integers: what cuts between slices are multiples of, so that values do not depend on them
 _BLOCK, _BITS = 32, 8
 
 
-class UnitMemory(ReleasedParameters, SliceRuns):
+class UnitMemory(ReleasedParameters):
     """Slices the parameters of a table and releases them. Making it is collective; values are rank 0's.
 
     Parameters
     ----------
-    group : HostGroup
+    backend : HostBackend
     reducer : Reducer
         Its layout says which elements a rank owns.
-    table : ParameterTable
-    plans : sequence of UnitPlan
-    label : str
-        Of the model, in messages.
-    slicing : Slicing
+    request : Request
+        With plans of units.
     coded : bool
         Units are gathered from records of 8-bit integers, which each rank makes of its float32 slices after every step.
 
@@ -61,48 +56,39 @@ class UnitMemory(ReleasedParameters, SliceRuns):
     unit and the largest other one.
     """
 
-    def __init__(
-        self,
-        group: HostGroup,
-        reducer: Reducer,
-        table: ParameterTable,
-        plans: Sequence[UnitPlan],
-        label: str,
-        slicing: Slicing,
-        *,
-        coded: bool = False,
-    ) -> None:
-        super().__init__(reducer, slicing)
-        self._group, self._table, self._label = group, table, label
+    def __init__(self, backend: HostBackend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
+        group, table, plans, label = backend.group, request.table, request.plans, request.label
+        slicing = request.slicing
+        assert plans is not None
+        SliceRuns.__init__(self, reducer, slicing)
+        self._backend, self._group, self._table, self._label = backend, group, table, label
         self.one_copy = group.is_apart(slicing)
         self._home = group.home_of(slicing)
         self._plan_slices()
         what = f"slices of the parameters of {label}"
-        self._arena = group.comm.arena(max(self._part_bytes, _ALIGNMENT), what, of_hosts=True)
+        self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
+        self._outcomes: Outcomes | None = None
+        if group.host_count == 1 and not slicing.is_replicated:  # else a barrier carries nothing
+            self._outcomes = Outcomes(self._arena, self._part_bytes, group.rank, group.world_size, 0)
         self._populate()
         self._codes = self._make_codes() if coded else None
         group.broadcast(table.parameters, 0, f"parameters of {label}")
         self._whole: dict[int, torch.Tensor] = {}
         for parameter in table.parameters:
-            if dense_strides(parameter) is None:
-                parameter.data = parameter.data.contiguous()
+            make_dense(parameter)
         self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
         self._write_slices()
-        members = [[i for i in plan.indices if can_be_released(table.parameters[i])] for plan in plans]
+        members = releasable(table, plans)
         released = {index for each in members for index in each}
         self._refreshed = [
             (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
         ]
         self._units = self._make_units(plans, members)
         self.schedule = UnitSchedule(
-            self._units, plans, [self._members(each) for each in members], self._abort, coded=coded
+            self._units, plans, [self._members(each) for each in members], backend.abort, coded=coded
         )
         self._tell_marks(plans)
         group.comm.barrier(f"slices of the parameters of {label}")
-
-    def _abort(self, reason: str) -> None:
-        if self._group.comm.is_alive:
-            self._group.comm.abort(reason)
 
     def _plan_slices(self) -> None:
         """Where buckets begin: in a rank's part, that has its slice of each; or in the host's copy."""
@@ -155,12 +141,10 @@ class UnitMemory(ReleasedParameters, SliceRuns):
     def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The elements of a parameter that a rank owns, this one if not said; may be empty."""
         rank = self._group.rank if rank is None else rank
-        bucket, begin, _ = self._reducer.place(index)
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        low, high = self.run(index, rank)
-        first = max(begin + low - self._slicing.of_rank[rank] * (numel // self._slicing.count), 0) if low < high else 0
+        bucket, first, count = self.run_in_slice(index, rank)
+        dtype = self._reducer.bucket_shape(bucket)[2]
         part, offset = self._place(bucket, rank)
-        return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [high - low], None, part))
+        return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
 
     def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """(low, high, slice) of every rank of this replica that owns some of a parameter."""
@@ -168,14 +152,12 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
 
     def _write_slices(self) -> None:
-        """From whole parameters to what this rank owns of them; of the host's copy, to all by the rank that has it."""
-        for index, parameter in enumerate(self._table.parameters):
-            flat = memory_order(parameter.data, parameter.data)
-            low, high = self.own_run(index)
-            if not self.one_copy and low < high:
-                self._slices[index].copy_(flat[low:high])
-            elif self.one_copy and self._group.rank == self._home:
-                self.write_whole(index, flat)
+        """Copy this rank's elements out of whole parameters; the rank that has the host's one copy fills all of it."""
+        if not self.one_copy:
+            super()._write_slices()
+        elif self._group.rank == self._home:
+            for index, parameter in enumerate(self._table.parameters):
+                self.write_whole(index, memory_order(parameter.data, parameter.data))
         self._encode()
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
@@ -185,12 +167,12 @@ class UnitMemory(ReleasedParameters, SliceRuns):
             specs.append((plan.name or self._label, size, runs))
             places += [(index, number, offset) for index, offset in offsets.items()]
         sizes = [size for _, size, _ in specs]
-        self._sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
+        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
         spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
         kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
-        self._warm = spans[0] + max([kept, *spans[1:]])
+        self._unit_bytes = spans[0] + max([kept, *spans[1:]])
         codes = {} if self._codes is None else {"codes": self._codes}
-        units = Units(self._arena, specs, self._warm, f"units of {self._label}", **codes)
+        units = Units(self._arena, specs, self._unit_bytes, f"units of {self._label}", **codes)
         for index, number, offset in places:
             data = self._table.parameters[index].data
             strides = dense_strides(data)
@@ -243,8 +225,22 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         empty = self._table.parameters[index].numel() == 0
         return piece if piece.numel() or (empty and self._slicing.own == 0) else None
 
+    def take_writes(self) -> None:
+        """What this rank's slices hold of parameters that are never released becomes what these hold: a program may have written to them,
+        alike on all ranks (a temperature that is clamped), as it may at zero 0 to 2. As a step begins, when no rank reads slices.
+        """
+        with torch.no_grad():
+            for index, parameter, _ in self._refreshed:
+                low, high = self.own_run(index)
+                if low < high and self.is_stepped(index):
+                    self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
+
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
-        """All elements of a parameter in memory order, from every rank's slices to `flat`."""
+        """All elements of a parameter in memory order, to `flat`: from every rank's slices, where it is released."""
+        if index not in self._whole:
+            data = self._table.parameters[index].data
+            flat.copy_(memory_order(data, data))
+            return
         for low, high, piece in self._owned(index):
             flat[low:high] = piece
 
@@ -253,14 +249,17 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         for low, high, piece in self._owned(index):
             piece.copy_(flat[low:high])
 
-    def publish(self, *, sliced: bool = True) -> None:
-        """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Collective.
-        `sliced`: hosts lack one another's updates still.
+    def publish(self, *, sliced: bool = True, failed: bool | None = None) -> list[int] | None:
+        """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Return which ranks
+        said `failed`; None if that does not travel along. Collective. `sliced`: hosts lack one another's updates still.
 
         Cost: one barrier, two with records, and the bytes of what is never released. Over hosts, each sends the others what its
         ranks have updated, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
+        outcomes = self._outcomes if failed is not None else None
+        if outcomes is not None:
+            outcomes.put(bool(failed))
         self.schedule.release_all()
         if self._codes is not None:
             comm.barrier(f"updated slices of {self._label}")  # whoever's they are
@@ -271,6 +270,7 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         else:
             comm.barrier(label)
         self._refresh()
+        return outcomes.read() if outcomes is not None else None
 
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
@@ -292,40 +292,11 @@ class UnitMemory(ReleasedParameters, SliceRuns):
         return self._part_bytes
 
     def plan(self) -> dict[str, Any]:
-        """For describe()."""
-        return {
-            "units": [f"{name or self._label}: {size} bytes" for name, size in self._sizes],
-            "unit_bytes": self._warm,
-            **({} if self._codes is None else {"gather": "int8"}),
-        }
-
-    @contextlib.contextmanager
-    def writable(self) -> Iterator[None]:
-        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
-
-        Cost: the parameters' bytes a rank, and a broadcast.
-        """
-        comm, label = self._group.comm, f"written parameters of {self._label}"
-        with self.schedule.everything():
-            comm.barrier(label)  # nobody writes slices before everybody has read them
-            try:
-                yield
-            finally:
-                self._group.broadcast(self._table.parameters, 0, label)
-                self._write_slices()
-                self.schedule.accept_writes()
-        comm.barrier(label)
-        self.schedule.gather_pinned()
+        return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}
 
     def give_back(self, together: bool = False) -> None:
         """The parameters become this rank's own again, whole. Not collective: slices are read where they are."""
         self.schedule.surrender()
-
-
-def can_be_released(parameter: torch.Tensor) -> bool:
-    """Whether anything is gained, and a NaN can stand for it meanwhile."""
-    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
-    return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES
 
 
 def _aligned(nbytes: int) -> int:

@@ -20,10 +20,14 @@ from typing import Any, NoReturn
 import torch
 
 from . import _hooks
-from ._engine import Error
+from ._engine import Error, sample_crc32c
+from .memory import address_of
+from .read_guard import ReadGuard
 from .units import UnitPlan
 
 _NO_TASK = -1
+#: of a parameter, beside its first and last bytes
+_SAMPLES = 8
 _COPY = (
     "this module's parameters are released, and each rank keeps slices of them: {what} inside "
     "`with sw.full_parameters(module)`, or use sw.full_state_dict(module)"
@@ -49,6 +53,8 @@ class Unit:
         When each forward that is running began.
     opened : list of (int, int)
         Of each backward that has begun: when its forward began, and its graph task.
+    is_whole : bool
+        Set by the schedule as it gathers and releases; nobody asks the engine.
     """
 
     def __init__(
@@ -62,10 +68,13 @@ class Unit:
         self.names = [name for _, name, _, _ in members]
         self.parameters = [parameter for _, _, parameter, _ in members]
         self.whole = [whole for _, _, _, whole in members]
+        self._guard = ReadGuard(self.names, self.parameters)
         self.running: list[int] = []
         self.opened: list[tuple[int, int]] = []
         self.pin = Pin.NONE
+        self.is_whole = False
         self._make_placeholders()
+        self._samples: list[int] | None = None
         self.note_versions()
 
     def _make_placeholders(self) -> None:
@@ -84,42 +93,90 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in this unit's pages."""
-        if not self.whole or tensor.layout is not torch.strided:
-            return False
-        address = tensor.data_ptr()
+        address = address_of(tensor) if self.whole else 0
         return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
 
-    def show(self, data: Sequence[torch.Tensor]) -> None:
-        """Makes `data` what the parameters are."""
-        for parameter, each in zip(self.parameters, data):
+    def show_whole(self) -> None:
+        """The parameters are whole, and can be read."""
+        self._guard.lower(self.parameters)
+        for parameter, each in zip(self.parameters, self.whole):
             parameter.data = each
 
-    def addresses(self, is_whole: bool) -> list[int]:
-        return self._whole_addresses if is_whole else self._addresses
+    def show_released(self) -> None:
+        """The parameters are NaN, and whoever reads them gets an error."""
+        self._guard.lower(self.parameters)
+        for parameter, each in zip(self.parameters, self.placeholders):
+            parameter.data = each
+        self._guard.raise_(self.parameters)
+
+    def give_up(self, *, whole: bool = True) -> None:
+        """The parameters are no longer the unit's: they can be read; or are released for good."""
+        self._guard.is_orphan = True
+        if whole:
+            self._guard.lower(self.parameters)
+
+    def data_pointers(self) -> list[int]:
+        """Where each parameter's data is now."""
+        with _hooks.unguarded():
+            return list(map(torch.Tensor.data_ptr, self.parameters))
+
+    def addresses(self) -> list[int]:
+        """Where the data of each parameter should be now."""
+        return self._whole_addresses if self.is_whole else self._addresses
+
+    def all_addresses(self) -> set[int]:
+        """Where it may be, whole or released."""
+        return {*self._whole_addresses, *self._addresses}
 
     def take_written(self) -> str | None:
         """The name of a parameter whose placeholder somebody wrote to or replaced while it was released; it is released again."""
-        if self._bytes == self._blank and list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
+        found = self.data_pointers()
+        if self._bytes == self._blank and found == self._addresses:
             return None
         written = [
             name
-            for name, p, placeholder, address in zip(self.names, self.parameters, self.placeholders, self._addresses)
-            if p.data_ptr() != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
+            for name, now, placeholder, address in zip(self.names, found, self.placeholders, self._addresses)
+            if now != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
         ]
         for dtype, blank in self._blank.items():
             self._bytes[dtype][:] = blank
-        self.show(self.placeholders)
+        self.show_released()
         return written[0] if written else None  # another NaN than ours is no write that anybody would miss
 
     def note_versions(self) -> None:
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = self._read_versions()
+        if self._samples is not None:
+            self._samples = self._read_samples()
+
+    def note_samples(self) -> None:
+        """Remember samples of the whole values, which a program can reach through `.data` until the step."""
+        if self._samples is None:
+            self._samples = self._read_samples()
+
+    def forget_samples(self) -> None:
+        """Drop the samples of values that were released."""
+        self._samples = None
+
+    def _read_samples(self) -> list[int]:
+        return [
+            sample_crc32c(address, whole.nbytes, max(whole.nbytes // _SAMPLES, 64))
+            for address, whole in zip(self._whole_addresses, self.whole)
+        ]
+
+    def _read_versions(self) -> list[int]:
+        with _hooks.unguarded():
+            return [parameter._version for parameter in self.parameters]
 
     def find_written(self) -> str | None:
-        """The name of a parameter that was written to since note_versions(), unless through `.data`."""
-        versions = [parameter._version for parameter in self.parameters]
-        if versions == self._versions:
+        """Return the name of a parameter that was written to since note_versions(); through `.data` since note_samples() alone."""
+        before, now = [self._versions], [self._read_versions()]
+        if self._samples is not None:
+            before.append(self._samples)
+            now.append(self._read_samples())
+        if before == now:
             return None
-        return next(name for name, old, new in zip(self.names, self._versions, versions) if old != new)
+        changes = zip(self.names * len(now), itertools.chain(*before), itertools.chain(*now))
+        return next(name for name, old, new in changes if old != new)
 
     def name_at(self, offset: int) -> str:
         """The parameter at a byte of the unit."""
@@ -171,10 +228,12 @@ class UnitSchedule:
         #: told which parameters are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _nobody
         for unit in self.units:
-            unit.show(unit.placeholders)
+            unit.show_released()
         for unit, plan in zip(self.units, plans):
-            self._hook_forward(unit, plan.module)
+            for module in plan.modules:
+                self._hook_forward(unit, module)
         self._hook_states(plans[0].module)
+        self._hook_holders(plans[0].module)
 
     def _hook_forward(self, unit: Unit, module: torch.nn.Module) -> None:
         before = _ModuleHook(self, type(self)._before_forward, unit.number)
@@ -205,6 +264,14 @@ class UnitSchedule:
                 hook = _ModuleHook(self, UnitSchedule._before_state_dict, number)
                 self._handles.append(each.register_state_dict_pre_hook(hook))
 
+    def _hook_holders(self, module: torch.nn.Module) -> None:
+        """Modules whose own parameters are the outermost unit's may be called by themselves: an encoder before its decoder (generate())."""
+        members = {id(p) for p in self.units[0].parameters}
+        for each in module.modules():
+            if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
+                hook = _ModuleHook(self, UnitSchedule._before_holder, 0)
+                self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
+
     def detach(self) -> None:
         """Takes the hooks off the modules."""
         for handle in self._handles:
@@ -214,17 +281,15 @@ class UnitSchedule:
 
     # gathering and releasing --------------------------------------------------------------------------------------
 
-    def is_whole(self, unit: Unit) -> bool:
-        return self._units.state(unit.number) == "unsharded"
-
     def _gather(self, unit: Unit) -> None:
-        if not self.is_whole(unit):
+        if not unit.is_whole:
             self._check_released(unit)
             if self._coded and not self._keepers:
                 self._units.gather_codes(unit.number)
             else:
                 self._units.gather(unit.number)
-            unit.show(unit.whole)
+            unit.is_whole = True
+            unit.show_whole()
             unit.note_versions()
 
     def _check_released(self, unit: Unit) -> None:
@@ -243,13 +308,15 @@ class UnitSchedule:
         raise Error(message)
 
     def _release(self, unit: Unit) -> None:
-        if self.is_whole(unit):
+        if unit.is_whole:
             written = unit.find_written()
             listener = self.on_release()
             if listener is not None:
                 listener(unit.parameters)
-            unit.show(unit.placeholders)
+            unit.forget_samples()
+            unit.show_released()
             self._units.release(unit.number)
+            unit.is_whole = False
             if written is not None:
                 self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
 
@@ -311,11 +378,13 @@ class UnitSchedule:
         self.detach()
         units, self.units = self.units, []
         for unit in units:
-            if self._coded and self.is_whole(unit):
+            if self._coded and unit.is_whole:
                 self._units.release(unit.number)
-            if not self.is_whole(unit):
+                unit.is_whole = False
+            if not unit.is_whole:
                 self._units.gather(unit.number)
-            ours = {*unit.addresses(True), *unit.addresses(False)}
+            unit.give_up()
+            ours = unit.all_addresses()
             for parameter, whole in zip(unit.parameters, unit.whole):
                 if parameter.data_ptr() in ours:
                     parameter.data = whole.clone(memory_format=torch.preserve_format)
@@ -332,15 +401,11 @@ class UnitSchedule:
     def holds_whole(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can be read now."""
         unit = self._unit_of.get(id(parameter))
-        return unit is None or self.is_whole(unit)
+        return unit is None or unit.is_whole
 
     def addresses(self) -> dict[int, int]:
         """Number of each parameter that can be released -> where its data should be now."""
-        return {
-            index: address
-            for unit in self.units
-            for index, address in zip(unit.indices, unit.addresses(self.is_whole(unit)))
-        }
+        return {index: address for unit in self.units for index, address in zip(unit.indices, unit.addresses())}
 
     def stats(self) -> dict[str, Any]:
         return {"units": len(self.units), **self._units.stats()}
@@ -352,13 +417,9 @@ class UnitSchedule:
             self.arrange_hooks()
         unit.running.append(next(self._clock))
         if _hooks.graph_task_id() == _NO_TASK:
-            self._end_broken_tasks()
+            if self._tasks:  # no backward runs: those that have not ended were broken off by an exception
+                self._end_tasks(self._tasks.copy())
         self._gather(unit)
-
-    def _end_broken_tasks(self) -> None:
-        """No backward runs: those that have not ended were broken off by an exception."""
-        if self._tasks:
-            self._end_tasks(self._tasks.copy())
 
     def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not unit.running:
@@ -369,7 +430,7 @@ class UnitSchedule:
         hooked = differentiable and self._hook_outputs(unit, begin, end, output)
         unannounced = differentiable and not hooked and any(p.requires_grad for p in unit.parameters)
         if unannounced or any(map(unit.holds, _hooks.find_tensors(output))):
-            unit.pin = unit.pin if unit.pin is Pin.BY_USER else Pin.UNTIL_STEP
+            self._pin_until_step(unit)
         self._note_order(unit)
         if not hooked or (unit.reshard_after_forward and unit is not self._turning):
             self._release_if_idle(unit)
@@ -403,7 +464,12 @@ class UnitSchedule:
             unit.opened.append((begin, task))
         self._gather(unit)
         if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: the backward of this backward is to come
+            self._pin_until_step(unit)
+
+    def _pin_until_step(self, unit: Unit) -> None:
+        if unit.pin is not Pin.BY_USER:
             unit.pin = Pin.UNTIL_STEP
+            unit.note_samples()
 
     def _end_tasks(self, tasks: Iterable[int]) -> None:
         ended = set(tasks)
@@ -413,12 +479,18 @@ class UnitSchedule:
                 unit.opened = [each for each in unit.opened if each[1] not in ended]
                 self._release_if_idle(unit)
 
+    def _before_holder(self, unit: Unit, *_: Any) -> None:
+        """A module is called, in its unit's forward or outside of it. Then its pages, which are kept in any case, are filled until the step."""
+        if not unit.is_whole:
+            self._gather(unit)
+            self._pin_until_step(unit)
+
     def _before_state_dict(self, unit: Unit, *_: Any) -> None:
         self.refuse(unit, "take the state_dict")
 
     def refuse(self, unit: Unit, what: str) -> None:
         """Error if `unit` is released."""
-        if not self.is_whole(unit):
+        if not unit.is_whole:
             raise Error(_COPY.format(what=what))
 
 

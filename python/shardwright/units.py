@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,44 @@ def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> No
         )
 
 
+def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -> None:
+    """NotImplementedError for what fully_shard said of an inner module, if the outermost's engine would do something else in silence.
+
+    Parameters
+    ----------
+    module : Module
+        The outermost.
+    ranks : nested list of int
+        That slice it: one list, or one of rows. Global numbers.
+    ignored : collection of str
+        Names of the parameters that the engine leaves alone.
+    """
+    known = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    for name, each in module.named_modules():
+        mark = mark_of(each)
+        if mark is None or each is module or _is_apart(each, known, ignored):
+            continue
+        mesh = mark.options.get("device_mesh")
+        if mesh is not None and mesh.mesh.tolist() != ranks:
+            raise NotImplementedError(
+                f"sw.fully_shard of the inner module {name!r} names a device_mesh of other ranks than the outermost module's: all units are sliced "
+                "over the outermost one's ranks, which start with rank 0's values, so that what differs over ranks (experts) would be lost: leave the mesh out there; or pass "
+                f"its parameters as ignored_params to the outermost call, which leaves {name!r} an engine of its own over its own mesh"
+            )
+        own = {known[id(p)] for p in mark.options.get("ignored_params", ()) if id(p) in known}
+        if not own <= set(ignored):
+            raise NotImplementedError(
+                f"sw.fully_shard of the inner module {name!r} ignores parameter {sorted(own - set(ignored))[0]!r}, and the outermost call does not: pass "
+                "ignored_params to the outermost one"
+            )
+
+
+def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collection[str]) -> bool:
+    """Whether an inner module has parameters, and the outermost one's engine leaves all of them alone."""
+    own = [names[id(p)] for p in module.parameters()]
+    return bool(own) and all(name in ignored for name in own)
+
+
 @dataclasses.dataclass(frozen=True)
 class UnitPlan:
     """One unit.
@@ -50,12 +88,23 @@ class UnitPlan:
         Its parameters, in the table's numbers.
     reshard_after_forward : bool
         Whether it is released between its forward and its backward.
+    beside : tuple of (str, Module)
+        Other modules of the unit, and their names: those of a list that fully_shard was called on.
     """
 
     name: str
     module: torch.nn.Module
     indices: tuple[int, ...]
     reshard_after_forward: bool
+    beside: tuple[tuple[str, torch.nn.Module], ...] = ()
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        return (self.module, *(each for _, each in self.beside))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *(name for name, _ in self.beside))
 
 
 def check_units(units: Any) -> None:
@@ -88,11 +137,13 @@ def cut(
 
     The outermost unit is whole from its forward to the end of its backward: it is needed last in the one, first in the other.
     """
-    chosen = _choose(module, units)
+    chosen = _choose(module, table, units)
+    first = _first_of_each(module, chosen)
     owners: dict[int, list[list[torch.nn.Module]]] = {}
     paths = _paths(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        around = [each for each in paths[name.rpartition(".")[0]] if each is module or id(each) in chosen]
+        path = paths[name.rpartition(".")[0]]
+        around = [first.get(id(each), each) for each in path if each is module or id(each) in chosen]
         owners.setdefault(id(parameter), []).append(around)
     members: dict[int, list[int]] = {}
     for index, parameter in enumerate(table.parameters):
@@ -101,24 +152,49 @@ def cut(
         members.setdefault(id(common[-1]), []).append(index)
     plans = []
     for name, each in module.named_modules():
-        if each is not module and id(each) not in chosen:
+        if (each is not module and id(each) not in chosen) or first.get(id(each), each) is not each:
             continue
         mark = mark_of(each)
         reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward
         reshards = reshards and each is not module
-        plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards))
+        beside = tuple(
+            pair for pair in module.named_modules() if pair[1] is not each and first.get(id(pair[1])) is each
+        )
+        plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards, beside))
     return plans
 
 
-def _choose(module: torch.nn.Module, units: Any) -> set[int]:
+def _first_of_each(module: torch.nn.Module, chosen: Collection[int]) -> dict[int, torch.nn.Module]:
+    """The identity of each module of a list that fully_shard was called on -> the first of them, whose unit it is."""
+    found: dict[int, torch.nn.Module] = {}
+    lists: dict[int, torch.nn.Module] = {}
+    for each in module.modules():
+        mark = mark_of(each)
+        if mark is not None and mark.is_list and id(each) in chosen:
+            found[id(each)] = lists.setdefault(id(mark), each)
+    return found
+
+
+def _choose(module: torch.nn.Module, table: ParameterTable, units: Any) -> set[int]:
     """Identities of the modules that are units, but for the outermost."""
     if units == "auto":
-        marked = {id(each) for each in module.modules() if mark_of(each) is not None and each is not module}
+        held = {id(p) for p in table.parameters}
+        marked = {
+            id(each)
+            for each in module.modules()
+            if mark_of(each) is not None and each is not module and not _holds_none(each, held)
+        }
         return marked or {id(each) for each in repeated_blocks(module)}
     if units == "size" or isinstance(units, (int, float)):
         return _by_size(module, _SIZE_BYTES if units == "size" else int(units * _MIB))
     kinds = _types(units)
     return {id(each) for each in module.modules() if isinstance(each, kinds) and not isinstance(each, _CONTAINERS)}
+
+
+def _holds_none(module: torch.nn.Module, held: Collection[int]) -> bool:
+    """Whether all of its parameters are left alone: it is no unit, and may have an engine of its own."""
+    own = list(module.parameters())
+    return bool(own) and not any(id(p) in held for p in own)
 
 
 def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -18,15 +18,14 @@ from .compress import check_compressor
 from .data_parallel import DistributedDataParallel
 from .fully_shard import wrapper_of
 from .masters import MasterOptimizer, has_own_masters, without_masters
-from .offload import StateStore, make_store, offload_folder, offload_kind, rounded_bytes
+from .memory import has_memory, without_memory
+from .offload import make_store, offload_folder, offload_kind, rounded_bytes
+from .optimizer_agreement import agree, check_members, given_rows, watch_loading
 from .options import Options, check_zero
 from .precision import PrecisionPlan
+from .process_group import HostGroup, host_group, resolve_group
 from .replica import Replica
-from .sharded_optimizer import ShardedOptimizer, check_sliceable, not_of
-from .tensor_partition import TensorPartitionedOptimizer
-
-if TYPE_CHECKING:
-    from .device_offload import HostStateStore
+from .sharded_optimizer import ShardedOptimizer, check_sliceable
 
 
 @overload
@@ -117,30 +116,21 @@ def wrap(
     check_compressor(compress, options.get("reduce", "mean"))
     if partition not in ("auto", "flat", "tensor"):
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
-    Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", "offload"))
+    given = Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", "offload"))
     _check_clip(clip_grad_norm, optimizer)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    if zero and optimizer is not None:
-        check_sliceable(without_masters(optimizer), partition)
-        _check_members(module, optimizer)
-    if optimizer is not None or not zero:
-        _check_offload(module, offload, optimizer)
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
+    _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload)
     wrapped = DistributedDataParallel(
         module, zero=zero, precision=precision, offload=offload, compress=compress, **options
     )
     if optimizer is None:
         return wrapped
-    if zero:
-        optimizer = shard_optimizer(wrapped, optimizer, partition=partition)
-    else:
-        optimizer = keep_optimizer(wrapped, optimizer)
+    optimizer = (_shard if zero else _keep)(wrapped, optimizer, partition)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -187,9 +177,46 @@ def shard_optimizer(
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
         )
+    group = wrapped._engine().group
+    _agree_on_optimizer(group, wrapped.module, optimizer, wrapped._zero, partition, wrapped._offload)
+    return _shard(wrapped, optimizer, partition)
+
+
+def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
+    """Return the communicator that the module's wrapper will have."""
+    group = resolve_group(options.process_group, options.device_mesh, trains=True)
+    return host_group(group, options.timeout_s)
+
+
+def _agree_on_optimizer(
+    group: HostGroup,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    zero: int,
+    partition: str,
+    offload: Any,
+) -> None:
+    """Raise, the same sentence on every rank, for an optimizer that cannot step on the module, or that ranks have made differently.
+    Collective."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    refusal: Exception | None = None
+    try:
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+        if optimizer is not None and zero:
+            check_sliceable(without_masters(optimizer), partition)
+        if optimizer is not None:
+            check_members(type(module).__name__, names, optimizer, all_of_them=bool(zero))
+        if optimizer is not None or not zero:
+            _check_offload(module, offload, optimizer)
+    except (TypeError, ValueError, Error) as error:  # the others are told, before they wait for this rank
+        refusal = error
+    rows = [] if refusal else given_rows(optimizer, names, partition if zero else "")
+    agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {type(module).__name__}")
+
+
+def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
-    check_sliceable(optimizer, partition)
-    _check_offload(wrapped.module, wrapped._offload, optimizer)
     made = _sliced_class(partition, wrapped._engine())(
         optimizer, wrapped._engine(), partition, _without_master(wrapped)
     )
@@ -198,13 +225,7 @@ def shard_optimizer(
 
 
 def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
-    if partition != "tensor":
-        return ShardedOptimizer
-    if replica.link is None:
-        return TensorPartitionedOptimizer
-    from .device_tensor_partition import DeviceTensorPartitionedOptimizer
-
-    return DeviceTensorPartitionedOptimizer
+    return replica.backend.whole_tensors() if partition == "tensor" else ShardedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
@@ -224,29 +245,26 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
     """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
     folder, replica = offload_folder(wrapped._offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
-    in_file = isinstance(earlier, StateStore)  # of an earlier wrapping: the state is there
-    on_gpu = replica.link is not None and (wrapped._offload is not None or earlier is not None)
-    if folder is None and not on_gpu and not in_file:
+    in_file = getattr(earlier, "file", None) is not None  # of an earlier wrapping: the state is there
+    moves = not replica.backend.capabilities.state_is_there and (wrapped._offload is not None or earlier is not None)
+    if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU, and the state is where it is
             inner.keep_in(None)
         return
-    store: StateStore | HostStateStore
+    store: Any
     try:
-        route = None
-        if replica.link is not None:  # an earlier one's link may be gone
-            from .device_offload import HostStateStore, make_route
-
-            route = make_route(replica.group, replica.link, replica.label)
+        route = replica.backend.optimizer_target(replica.label)  # anew: an earlier one's link may be gone
         if in_file:
             store = earlier
         elif folder is not None:
             nbytes = _state_bytes(replica, optimizer, inner, rounded_bytes)
             store = make_store(replica.group, folder, replica.label, nbytes)
         else:
+            from .device_offload import HostStateStore
+
             assert route is not None
             store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
-        if isinstance(store, StateStore):
-            store.route = route
+        store.route = route
     except (OSError, MemoryError, ValueError, Error):
         replica.retire(together=True)  # the module is as it was
         raise
@@ -273,9 +291,15 @@ def _state_bytes(
 
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
-    and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective then."""
-    _check_offload(wrapped.module, wrapped._offload, optimizer)
+    and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective."""
+    group = wrapped._engine().group
+    _agree_on_optimizer(group, wrapped.module, optimizer, 0, "", wrapped._offload)
+    return _keep(wrapped, optimizer)
+
+
+def _keep(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
+    watch_loading(optimizer)
     if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
         made = MasterOptimizer(optimizer, _without_master(wrapped))
         members = (p for group in optimizer.param_groups for p in group["params"])
@@ -305,6 +329,24 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     if wrapped is None:
         raise Error("full_gradients needs a wrapped module, or the outermost one that was fully sharded")
     return wrapped._engine().full_gradients()
+
+
+def average_gradients(module: torch.nn.Module) -> None:
+    """Average what stands in `.grad` over ranks, for gradients that no backward of the module brings. Collective.
+
+    Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a synchronised backward. For
+    gradients of torch.autograd.grad that are set by hand, and pipelines that add to weight.grad past all hooks (zero-bubble schedules): run
+    their forwards inside no_sync(), or not, and call this once before the step. What is averaged already is averaged again.
+
+    Raises
+    ------
+    Error
+        The module is not wrapped; inside a backward.
+    """
+    wrapped = wrapper_of(module)
+    if wrapped is None:
+        raise Error("average_gradients needs a wrapped module, or the outermost one that was fully sharded")
+    wrapped._engine().average_gradients()
 
 
 @contextlib.contextmanager
@@ -380,10 +422,17 @@ def load_full_state_dict(
         verdict = _load_state(bare, state, strict) if group.rank == 0 else ("", [], [])
         failure, missing, unexpected = json.loads(group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)[0])
         known = {id(p) for p in wrapped._engine().table.parameters}
-        others = [value for value in bare.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
-        others = [value for value in others if id(value) not in known]  # buffers, and ignored parameters
-        if others:
-            group.broadcast(others, 0, label)
+        tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+        others = {n: v for n, v in tensors.items() if id(v) not in known}  # buffers, and ignored parameters
+        stay = {name for name, value in others.items() if not has_memory(value)}
+        lost = sorted(stay - set(missing))
+        if lost:
+            failure = failure or (
+                f"{lost[0]!r} is {without_memory(others[lost[0]])}. Rank 0's cannot be sent to the others: load it on each rank"
+            )
+        sent = [value for name, value in others.items() if name not in stay]
+        if sent:
+            group.broadcast(sent, 0, label)
     if failure:
         raise Error(f"load_full_state_dict: {failure}")
     return UnmatchedNames(missing, unexpected)
@@ -435,12 +484,3 @@ def _check_clip(max_norm: Any, optimizer: Any) -> None:
         raise TypeError(f"clip_grad_norm must be a number or None, got {max_norm!r}")
     if optimizer is None or not max_norm > 0:
         raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {max_norm!r}")
-
-
-def _check_members(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Before the module is wrapped; what is ignored is found when the optimizer is sliced."""
-    members = {id(parameter) for parameter in module.parameters()}
-    for position, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in members:
-                raise ValueError(not_of(type(module).__name__, parameter, position))

@@ -1,8 +1,9 @@
-"""Debug modes of parameters that a host's ranks share: what finds a write that their versions do not tell of.
+"""What finds writes to parameters that a host's ranks share, where their versions do not tell of them.
 
-A write through `.data`, or by foreign code, changes the parameter for every rank of the host, in the middle of their forwards. *samples*
-compares some elements of each parameter before and after each forward and before each step; *read-only* takes the right to write
-away between steps, so that who writes gets a SIGSEGV where it happens (`python -X faulthandler` prints the line).
+A write through `.data`, or by foreign code, changes the parameter for every rank of the host, in the middle of their forwards: averages of
+weights that are swapped in and out (EMA, SWA) leave wrong weights on all ranks, without a word. *samples*, the default, compares some elements of each
+parameter before and after each forward and before each step; *read-only*, for debugging, takes the right to write away between steps, so that a
+write gets a SIGSEGV where it happens (`python -X faulthandler` prints the line).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from ._engine import Error, HostComm
 from .parameter_memory import ParameterMemory
 
-#: of a parameter, spread evenly; where they begin moves by one element with each step
-_SAMPLES = 64
+#: words of a parameter, spread evenly; where they begin moves with each step
+_SAMPLES = 8
 
 
 class SampledParameters:
@@ -33,34 +34,46 @@ class SampledParameters:
 
     Notes
     -----
-    Cost of a comparison: 64 elements of each parameter are read.
+    Cost of a comparison: two of torch's operations, over 8 words of 4 bytes of each parameter.
     """
 
+    kind = "samples"
+
     def __init__(self, memory: ParameterMemory, names: Sequence[str], comm: HostComm) -> None:
-        self._memory, self._names, self._comm = memory, names, comm
+        self._names, self._comm = names, comm
+        self._words = memory.words()
+        spans = [memory.span(index) for index in range(len(names))]
+        first: list[int] = []
+        stride: list[int] = []
+        of: list[int] = []
+        for index, (begin, count) in enumerate(spans):
+            step = max(count // _SAMPLES, 1)
+            taken = range(begin, begin + count, step)[:_SAMPLES]
+            first += taken
+            stride += [step] * len(taken)
+            of += [index] * len(taken)
+        self._first = torch.tensor(first, dtype=torch.int64, device="cpu")
+        self._stride = torch.tensor(stride, dtype=torch.int64, device="cpu")
+        self._of = of  # the parameter of each sample
         self._phase = 0
         self._take()
 
     def _take(self) -> None:
         self._phase += 1
-        self._samples = [self._sample(index) for index in range(len(self._names))]
-
-    def _sample(self, index: int) -> torch.Tensor:
-        flat = self._memory.flat(index)
-        stride = max(flat.numel() // _SAMPLES, 1)
-        return flat[self._phase % stride :: stride].clone()
+        self._places = self._first + self._phase % self._stride if self._of else self._first
+        self._samples = self._words[self._places]
 
     def check(self, when: str) -> None:
         """Error if a sample is not what it was when the last step, or full_parameters(writable=True), ended."""
-        for index, before in enumerate(self._samples):
-            now = self._sample(index)
-            if not torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
-                self._fail(index, when)
+        now = self._words[self._places]
+        if not torch.equal(now, self._samples):
+            self._fail(self._of[int((now != self._samples).nonzero()[0])], when)
 
     def _fail(self, index: int, when: str) -> None:
         message = (
             f"parameter {self._names[index]!r} was written to outside of the step (found {when}, by write_guard='samples'), and the "
-            "host's ranks share it, so that it has changed for all: write inside `with sw.full_parameters(module, writable=True)`"
+            "host's ranks share it, so that it has changed for all: write inside `with sw.full_parameters(module, writable=True)`, where averages "
+            "of weights (EMA, SWA) are swapped in and out too"
         )
         if self._comm.is_alive:
             self._comm.abort(message)
@@ -81,6 +94,8 @@ class ReadOnlyParameters:
     memory : ParameterMemory
         Shared.
     """
+
+    kind = "read-only"
 
     def __init__(self, memory: ParameterMemory) -> None:
         self._memory = memory

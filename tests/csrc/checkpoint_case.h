@@ -109,7 +109,7 @@ typedef struct case_rank {
     bool is_direct, is_lazy;
     int thread_count;
     uint64_t number;
-    const char *nonce;
+    const char *nonce, *replaces;
     sw_status status;
     sw_error err;
 } case_rank;
@@ -140,6 +140,7 @@ static inline void *case_save(void *argument)
         exit(90);
     sw_save_request request = {.folder = folder,
                                .nonce = self->nonce,
+                               .replaces = self->replaces,
                                .number = self->number,
                                .step = (uint64_t)self->step,
                                .shared = {shared, data.sources, CASE_TENSORS},

@@ -17,6 +17,7 @@
 #include <sys/uio.h>
 #include <sys/wait.h>
 
+#include "checkpoint/commit.h"
 #include "checkpoint_case.h"
 
 typedef enum fault {
@@ -337,6 +338,7 @@ enum { IS_SLOW = 0, CAN_FORK = 1 };
 static char directory[64];
 static int cases;
 static uint64_t saves;
+static const char *replaces; /* of the next saves */
 
 static sw_status save_step(int step, const char *const *stale, size_t stale_count,
                            const char *const *retired, size_t retired_count, int world_size,
@@ -349,6 +351,7 @@ static sw_status save_step(int step, const char *const *stale, size_t stale_coun
                           .directory = directory,
                           .number = 1,
                           .nonce = nonce,
+                          .replaces = replaces,
                           .stale = stale,
                           .stale_count = stale_count,
                           .retired = retired,
@@ -728,6 +731,35 @@ static void keep_strangers(void)
     }
 }
 
+/* A folder that changes between the look at it and its replacement is left under its name. */
+static void keep_other_saves(void)
+{
+    char folder[sizeof stranger - 16], identity[SW_IDENTITY_BYTES], then[SW_IDENTITY_BYTES];
+    sw_error err = {0};
+    fresh_directory();
+    snprintf(folder, sizeof folder, "%s/step-000001", directory);
+    sw_checkpoint_identify(folder, identity);
+    replaces = identity;
+    if (save_step(1, NULL, 0, NULL, 0, 1, &err) != SW_OK)
+        die_badly("a save in place of what it found", FAULT_NONE, 0, 1, err.message);
+    sw_checkpoint_identify(folder, then);
+    if (!*identity || strcmp(identity, then) == 0)
+        die_badly("identities", FAULT_NONE, 0, 1, then);
+    for (int look = 0; look < 3; ++look) { /* changed before the look, there after it, and new */
+        snprintf(identity, sizeof identity, "%s", look == 0 ? "1:2:other" : look == 1 ? then : "");
+        if (look == 2)
+            fresh_directory();
+        if (look == 1)
+            snprintf(stranger, sizeof stranger, "%s/MANIFEST.json", folder);
+        sw_status status = save_step(1, NULL, 0, NULL, 0, 1, &err);
+        if (status != SW_E_STATE || !strstr(err.message, "was written by another save") ||
+            access(folder, F_OK) != 0)
+            die_badly("a folder of another save", FAULT_NONE, look, 1, err.message);
+        cases++;
+    }
+    replaces = NULL;
+}
+
 int main(void)
 {
     bool is_long = getenv("SW_TEST_LONG") != NULL && !IS_SLOW;
@@ -747,11 +779,13 @@ int main(void)
             if (is_long || (!IS_SLOW && kind == (i ? FAULT_EIO : FAULT_DIE_AFTER)))
                 cut_every_call((fault)kind, 1, 1);
         keep_strangers();
+        keep_other_saves();
         exchange_refusal = i ? EOPNOTSUPP : EINVAL;
         cut_power_everywhere(1, 1, is_long ? 90 : 4);
     }
     exchange_refusal = 0;
     keep_strangers();
+    keep_other_saves();
     cut_power_everywhere(2, 1, is_long ? 90 : 4);
     cut_power_everywhere(1, 1, is_long ? 90 : 2);
     if (!IS_SLOW)

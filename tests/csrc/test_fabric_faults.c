@@ -559,8 +559,8 @@ static void set_counters(sw_comm *comm, uint32_t start)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
     fabric->posted = fabric->done = start;
-    atomic_store(&fabric->control[comm->rank]->posted, start);
-    atomic_store(&fabric->control[comm->rank]->done, start);
+    atomic_store(&fabric->control[comm->rank].posted, start);
+    atomic_store(&fabric->control[comm->rank].done, start);
 }
 
 enum { IN_FLIGHT = 300, NUMEL = 40 };

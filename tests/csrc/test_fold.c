@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/device_kernels.h"
 #include "kernels/kernels.h"
 
 enum {
@@ -578,8 +579,47 @@ static void test_redop(void)
     expect(sw_redop_check((sw_redop)-1, SW_DTYPE_FLOAT32, NULL) == SW_E_INVALID, "op out of range");
 }
 
+/* A group on GPUs may have any number of ranks: contributions of 1 each, the own one elsewhere, on
+ * an addend of 2 and without. */
+static void test_many_sources(int source_count)
+{
+    const sw_kernel_contract *fold = &sw_kernel_contracts()[SW_KERNEL_FOLD];
+    enum { NUMEL = 3 };
+    float own[NUMEL] = {1, 1, 1}, addend[NUMEL] = {2, 2, 2}, to[NUMEL];
+    float *rest = calloc((size_t)source_count, sizeof own);
+    sw_error err;
+    sw_fold_args args = {.to = to,
+                         .own = own,
+                         .rest = rest,
+                         .numel = NUMEL,
+                         .stride_bytes = sizeof own,
+                         .scale = 1,
+                         .dtype = SW_DTYPE_FLOAT32,
+                         .op = SW_REDOP_SUM,
+                         .own_index = source_count / 2,
+                         .source_count = source_count};
+    for (int k = 0; k < source_count * NUMEL; ++k)
+        rest[k] = 1;
+    for (int with = 0; with < 2; ++with) {
+        args.addend = with ? addend : NULL;
+        bool right = fold->check(&args, &err) == SW_OK;
+        if (right)
+            fold->reference(&args);
+        for (int i = 0; i < NUMEL; ++i)
+            right = right && to[i] == (float)(source_count * (with ? 3 : 1));
+        passed_count += right;
+        failed_count += !right;
+        if (!right)
+            fprintf(stderr, "a fold of %d contributions on a GPU is wrong\n", source_count);
+    }
+    free(rest);
+}
+
 int main(void)
 {
+    test_many_sources(1);
+    test_many_sources(1025);
+    test_many_sources(16384);
     test_force();
     test_redop();
     test_known_halves();

@@ -1,6 +1,7 @@
 /* test_hier.c - hosts with ranks as threads, and a wire that is a box of messages. Law of
  * all_reduce: every rank ends with the fold inside each host, then over hosts, bit for bit, with
  * many operations in flight; where ranks disagree on one, those before it are done. Law of
+ * broadcast: every rank has the root's bytes. Law of
  * reduce_scatter: owners of a slice have the same bits of it, and with contributions that stand on
  * the results before, those of sums rounded before the fold. Law of all_gather: every part has
  * every owner's slice. Law of a wire that breaks, or never answers: every rank gets an error, and
@@ -33,6 +34,7 @@ typedef struct pending_work {
     uint32_t tag;
     void *data; /* NULL: a send, complete at once */
     size_t size_bytes;
+    bool has_come; /* without being waited for */
 } pending_work;
 
 typedef struct box {
@@ -44,6 +46,7 @@ typedef struct box {
     int sent;
     int breaks_after; /* messages; 0: never */
     bool in_part;     /* and who waits then is not told, as of a message that has come in part */
+    bool is_open;     /* all have joined */
     bool broken, silent, packs, probed;
 } box;
 
@@ -57,11 +60,16 @@ static bool is_of(sw_message what, uint32_t tag)
     return tag >> 28 == (uint32_t)what;
 }
 
-/* A last word arrives without anybody's waiting for it, while others look at its place; so does
- * nothing for who has closed. Under the lock. */
-static void deliver_last_word(box *b, message *m)
+static bool is_looked_at(uint32_t tag)
 {
-    for (pending_work *w = b->works; w && m->data && is_of(SW_MESSAGE_LAST, m->tag); w = w->next) {
+    return is_of(SW_MESSAGE_LAST, tag) || is_of(SW_MESSAGE_PROBE, tag);
+}
+
+/* A last word or a probe arrives without anybody's waiting for it, while others look at its place;
+ * so does nothing for who has closed. Under the lock. */
+static void deliver(box *b, message *m)
+{
+    for (pending_work *w = b->works; w && m->data && is_looked_at(m->tag); w = w->next) {
         if (!w->data || w->from != m->from || w->to != m->to || w->tag != m->tag ||
             b->closed[m->to])
             continue;
@@ -70,6 +78,7 @@ static void deliver_last_word(box *b, message *m)
             atomic_store_explicit(&to[i], ((const uint32_t *)m->data)[i], memory_order_relaxed);
         free(m->data);
         m->data = NULL;
+        w->has_come = true;
     }
 }
 
@@ -89,7 +98,7 @@ static sw_status box_send(void *context, int rank, uint32_t tag, const void *dat
     box *b = end->box;
     sw_status status = SW_OK;
     pthread_mutex_lock(&b->lock);
-    b->broken |= b->breaks_after && ++b->sent > b->breaks_after;
+    b->broken |= b->is_open && b->breaks_after && ++b->sent > b->breaks_after;
     if (b->broken) {
         status = sw_error_set(err, SW_E_COMM, -1, "the wire broke");
     } else {
@@ -101,7 +110,7 @@ static sw_status box_send(void *context, int rank, uint32_t tag, const void *dat
             .from = end->rank, .to = rank, .tag = tag, .data = malloc(bytes), .size_bytes = bytes};
         memcpy(b->messages[i].data, data, bytes);
         b->probed |= is_of(SW_MESSAGE_PROBE, tag);
-        deliver_last_word(b, &b->messages[i]);
+        deliver(b, &b->messages[i]);
         *work = new_work(b);
     }
     pthread_cond_broadcast(&b->changed);
@@ -121,9 +130,9 @@ static sw_status box_receive(void *context, int rank, uint32_t tag, void *data, 
     made->tag = tag;
     made->data = data;
     made->size_bytes = bytes;
-    for (int i = 0; i < BOX && is_of(SW_MESSAGE_LAST, tag); ++i)
+    for (int i = 0; i < BOX && is_looked_at(tag); ++i)
         if (end->box->messages[i].data)
-            deliver_last_word(end->box, &end->box->messages[i]);
+            deliver(end->box, &end->box->messages[i]);
     pthread_mutex_unlock(&end->box->lock);
     *work = made;
     return SW_OK;
@@ -136,7 +145,8 @@ static bool take(box *b, const pending_work *work)
         if (!m->data || m->from != work->from || m->to != work->to || m->tag != work->tag)
             continue;
         check(m->size_bytes <= work->size_bytes, "a message has room");
-        check(m->size_bytes == work->size_bytes || b->packs, "unless packed, just this room");
+        check(m->size_bytes == work->size_bytes || b->packs || is_of(SW_MESSAGE_FRAME, m->tag),
+              "unless it is packed or a frame, just this room");
         memcpy(work->data, m->data, m->size_bytes);
         free(m->data);
         m->data = NULL;
@@ -152,7 +162,8 @@ static sw_status box_wait(void *context, void *argument, sw_error *err)
     pending_work *work = argument;
     sw_status status = SW_OK;
     pthread_mutex_lock(&b->lock);
-    while (work->data && status == SW_OK && (b->silent || !take(b, work))) {
+    while (work->data && !work->has_come && status == SW_OK &&
+           ((b->silent && b->is_open) || !take(b, work))) {
         if (b->closed[end->rank] || (b->broken && !b->in_part))
             status = sw_error_set(err, SW_E_COMM, -1, "the wire broke");
         else
@@ -197,6 +208,8 @@ typedef struct scene {
     int64_t timeout_ns;
 } scene;
 
+static int radix; /* of the scenes that follow; 0: the usual one, so a single round */
+
 static int size_of_host(const scene *s, int host, int world_size)
 {
     int count = 0;
@@ -208,7 +221,7 @@ static int size_of_host(const scene *s, int host, int world_size)
 static sw_comm *join(rank_context *self, scene *s, wire_end *end, sw_wire *wire)
 {
     int host = s->host_of[self->rank], local = 0;
-    sw_identity identities[RANKS_MAX] = {{.pid = 0}};
+    const sw_identity own = {.pid = 4711 + self->rank, .host = "a host"};
     sw_comm *inside, *comm = NULL;
     for (int r = 0; r < self->rank; ++r)
         local += s->host_of[r] == host;
@@ -220,13 +233,22 @@ static sw_comm *join(rank_context *self, scene *s, wire_end *end, sw_wire *wire)
                       .close = box_close,
                       .drop = box_drop,
                       .release = box_release,
-                      .slow_bytes_per_s = s->box.packs ? UINT64_MAX : 0};
+                      .slow_bytes_per_s = s->box.packs ? UINT64_MAX : 0,
+                      .radix = radix};
     if (!check(sw_local_comm_create(s->hosts[host], local, &inside, &self->err) == SW_OK, "inside"))
         return NULL;
-    inside->timeout_ns = s->timeout_ns;
-    check(sw_hier_comm_create(inside, self->rank, self->world_size, s->host_of, identities,
+    inside->timeout_ns = INT64_C(30000) * 1000000;
+    check(sw_hier_comm_create(inside, self->rank, self->world_size, s->host_of, &own,
                               s->host_count > 1 ? wire : NULL, &comm, &self->err) == SW_OK,
           "a communicator over hosts: %s", self->err.message);
+    if (comm)
+        comm->timeout_ns = s->timeout_ns;
+    ranks_meet(self);
+    pthread_mutex_lock(&s->box.lock); /* from here on it may break, or be silent */
+    s->box.sent = s->box.is_open ? s->box.sent : 0;
+    s->box.is_open = true;
+    pthread_mutex_unlock(&s->box.lock);
+    ranks_meet(self);
     return comm;
 }
 
@@ -472,6 +494,57 @@ static void slices_over_hosts(rank_context *self)
         comm->ops->destroy(comm);
 }
 
+/* Bytes of one rank to all, from wherever and to wherever they lie. */
+static void broadcasts(rank_context *self)
+{
+    static const size_t sizes[] = {0, 1, 8192, 8193, 262145, 1000003, 9000001};
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    uint8_t *data = malloc(9000001);
+    for (size_t i = 0; comm && i < sizeof sizes / sizeof *sizes; ++i)
+        for (int root = 0; root < self->world_size; ++root) {
+            size_t n = sizes[i], cut = n / (size_t)(self->rank + 2), wrong = 0;
+            const sw_range ranges[] = {{data, cut}, {NULL, 0}, {data + cut, n - cut}};
+            for (size_t k = 0; k < n; ++k)
+                data[k] = self->rank == root ? (uint8_t)(k * 31 + (size_t)root + i) : 0xee;
+            check(sw_comm_broadcast(comm, ranges, 3, root, "bytes", &self->err) == SW_OK,
+                  "a broadcast: %s", self->err.message);
+            for (size_t k = 0; k < n; ++k)
+                wrong += data[k] != (uint8_t)(k * 31 + (size_t)root + i);
+            check(wrong == 0, "%zu bytes of %zu are not the root's", wrong, n);
+        }
+    ranks_meet(self);
+    if (comm)
+        comm->ops->destroy(comm);
+    free(data);
+}
+
+/* The wire breaks, or the root leaves, in the middle of one: an error everywhere, soon. */
+static void broadcasts_break(rank_context *self)
+{
+    enum { BYTES = 20000000 };
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    uint8_t *data = calloc(BYTES, 1);
+    const sw_range range = {data, BYTES};
+    int root = self->world_size - 1;
+    sw_status status = SW_OK;
+    if (s->box.breaks_after == 0 && self->rank == root)
+        comm->ops->leave(comm);
+    else
+        status = sw_comm_broadcast(comm, &range, 1, root, "bytes", &self->err);
+    check(self->rank == root || status == SW_E_COMM, "an error: %d %s", (int)status,
+          status ? self->err.message : "");
+    ranks_meet(self);
+    comm->ops->destroy(comm);
+    ranks_meet(self);
+    free(data);
+}
+
 /* A wire that breaks, or never answers, while slices travel. */
 static void slices_meet_a_bad_wire(rank_context *self)
 {
@@ -553,6 +626,28 @@ static void one_takes_its_time(rank_context *self)
     pthread_mutex_unlock(&s->box.lock);
     check(probes == 0, "%d probes were not taken in", probes);
     check(s->box.probed, "and there were some");
+    ranks_meet(self);
+    comm->ops->destroy(comm);
+}
+
+/* Everybody's error names the rank that does not come, however many hosts lie between. */
+static void one_never_comes(rank_context *self)
+{
+    scene *s = (scene *)(uintptr_t)self->shared;
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = join(self, s, &end, &wire);
+    sw_op op = {.kind = SW_OP_BARRIER, .label = "a barrier"};
+    int late = self->world_size / 2;
+    check(comm->ops->run(comm, &op, &self->err) == SW_OK, "all are there: %s", self->err.message);
+    comm->timeout_ns = INT64_C(1200) * 1000000;
+    if (self->rank == late) {
+        sw_thread_sleep_ns(2000 * 1000 * 1000);
+    } else {
+        check(comm->ops->run(comm, &op, &self->err) == SW_E_TIMEOUT, "it is waited for");
+        check(self->err.detail == late, "rank %d blames rank %d: %s", self->rank, self->err.detail,
+              self->err.message);
+    }
     ranks_meet(self);
     comm->ops->destroy(comm);
 }
@@ -693,6 +788,7 @@ int main(void)
     const sw_slices wide = {.count = 3, .of_rank = threes, .replica_of_rank = two_rows};
     static const int alternating[] = {0, 1, 0, 1}, pairs[] = {0, 0, 1, 1, 2, 2},
                      lopsided[] = {0, 0, 0, 0, 1, 2};
+    static const int spread[] = {0, 1, 2, 0, 3, 4, 4}, chain[] = {0, 1, 2, 3, 4, 5, 6};
     static const int even[] = {0, 0, 1, 1}, uneven[] = {0, 0, 0, 1, 1}, apart[] = {0, 1, 2},
                      crosswise[] = {0, 1, 0}, one[] = {0, 0, 0};
     every_element = getenv("SW_TEST_LONG") != NULL;
@@ -732,6 +828,30 @@ int main(void)
         run(meets_a_bad_wire, uneven, 5, after, false);
     run(meets_a_bad_wire, even, 4, 0, true);
     run(one_takes_its_time, apart, 3, 0, false);
+    run(broadcasts, even, 4, 0, false);
+    run(broadcasts, uneven, 5, 0, false);
+    run(broadcasts, crosswise, 3, 0, false);
+    run(broadcasts, one, 3, 0, false);
+    run(broadcasts, chain, 7, 0, false);
+    for (int after = 4; after < 100; after += 9)
+        run(broadcasts_break, spread, 7, after, false);
+    run(broadcasts_break, spread, 7, 0, false);
+    run(one_never_comes, chain, 7, 0, false);
+    radix = 2; /* several rounds */
+    run(folds_over_hosts, apart, 3, 0, false);
+    run(folds_over_hosts, spread, 7, 0, false);
+    run(disagrees_in_a_batch, spread, 7, 0, false);
+    run(looks_late, spread, 7, 0, false);
+    run(slices_over_hosts, chain, 7, 0, false);
+    run(one_takes_its_time, chain, 7, 0, false);
+    run(one_never_comes, chain, 7, 0, false);
+    run(one_never_comes, spread, 7, 0, false);
+    for (int after = 1; after < 140; after += every_element ? 2 : 9)
+        run(meets_a_bad_wire, spread, 7, after, false);
+    radix = 3;
+    run(folds_over_hosts, chain, 7, 0, false);
+    run(one_never_comes, chain, 7, 0, false);
+    radix = 0;
     in_part = true;
     for (int after = 10; after < 40; after += 13)
         run(meets_a_bad_wire, uneven, 5, after, false);

@@ -51,6 +51,7 @@ static void make_params(void)
 /* What each rank does in a round: bit r of used[p]. */
 typedef struct round_plan {
     uint32_t used[PARAMS];
+    uint32_t unaveraged[PARAMS]; /* the same of an abandoned round before */
     uint32_t contributors;
     int divisor;
     bool keeps; /* nothing is folded at all */
@@ -73,7 +74,7 @@ static double resting_value(int rank, size_t p, size_t i)
 
 static bool is_used(const round_plan *plan, size_t p)
 {
-    return (plan->used[p] & plan->contributors) != 0;
+    return ((plan->used[p] | plan->unaveraged[p]) & plan->contributors) != 0;
 }
 
 static double expected_at(const round_plan *plan, int world_size, size_t p, size_t i, int step)
@@ -544,7 +545,8 @@ static void frozen_until_unfrozen(rank_context *self)
 }
 
 /* For a user's hook: the use bits of all, and not one gradient touched; nothing leaves early. A
- * rank that fails instead is named there, too, and all stay in step. */
+ * rank that fails instead is named there, too, and all stay in step; the others' bits of that round
+ * count in the next one, since nothing has averaged what they used. */
 static void use_bits_alone(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
@@ -552,6 +554,7 @@ static void use_bits_alone(rank_context *self)
     one_round(self, reducer, &first, 0, "before the hook");
     ranks_meet(self);
     sw_reducer_give_buckets(reducer, SW_BUCKETS_HOOKS);
+    uint32_t unaveraged[PARAMS] = {0};
     for (int step = 1; step < 7; ++step) {
         round_plan plan = drawn_plan(self->world_size, step);
         int victim = step % 3 == 2 ? step % self->world_size : -1;
@@ -573,6 +576,10 @@ static void use_bits_alone(rank_context *self)
                 check_named(self, status, victim, "at the exchange");
         }
         check(sw_reducer_state(reducer) == SW_ROUND_CLOSED, "closed");
+        for (size_t p = 0; p < PARAMS; ++p) {
+            plan.unaveraged[p] = unaveraged[p];
+            unaveraged[p] = victim < 0 ? 0 : plan.used[p] & ~(1u << victim);
+        }
         if (victim < 0)
             check_gradients(self, reducer, &plan, step, "use bits alone");
     }
@@ -650,6 +657,38 @@ static void rounds_are_counted(rank_context *self)
               strstr(self->err.message, "backward 2 of step") &&
               strstr(self->err.message, "param44"),
           "rank %d: %s", self->rank, self->err.message);
+    end_reducer(self, reducer);
+}
+
+/* What ranks have stepped with is compared in each round, without a word if it is the same; each
+ * difference is told once, on every rank. Which round averaged a parameter last is known. */
+static void steps_are_compared(rank_context *self)
+{
+    sw_reducer *reducer = make_reducer(self);
+    round_plan all = everyone_uses_all(self->world_size), half = all;
+    for (size_t p = 0; p < PARAMS; p += 2)
+        half.used[p] = 0;
+    one_round(self, reducer, &all, 0, "before any step");
+    check(!sw_reducer_take_unlike_steps(reducer), "nothing was stepped with");
+    sw_reducer_note_step(reducer, 7);
+    one_round(self, reducer, &half, 1, "alike");
+    check(!sw_reducer_take_unlike_steps(reducer), "all stepped with the same");
+    for (size_t p = 0; p < FROZEN; ++p)
+        check(sw_reducer_averaged_in(reducer, p) == (half.used[p] ? 2 : 1), "parameter %zu", p);
+    sw_reducer_note_step(reducer, (uint32_t)self->rank);
+    one_round(self, reducer, &half, 2, "unlike, and nobody asks");
+    sw_reducer_note_step(reducer, 7);
+    one_round(self, reducer, &all, 3, "unlike still");
+    check(sw_reducer_take_unlike_steps(reducer) == (self->world_size > 1), "an earlier difference");
+    check(!sw_reducer_take_unlike_steps(reducer), "told once");
+    sw_reducer_note_step(reducer, self->rank == 0 ? 3 : 4);
+    sw_reducer_note_step(reducer, self->rank == 0 ? 4 : 3);
+    one_round(self, reducer, &all, 4, "alike in another order");
+    check(!sw_reducer_take_unlike_steps(reducer), "the order between rounds");
+    sw_reducer_note_step(reducer, (uint32_t)self->rank);
+    sw_reducer_forget_steps(reducer);
+    one_round(self, reducer, &all, 5, "forgotten");
+    check(!sw_reducer_take_unlike_steps(reducer), "forgotten");
     end_reducer(self, reducer);
 }
 
@@ -780,6 +819,7 @@ int main(void)
         use_bits_alone,
         buckets_are_handed_over,
         rounds_are_counted,
+        steps_are_compared,
         tails_outlive_their_round,
         what_was_sent_is_folded_everywhere,
         two_gradients_in_the_first_round_pin,

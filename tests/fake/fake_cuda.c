@@ -296,10 +296,10 @@ static bool is_compared(const sim_block *b)
 {
     if (b->registered || b->file) /* other processes write to it */
         return false;
-    /* The host writes to torch's memory and to pinned memory, inside an operation of torch's or a
-     * step. It cannot do so during this call, which is certain only if that thread made the call.
-     */
-    if ((b->foreign || b->pinned) && sim.host_thread && sim.host_thread != sim_thread())
+    /* The host writes to pinned memory and to all that torch's operations write, inside an
+     * operation of torch's or a step. It cannot do so during this call, which is certain only if
+     * that thread made the call. */
+    if ((b->torch_writes || b->pinned) && sim.host_thread && sim.host_thread != sim_thread())
         return false;
     /* Blocks of saves that are over, and of checks of kernels: large, and many. */
     return !(b->freed && (b->pinned || sim.text));

@@ -105,12 +105,13 @@ typedef struct sim_block {
     unsigned char *memory;
     size_t size_bytes;
     bool pinned, freed;
-    bool foreign;   /* torch's memory, or registered memory: adopted, not freed here */
-    int registered; /* count of registrations; host memory, which the host may write, too */
-    bool mapped;    /* its pages are its own: it may be exported */
-    int file;       /* exported: the file behind it; 0: none */
-    int open_count; /* peers that are threads and have it open */
-    int rank;       /* device ordinal */
+    bool foreign;      /* torch's memory, or registered memory: adopted, not freed here */
+    bool torch_writes; /* an operation of torch's has written to it: foreign, or lent to torch */
+    int registered;    /* count of registrations; host memory, which the host may write, too */
+    bool mapped;       /* its pages are its own: it may be exported */
+    int file;          /* exported: the file behind it; 0: none */
+    int open_count;    /* peers that are threads and have it open */
+    int rank;          /* device ordinal */
     sim_site freed_at;
     unsigned char *before; /* its bytes before the running kernel, if they are compared */
     sim_segment *segments;
@@ -208,9 +209,8 @@ typedef struct sim_state {
     long idle_polls;          /* queries since an operation last ran */
     unsigned long host_calls; /* calls of any kind */
     bool deadlocked;
-    const void
-        *host_thread; /* ranks are processes: the thread of torch's operations; else NULL */
-    bool has_peers;   /* ranks are processes: waits are limited by seconds, not by polls */
+    const void *host_thread; /* ranks are processes: the thread of torch's operations; else NULL */
+    bool has_peers;          /* ranks are processes: waits are limited by seconds, not by polls */
     int64_t idle_since_ns;
     sim_rank rank[SIM_DEVICE_MAX];
     struct CUctx_st context[SIM_DEVICE_MAX];

@@ -65,7 +65,7 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
     sim_lock();
     sim_block *block = calloc(1, sizeof *block);
     block->size_bytes = size_bytes;
-    block->foreign = true;
+    block->foreign = block->torch_writes = true;
     block->memory = memory;
     block->segments = calloc(1, sizeof *block->segments);
     block->segments->end = size_bytes;
@@ -78,14 +78,23 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
     sim_leave();
 }
 
+/* Mark the block that an operation of torch's writes to. The host's thread writes it from now on,
+ * without the gate. Torch may not own the block: it is given memory registered with NCCL. */
+static void note_writer(const sim_torch_access *access)
+{
+    sim_block *block =
+        access->size_bytes && access->access & SW_ACCESS_WRITE ? sim_block_of(access->begin) : NULL;
+    if (block)
+        block->torch_writes = true;
+}
+
 /* Run before an operation of torch's named `label`. Return 0, or -1 at a deadlock. */
 SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count, const char *label)
 {
     sw_cu_stream torch_stream = stream_of(stream);
     if (!sim_drain(torch_stream))
         return -1;
-    if (count ==
-        0) /* no access to order; enqueued results may have been needed */
+    if (count == 0) /* no access to order; enqueued results may have been needed */
         return 0;
     sim_lock();
     sim_site site = sim_here(label);
@@ -93,6 +102,8 @@ SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count
         sim_report("torch elsewhere", "an operation in a thread that began no simulation", &site,
                    NULL);
     sim_tick(torch_stream);
+    for (int i = 0; i < count; ++i)
+        note_writer(&access[i]);
     for (int i = 0; i < count; ++i)
         sim_track(&torch_stream->clock, torch_stream->actor, access[i].begin, access[i].size_bytes,
                   (sw_access)access[i].access, &site);

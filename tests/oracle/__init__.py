@@ -1,1 +1,1 @@
-"""Naive versions of what the engine promises, in a few lines each: slow, plain, and the law of the tests."""
+"""Naive versions of the engine's promises, a few lines each: slow and plain, the law of the tests."""

@@ -1,4 +1,4 @@
-"""What compressed means are, element by element: encode every contribution, fold in rank order, encode the result."""
+"""Compressed means, element by element: encode every contribution, fold in rank order, encode the result."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 
 def half_mean(contributions: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Float32 tensors of one shape to their mean through `dtype`."""
+    """Return the mean of float32 tensors of one shape, through `dtype`."""
     factor = torch.tensor(1 / len(contributions))
     total = (contributions[0] * factor).to(dtype).float()
     for contribution in contributions[1:]:
@@ -15,7 +15,7 @@ def half_mean(contributions: Sequence[torch.Tensor], dtype: torch.dtype) -> torc
 
 
 def block_mean(contributions: Sequence[torch.Tensor], block: int, levels: int) -> torch.Tensor:
-    """The same through block-scaled integers."""
+    """Return the mean of float32 tensors of one shape, through block-scaled integers."""
     total = through_blocks(contributions[0], block, levels)
     for contribution in contributions[1:]:
         total = total + through_blocks(contribution, block, levels)
@@ -23,7 +23,7 @@ def block_mean(contributions: Sequence[torch.Tensor], block: int, levels: int) -
 
 
 def through_blocks(tensor: torch.Tensor, block: int, levels: int) -> torch.Tensor:
-    """Encoded and decoded."""
+    """Encode and decode a tensor."""
     parts, most = [], torch.tensor(float(levels))
     for part in tensor.flatten().split(block):
         greatest = part.abs().max()
@@ -33,8 +33,11 @@ def through_blocks(tensor: torch.Tensor, block: int, levels: int) -> torch.Tenso
 
 
 class BlockFeedback:
-    """A parameter's block means with error feedback on every rank. What rounding the mean leaves out is owed by one of them:
-    `owner(element)` is the rank in whose slice a block's first element lies."""
+    """A parameter's block means with error feedback on every rank.
+
+    One rank takes the rounding error of the mean: `owner(element)` is the rank in whose slice a block's first element
+    lies.
+    """
 
     def __init__(self, numel: int, world_size: int, block: int, levels: int, owners: Sequence[int]) -> None:
         self.errors = [torch.zeros(numel) for _ in range(world_size)]

@@ -11,7 +11,7 @@ from .fold import fold
 class NaiveDataParallel:
     """A module and the law of its gradients.
 
-    A contribution is this rank's `.grad` as the round closes, zeros if it is None. A parameter that no rank touched
+    A contribution is this rank's `.grad` when the round closes, zeros if it is None. A parameter that no rank touched
     since the last synchronisation keeps its `.grad`, None included.
     """
 
@@ -22,14 +22,17 @@ class NaiveDataParallel:
                 self.watch(name, parameter)
 
     def watch(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Marks its use from now on; for a parameter that was frozen at first."""
+        """Mark uses of a parameter from now on, for a parameter that was frozen at first."""
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.touched.add(name))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.module(*arguments, **keywords)
 
     def synchronise(self, *, active: bool = True, over_active: bool = False) -> None:
-        """A round. A rank with `active=False` contributes nothing; `over_active`: the mean is over the others alone."""
+        """Run a round.
+
+        A rank with `active=False` contributes nothing; `over_active`: the mean is over the active ranks.
+        """
         mine = {}
         for name, parameter in self.module.named_parameters():
             grad = parameter.grad

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-#: the accumulation dtype where it is not the dtype itself
+#: accumulation dtypes that differ from the dtype itself
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def fold(contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """One tensor of the contributions' dtype and shape; `op` is "sum", "mean", "min" or "max"."""
+    """Return one tensor of the contributions' dtype and shape; `op` is "sum", "mean", "min" or "max"."""
     dtype = contributions[0].dtype
-    if dtype.is_complex:  # two reals an element
+    if dtype.is_complex:  # an element is two reals
         parts = [torch.view_as_real(contribution.resolve_conj().contiguous()) for contribution in contributions]
         return torch.view_as_complex(fold(parts, op))
     accumulation = WIDER.get(dtype, dtype)
@@ -28,7 +28,7 @@ def fold(contributions: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def bits_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Same shape, dtype and bits; any NaN equals any other, +0 is not -0."""
+    """Compare shape, dtype and bits; any NaN equals any other, +0 is not -0."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if left.dtype.is_complex:

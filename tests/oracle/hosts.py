@@ -8,7 +8,7 @@ from .fold import WIDER
 
 
 def fold_over_hosts(contributions: Sequence[torch.Tensor], host_of: Sequence[int], op: str) -> torch.Tensor:
-    """As fold(), where rank r is on host host_of[r]. Partial results are in the accumulation dtype."""
+    """Fold like fold() with rank r on host host_of[r]. Partial results are in the accumulation dtype."""
     dtype = contributions[0].dtype
     if dtype.is_complex:
         parts = [torch.view_as_real(contribution.resolve_conj().contiguous()) for contribution in contributions]

@@ -1,4 +1,4 @@
-"""What tests of compressors on simulated GPUs have in common: a training, what it leaves, and scenes for it."""
+"""Common parts of the tests of compressors on simulated GPUs: a training, its results, and scenes for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulated_gpus import SimulatedGpus, stats, sw
 
 
 class Trained:
-    """What some steps leave: parameters, what is owed, bytes sent, GPU waits."""
+    """The results of some steps: parameters, errors, bytes sent, GPU waits."""
 
     def __init__(self, gpus: SimulatedGpus, rank: int, compress: Any, scene: Any, **options: Any) -> None:
         torch.manual_seed(0)
@@ -55,9 +55,9 @@ def compare_stages(
     same_bytes: bool = True,
     by_bucket: bool = False,
 ) -> None:
-    """On GPUs at each stage what there is on CPUs; at zero=1 with stage 0's bytes on the wire, at zero=3 with stage 2's bits.
+    """Compare each stage on GPUs with the CPU; at zero=1 also stage 0's bytes on the wire, at zero=3 stage 2's bits.
 
-    `by_bucket`: bits depend on what is in a bucket, which at zero=3 is a unit.
+    `by_bucket`: bits depend on the parameters of a bucket, which at zero=3 is a unit.
     """
     with gpus.torch_on_cpu():
         expected = {
@@ -76,7 +76,7 @@ def compare_stages(
 
 
 def some_stages(number: int) -> tuple[int, ...]:
-    """Of scene `number`: all in the long form, two otherwise."""
+    """Return the stages of scene `number`: all in the long form, else two."""
     return (0, 1, 2, 3) if LONG else ((0, 3), (1, 2))[number % 2]
 
 
@@ -117,14 +117,14 @@ def accumulating(model: Any, optimizer: Any, rank: int) -> None:
 
 
 def running_out_of_the_mean(model: Any, optimizer: Any, rank: int) -> None:
-    """Averages are over the ranks that still train, and then over all again."""
+    """Average over the ranks that still train, then over all ranks again."""
     dtype = next(model.parameters()).dtype
     with model.join(divide_by_initial_world_size=False):
         for step in range(2 + rank):
             optimizer.zero_grad()
             model(batch(rank, 6, 7, step=step).to(dtype)).float().square().mean().backward()
             optimizer.step()
-    optimizer.state.clear()  # a rank that ran out has the model of the others then, and its own momentum
+    optimizer.state.clear()  # a joined rank now has its peers' model, but its own momentum
     steps(model, optimizer, rank, 20)
 
 
@@ -137,7 +137,7 @@ def running_out(model: Any, optimizer: Any, rank: int) -> None:
 
 
 def resumed_from(state: dict[str, Any]) -> Any:
-    """A scene that begins with what is owed."""
+    """Return a scene that starts from a saved error."""
 
     def scene(model: Any, optimizer: Any, rank: int) -> None:
         model.compression_state.load_state_dict(state)

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import operator
 import os
 import re
 import tempfile
@@ -150,6 +151,9 @@ class _Runtime(sw_device.CudaRuntime):
 
     def current_stream(self, ordinal: int) -> int:
         return self._gpus.stream
+
+    def stream_reader(self, ordinal: int) -> Any:
+        return functools.partial(operator.attrgetter("stream"), self._gpus)
 
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         return self._gpus.adopt(torch.zeros(numel, dtype=dtype))
@@ -387,7 +391,8 @@ class SimulatedGpus:
         storage = tensor.untyped_storage()
         if self.notice(tensor):
             self._cuda.sim_torch_adopt(self.stream, storage.data_ptr(), storage.nbytes())
-        self._held.append(tensor.detach())
+        with torch._C.DisableTorchFunctionSubclass():  # one that is released is an error to whoever reads it
+            self._held.append(tensor.detach())
         return tensor
 
     def _is_adopted(self, address: int) -> bool:

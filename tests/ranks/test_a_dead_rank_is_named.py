@@ -366,9 +366,13 @@ def linear():
     return torch.nn.Linear(600, 601)
 
 
-def under_a_file_size_limit(rank, world_size):
-    """On the last rank there is room for the control page, and none for a pool."""
-    with limited(resource.RLIMIT_FSIZE, 1 << 20) if rank == world_size - 1 else contextlib.nullcontext():
+#: the rank of a host that makes what its ranks share
+FIRST = 0
+
+
+def under_a_file_size_limit(rank, world_size, poor):
+    """On rank `poor` there is room for the control pages of all, and none for a pool."""
+    with limited(resource.RLIMIT_FSIZE, 600_000 * world_size) if rank == poor else contextlib.nullcontext():
         wrapped, naive = pair(linear)
         for step in range(2):
             x = batch(rank, 2, 600, step=step)
@@ -378,24 +382,33 @@ def under_a_file_size_limit(rank, world_size):
 
 
 @at_least_two
-def test_a_low_file_size_limit_on_one_rank_makes_the_group_fall_back(fresh_ranks, world_size):
+def test_a_low_file_size_limit_on_the_first_rank_makes_the_group_fall_back(fresh_ranks, world_size):
     with fresh_ranks(world_size) as team:
-        values = team.run(under_a_file_size_limit)
+        values = team.run(under_a_file_size_limit, poor=FIRST)
     for transport, reason, text in values:
         assert transport == "staged", values
-        assert "RLIMIT_FSIZE" in reason and f"rank {world_size - 1}" in reason, reason
+        assert "RLIMIT_FSIZE" in reason and f"rank {FIRST}" in reason, reason
         assert reason in text
     assert len({value[:2] for value in values}) == 1
 
 
-def wrap_under_a_limit(rank, world_size, kind, soft, transport):
-    """The sentence that every rank gets when one cannot; `soft` None: not one more descriptor."""
-    if soft is None:
+@at_least_two
+def test_a_low_file_size_limit_on_another_rank_changes_nothing(fresh_ranks, world_size):
+    """It makes no file."""
+    with fresh_ranks(world_size) as team:
+        values = team.run(under_a_file_size_limit, poor=world_size - 1)
+    assert [value[0] for value in values] == ["pool"] * world_size, values
+
+
+def wrap_under_a_limit(rank, world_size, kind, soft, transport, poor):
+    """The sentence that every rank gets when rank `poor` cannot; RLIMIT_NOFILE: `soft` more descriptors."""
+    if kind == resource.RLIMIT_NOFILE:
         import shardwright.describe  # noqa: F401, opens files of its own
 
-        soft = os.open("/dev/null", os.O_RDONLY)
-        os.close(soft)
-    with limited(kind, soft) if rank == world_size - 1 else contextlib.nullcontext():
+        first_free = os.open("/dev/null", os.O_RDONLY)
+        os.close(first_free)
+        soft += first_free
+    with limited(kind, soft) if rank == poor else contextlib.nullcontext():
         with pytest.raises((engine.Error, MemoryError, OSError)) as raised:
             data_parallel(linear(), transport=transport, timeout_s=10.0)
     return str(raised.value)
@@ -410,22 +423,34 @@ def assert_one_sentence(texts, *words):
 @at_least_two
 def test_a_pool_that_was_demanded_and_cannot_be_is_an_error_on_every_rank(fresh_ranks, world_size):
     with fresh_ranks(world_size) as team:
-        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_FSIZE, soft=1 << 20, transport="pool")
-    assert_one_sentence(texts, "RLIMIT_FSIZE", f"rank {world_size - 1}")
+        soft = 600_000 * world_size
+        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_FSIZE, soft=soft, transport="pool", poor=FIRST)
+    assert_one_sentence(texts, "RLIMIT_FSIZE", f"rank {FIRST}")
 
 
 @at_least_two
-def test_a_control_page_that_one_rank_cannot_make_is_an_error_on_every_rank(fresh_ranks, world_size):
+def test_control_pages_that_the_first_rank_cannot_make_are_an_error_on_every_rank(fresh_ranks, world_size):
     with fresh_ranks(world_size) as team:
-        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_FSIZE, soft=4096, transport="auto")
-    assert_one_sentence(texts, "RLIMIT_FSIZE", f"rank {world_size - 1}")
+        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_FSIZE, soft=4096, transport="auto", poor=FIRST)
+    assert_one_sentence(texts, "RLIMIT_FSIZE", f"rank {FIRST}")
 
 
 @at_least_two
 def test_a_rank_out_of_descriptors_is_an_error_on_every_rank(fresh_ranks, world_size):
+    """It has two more: with one of them it opens the file of the store, to tell the others."""
     with fresh_ranks(world_size) as team:
-        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_NOFILE, soft=None, transport="auto")
-    assert_one_sentence(texts, f"rank {world_size - 1}")
+        last = world_size - 1
+        texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_NOFILE, soft=2, transport="auto", poor=last)
+    assert_one_sentence(texts, f"rank {last}")
+
+
+@at_least_two
+def test_a_rank_that_cannot_tell_the_others_is_missed_at_the_deadline(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        last = world_size - 1
+        texts = team.run(wrap_under_a_limit, 25, kind=resource.RLIMIT_NOFILE, soft=0, transport="auto", poor=last)
+    assert_one_sentence(texts[:-1], f"rank {last}", "the deadline was 10 s")
+    assert f"rank {last}" in texts[last]
 
 
 def wrap_under_an_address_space_limit(rank, world_size):
@@ -483,17 +508,17 @@ def joins_without_one(rank, world_size, how):
     """The last rank has told its address, and never joins."""
     from shardwright.process_group import HostGroup
 
-    exchange = HostGroup._exchange
+    meet = HostGroup._meet
 
     def then_die(self, *arguments):
-        found = exchange(self, *arguments)
+        found = meet(self, *arguments)
         if rank == world_size - 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("no")
         return found
 
-    HostGroup._exchange = then_die
+    HostGroup._meet = then_die
     start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         sw.DistributedDataParallel(linear(), timeout_s=30.0)

@@ -205,16 +205,16 @@ def test_a_slow_link_is_waited_for(hosts):
 def loses_a_host_while_it_joins(rank, world_size, folder):
     from shardwright.process_group import HostGroup
 
-    exchange = HostGroup._exchange
+    meet = HostGroup._meet
 
     def then_wait(self, *arguments):
-        found = exchange(self, *arguments)
+        found = meet(self, *arguments)
         pathlib.Path(folder, f"exchanged-{rank}").touch()
         while not os.path.exists(os.path.join(folder, "cut")):
             time.sleep(0.01)
         return found
 
-    HostGroup._exchange = then_wait
+    HostGroup._meet = then_wait
     begin = time.monotonic()
     with pytest.raises((engine.Error, RuntimeError)) as raised:
         data_parallel(Mlp(), timeout_s=TIMEOUT_S)

@@ -1,5 +1,5 @@
-"""Law: accelerate's own test_checkpointing passes with our Accelerator at every stage: what it trains, saves and resumes agrees
-with what it wrote down. It fetches a model, a tokenizer and a data set; small ones of our own stand in for them."""
+"""Law: accelerate's own test_checkpointing passes with our Accelerator at every stage: training, saved and resumed
+values agree. It fetches a model, a tokenizer and a data set; small stand-ins replace them."""
 
 import contextlib
 import importlib
@@ -23,7 +23,7 @@ SCRIPT = "accelerate.test_utils.scripts.external_deps.test_checkpointing"
 
 
 class Tokens(dict):
-    """A batch: a dict that can be moved."""
+    """A batch: a dict that can be moved to a device."""
 
     def to(self, *args, **kwargs):
         return self
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
 
 
 class Accuracy:
-    """Of everything added since the last answer."""
+    """The accuracy of everything added since the last result."""
 
     def __init__(self):
         self.right = []
@@ -73,7 +73,7 @@ def schedule(optimizer, num_warmup_steps, num_training_steps):
 
 
 def stand_ins():
-    """The packages that the script imports, as far as it uses them."""
+    """Return the packages that the script imports, as far as it uses them."""
     made = {name: types.ModuleType(name) for name in ("datasets", "evaluate", "transformers")}
     made["datasets"].load_dataset = None
     made["evaluate"].load = lambda *names: Accuracy()

@@ -1,5 +1,6 @@
-"""Law: a program written for accelerate runs with our Accelerator at every stage: accelerate's own scripts pass at 2 processes;
-training has the bits of a plain loop over sw.wrap whatever was prepared first; what save_state() writes depends on no stage."""
+"""Law: a program written for accelerate runs with our Accelerator at every stage. accelerate's own scripts pass at 2
+processes. Training has the bits of a plain loop over sw.wrap for any order of preparation. The files of save_state()
+depend on no stage."""
 
 import contextlib
 import functools
@@ -28,7 +29,7 @@ if PEER != "torch":
 
 @contextlib.contextmanager
 def launched(rank, world_size):
-    """What `ACCELERATE_USE_CPU=1 torchrun` would have set."""
+    """Set the variables of `ACCELERATE_USE_CPU=1 torchrun`."""
     environment = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
     environment |= dict(ACCELERATE_USE_CPU=1, OMP_NUM_THREADS=1, MASTER_ADDR="127.0.0.1")
     before = {name: os.environ.get(name) for name in environment}
@@ -73,13 +74,11 @@ def run_script(rank, world_size, name, zero):
         script = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
         if hasattr(script, "Accelerator"):
             script.Accelerator = OfThisStage
-        if hasattr(
-            script, "RegressionDataset"
-        ):  # its data comes of the system's entropy: two ranks' gradients may be close
+        if hasattr(script, "RegressionDataset"):  # its data is random: two ranks' gradients may be close
             dataset = script.RegressionDataset
             script.RegressionDataset = lambda *args, **kwargs: dataset(*args, **{"seed": 7, **kwargs})
         if name == "test_sync":
-            for options in itertools.product([True, False], repeat=3):  # main() leaves them out on the CPU
+            for options in itertools.product([True, False], repeat=3):  # main() skips them on the CPU
                 script.test_gradient_accumulation(*options)
                 script.test_gradient_accumulation_with_opt_and_scheduler(*options)
         script.main()
@@ -89,8 +88,8 @@ def run_script(rank, world_size, name, zero):
 SCRIPTS = [(name, zero) for name in ("test_script", "test_ops") for zero in (0, 1, 2, 3)]
 SCRIPTS += [
     ("external_deps.test_metrics", zero) for zero in ((0, 1, 2, 3) if LONG else (0, 3))
-]  # it imports for seconds
-SCRIPTS += [("test_sync", 0), ("test_sync", 1)]  # it compares .grad, of which a rank has a slice at zero >= 2
+]  # its imports take seconds
+SCRIPTS += [("test_sync", 0), ("test_sync", 1)]  # it compares .grad, which is sliced at zero >= 2
 
 
 @pytest.mark.parametrize(("name", "zero"), SCRIPTS)
@@ -113,7 +112,7 @@ def build():
 
 
 def train(accelerator, model, optimizer, scheduler, rank, steps=range(6)):
-    """Steps of two backwards, clipped."""
+    """Take steps of two backwards each, with clipping."""
     losses = []
     for step in steps:
         with accelerator.accumulate(model):
@@ -129,7 +128,7 @@ def train(accelerator, model, optimizer, scheduler, rank, steps=range(6)):
 
 
 def prepare(accelerator, order):
-    """`order`: which of model, optimizer, scheduler comes when; upper case in a call of its own."""
+    """`order`: the order of model, optimizer and scheduler; an upper-case letter is a separate call."""
     objects = dict(zip("mos", build()))
     if order.isupper():
         objects = {key: accelerator.prepare(objects[key]) for key in order.lower()}
@@ -168,7 +167,7 @@ def test_any_order_at_any_stage_is_the_plain_loop(rank, world_size):
         accelerator = fresh(zero, gradient_accumulation_steps=2)
         model, optimizer, scheduler = prepare(accelerator, order)
         assert train(accelerator, model, optimizer, scheduler, rank) == losses, (zero, order)
-        if world_size == 1:  # accelerate has its own clipping then, with torch's rounding
+        if world_size == 1:  # accelerate then clips by itself, with torch's rounding
             assert all(torch.allclose(a, b) for a, b in zip(parameters_of(model), expected, strict=True))
         else:
             assert isinstance(model, sw.DistributedDataParallel)
@@ -183,7 +182,7 @@ def test_any_order_at_any_stage_is_the_plain_loop(rank, world_size):
 
 
 def files_of(folder):
-    """Weights and optimizer state, by name and entry."""
+    """Return weights and optimizer state, by name and entry."""
     from safetensors.torch import load_file
 
     weights = load_file(f"{folder}/model.safetensors")
@@ -192,7 +191,7 @@ def files_of(folder):
 
 @on_every_rank()
 @launches
-def test_save_state_goes_from_any_stage_to_any_other(rank, world_size):
+def test_save_state_loads_from_any_stage_at_any_other(rank, world_size):
     found = []
     root = gather(tempfile.mkdtemp() if rank == 0 else None)[0]
     for zero in (0, 1, 2, 3):
@@ -251,8 +250,8 @@ def test_fp16_scales_the_loss_and_skips_where_any_rank_overflowed(rank, world_si
 
 @on_every_rank()
 @launches
-def test_an_accelerator_that_was_made_already_becomes_ours(rank, world_size):
-    """For programs that make theirs themselves, as transformers' Trainer does."""
+def test_an_existing_accelerator_becomes_ours(rank, world_size):
+    """For programs that create their accelerator themselves, like transformers' Trainer."""
     found = []
     for zero in (None, 1, 3):
         stock = accelerate.Accelerator(gradient_accumulation_steps=2) if zero is not None else None
@@ -265,7 +264,7 @@ def test_an_accelerator_that_was_made_already_becomes_ours(rank, world_size):
         bare = accelerator.unwrap_model(model)
         addresses = [p.data_ptr() for p in bare.parameters()]
         assert world_size == 1 or accelerator.prepare_model(bare, evaluation_mode=True) is bare
-        assert addresses == [p.data_ptr() for p in bare.parameters()]  # what is wrapped stays where it is
+        assert addresses == [p.data_ptr() for p in bare.parameters()]  # wrapped parameters stay in place
         losses += train(accelerator, model, optimizer, scheduler, rank)
         found.append((losses, parameters_of(model)))
         with pytest.raises(ValueError, match="prepared no model"):
@@ -351,12 +350,12 @@ def test_a_compression_handler_serves_the_stock_class_and_ours(rank, world_size,
         assert torch.allclose(stock, ours, rtol=0.05, atol=0.02), name
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @on_every_rank()
 @launches
-def test_what_cannot_be_is_a_sentence(rank, world_size):
+def test_unsupported_options_are_a_sentence(rank, world_size):
     with pytest.raises(ValueError, match="zero must be 0, 1, 2 or 3, got 4"):
         fresh(4)
     with pytest.raises(ValueError, match="compress was given more than once"):
@@ -380,7 +379,7 @@ def test_what_cannot_be_is_a_sentence(rank, world_size):
 @on_every_rank(at_least=2)
 @launches
 def test_ranks_that_accelerate_would_train_apart_are_refused(rank, world_size):
-    """As under torchrun on a machine without GPUs where nobody said cpu."""
+    """As under torchrun on a machine without GPUs and without an explicit CPU setting."""
     del os.environ["ACCELERATE_USE_CPU"]
     with pytest.raises(NotImplementedError, match=f"{world_size} ranks were launched .* ACCELERATE_USE_CPU=1"):
         fresh(1)
@@ -396,4 +395,4 @@ def test_ranks_that_accelerate_would_train_apart_are_refused(rank, world_size):
 
 
 class Stranger(torch.optim.SGD):
-    """An optimizer that nobody knows."""
+    """An optimizer of an unknown class."""

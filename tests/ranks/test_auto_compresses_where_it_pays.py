@@ -1,5 +1,5 @@
-"""Law: headroom() says the same on every rank, its parts add up, and it asks for a compressor only where the network is slow;
-compress="auto" on one host is no compression, in one line."""
+"""Law: headroom() returns the same on every rank, its parts add up, and it names a compressor only on a slow network.
+On one host compress="auto" is no compression, reported in one line."""
 
 import logging
 
@@ -46,7 +46,7 @@ def test_a_slow_network_pays_for_a_compressor_and_one_host_does_not(rank, world_
 
 
 @on_every_rank()
-def test_auto_on_one_host_is_none_and_says_so_in_one_line(rank, world_size):
+def test_auto_on_one_host_is_none_and_logs_one_line(rank, world_size):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -65,7 +65,7 @@ def test_auto_on_one_host_is_none_and_says_so_in_one_line(rank, world_size):
 
 
 class Lines(logging.Handler):
-    """What the library says while it is entered."""
+    """A handler that collects the library's log while it is entered."""
 
     def __init__(self):
         super().__init__()
@@ -114,13 +114,13 @@ def between_hosts(rank, world_size):
     assert same_everywhere([*train(model, rank, 2, first=6)])
 
 
-def test_between_hosts_it_is_what_pays_after_five_rounds(hosts):
+def test_between_hosts_it_chooses_after_five_rounds(hosts):
     with hosts(1, 1, rate="50mbit") as lab:
         lab.team.run(between_hosts)
 
 
 @on_every_rank(at_least=3)
-def test_where_nobody_waits_it_is_none(rank, world_size):
+def test_without_a_wait_it_is_none(rank, world_size):
     group = torch.distributed.new_group(range(world_size))
     process_group._forced_hosts = [0] * (world_size - 1) + [1]
     try:
@@ -161,7 +161,7 @@ def test_misuse_is_named(rank, world_size):
         sw.headroom(model, lambda: None, repeat=1)
     with pytest.raises(ValueError, match="bandwidth must be above 0 bytes a second, got 0"):
         sw.headroom(model, lambda: None, bandwidth=0)
-    with pytest.raises(sw.Error, match="a model that sw.wrap made"):
+    with pytest.raises(sw.Error, match="a model that sw.wrap returned"):
         sw.headroom(torch.nn.Linear(1, 1), lambda: None)
     with pytest.raises(sw.Error, match="has a compressor"):
         sw.headroom(made(compress=sw.Fp16()), lambda: None)

@@ -1,5 +1,5 @@
-"""Law: SyncBatchNorm over ranks is BatchNorm over their batches together: outputs, gradients and running statistics to rounding,
-and statistics alike on every rank, bit for bit."""
+"""Law: SyncBatchNorm over ranks is BatchNorm over their joined batches: outputs, gradients and running statistics to
+rounding, and statistics that are equal on all ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import shardwright as sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch refuses CPU tensors")
 
-#: rows of each rank's batch: uneven, and one rank has none
+#: rows of each rank's batch, uneven; one rank has none
 ROWS = (5, 2, 0, 3, 7)
 
 
@@ -27,7 +27,7 @@ def build(momentum: float | None = 0.1, affine: bool = True) -> torch.nn.Module:
 
 
 def together(module: torch.nn.Module, rank: int, world_size: int, step: int) -> torch.Tensor:
-    """The same forward over all ranks' batches at once; this rank's part of the output."""
+    """Run the same forward over all ranks' batches at once and return this rank's part of the output."""
     parts = [batch(r, ROWS[r % 5], 2, 3, 3, step=step, dtype=torch.float64) for r in range(world_size)]
     return module(torch.cat(parts)).split([len(part) for part in parts])[rank]
 
@@ -67,7 +67,7 @@ def test_evaluation_and_copies_are_torchs(rank: int, world_size: int) -> None:
     single = build()
     synced = sw.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(single)).eval()
     x = batch(rank, 4, 2, 3, 3, dtype=torch.float64)
-    if rank == 0:  # alone: it waits for nobody
+    if rank == 0:  # one rank alone must not wait
         assert torch.equal(synced(x), single.eval()(x))
     assert synced.state_dict().keys() == single.state_dict().keys()
     with pytest.raises(ValueError, match="3 channels"):

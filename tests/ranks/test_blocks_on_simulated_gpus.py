@@ -1,6 +1,6 @@
-"""Law: gradients that travel between GPUs as blocks of integers have the bits that they have between CPUs, and so has what is owed;
-a pass is one launch over all parameters of a bucket, and whether a round was finite is decided on the GPU, so that no step in which every
-parameter was used waits for it."""
+"""Law: gradients that travel between GPUs as blocks of integers have the bits of the CPU, and so has the error. A pass
+is one launch over all parameters of a bucket. The GPU decides if a round was finite, so a step in which every parameter
+was used does not wait."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
     compare_stages(gpus, rank, COMPRESSORS[name](), scene, options, stages, by_bucket=by_bucket)
 
 
-def test_what_is_owed_is_saved_and_goes_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_the_error_is_saved_and_moves_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, travelling_errors, policy="late")
 
 
@@ -78,7 +78,7 @@ def travelling_errors(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         Trained(gpus, rank, sw.Int4(block=32), resumed_from(found.owed))
 
 
-def test_what_does_not_work_there_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_unsupported_options_are_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, refusals)
 
 
@@ -108,23 +108,23 @@ def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]
 
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """In a bucket of 30 parameters as many as of three, of which each rank owns one; 100 parts are a launch, or 64 copies."""
+    """A bucket of 30 parameters takes as many launches as one of three; one covers 100 parts, or 64 copies."""
     for compress in COMPRESSORS.values():
         few, some, many = (launched(gpus, rank, count, compress(), 0) for count in (3, 30, 120))
-        owes, slots = compress().error_feedback, os.environ[VARIABLE] != "nccl"  # through which a sum is a launch
-        assert few == some == 1 + slots + 3 + 2 * owes  # use bytes; encode, fold, decode; a verdict, and what is owed
+        owes, slots = compress().error_feedback, os.environ[VARIABLE] != "nccl"  # with slots a sum is a launch
+        assert few == some == 1 + slots + 3 + 2 * owes  # use bytes; encode, fold, decode; a verdict and the error
         assert many == some + 2  # encode and decode
         few, some, many = (launched(gpus, rank, count, compress(), 2) for count in (3, 30, 120))
-        # a copy into the place; the sum of verdicts, and errors apart
+        # a copy into the place; the sum of verdicts; errors apart
         assert few == some == 1 + slots + 4 + 4 * owes
         assert many == some + 2 + owes  # the copy, encode, errors; a third of all is decoded
 
 
 def launched(gpus: SimulatedGpus, rank: int, count: int, compress: Any, zero: int) -> int:
-    """By one step, which neither waits nor allocates."""
+    """Return the launches of one step, which neither waits nor allocates."""
     module = gpus.adopt_module(Layers(count))
     model, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), compress=compress, zero=zero)
-    gc.collect()  # an earlier one's end waits, and would count here
+    gc.collect()  # the end of an earlier one waits and would count here
     for step in range(3):
         before = stats(model)
         model(batch(rank, 5, 8, step=step)).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Law: benchmarks/powersgd_promises.py finds every promise kept by our hook, from the gradients that it gives torch's own too."""
+"""Law: benchmarks/powersgd_promises.py finds every law kept by our hook, on the gradients of torch's hook."""
 
 import re
 import sys
@@ -23,4 +23,4 @@ def test_ours_keeps_each_law(rank, world_size):
     assert all(abs(float(ratio) - 1) <= 0.01 for ratio in re.findall(r"[\d.]+", ratios))
     assert (zero, infinite, resumed) == ("clean", "clean", "same bits")
     assert all(float(each) < 1.5 for each in growth)
-    assert all(theirs for _, theirs in rows.values())  # whatever torch's does, it is said
+    assert all(theirs for _, theirs in rows.values())  # every row reports torch's result

@@ -1,5 +1,5 @@
-"""Law: DiLoCo saved where its ranks have exchanged goes on with the very bits of one that was not stopped, at the same world size;
-another number of ranks goes on from the same parameters, anchors and outer momentum."""
+"""Law: a DiLoCo saved when its ranks have exchanged continues with the bits of an uninterrupted one at the same world
+size. At another world size it continues from the same parameters, anchors and outer momentum."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def training(folder, rank, **options):
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @on_every_rank()
-def test_outer_steps_go_on(rank, world_size, wire):
+def test_outer_steps_continue(rank, world_size, wire):
     folder = shared_folder(rank)
     model, trainer, checkpoints = training(folder, rank, wire=wire)
     with checkpoints:
@@ -54,7 +54,7 @@ def test_outer_steps_go_on(rank, world_size, wire):
 
 
 @on_every_rank()
-def test_it_is_no_optimizer_that_ranks_share(rank, world_size):
+def test_it_is_not_an_optimizer_that_ranks_share(rank, world_size):
     folder = shared_folder(rank)
     model, trainer = made(2, rank=rank)
     for call in (lambda: sw.Checkpointer(folder, model, trainer), lambda: sw.save(f"{folder}/a", model, trainer)):

@@ -1,5 +1,5 @@
-"""Law: what a compressor owes is in the checkpoint: a restored training has the very losses of one that was not stopped at
-the same world size, and at another the sum of what all ranks owe stays what it was."""
+"""Law: the checkpoint holds a compressor's error. A restored training has the losses of an uninterrupted one at the
+same world size; at another one the sum of all ranks' errors stays the same."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def run(rank, model, optimizer, checkpoints, begin, end):
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank()
-def test_a_restored_compressor_goes_on(rank, world_size, name, zero):
+def test_a_restored_compressor_continues(rank, world_size, name, zero):
     folder = shared_folder(rank)
     model, optimizer, checkpoints = training(folder, 0, COMPRESSORS[name], zero)
     with checkpoints:
@@ -48,7 +48,7 @@ def test_a_restored_compressor_goes_on(rank, world_size, name, zero):
 
 
 @on_every_rank(at_least=2)
-def test_another_compressor_begins_with_nothing_owed(rank, world_size):
+def test_another_compressor_begins_without_error(rank, world_size):
     folder = shared_folder(rank)
     model, optimizer, checkpoints = training(folder, 0, COMPRESSORS["powersgd"], 0)
     with checkpoints:
@@ -62,8 +62,8 @@ def test_another_compressor_begins_with_nothing_owed(rank, world_size):
 
 
 @on_every_rank(at_least=2)
-def test_one_rank_alone_takes_over_what_all_owed(rank, world_size):
-    """At W = 1: the mean over one rank is what that rank owes."""
+def test_one_rank_takes_over_the_error_of_all(rank, world_size):
+    """At W = 1 the mean over one rank has that rank's error."""
     folder = shared_folder(rank)
     compress = sw.Int4(error_feedback=True)
     model, optimizer, checkpoints = training(folder, 0, compress, 0)
@@ -82,7 +82,7 @@ def test_one_rank_alone_takes_over_what_all_owed(rank, world_size):
 
 
 class Branches(torch.nn.Module):
-    """Whose second layer is used on demand."""
+    """A model whose second layer is used on demand."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ class Branches(torch.nn.Module):
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank()
-def test_a_parameter_that_nobody_used_yet_begins_with_nothing_owed(rank, world_size, name, zero, steps):
+def test_a_parameter_that_no_rank_used_begins_without_error(rank, world_size, name, zero, steps):
     folder = shared_folder(rank)
 
     def make():
@@ -127,7 +127,7 @@ def test_a_parameter_that_nobody_used_yet_begins_with_nothing_owed(rank, world_s
 
 
 @on_every_rank()
-def test_a_restore_without_a_compressors_state_forgets_what_was_owed(rank, world_size):
+def test_a_restore_without_a_compressors_state_clears_the_error(rank, world_size):
     folder = shared_folder(rank)
     model, optimizer = sw.wrap(*build(Small))
     with sw.Checkpointer(folder, model, optimizer) as checkpoints:

@@ -2,6 +2,7 @@
 wire in its process when another takes its place. One that has ended in the middle of a message may leave a thread (hosts.md),
 and leaves no gradients."""
 
+import ctypes
 import gc
 import os
 import pathlib
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from harness import RanksFailed, gather
 from models import Mlp
 from peer import PEER, batch, data_parallel, engine
-from shardwright import process_group
+from shardwright import process_group, wire
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch's groups are torch's")
 
@@ -68,6 +69,15 @@ def test_twenty_communicators_leave_nothing_behind(hosts, end):
     with hosts(2, 1) as lab:
         for counts in lab.team.run(is_made_anew, end=end, deadline_s=60):
             assert counts[-1] <= max(counts[1:3]), counts
+
+
+def test_bytes_for_the_wire_leave_no_type_behind():
+    """ctypes makes one for each length that it is asked for, and that takes longer than to send them."""
+    memory = torch.arange(256, dtype=torch.uint8)
+    before = len(ctypes.Array.__subclasses__())
+    views = [wire._bytes_at(memory.data_ptr(), nbytes) for nbytes in range(1, 200)]
+    assert all(torch.equal(view, memory[: view.numel()]) for view in views)
+    assert len(ctypes.Array.__subclasses__()) == before
 
 
 def gradient_bytes():

@@ -1,6 +1,6 @@
-"""Between hosts a compressed bucket crosses while the backward goes on: the bits are those of buckets that wait for its end.
+"""Between hosts a compressed bucket travels during the backward, with the bits of buckets that wait for its end.
 
-Ranks of this machine are told which host they are on, as in test_hosts_compress_between_them.py.
+Ranks of this machine are told their host, as in test_hosts_compress_between_them.py.
 """
 
 import gc
@@ -24,7 +24,7 @@ CAP = {"bucket_cap_mb": 0.001}
 
 
 class Sometimes(torch.nn.Module):
-    """The head's gradient comes first; a rank may leave the middle out, fail after it, or die there."""
+    """A model whose head's gradient comes first; a rank may leave the middle out, fail after it, or die there."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Sometimes(torch.nn.Module):
 
 
 class Normed(torch.nn.Module):
-    """Its backward talks to the other ranks while the head's bucket is under way."""
+    """A model whose backward communicates with other ranks while the head's bucket is in flight."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def made(rank, shape, world_size, compress, module=Sometimes, zero=0, **options)
 
 
 def at_the_end(monkeypatch):
-    """Buckets wait for the end of the backward."""
+    """Make buckets wait for the end of the backward."""
     monkeypatch.setattr(replica, "leased_levels", lambda group: (levels.levels_of(group), None))
 
 
@@ -105,8 +105,8 @@ def test_the_bits_are_those_of_buckets_that_wait(rank, world_size, name, zero):
 
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd in turns"])
 @on_every_rank(at_least=3)
-def test_ranks_may_hand_over_different_buckets(rank, world_size, name):
-    """What a rank left out waits there for the end of the backward; what nobody used keeps its bits and its debt."""
+def test_ranks_may_pass_on_different_buckets(rank, world_size, name):
+    """A parameter that a rank left out waits for the end; one that no rank used keeps its bits and its error."""
     skips = lambda step: rank == step % world_size or step == 3  # noqa: E731
     after = []
     for waits in (True, False):
@@ -133,7 +133,7 @@ def test_sums_on_standing_averages_and_local_ones_are_the_same(rank, world_size,
             if step == 2:
                 with model.no_sync():
                     model(batch(rank, 8, 7, step=9)).square().mean().backward()
-            model(batch(rank, 8, 7, step=step)).square().mean().backward()  # on top of the average before it
+            model(batch(rank, 8, 7, step=step)).square().mean().backward()  # on top of the standing mean
         after.append([p.grad.clone() for p in model.module.parameters()])
     assert early(model) > 0
     for mine, theirs in zip(*after):
@@ -141,7 +141,7 @@ def test_sums_on_standing_averages_and_local_ones_are_the_same(rank, world_size,
 
 
 @on_every_rank(at_least=3)
-def test_a_backward_that_talks_itself_goes_on_beside(rank, world_size):
+def test_a_backward_that_communicates_itself_overlaps(rank, world_size):
     after = []
     for waits in (True, False):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -157,7 +157,7 @@ def test_a_backward_that_talks_itself_goes_on_beside(rank, world_size):
 
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd", "powersgd in turns"])
 @on_every_rank(at_least=3)
-def test_a_backward_that_raises_leaves_all_in_step(rank, world_size, name):
+def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name):
     model, optimizer = made(rank, "2+1", world_size, COMPRESSORS[name])
     train(rank, model, optimizer, steps=2)
     before, victim = early(model), world_size - 1
@@ -169,9 +169,9 @@ def test_a_backward_that_raises_leaves_all_in_step(rank, world_size, name):
     if rank == victim:
         with pytest.raises(ZeroDivisionError):
             loss.backward()
-        assert early(model) - before == 2  # the head and the middle were on their way
+        assert early(model) - before == 2  # the head and the middle were in flight
         if model.compression_state is not None:
-            with pytest.raises(sw.Error, match="state_dict: buckets of a backward .* are under way on rank"):
+            with pytest.raises(sw.Error, match="state_dict: rank .* has buckets in flight of a backward"):
                 model.compression_state.state_dict()
     else:
         with pytest.raises(sw.Error, match=f"rank {victim} .*left a backward unfinished"):
@@ -182,7 +182,7 @@ def test_a_backward_that_raises_leaves_all_in_step(rank, world_size, name):
     assert all(bool(p.isfinite().all()) for p in after)
     assert len(model._engine().stats()["bucket_wire_bytes"]) == 3
     state = model.compression_state
-    assert same_everywhere(state and state.iter)  # the round that was left counts where its last bucket crossed
+    assert same_everywhere(state and state.iter)  # the abandoned round counts if its last bucket was exchanged
 
 
 @pytest.mark.parametrize("initial", [True, False], ids=["over all ranks", "over active ranks"])
@@ -203,23 +203,23 @@ def test_joined_ranks_take_part(rank, world_size, initial):
 
 
 @on_every_rank(at_least=3)
-def test_a_hook_that_fails_is_heard_at_the_end_of_the_backward_and_no_thread_stays(rank, world_size):
+def test_a_hook_that_fails_raises_at_the_end_of_the_backward_and_no_thread_stays(rank, world_size):
     model, optimizer = made(rank, "1+1+1", world_size, COMPRESSORS["int4"])
     train(rank, model, optimizer, steps=1)
     state = model.compression_state
     good = state.state_dict()
     state.load_state_dict({**good, "parameters": {"other.weight": {"error": torch.zeros(3)}}})
     loss = model(batch(rank, 8, 7)).square().mean()
-    with pytest.raises(sw.Error, match="the state that was loaded is another model's"):
+    with pytest.raises(sw.Error, match="the loaded state belongs to another model"):
         loss.backward()
     state.load_state_dict(good)
     optimizer.zero_grad()
-    after = train(rank, model, optimizer)  # alike on all ranks, so they go on
+    after = train(rank, model, optimizer)  # the failure is equal on all ranks, so they continue
     assert same_everywhere([*after])
 
 
 @on_every_rank(at_least=3)
-def test_what_wrappers_leased_is_used_again(rank, world_size):
+def test_leased_communicators_are_reused(rank, world_size):
     torch.manual_seed(0)
     count = lambda: sum(thread.name == "shardwright buckets" for thread in threading.enumerate())  # noqa: E731
     gc.collect()
@@ -230,7 +230,7 @@ def test_what_wrappers_leased_is_used_again(rank, world_size):
             for step in range(2):
                 model(batch(rank, 8, 7, step=step)).square().mean().backward()
         host_group = both[0]._engine().group
-        assert count() == 2 and len(levels._joined[host_group]) == 3  # one is shared by who has no thread
+        assert count() == 2 and len(levels._joined[host_group]) == 3  # exchanges without a thread share one
         ended = [weakref.ref(model) for model in both]
         del both, model
         gc.collect()
@@ -276,7 +276,7 @@ def dies(rank, world_size, where):
 
     def kill(*_):
         if where == "exchange":
-            time.sleep(0.5)  # the others have come to the end of their backward, and so has this one
+            time.sleep(0.5)  # all ranks have reached the end of their backward
         os.kill(os.getpid(), signal.SIGKILL)
 
     victim, then = world_size - 1, None

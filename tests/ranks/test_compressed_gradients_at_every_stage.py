@@ -1,5 +1,5 @@
-"""Law: a stage says who keeps what, and changes no bit of what a compressor makes: zero=2 and 3 train as zero=0 does, and as
-the naive form of the compressor on gathered gradients. Their wire carries no whole result: half the bytes."""
+"""Law: the stage changes no bit of a compressor's result. zero=2 and 3 train as zero=0 does, and as the naive form of
+the compressor on gathered gradients. Their wire carries no whole result: half the bytes."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_every_stage_trains_with_the_same_bits(rank, world_size, name, cap):
 
 
 def owners_of(wrapped, index, world_size):
-    """By element of a parameter: in whose slice it lies."""
+    """Return the owner of each element of a parameter."""
     reducer = wrapped._engine().reducer
     bucket, begin, numel = reducer.place(index)
     width = reducer.bucket_shape(bucket)[1] // world_size
@@ -129,7 +129,7 @@ def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name, zero
 @pytest.mark.parametrize("name", ["bf16", "int4"])
 @on_every_rank()
 def test_a_standing_average_is_not_compressed_again(rank, world_size, name):
-    """Two synchronised backwards without clearing: the sum of both averages, whoever cleared."""
+    """Two synchronised backwards without clearing give the sum of both means, for any ranks that cleared."""
     wrapped, _ = made(2, name)
     other, _ = made(0, name)
     totals = {}
@@ -144,7 +144,7 @@ def test_a_standing_average_is_not_compressed_again(rank, world_size, name):
 
 
 @on_every_rank(at_least=2)
-def test_a_rank_that_cleared_its_gradients_takes_its_share_away(rank, world_size):
+def test_a_rank_that_cleared_its_gradients_removes_its_part_of_the_mean(rank, world_size):
     wrapped, _ = made(2, "bf16")
     wrapped(batch(rank, 8, 7)).square().mean().backward()
     first = {key: value.clone() for key, value in sw.full_gradients(wrapped).items()}
@@ -177,7 +177,7 @@ def test_local_sums_and_unused_parameters_are_as_at_stage_0(rank, world_size, na
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", "powersgd"])
 @on_every_rank()
-def test_what_is_not_finite_leaves_no_trace(rank, world_size, name):
+def test_values_that_are_not_finite_leave_no_trace(rank, world_size, name):
     wrapped, optimizer = made(2, name)
     train(wrapped, optimizer, rank, 4)
     before = wrapped.compression_state.state_dict()
@@ -215,7 +215,7 @@ def test_the_mean_may_be_over_ranks_that_still_train(rank, world_size, initial):
         found.append(sw.full_state_dict(wrapped)["weight"].clone())
         assert torch.allclose(found[-1], expected, rtol=1e-6), zero
         train_on = wrapped(torch.ones(1, 40)).sum()
-        train_on.backward()  # over all ranks again
+        train_on.backward()  # the mean is over all ranks again
     assert equal(found[:1] * 3, found[1:])
 
 
@@ -250,11 +250,11 @@ def test_the_wire_carries_no_whole_result(rank, world_size):
             wrapped, optimizer = made(zero, name)
             train(wrapped, optimizer, rank, 3)
             sent.append(sw.stats()["models"][-1]["wire_bytes"])
-        assert sent[1] <= 0.6 * sent[0], sent  # records that two ranks need travel twice, and a vote
+        assert sent[1] <= 0.6 * sent[0], sent  # records that two ranks need travel twice, and the verdict
 
 
 class Complex(torch.nn.Module):
-    """Complex and real parameters."""
+    """A model of complex and real parameters."""
 
     def __init__(self, dtype=torch.complex64):
         super().__init__()

@@ -1,5 +1,6 @@
-"""Law: whatever travels, every rank ends with the same bits; what a compressor with error feedback leaves out of a step it
-owes, and pays: sum of results + mean error = sum of mean gradients. Behind torch's DistributedDataParallel and ours."""
+"""Law: for any compressor every rank ends with the same bits. A compressor with error feedback adds what a step left
+out to later steps: sum of results + mean error = sum of mean gradients. Both hold with torch's DistributedDataParallel
+and with ours."""
 
 import io
 import math
@@ -33,7 +34,7 @@ both_fronts = pytest.mark.parametrize("front", ["stock", "ours"])
 
 
 class Bucket:
-    """A bucket of given gradients, as torch's reducer hands it to a hook."""
+    """A bucket of given gradients, in the form in which torch's reducer passes it to a hook."""
 
     def __init__(self, gradients, parameters, is_last=True):
         self._flat = torch.cat([g.flatten() for g in gradients])
@@ -135,7 +136,7 @@ NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", *POWERSGD, "power
 
 
 def fronts_and_caps(names):
-    """(front, cap, name): all, or in the quick form each name with two that have all four settings between them."""
+    """Return (front, cap, name): all, or in the quick form two a name that cover all four settings."""
     for number, name in enumerate(names):
         for at, front in enumerate(("stock", "ours")):
             for cap in (0.001, 25) if LONG else ((0.001, 25)[(number + at) % 2],):
@@ -179,13 +180,13 @@ def test_full_rank_is_the_all_reduce(rank, world_size, front):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @on_every_rank()
-def test_halves_are_rounded_twice_whatever_the_world_size(rank, world_size, dtype):
+def test_halves_are_rounded_twice_at_any_world_size(rank, world_size, dtype):
     for hook, unit, least in ((fp16_compress_hook, 2.0**-11, 2.0**-25), (bf16_compress_hook, 2.0**-8, 0.0)):
         gradients = [g.to(dtype) for g in gradients_of(rank, 0)]
         result = run(hook, None, parameters(), gradients)
         everyone = torch.stack([flat_of(r, 0).to(dtype).double() for r in range(world_size)])
         mean = everyone.mean(0)
-        # Each contribution is rounded once and the sum once; float32 arithmetic between, and the bucket's own dtype.
+        # Each contribution is rounded once and so is the sum; float32 arithmetic between, then the bucket's own dtype.
         bound = unit * everyone.abs().mean(0) + unit * (1 + unit) * (mean.abs() + unit * everyone.abs().mean(0))
         bound += (1 + world_size) * least + 2.0**-20 + (2.0**-8 * mean.abs() if dtype == torch.bfloat16 else 0)
         assert result.dtype == dtype
@@ -226,7 +227,7 @@ def test_values_do_not_depend_on_buckets(rank, world_size, name):
         found.append([p.grad.clone() for p in wrapped.module.parameters()])
     if (
         name != "int8" and "int" in name and world_size > 1
-    ):  # which rank owns a block depends on the bucket: the error does
+    ):  # a block's owner depends on the bucket, and so does the error
         return
     assert all(bits_equal(a, b) for a, b in zip(*found))
 
@@ -244,7 +245,7 @@ def powersgd_errors(state, owners):
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", *POWERSGD])
 @on_every_rank()
-def test_what_is_left_out_is_owed(rank, world_size, name):
+def test_the_error_is_fed_back(rank, world_size, name):
     owners = parameters()
     state, hook, _ = cases(name)
     applied = torch.zeros(sum(p.numel() for p in owners), dtype=torch.float64)
@@ -255,12 +256,12 @@ def test_what_is_left_out_is_owed(rank, world_size, name):
         expected += mean_of(world_size, step)
         error = block_errors(state) if "powersgd" not in name else powersgd_errors(state, owners)
         sizes.append(float(error.norm()))
-        if "half the memory" in name:  # what was kept is off by half a unit of the last place, each time
+        if "half the memory" in name:  # the memory is off by half a unit of the last place, each time
             lost += 2.0**-9 * (float(flat_of(rank, step).norm()) + sizes[-1])
     mean_error = error.double()
     dist.all_reduce(mean_error)
     mean_error /= world_size
-    assert float(mean_error.norm()) > 1e-4 * float(expected.norm())  # there is something to owe
+    assert float(mean_error.norm()) > 1e-4 * float(expected.norm())  # there is an error
     lost = max(gather(lost))
     assert float((applied + mean_error - expected).norm()) <= lost + 1e-6 * 60 * float(flat_of(rank, 0).norm())
     assert max(sizes[30:]) <= 1.25 * max(sizes[10:30]), sizes  # it does not grow
@@ -269,17 +270,17 @@ def test_what_is_left_out_is_owed(rank, world_size, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_every_rank()
 def test_half_factors_are_the_naive_ones(rank, world_size, dtype):
-    """One matrix and something small: P and Q rounded as contributions and as means; what is small is not."""
+    """One matrix and a small parameter: P and Q are rounded as contributions and as means, the small one is not."""
     owners = [torch.nn.Parameter(torch.zeros(40, 30)), torch.nn.Parameter(torch.zeros(7))]
     state = PowerSGDState(None, 2, start_powerSGD_iter=0, wire_dtype=dtype)
     whole = PowerSGDState(None, 2, start_powerSGD_iter=0)
     gradients = [[gradients_of(r, 0)[0], gradients_of(r, 0)[1]] for r in range(world_size)]
     result = run(powerSGD_hook, state, owners, gradients[rank])
     plain = run(powerSGD_hook, whole, owners, gradients[rank])
-    assert bits_equal(result[1200:], plain[1200:])  # the small one
+    assert bits_equal(result[1200:], plain[1200:])  # the small parameter
     assert not bits_equal(result[:1200], plain[:1200])
     half = lambda x: x.to(dtype).float()  # noqa: E731
-    p = state._entries["#0"]["left"][:, :40]  # what P became
+    p = state._entries["#0"]["left"][:, :40]  # the orthonormal P
     mean = lambda terms: half(sum(half(term * (1 / world_size)) for term in terms))  # noqa: E731
     q = mean([p @ g[0] for g in gradients])
     assert float((result[:1200].view(40, 30) - p.T @ q).norm()) <= 2.0**-7 * float(q.norm())
@@ -289,13 +290,13 @@ def test_half_factors_are_the_naive_ones(rank, world_size, dtype):
     assert torch.allclose(result[:1200].view(40, 30) + mean_owed, expected, atol=1e-5)
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
     off = owed - (gradients[rank][0] - p.T @ (p @ gradients[rank][0]))
-    assert float(off.norm()) <= 3 * world_size * unit * float(q.norm())  # rounding's share is small, and this rank's
+    assert float(off.norm()) <= 3 * world_size * unit * float(q.norm())  # the rounding error is small, and this rank's
 
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", *POWERSGD])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @on_every_rank()
-def test_what_is_not_finite_leaves_no_trace(rank, world_size, name, bad):
+def test_values_that_are_not_finite_leave_no_trace(rank, world_size, name, bad):
     owners = parameters()
     state, hook, _ = cases(name)
     for step in range(5):
@@ -338,7 +339,7 @@ def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["int4", *POWERSGD])
 @on_every_rank()
-def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
+def test_a_run_of_another_size_feeds_back_the_error(rank, world_size, name):
     owners = parameters()
     state, hook, _ = cases(name)
     applied = torch.zeros(sum(p.numel() for p in owners), dtype=torch.float64)
@@ -351,7 +352,7 @@ def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
     alone.process_group = groups[rank]
     alone.load_state_dict(reshard_state(gather(state.state_dict()), 0, 1))
     alone_owners = parameters()
-    for step in range(6, 12):  # every rank for itself, on the same gradients
+    for step in range(6, 12):  # each rank alone, on the same gradients
         applied += run(hook, alone, alone_owners, gradients_of(0, step)).double()
         expected += flat_of(0, step).double()
     error = block_errors(alone) if name == "int4" else powersgd_errors(alone, alone_owners)
@@ -365,7 +366,7 @@ def test_a_run_of_another_size_pays_what_was_owed(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["int8 with feedback", "int4", *POWERSGD])
 @on_every_rank()
-def test_a_scaled_loss_scales_what_is_owed(rank, world_size, name):
+def test_a_scaled_loss_scales_the_error(rank, world_size, name):
     owners, twin_owners = parameters(), parameters()
     state, hook, _ = cases(name)
     twin = cases(name)[0]
@@ -390,17 +391,15 @@ def test_the_state_of_another_model_is_refused(rank, world_size):
     shapes = saved["parameters"]
     other = cases("int4")[0]
     other.load_state_dict({**saved, "parameters": {**shapes, "#0": {"error": torch.zeros(3)}}})
-    with pytest.raises(
-        sw.Error, match=r"another model's: error of parameter '#0' must have shape \(1200,\), not \(3,\)"
-    ):
+    with pytest.raises(sw.Error, match=r"another model: error of parameter '#0' must have shape \(1200,\), not \(3,\)"):
         run(hook, other, parameters(), gradients_of(rank, 0))
     other = cases("int4")[0]
     other.load_state_dict({**saved, "parameters": {k: v for k, v in shapes.items() if k != "#0"}})
-    with pytest.raises(sw.Error, match="another model's: it has nothing for parameter '#"):
+    with pytest.raises(sw.Error, match="another model: it has nothing for parameter '#"):
         run(hook, other, parameters(), gradients_of(rank, 0))
     longer = cases("int4")[0]
     longer.load_state_dict({**saved, "parameters": {**shapes, "extra": {"error": torch.zeros(3)}}})
-    with pytest.raises(sw.Error, match="another model's: no parameter is named 'extra'"):
+    with pytest.raises(sw.Error, match="another model: no parameter is named 'extra'"):
         run(hook, longer, parameters(), gradients_of(rank, 0))
     with pytest.raises(sw.Error, match=f"world_size must be {world_size}, got {world_size + 1}"):
         other.load_state_dict({**saved, "world_size": world_size + 1})
@@ -459,11 +458,13 @@ def test_first_results_are_torchs_from_the_same_basis(rank, world_size):
     ours.load_state_dict({**ours.state_dict(), "iter": 2, "parameters": {"#0": entry}})
     result = run(powerSGD_hook, ours, owners, [gradient])
     assert float((result - expected).norm()) <= 1e-5 * float(expected.norm())
-    assert float((result - mean_of(world_size, 0)[:1200]).norm()) > 0.1 * float(expected.norm())  # it did compress
+    assert float((result - mean_of(world_size, 0)[:1200]).norm()) > 0.1 * float(
+        expected.norm()
+    )  # compression has an effect
 
 
 @on_every_rank()
-def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
+def test_hard_matrices_stay_finite_and_are_fed_back(rank, world_size):
     owners = [torch.nn.Parameter(torch.zeros(40, 30))]
     column, row = torch.arange(40.0) - 7, torch.arange(30.0) * 0.1 - 1
     inputs = [
@@ -483,7 +484,7 @@ def test_hard_matrices_stay_finite_and_are_paid(rank, world_size):
 
 
 @on_every_rank()
-def test_a_matrix_that_decays_is_finite_and_owed(rank, world_size):
+def test_a_decaying_matrix_is_finite_and_fed_back(rank, world_size):
     generator = torch.Generator().manual_seed(5)
     left, right = (torch.linalg.qr(torch.randn(n, 30, generator=generator)).Q for n in (40, 30))
     matrix = (left * 10.0 ** -torch.arange(30.0)) @ right.T
@@ -499,7 +500,7 @@ def test_a_matrix_that_decays_is_finite_and_owed(rank, world_size):
 
 
 @on_every_rank()
-def test_sums_that_leave_the_range_do_not_stay(rank, world_size):
+def test_overflowing_sums_do_not_stay(rank, world_size):
     owners = [torch.nn.Parameter(torch.zeros(40, 30))]
     state = PowerSGDState(None, 2, start_powerSGD_iter=0)
     huge = torch.zeros(40, 30)
@@ -555,7 +556,7 @@ def test_misuse_is_named(rank, world_size):
 
 @pytest.mark.parametrize("name", ["int4", "powersgd"])
 @on_every_rank()
-def test_what_no_rank_used_goes_on_owing(rank, world_size, name):
+def test_unused_parameters_keep_their_error(rank, world_size, name):
     compress = sw.Int4() if name == "int4" else sw.PowerSGD(rank=1, min_compression_rate=0)
     torch.manual_seed(0)
     wrapped = sw.wrap(Heads(), compress=compress)
@@ -572,7 +573,7 @@ def test_what_no_rank_used_goes_on_owing(rank, world_size, name):
         assert same == key.startswith("right"), key
     twin = sw.wrap(Heads(), compress=compress)
     twin.compression_state.load_state_dict(before)
-    for heads in ("left", "left right"):  # a name that comes later is not another model's
+    for heads in ("left", "left right"):  # a name that comes later does not belong to another model
         twin.zero_grad()
         twin(batch(rank, 6, 7), heads).backward()
     assert set(twin.compression_state.state_dict()["parameters"]) == set(before["parameters"])

@@ -1,5 +1,6 @@
-"""Law: what compressors promise at zero=2 and 3 between CPUs (test_compressed_gradients_at_every_stage, body for body) they keep between
-GPUs: the naive compressor's bits, of a standing average too; and over meshes of two dimensions the bits of zero=0."""
+"""Law: compressors keep the promises of zero=2 and 3 between GPUs, too (test_compressed_gradients_at_every_stage, body
+for body): the naive compressor's bits, also on a standing mean. Over meshes of two dimensions they have the bits of
+zero=0."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ PROMISES: list[tuple[str, dict[str, Any]]] = [
     ("a_resumed_state_goes_on_with_the_same_bits", {"name": "powersgd in turns", "zero": 3}),
     ("a_standing_average_is_not_compressed_again", {"name": "int4"}),
     *(("local_sums_and_unused_parameters_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
-    *(("what_is_not_finite_leaves_no_trace", {"name": n}) for n in ("int4", "powersgd")),
+    *(("values_that_are_not_finite_leave_no_trace", {"name": n}) for n in ("int4", "powersgd")),
     *(("norms_and_low_precision_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
     *(
         ("complex_gradients_are_compressed_as_pairs", {"name": n, "dtype": torch.complex64})
@@ -139,7 +140,7 @@ def test_rows_of_a_mesh(teams: Any, world_size: int, paths: dict[str, str], zero
 
 
 def rows(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
-    """A slice has two owners then."""
+    """Train on a mesh, where a slice has two owners."""
     for compress in (sw.Int8(block=32), sw.PowerSGD(2, min_compression_rate=1)):
         with gpus.torch_on_cpu():
             expected = Trained(gpus, rank, compress, steps)
@@ -147,7 +148,7 @@ def rows(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
         found.assert_equals(expected, f"{compress} zero={zero}", same_bytes=False)
 
 
-def test_auto_is_none_and_says_so(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_auto_is_none_and_logs_it(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, auto)
 
 
@@ -155,6 +156,6 @@ def auto(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     lines: list[str] = []
     with mock.patch.object(auto_compression._logger, "info", lambda text, *given: lines.append(text % given)):
         model = sw.wrap(gpus.adopt_module(Mlp()), compress="auto")
-    said = "compress='auto': none, because between GPUs nothing is measured: see docs/design/gpu.md"
+    said = "compress='auto': none, because nothing is measured between GPUs: see docs/design/gpu.md"
     assert lines == [said] * (rank == 0)
     assert "compress" not in sw.stats()["models"][-1] and model.compression_state is None

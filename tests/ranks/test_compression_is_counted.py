@@ -1,5 +1,5 @@
-"""Law: what a compressor sends is counted where it is handed over, by step and bucket, and is what its format says; after the
-second step it allocates nothing."""
+"""Law: bytes that a compressor sends are counted when they are sent, by step and bucket, and match its format. After
+the second step it allocates nothing."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def test_steps_and_buckets_add_up(rank, world_size, zero, text):
         seen.append(row["wire_bytes"])
         steps.append(row["step_wire_bytes"])
     assert seen == [*itertools.accumulate(steps)]
-    assert steps[0] == steps[2] and (steps[0] == steps[1] or "alternate" in text)  # P and Q in turns: of two sizes
+    assert steps[0] == steps[2] and (steps[0] == steps[1] or "alternate" in text)  # alternating P and Q have two sizes
     assert (seen[0] > 0) == (world_size > 1)
 
 

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from harness import gather, on_every_rank
+from harness import gather, on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
 from test_units_are_whole_only_while_they_run import Block, Blocks, assert_released, steps, wrap
@@ -141,4 +141,167 @@ def test_what_cannot_be_is_said(rank, world_size):
     with pytest.raises(TypeError, match="units"):
         sw.wrap(Blocks(), zero=3, units="some")
     del model
+    gather(None)
+
+
+# lists, and meshes ---------------------------------------------------------------------------------------------------
+
+
+class Experts(Blocks):
+    """A block that is each rank's own, as experts are."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Block()
+
+    def run(self, x):
+        return super().run(x) + self.experts(x)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+@on_every_rank()
+def test_a_list_of_modules_is_one_unit(rank, world_size, reshard_after_forward, tied):
+    def build():
+        torch.manual_seed(0)
+        module = Blocks()
+        if tied:
+            module.blocks[2].wide.weight = module.blocks[1].wide.weight
+        return module
+
+    model, optimizer = wrap(build, 0)
+    expected = steps(model, optimizer, rank), sw.full_state_dict(model)
+    module = build()
+    sw.fully_shard(module.blocks[0])
+    pair = [module.blocks[1], module.blocks[2]]
+    assert sw.fully_shard(pair, reshard_after_forward=reshard_after_forward) is pair
+    sw.fully_shard(module)
+    optimizer = sw.shard_optimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    assert_released(module)
+    assert steps(module, optimizer, rank) == expected[0]
+    assert sw.stats()["models"][-1]["units"] == 3
+    found = sw.full_state_dict(module)
+    assert all(bits_equal(value, expected[1][name]) for name, value in found.items())
+    assert_released(module)
+    pair[1].unshard()
+    assert pair[0].wide.weight.norm() == found["blocks.1.wide.weight"].norm()
+    pair[0].reshard()
+    assert_released(module)
+    with sw.full_parameters(module):
+        assert type(copy.deepcopy(module).blocks[1]) is Block
+    gather(None)
+
+
+@on_every_rank()
+def test_lists_that_cannot_be(rank, world_size):
+    module = Blocks()
+    for modules, kind, match in [
+        ([], ValueError, "different modules"),
+        ([module.first, module.first], ValueError, "different modules"),
+        ([module.blocks[0], module.blocks[0].wide], ValueError, "none of them inside another"),
+        ([module.first, module.blocks], TypeError, "ModuleList"),
+        ("first", TypeError, "or a list of such, got str"),
+    ]:
+        with pytest.raises(kind, match=match):
+            sw.fully_shard(modules)
+    sw.fully_shard([module.first, module.last])
+    with pytest.raises(engine.Error, match="already"):
+        sw.fully_shard([module.blocks[0], module.first])
+    with pytest.raises(engine.Error, match="of a list .* the outermost module"):
+        module.first(torch.ones(2, 7))
+    sw.fully_shard(module)(batch(rank, 6, 7)).sum().backward()
+    assert sw.stats()["models"][-1]["units"] == 2
+    gather(None)
+
+
+def meshes(world_size):
+    """All ranks, and each rank by itself."""
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("all", "own"))
+    return mesh["all"], mesh["own"]
+
+
+@on_every_rank()
+def test_mesh_is_fsdp2s_name(rank, world_size):
+    everybody, _ = meshes(world_size)
+    model, optimizer = wrap(Blocks, 0)
+    expected = steps(model, optimizer, rank)
+    torch.manual_seed(0)
+    module = Blocks()
+    for block in module.blocks:
+        sw.fully_shard(block, mesh=everybody)
+    sw.fully_shard(module, mesh=everybody)
+    optimizer = sw.shard_optimizer(module, torch.optim.AdamW(module.parameters(), lr=1e-2))
+    assert steps(module, optimizer, rank) == expected
+    module = Blocks()
+    sw.fully_shard(module.blocks[0], mesh=everybody)  # the ranks that there are anyway
+    sw.fully_shard(module)(batch(rank, 6, 7)).sum().backward()
+    with pytest.raises(ValueError, match="mesh and device_mesh were both given"):
+        sw.fully_shard(Blocks(), mesh=everybody, device_mesh=everybody)
+    gather(None)
+
+
+@pytest.mark.parametrize("odd", ["all", "last"])
+@on_every_rank(at_least=2)
+def test_an_inner_module_with_a_mesh_of_its_own_is_refused_on_all_ranks(rank, world_size, odd):
+    everybody, own = meshes(world_size)
+    module = Experts()
+    other = odd == "all" or rank == world_size - 1
+    sw.fully_shard(module.experts, mesh=own if other else everybody)
+    sw.fully_shard(module, mesh=everybody)
+    match = "inner module 'experts' names a device_mesh of other ranks than the outermost.*ignored_params"
+    with pytest.raises((NotImplementedError, engine.Error), match=match) as raised:
+        sw.shard_optimizer(module, torch.optim.AdamW(module.parameters()))
+    assert odd == "last" or same_everywhere(str(raised.value))
+    module = Experts()
+    sw.fully_shard(module.experts, ignored_params=[module.experts.wide.weight])
+    sw.fully_shard(module)
+    with pytest.raises(NotImplementedError, match=r"inner module 'experts' ignores parameter 'experts\.wide\.weight'"):
+        module(batch(rank, 6, 7))
+    gather(None)
+
+
+@on_every_rank()
+def test_an_inner_module_that_the_outermost_ignores_has_an_engine_of_its_own(rank, world_size):
+    """Experts that are each rank's own, beside a model that all ranks share: against the same by hand."""
+    everybody, own = meshes(world_size)
+
+    def build():
+        torch.manual_seed(0)
+        module = Experts()
+        with torch.no_grad():
+            for p in module.experts.parameters():
+                p.add_(0.01 * rank)
+        return module
+
+    plain = build()
+    shared = [p for name, p in plain.named_parameters() if not name.startswith("experts")]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        plain(batch(rank, 6, 7, step=step)).square().mean().backward()
+        for p in shared:
+            p.grad = sum(gather(p.grad)[1:], gather(p.grad)[0]) / world_size
+        optimizer.step()
+        optimizer.zero_grad()
+    module = build()
+    for block in module.blocks:
+        sw.fully_shard(block, mesh=everybody)
+    sw.fully_shard(module.experts, mesh=own)
+    sw.fully_shard(module, mesh=everybody, ignored_params=list(module.experts.parameters()))
+    rest = [p for name, p in module.named_parameters() if not name.startswith("experts")]
+    optimizers = [
+        sw.shard_optimizer(module, torch.optim.AdamW(rest, lr=1e-2)),
+        sw.shard_optimizer(module.experts, torch.optim.AdamW(module.experts.parameters(), lr=1e-2)),
+    ]
+    with pytest.raises((ValueError, engine.Error), match="is not one of the wrapped Experts"):
+        sw.shard_optimizer(module, torch.optim.AdamW(module.parameters()))
+    for step in range(3):
+        module(batch(rank, 6, 7, step=step)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    with sw.full_parameters(module), sw.full_parameters(module.experts):
+        for (name, mine), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=name)
+        assert world_size == 1 or not same_everywhere([p.detach() for p in module.experts.parameters()])
+        assert same_everywhere([p.detach() for p in module.blocks.parameters()])
     gather(None)

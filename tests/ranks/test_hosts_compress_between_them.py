@@ -1,6 +1,6 @@
-"""Over several hosts: the fold inside a host is plain, and what a compressor makes of the hosts' sums is what every rank gets.
+"""Over several hosts the fold inside a host is plain, and every rank gets the compressor's mean of the hosts' sums.
 
-Ranks of this machine are told which host they are on, as in test_hosts_fold_in_two_steps.py.
+Ranks of this machine are told their host, as in test_hosts_fold_in_two_steps.py.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def made(host_of, compress, module=Mlp, **options):
 
 
 def host_sums(contributions, host_of):
-    """Float32, ranks in order, times hosts over ranks."""
+    """Return float32 sums of each host's ranks in order, times hosts over ranks."""
     share, sums = torch.tensor((max(host_of) + 1) / len(host_of)), {}
     for host, contribution in zip(host_of, contributions):
         sums[host] = sums[host] + contribution.float() if host in sums else contribution.float()
@@ -64,7 +64,7 @@ def backward(model, rank, step):
 
 
 def gradients_of_all(model, rank, step):
-    """Each rank's own, by parameter."""
+    """Return each rank's own gradients, by parameter."""
     model.zero_grad()
     with model.no_sync():
         backward(model, rank, step)
@@ -94,7 +94,7 @@ def test_it_is_the_naive_compressor_of_the_hosts_sums(rank, world_size, shape, n
 @pytest.mark.parametrize("transport", ["auto", "staged"])
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank(at_least=3)
-def test_what_hosts_owe_and_what_came_is_what_there_was(rank, world_size, name, transport):
+def test_results_and_the_hosts_errors_add_up(rank, world_size, name, transport):
     host_of = hosts_of("2+1", world_size)
     model = made(host_of, COMPRESSORS[name], bucket_cap_mb=0.001, transport=transport)
     parameters = dict(model.module.named_parameters())
@@ -182,7 +182,7 @@ def test_complex_gradients_are_pairs(rank, world_size):
 
 
 @on_every_rank(at_least=3)
-def test_unused_parameters_keep_their_bits_and_go_on_owing(rank, world_size):
+def test_unused_parameters_keep_their_bits_and_their_error(rank, world_size):
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -206,7 +206,7 @@ def test_unused_parameters_keep_their_bits_and_go_on_owing(rank, world_size):
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank(at_least=3)
 def test_two_hosts_swap_small_messages_with_the_same_bits(rank, world_size, name):
-    """Each has then both messages, and folds what the owners of slices would: as many bytes in half the messages."""
+    """Each host has both messages and folds what the owners of slices would: as many bytes in half the messages."""
     after, sent = [], []
     for swaps in (True, False):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -260,18 +260,18 @@ def test_headroom_measures_between_hosts(rank, world_size):
     numel = sum(p.numel() for p in model.module.parameters())
     assert (
         sizes["Bf16()"] == 2 * numel and found.choice != "none"
-    )  # two hosts: what a host sends, once there and once back
+    )  # two hosts: a host's bytes, once there and once back
     assert len(set(gather((found.choice, found.step_s)))) == 1
 
 
 @on_every_rank(at_least=3)
-def test_a_host_whose_exchange_fails_says_so_to_all_its_ranks(rank, world_size):
+def test_a_failed_exchange_of_a_host_is_raised_on_all_its_ranks(rank, world_size):
     host_of = hosts_of("2+1", world_size)
     model = made(host_of, sw.Int4(block=32))
     state = model.compression_state.state_dict()
     model.compression_state.load_state_dict({**state, "parameters": {"other.weight": {"error": torch.zeros(3)}}})
     start = time.monotonic()
-    with pytest.raises(sw.Error, match="the state that was loaded is another model's") as caught:
+    with pytest.raises(sw.Error, match="the loaded state belongs to another model") as caught:
         backward(model, rank, 0)
     assert time.monotonic() - start < 15
     if host_of.index(host_of[rank]) != rank:
@@ -280,7 +280,7 @@ def test_a_host_whose_exchange_fails_says_so_to_all_its_ranks(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_ranks_may_be_in_different_numbers_of_groups(rank, world_size):
-    dist.new_group([0, 1])  # torch's own names would differ from here on
+    dist.new_group([0, 1])  # from here on torch's own names of groups would differ
     model = made(hosts_of("2+1", world_size), sw.Fp16())
     backward(model, rank, 0)
     assert same_everywhere([p.grad for p in model.module.parameters()])

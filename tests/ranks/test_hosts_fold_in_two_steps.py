@@ -13,7 +13,8 @@ import torch.distributed as dist
 from harness import gather, on_every_rank, same_everywhere
 from oracle.fold import bits_equal, fold
 from oracle.hosts import fold_over_hosts
-from shardwright import process_group
+from shardwright import process_group, wire
+from shardwright.rendezvous import Line, find_hosts
 
 MAPS = {"2+1": [0, 0, 1], "1+2": [0, 1, 1], "1+1+1": [0, 1, 2], "crosswise": [0, 1, 0], "one host": [0, 0, 0]}
 every_map = pytest.mark.parametrize("shape", MAPS)
@@ -23,12 +24,12 @@ every_map = pytest.mark.parametrize("shape", MAPS)
 def on_hosts(host_of):
     """A process group whose ranks believe that they are on these hosts, with blocks that travel as they are between them."""
     group = dist.new_group(range(len(host_of)))
-    usual = process_group._Wire.slow_bytes_per_s
-    process_group._forced_hosts, process_group._Wire.slow_bytes_per_s = host_of, 0
+    usual = wire.Wire.slow_bytes_per_s
+    process_group._forced_hosts, wire.Wire.slow_bytes_per_s = host_of, 0
     try:
         yield group
     finally:
-        process_group._forced_hosts, process_group._Wire.slow_bytes_per_s = None, usual
+        process_group._forced_hosts, wire.Wire.slow_bytes_per_s = None, usual
 
 
 def hosts_of(shape, world_size):
@@ -224,10 +225,11 @@ def test_compression_and_joined_ranks_work_over_hosts(rank, world_size):
     assert same_everywhere(joined.module.weight.grad is None)
 
 
-def test_who_shares_a_host_is_told_by_who_can_call_whom():
-    everyone, nobody = b"\1\1\1", b"\1\0\0"
-    assert process_group.group_by_reach([everyone] * 3) == [0, 0, 0]
-    assert process_group.group_by_reach([nobody, b"\0\1\1", b"\0\1\1"]) == [0, 1, 1]
-    assert process_group.group_by_reach([b"\1\0\1", b"\0\1\0", b"\1\0\1"]) == [0, 1, 0]
-    with pytest.raises(sw.CommError, match="can call one another, but not the same"):
-        process_group.group_by_reach([b"\1\1\0", b"\1\1\1", b"\0\1\1"])
+def test_ranks_of_one_place_share_a_host():
+    def hosts(*places):
+        return find_hosts([Line(rank, "", "a", place, 1, "0x1", "") for rank, place in enumerate(places)])
+
+    assert hosts("x", "x", "x") == [0, 0, 0]
+    assert hosts("x", "y", "y") == [0, 1, 1]
+    assert hosts("x", "y", "x") == [0, 1, 0]
+    assert hosts("", "y", "") == [0, 1, 0]

@@ -101,6 +101,7 @@ def gradients_over_a_link(rank, world_size):
     """Digests of each step's gradients, and the bytes that this host has sent in each."""
     torch.manual_seed(3)
     model = sw.wrap(torch.nn.Linear(WIDE, WIDE), timeout_s=20)
+    dist.barrier()  # the parameters of rank 0 have arrived, and not only left
     digests, sent = [], []
     for step in range(4):
         before = bytes_sent()

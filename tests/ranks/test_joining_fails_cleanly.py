@@ -56,7 +56,7 @@ def test_memory_that_one_rank_could_not_map_is_not_taken_for_the_next(rank, worl
 
 @on_every_rank(at_least=3, spoils=True)
 def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_size):
-    """Rank 1 cannot map the control page of the rank that calls it. Rank 0 has joined already."""
+    """Rank 1 cannot map the control pages that the first rank gives it."""
     comm = engine.HostComm(rank, world_size, host=socket.gethostname(), timeout_s=20.0)
     secret = gather(os.urandom(16))[0]
     addresses, hosts = gather(comm.address), gather(socket.gethostname())
@@ -68,7 +68,7 @@ def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_s
     seconds = time.monotonic() - begin_s
     texts = gather(str(raised.value))  # rank 1 lives on all the while
     assert seconds < 3, texts
-    assert re.search(r"mapping the control page of rank [2-9] failed", texts[1]), texts  # whoever called first
+    assert re.search(rf"mapping the control pages of {world_size} ranks failed", texts[1]), texts
     assert all("rank 1" in text or "rank 0" in text for rank, text in enumerate(texts) if rank != 1), texts
 
 
@@ -177,31 +177,6 @@ print(seen)
     )
     assert done.returncode == 0, done.stderr
     assert "could not be started" in done.stdout and "right" in done.stdout, done.stdout
-
-
-@on_every_rank(at_least=2)
-def test_no_thread_of_torchs_holds_what_the_handshake_passed(rank, world_size):
-    """Such a thread lets go with the GIL, and ends the program if the interpreter is at its end: it is waited for."""
-    from shardwright import process_group
-
-    given, begin, switch_s = [], dist.all_gather, sys.getswitchinterval()
-
-    def remember(tensors, tensor, **options):
-        given.extend([tensor, *tensors])
-        return begin(tensors, tensor, **options)
-
-    dist.all_gather = remember
-    sys.setswitchinterval(10)  # a thread that wants the GIL gets it when it is given away
-    try:
-        for turn in range(60):
-            mine = {"rank": rank, "turn": turn, "text": "x" * (37 * turn * rank)}
-            got = process_group._gather_objects(mine, dist.group.WORLD)
-            assert [each["rank"] for each in got] == list(range(world_size)) and got[rank] == mine
-            assert not any(map(process_group._hooks.is_shared, given))
-            given.clear()
-    finally:
-        dist.all_gather = begin
-        sys.setswitchinterval(switch_s)
 
 
 def fails_in_wrap(rank, folder):

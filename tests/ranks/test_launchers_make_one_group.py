@@ -1,4 +1,4 @@
-"""Laws of launching: ranks on two hosts that know only what Open MPI or SLURM set form the group that these meant."""
+"""Law of launching: ranks on two hosts form the intended group from the variables of Open MPI or SLURM alone."""
 
 import os
 
@@ -72,6 +72,6 @@ def is_alone(rank, world_size, variables):
     [({}, None), ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (0, 1)), ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1))],
     ids=["nothing", "srun", "torchrun"],
 )
-def test_one_task_is_one_rank_with_a_group_if_a_launcher_said_so(hosts, variables, expected):
+def test_one_task_is_one_rank_with_a_group_if_a_launcher_is_present(hosts, variables, expected):
     with hosts(1, joined=False) as lab:
         assert lab.team.run(is_alone, variables=variables) == [expected]

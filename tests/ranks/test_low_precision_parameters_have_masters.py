@@ -1,6 +1,6 @@
-"""Law: an optimizer that has no masters steps low-precision parameters through float32 ones: the bits of a naive loop that keeps a
-float32 copy, steps the user's optimizer on it and rounds; at every stage, of every elementwise class, on slices and on whole
-tensors; and states and checkpoints carry the masters as `master`."""
+"""Law: an optimizer without masters steps low-precision parameters through float32 masters. The bits are those of a
+naive loop that keeps a float32 copy, steps the user's optimizer on it and rounds: at every stage, for every elementwise
+class, on slices and on whole tensors. States and checkpoints carry the masters as `master`."""
 
 import copy
 import os
@@ -41,7 +41,7 @@ STAGES = [
 
 
 class Low(nn.Module):
-    """bfloat16 but for its last layer; a transposed and an empty parameter among them."""
+    """A bfloat16 model with a float32 last layer; a transposed and an empty parameter are among them."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -86,7 +86,7 @@ class ByHand:
 
     def step(self):
         for p, master in zip(self.parameters, self.masters):
-            if p.grad is not None:  # torch's fused SGD takes strides for those of the parameter
+            if p.grad is not None:  # torch's fused SGD assumes the parameter's strides
                 master.grad = torch.empty_like(master).copy_(p.grad)
         self.inner.step()
         with torch.no_grad():
@@ -100,7 +100,7 @@ class ByHand:
 
 
 def whole(model, optimizer):
-    """(parameters, state by position); collective."""
+    """Return (parameters, state by position); collective."""
     state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))
     with sw.full_parameters(model):
         parameters = [p.detach().clone() for p in sw.unwrap(model).parameters()]
@@ -138,7 +138,7 @@ def test_every_elementwise_optimizer_steps_on_masters(rank, world_size, name):
 
 
 @on_every_rank()
-def test_a_policy_may_say_no_and_sw_optim_decides_for_itself(rank, world_size):
+def test_a_policy_may_deny_masters_and_sw_optim_decides_for_itself(rank, world_size):
     no = {"body": sw.Precision(param_dtype=torch.bfloat16, master=False)}
     for options in STAGES:
         model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), precision=no, **options)
@@ -155,11 +155,11 @@ def test_a_policy_may_say_no_and_sw_optim_decides_for_itself(rank, world_size):
             assert ("master" in whole(model, optimizer)[1]["state"][0]) == master
     module = Mlp()
     made = torch.optim.AdamW(module.parameters())
-    assert sw.wrap(module, made)[1] is made  # nothing low: as it is
+    assert sw.wrap(module, made)[1] is made  # no low-precision parameter: unchanged
 
 
 @on_every_rank()
-def test_masters_follow_who_writes_and_grow_out_of_earlier_state(rank, world_size):
+def test_masters_follow_writes_and_widen_earlier_state(rank, world_size):
     found = []
     for options in STAGES:
         module, optimizer = build(OPTIMIZERS["AdamW"])
@@ -208,7 +208,7 @@ def test_whole_states_carry_masters_between_stages(rank, world_size, first, seco
 
 
 @on_every_rank()
-def test_what_was_wrapped_is_wrapped_again_at_another_stage(rank, world_size):
+def test_a_wrapped_module_is_wrapped_again_at_another_stage(rank, world_size):
     make = OPTIMIZERS["AdamW"]
     model, optimizer = sw.wrap(*build(make), **STAGES[0])
     losses = train(model, optimizer, rank)
@@ -291,8 +291,8 @@ def test_an_optimizer_at_stage_0_is_copied_and_a_failed_step_leaves_it_whole(ran
 
 
 @on_every_rank()
-def test_memory_that_ends_before_a_step_loses_no_state(rank, world_size):
-    """A gradient in float32 that cannot be made: momentum and masters stay, and the next step goes on with them."""
+def test_a_failed_allocation_before_a_step_loses_no_state(rank, world_size):
+    """If the float32 gradient cannot be allocated, momentum and masters stay, and the next step uses them."""
     found = []
     for fails in (False, True):
         model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), **STAGES[0])

@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import at_least_two, gather, same_everywhere
+import torch.distributed as dist
+from harness import DEADLINE_S, at_least_two, gather, same_everywhere
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
 from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, simulate, stats, sw
 
 from shardwright import device as sw_device
+from shardwright.cli.doctor_bench import make_round
 from shardwright.device_transport import VARIABLE
+from shardwright.process_group import host_group
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
@@ -559,3 +562,47 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int) -> N
     with pytest.raises(sw.Error, match=r"CUDA_ERROR_UNKNOWN|\(999\)"):
         train(rank, wrapped, naive)
     gpus.fail_call(0, 0)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_torch_that_shows_no_addresses_trains_alike(
+    teams: Any, world_size: int, paths: dict[str, str], zero: int
+) -> None:
+    run(teams, world_size, paths, without_addresses, zero)
+
+
+def without_addresses(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    """Before 2.10 it has no DLPack table: gradients are then looked at in Python, and copied in as few launches."""
+
+    def trained() -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        module = gpus.adopt_module(Mlp())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped, optimizer = sw.wrap(module, optimizer, zero=zero, deterministic=True)
+        before = stats(wrapped)["launches"]
+        for step in range(3):
+            wrapped(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in wrapped.parameters()], stats(wrapped)["launches"] - before
+
+    expected, launches = trained()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Parameter, "__dlpack_c_exchange_api__", None, raising=False)
+        found, without = trained()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and without == launches
+
+
+def test_the_doctors_round_is_a_mean(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, doctors_round)
+
+
+def doctors_round(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    parameter = torch.nn.Parameter(gpus.adopt(torch.zeros(64)))
+    link = sw_device.device_link(host_group(dist.group.WORLD, DEADLINE_S), parameter, DEADLINE_S)
+    run_round = make_round(link, parameter)
+    with torch.no_grad():
+        parameter.grad.fill_(float(rank))
+    run_round()
+    gpus.synchronize()
+    assert torch.allclose(parameter.grad, torch.full((64,), (world_size - 1) / 2))

@@ -1,5 +1,6 @@
-"""Law of offload="cpu" and offload="nvme:<folder>" on a GPU: losses, parameters, states and checkpoints have the bits of the CPU at every stage, whatever the schedule;
-state lies where it was said; a step waits for each batch of gradients once and for nothing else; what goes wrong is an error with a name."""
+"""Law of offload="cpu" and offload="nvme:<folder>" on a GPU: losses, parameters, states and checkpoints have the bits
+of the CPU at every stage, for any schedule. State lies in the chosen memory. A step waits once for each batch of
+gradients and for nothing else. A failure is an error with a name."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OPTIMIZERS = offloaded.OPTIMIZERS
 
 
 def small() -> None:
-    """Several batches in a step of a small model, in memory and in a file."""
+    """Make several batches in a step of a small model, in memory and in a file."""
     device_offload.SLOT_BYTES = 1 << 10
     state_offload.BUFFER_BYTES = 64 << 10
 
@@ -38,7 +39,7 @@ def offload_to(kind: str, rank: int) -> str:
 
 
 class Small(offloaded.Mixed):
-    """Every kind of parameter, none of them large: the simulation looks at all memory at each launch."""
+    """A model with every kind of parameter, all small, since the simulation compares all memory at each launch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, kind
         model(batch(rank, 6, 7, step=step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 0:  # masters are made of parameters that are read
+        if step == 0:  # masters are made from parameters, which are read
             gc.collect()
             before, moved = stats(model), store.stats()
     after, found = stats(model), store.stats()
@@ -150,7 +151,7 @@ def described(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("zero", "kind"), some(itertools.product(ALL, ("cpu", "nvme")), 5))
-def test_states_go_in_and_out(teams: Any, world_size: int, paths: dict[str, str], zero: int, kind: str) -> None:
+def test_states_are_saved_and_loaded(teams: Any, world_size: int, paths: dict[str, str], zero: int, kind: str) -> None:
     run(teams, world_size, paths, in_and_out, zero, kind)
 
 
@@ -203,7 +204,7 @@ def wrapped_again(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert begun == losses
     offloaded.assert_same(offloaded.whole(model, optimizer), expected, "again")
     module, optimizer = build(make)
-    with gpus.torch_on_cpu():  # a module that moves to its GPU
+    with gpus.torch_on_cpu():  # the module moves to its GPU
         model, optimizer = sw.wrap(module, optimizer, offload=offload_to("nvme", rank))
         begun, file = offloaded.train(model, optimizer, rank, range(1)), optimizer.store.file
     for step in (1, 2):
@@ -257,21 +258,23 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int, kind
     with pytest.raises(sw.Error, match=r"CUDA_ERROR_UNKNOWN|\(999\)"):
         optimizer.step()
     gpus.fail_call(0, 0)
-    if nth == 40:  # a part of the state was stepped on by then
+    if nth == 40:  # a part of the state has changed by then
         with pytest.raises(sw.Error, match="optimizer state is invalid, since an earlier step failed"):
             optimizer.step()
 
 
 @at_least_two
-def test_a_rank_whose_store_cannot_be_made_is_named_on_all(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_a_rank_whose_store_cannot_be_created_is_named_on_all(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
     run(teams, world_size, paths, no_store)
 
 
 def no_store(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     module, optimizer = build(OPTIMIZERS["AdamW"])
-    wrap(gpus, (module, None))  # the link is there
+    wrap(gpus, (module, None))  # opens the link
     device_offload.SLOT_BYTES = 100 if rank == 1 else 1 << 10
-    with pytest.raises((sw.Error, ValueError), match="must be a multiple of 256, above 0, not 100"):
+    with pytest.raises((sw.Error, ValueError), match="must be a positive multiple of 256, not 100"):
         wrap(gpus, (module, optimizer), offload="cpu")
     small()
     model, optimizer = wrap(gpus, (module, optimizer), offload="cpu")  # the same module, again
@@ -279,7 +282,7 @@ def no_store(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert same_everywhere([p.detach() for p in module.parameters()])
 
 
-def test_what_is_not_there_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_missing_features_are_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, refusals)
 
 

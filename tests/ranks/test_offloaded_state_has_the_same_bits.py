@@ -1,5 +1,6 @@
-"""Law of offload="nvme:<folder>": losses, parameters, states and checkpoints have the bits of no offload at every stage; the file has
-no name, so nothing stays; more state than a memory limit holds is trained with; and what goes wrong is one error with a name."""
+"""Law of offload="nvme:<folder>": losses, parameters, states and checkpoints have the bits of no offload at every
+stage. The file has no name, so nothing stays. Training works with more state than a memory limit holds. A failure is
+one error with a name."""
 
 import copy
 import ctypes
@@ -37,7 +38,7 @@ STAGES = [
 
 
 class Mixed(nn.Module):
-    """float32, bfloat16, a transposed one, one that is large enough for several buffers of 64 KiB."""
+    """A model with float32 and bfloat16 parameters, a transposed one, and one of several buffers of 64 KiB."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +94,7 @@ def assert_same(found, expected, what):
 
 
 def small_buffers():
-    """Several batches in a step of a small model."""
+    """Make several batches in a step of a small model."""
     from shardwright import offload
 
     offload.BUFFER_BYTES = 64 << 10
@@ -117,7 +118,7 @@ def test_every_stage_has_the_bits_of_no_offload(rank, world_size, name):
 
 @pytest.mark.parametrize("first", [0, 2, 4])
 @on_every_rank(at_least=3)
-def test_states_go_in_and_out(rank, world_size, first):
+def test_states_are_saved_and_loaded(rank, world_size, first):
     small_buffers()
     make, offload = OPTIMIZERS["Adam amsgrad"], f"nvme:{folder_of(rank)}"
     model, optimizer = sw.wrap(*build(make), **STAGES[first])
@@ -177,7 +178,7 @@ def test_state_that_comes_later_makes_the_file_grow_without_its_folder(rank, wor
         optimizer = sw.optim.AdamW(module.body.parameters(), lr=1e-2)
         model, optimizer = sw.wrap(module, optimizer, zero=2, offload=f"nvme:{folder}" if offload else None)
         losses = train(model, optimizer, rank, range(2))
-        os.rmdir(folder)  # it is empty, and nobody needs it any longer
+        os.rmdir(folder)  # it is empty and no longer needed
         optimizer.add_param_group({"params": [module.large, module.low.weight], "lr": 1e-3})
         optimizer.param_groups[0]["amsgrad"] = True
         losses += train(model, optimizer, rank, range(2, 4))
@@ -201,13 +202,13 @@ def test_a_rank_holds_its_slices_on_disk_and_regions_are_used_again(rank, world_
         optimizer.step()
         optimizer.load_state_dict(
             copy.deepcopy(optimizer.state_dict())
-        )  # a second set of state for a while, not a third
+        )  # a second set of state for a while, but not a third
     assert sw.describe()["models"][-1]["offload_bytes"] <= planned + max(planned, 16 << 20)
     gather(None)
 
 
 class Wide(nn.Module):
-    """2 MiB of parameters a part, and eight times that of state under Adam with amsgrad."""
+    """A model of 2 MiB of parameters a part, and eight times that of state under Adam with amsgrad."""
 
     def __init__(self, parts):
         super().__init__()
@@ -221,20 +222,22 @@ def within_a_limit(rank, world_size, folder, saves):
     from shardwright import offload
 
     offload.BUFFER_BYTES = 1 << 20
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back, so that the limit is felt
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 20
+    )  # M_MMAP_THRESHOLD: freed memory returns to the kernel, so that the limit counts
     torch.manual_seed(0)
-    parts = 80 if world_size > 3 else 36 if saves else 24  # more where more threads run, or a rank's share is less
+    parts = 80 if world_size > 3 else 36 if saves else 24  # more if more threads run, or a rank's slice is smaller
     module = Wide(parts)
     optimizer = sw.optim.Adam(module.parameters(), amsgrad=True)
     model, optimizer = sw.wrap(module, optimizer, zero=2, offload=f"nvme:{folder}")
-    model(1.0 + rank).backward()  # what torch takes once
+    model(1.0 + rank).backward()  # torch's one-time allocations
     model.zero_grad()
     with open("/proc/self/status") as file:
         used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
     state_bytes = sw.describe()["models"][-1]["offload_bytes"]
     allowed = (
         2 * parts + (52 if saves else 40)
-    ) << 20  # gradients that wait for others, buffers, 8 MiB of stack a thread
+    ) << 20  # gradients that wait for peers, buffers, 8 MiB of stack a thread
     assert state_bytes > (1.4 if world_size <= 3 else 1.2) * allowed
     resource.setrlimit(resource.RLIMIT_DATA, (used + allowed, resource.RLIM_INFINITY))
     with pytest.raises(RuntimeError, match="allocate"):
@@ -262,12 +265,12 @@ def test_more_state_than_a_memory_limit(fresh_ranks, world_size, tmp_path):
     with fresh_ranks(world_size) as team:
         saves = (
             LONG and world_size <= 3
-        )  # what slices' ends exchange goes to all ranks: at 5 more than the limit leaves
+        )  # the exchange at the ends of slices goes to all ranks: at 5 more than the limit leaves
         values = team.run(within_a_limit, folder=str(tmp_path), saves=saves)
     assert all(each == values[0] for each in values) and os.listdir(tmp_path) == ["saved"] * saves
 
 
-# what goes wrong ------------------------------------------------------------------------------------------------------
+# failures -------------------------------------------------------------------------------------------------------------
 
 
 @on_every_rank()
@@ -297,7 +300,7 @@ def test_cpu_is_accepted_and_does_nothing(rank, world_size):
 
 
 @on_every_rank()
-def test_a_folder_that_is_not_there_is_one_error_on_every_rank(rank, world_size):
+def test_a_missing_folder_is_one_error_on_every_rank(rank, world_size):
     folder = folder_of(rank)
     for zero in (0, 2, 3):
         module, optimizer = build(OPTIMIZERS["AdamW"])
@@ -306,20 +309,20 @@ def test_a_folder_that_is_not_there_is_one_error_on_every_rank(rank, world_size)
             sw.wrap(module, optimizer, zero=zero, offload=f"nvme:{mine}")
         assert caught.value.errno == errno.ENOENT
         assert same_everywhere(caught.value.strerror.replace("/gone'", "'", 1)) or world_size == 1
-        model, optimizer = sw.wrap(module, optimizer, zero=zero, offload=f"nvme:{folder}")  # the same module, again
+        model, optimizer = sw.wrap(module, optimizer, zero=zero, offload=f"nvme:{folder}")  # the same module again
         train(model, optimizer, rank, range(1))
         gather(None)
 
 
 @on_every_rank(at_least=2)
-def test_ranks_that_disagree_about_the_offload_are_told(rank, world_size):
+def test_ranks_that_disagree_about_the_offload_get_an_error(rank, world_size):
     module, optimizer = build(OPTIMIZERS["AdamW"])
     with pytest.raises(sw.Error, match="offload"):
         sw.wrap(module, optimizer, zero=2, offload=f"nvme:{folder_of(rank)}" if rank else None)
 
 
 def mount_small(folder):
-    """A disk of 64 KiB; False where that is not permitted."""
+    """Mount a disk of 64 KiB; return False if that is not permitted."""
     libc = ctypes.CDLL(None)
     return (
         libc.unshare(0x20000) == 0
@@ -353,7 +356,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(fresh_ranks, world_size, 
 
 
 def files_without_name(folder):
-    """Descriptors of this process that are such files."""
+    """Return the file descriptors of this process for unnamed files in the folder."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -382,7 +385,7 @@ def with_a_broken_disk(rank, world_size, folder):
             optimizer.step()
     optimizer.zero_grad()
     model(batch(rank, 6, 7, step=2)).square().mean().backward()
-    with pytest.raises((OSError, sw.Error), match="ends at byte"):  # each later step says so, to all
+    with pytest.raises((OSError, sw.Error), match="ends at byte"):  # each later step fails with it on all ranks
         optimizer.step()
 
 

@@ -1,6 +1,6 @@
-"""Law: PowerSGD between GPUs has the bits that it has between CPUs, in parameters and in what is kept from round to round. A pass
-is one launch over all matrices of a bucket, and whether a round was finite is decided on the GPU: no step in which every
-parameter was used waits for it."""
+"""Law: PowerSGD between GPUs has the bits of the CPU, in parameters and in the state between rounds. A pass is one
+launch over all matrices of a bucket. The GPU decides if a round was finite, so a step in which every parameter was used
+does not wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def powersgd(name: str) -> Any:
 
 
 class Wide(torch.nn.Module):
-    """51 matrices, more than one launch takes, in one bucket; one of them without a gap, but transposed."""
+    """A bucket of 51 matrices, more than one launch takes; one of them is dense but transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,12 +67,13 @@ class Wide(torch.nn.Module):
 
 
 def overflowing_once(model: Any, optimizer: Any, rank: int) -> None:
-    """Finite gradients, whose P is finite and whose Q is not: the state begins afresh."""
+    """Train with finite gradients whose P is finite but whose Q is not: the state restarts."""
     steps(model, optimizer, rank)
     optimizer.zero_grad()
     weight, *others = model.parameters()
-    others_too = sum(p.sum() for p in others) * 0
-    (weight.sum() * (1e38 if rank == 0 else 0) + others_too).backward()
+    with sw.full_parameters(model):
+        loss = weight.sum() * (1e38 if rank == 0 else 0) + sum(p.sum() for p in others) * 0
+    loss.backward()
     name = next(name for name, _ in model.module.named_parameters())
     assert bool(sw.full_gradients(model)[name].isnan().all())
     entry = model.compression_state.state_dict()["parameters"][name]
@@ -114,7 +115,7 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
     refused = scene in (
         not_finite_once,
         overflowing_once,
-    )  # a GPU's host does not know that nothing is left to exchange
+    )  # a GPU's host does not know that the round was refused
     by_bucket = "half factors" in name or refused
     compare_stages(gpus, rank, powersgd(name), scene, options, stages, same_bytes=not refused, by_bucket=by_bucket)
 
@@ -155,7 +156,7 @@ def test_units_that_are_the_cpu_s_buckets_have_its_bits(
 
 
 def in_units(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
-    """At zero=3 a bucket is a unit, and who owes what rounding took, and what a verdict covers, is the bucket's."""
+    """At zero=3 a bucket is a unit: the owner of a rounding error, and the scope of a verdict, are the bucket's."""
     name, scene, cap_bytes = UNITS[number]
     options = {"build": Blocks, "bucket_cap_mb": cap_bytes / 2**20}
     rounds: list[int] = []
@@ -182,14 +183,14 @@ def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]
 
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """In a bucket of up to 46 matrices as many as of one, but for the copies of 64 gradients."""
+    """A bucket of up to 46 matrices takes as many launches as one, except for the copies of 64 gradients."""
     for options in ({}, {"alternate": True}):
         found = []
         for count in (1, 30):
             model = sw.wrap(
                 gpus.adopt_module(Layers(count)), compress=sw.PowerSGD(1, min_compression_rate=1, **options)
             )
-            gc.collect()  # an earlier one's end waits, and would count here
+            gc.collect()  # the end of an earlier one waits and would count here
             for step in range(4):
                 before = stats(model)
                 model(batch(rank, 5, 8, step=step)).square().sum().backward()
@@ -206,7 +207,7 @@ def test_the_first_rounds_are_plain(teams: Any, world_size: int, paths: dict[str
 
 
 def warm_up(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """With the plain mean's own bits."""
+    """The first rounds have the plain mean's bits."""
     found = []
     for options in ({"compress": sw.PowerSGD(2, warmup_steps=3, min_compression_rate=1)}, {"deterministic": True}):
         torch.manual_seed(0)
@@ -221,7 +222,7 @@ def warm_up(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert equal == [True, True, True, False], equal
 
 
-def test_what_is_kept_goes_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_the_state_moves_to_the_cpu_and_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, travelling_state, policy="late")
 
 
@@ -237,7 +238,7 @@ def travelling_state(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         Trained(gpus, rank, powersgd(name), resumed_from(found.owed)).assert_equals(again, "and back")
 
 
-def test_a_checkpoint_holds_what_is_kept(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_a_checkpoint_holds_the_state(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, checkpointed, policy="on demand")
 
 
@@ -269,12 +270,12 @@ def checkpointed(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gather(None)
 
 
-def test_what_is_left_out_is_owed(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+def test_the_error_is_fed_back(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, telescoping)
 
 
 def telescoping(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """The sum of what came, and the ranks' mean error, is the sum of the ranks' mean gradients; written naively, on the CPU."""
+    """The sum of results plus the ranks' mean error is the sum of the mean gradients; computed naively on the CPU."""
     for options in ({}, {"alternate": True}, {"wire_dtype": torch.bfloat16}):
         torch.manual_seed(0)
         module = gpus.adopt_module(torch.nn.Linear(13, 17, bias=False))

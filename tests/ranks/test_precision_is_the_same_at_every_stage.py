@@ -1,5 +1,6 @@
-"""Law of mixed precision: under a policy the forward computes in low precision on float32 masters; losses, parameters and optimizer state
-have the bits of stage 0 at every stage, and stage 0 those of the naive loop that casts every parameter by hand."""
+"""Law of mixed precision: under a policy the forward computes in low precision on float32 masters. Losses, parameters
+and optimizer state have the bits of stage 0 at every stage. Stage 0 has the bits of a naive loop that casts every
+parameter by hand."""
 
 import copy
 
@@ -32,7 +33,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Two blocks, a norm, and a head that is tied to the embedding and used outside of its module's forward."""
+    """A GPT of two blocks and a norm, with a head tied to the embedding and used outside of its module's forward."""
 
     def __init__(self, recompute=None):
         super().__init__()
@@ -85,7 +86,7 @@ def run(rank, zero, precision, training=plain, steps=6, build=Gpt, **options):
         module, torch.optim.AdamW(module.parameters(), lr=3e-3), zero=zero, precision=precision, **options
     )
     losses = training(model, optimizer, rank, steps)
-    assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in module.parameters())
+    assert all(isinstance(p, nn.Parameter) and p.dtype == torch.float32 for p in module.parameters())
     state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer)["state"])
     with sw.full_parameters(model):
         tensors = [p.detach().clone() for p in module.parameters()]
@@ -100,7 +101,7 @@ def assert_same(found, expected, what=None):
 
 
 def stages():
-    """Above 0; the last with parameters that are released between their uses."""
+    """Return the stages above 0; the last one releases parameters between their uses."""
     return [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
 
 
@@ -129,7 +130,7 @@ def test_many_steps_have_the_bits_of_stage_0(rank, world_size, training, policy)
 
 
 class CastByHand(nn.Module):
-    """The law: every parameter is cast, whatever then happens to it is autograd's."""
+    """The law: every parameter is cast, and autograd does the rest."""
 
     def __init__(self, module, dtype):
         super().__init__()
@@ -184,7 +185,7 @@ def test_a_scaler_of_torch_runs_unchanged_in_fp16(rank, world_size):
 
 
 @on_every_rank()
-def test_modules_see_what_their_policy_says(rank, world_size):
+def test_modules_compute_as_their_policy_says(rank, world_size):
     low = sw.Precision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     policies = {"": low, "blocks.1": "fp32"}
     for zero in (0, 3):
@@ -204,7 +205,7 @@ def test_modules_see_what_their_policy_says(rank, world_size):
         assert output.dtype == torch.float64
         assert seen["blocks.0"] == (torch.bfloat16, torch.bfloat16, False)
         assert seen["blocks.0.mix"][:2] == (torch.bfloat16, torch.bfloat16)
-        assert seen["blocks.1"] == (torch.bfloat16, torch.float32, True)  # cast after this hook, which came first
+        assert seen["blocks.1"] == (torch.bfloat16, torch.float32, True)  # cast after this hook, which runs first
         assert seen["blocks.1.norm"][:2] == (torch.float32, torch.float32)
         assert seen["norm"][:2] == (torch.bfloat16, torch.bfloat16)
         seen.clear()
@@ -223,7 +224,7 @@ def test_recomputed_activations_have_the_same_bits(rank, world_size, recompute):
 
 
 @on_every_rank()
-def test_after_an_exception_parameters_are_in_their_places(rank, world_size):
+def test_after_an_exception_parameters_are_back_in_their_slots(rank, world_size):
     torch.manual_seed(0)
     module = Gpt(recompute=False)
     before = list(module.parameters())
@@ -249,7 +250,7 @@ def test_after_an_exception_parameters_are_in_their_places(rank, world_size):
 
 
 @on_every_rank()
-def test_low_precision_parameters_get_masters_unless_told_otherwise(rank, world_size):
+def test_low_precision_parameters_get_masters_unless_denied(rank, world_size):
     for zero in (0, 2):
         for master in (True, False):
             torch.manual_seed(0)
@@ -276,7 +277,7 @@ def test_released_parameters_have_no_copies_without_gradients(rank, world_size):
     model = sw.wrap(module, zero=3, share_parameters=False, precision="bf16")
     tokens, alive = torch.arange(8).view(1, 8), []
 
-    def look(*_):  # in the last norm: the blocks are over
+    def look(*_):  # in the last norm, after the blocks
         held = [each.attention.weight for each in module.blocks] + [module.embedding.weight]
         alive.append([each.dtype for each in held])
 
@@ -302,7 +303,7 @@ def test_released_low_parameters_can_be_wrapped_again(rank, world_size):
 
 
 @on_every_rank(at_least=2)
-def test_what_could_not_be_wrapped_is_as_it_was(rank, world_size):
+def test_a_module_that_could_not_be_wrapped_is_unchanged(rank, world_size):
     module = Mlp().to(torch.bfloat16)
     before = [p.detach().clone() for p in module.parameters()]
     with pytest.raises(sw.Error, match="bucket_cap_mb"):
@@ -360,7 +361,7 @@ def test_the_bare_module_evaluates_generates_and_is_averaged_outside_of_the_wrap
 
 
 @on_every_rank()
-def test_what_holds_nothing_to_cast_is_passed_on_itself(rank, world_size):
+def test_a_container_without_a_tensor_to_cast_is_passed_on_itself(rank, world_size):
     class Caching(nn.Linear):
         def forward(self, x, cache, *, options):
             cache.append(x.dtype)
@@ -404,7 +405,7 @@ def test_recurrent_layers_and_structured_outputs(rank, world_size):
 
 
 class Rows(nn.Module):
-    """Sparse gradients, of rows that come up more than once."""
+    """A model with sparse gradients, of rows that occur more than once."""
 
     def __init__(self):
         super().__init__()
@@ -435,7 +436,7 @@ def test_sparse_gradients_are_made_dense(rank, world_size, name):
 
 
 @on_every_rank()
-def test_reduce_dtype_is_what_travels(rank, world_size):
+def test_gradients_travel_in_reduce_dtype(rank, world_size):
     for stage in ({"zero": 0}, *stages()):
         policy = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         found = run(rank, precision=policy, **stage)
@@ -490,7 +491,7 @@ def test_a_compiled_wrapper_computes_the_same(rank, world_size):
 
 
 @on_every_rank()
-def test_what_cannot_be_is_a_sentence(rank, world_size):
+def test_unsupported_options_are_a_sentence(rank, world_size):
     for precision, kind, words in [
         ("bf8", ValueError, "precision.* must be None, 'bf16'"),
         ({"": "bf16", "4x": "fp32"}, ValueError, "no module is called '4x', did you mean '4'"),
@@ -518,7 +519,7 @@ def test_what_cannot_be_is_a_sentence(rank, world_size):
 
 
 @on_every_rank(at_least=2)
-def test_ranks_that_disagree_are_told(rank, world_size):
+def test_ranks_that_disagree_get_an_error(rank, world_size):
     with pytest.raises(sw.Error, match="precision"):
         sw.wrap(Mlp(), precision="bf16" if rank else "fp16")
     gather(None)

@@ -1,5 +1,5 @@
-"""Law: behind torch's FSDP2 on a mesh of two dimensions, what replicas exchange is compressed: each slice becomes the naive
-compressor's mean over replicas of the mean over the shards, and replicas stay bitwise equal."""
+"""Law: with torch's FSDP2 on a mesh of two dimensions, the all-reduce of replicas is compressed. Each slice becomes the
+naive compressor's mean over replicas of the mean over the shards, and replicas stay bitwise equal."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def backward(model, rank, step):
 
 
 def gradients_of_all(model, rank, step):
-    """Each rank's own of the whole model with these parameters, by parameter."""
+    """Return each rank's gradients of the whole model with these parameters, by parameter."""
     plain = Mlp()
     plain.load_state_dict({n: p.detach().full_tensor() for n, p in model.named_parameters()})
     backward(plain, rank, step)
@@ -90,7 +90,7 @@ def test_it_is_the_naive_compressor_of_the_slices(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["int4", "powersgd", "powersgd of halves"])
 @on_every_rank(exactly=4)
-def test_what_is_left_out_is_owed(rank, world_size, name):
+def test_the_error_is_fed_back(rank, world_size, name):
     model, compression = made(COMPRESSORS[name])
     parameters = dict(model.named_parameters())
     got = {n: torch.zeros(p.to_local().shape, dtype=torch.float64) for n, p in parameters.items()}
@@ -146,7 +146,7 @@ def test_replicas_train_with_the_same_bits_and_resume(rank, world_size):
 @on_every_rank(exactly=4)
 def test_misuse_is_named(rank, world_size):
     mesh = mesh_of_four()
-    with pytest.raises(sw.Error, match="no module here was given to torch's fully_shard"):
+    with pytest.raises(sw.Error, match="torch's fully_shard was called on no module here"):
         sw.hooks.compress_all_reduce(Mlp(), sw.Bf16(), mesh["replicate"])
     native = Mlp()
     fsdp.fully_shard(native, mesh=mesh)

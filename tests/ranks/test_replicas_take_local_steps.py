@@ -1,5 +1,6 @@
-"""Law: over a mesh (replicate, shard) DiLoCo is H steps of each row as one rank, then an outer step on the mean over rows of what changed,
-bit for bit at zero = 1, 2 and 3; all ranks have the same bits where they have exchanged, and a row has them always."""
+"""Law: over a mesh (replicate, shard) DiLoCo is H steps of each row as one rank, then an outer step on the mean change
+over rows, bit for bit at zero=1, 2 and 3. All ranks have the same bits when they have exchanged; the ranks of a row
+always have."""
 
 import copy
 import math
@@ -55,7 +56,7 @@ def whole(model):
 
 
 class Naive:
-    """Whole parameters on every rank, everything gathered; `runs`: of each parameter, where the slices of a row's ranks lie."""
+    """A naive form: whole parameters on every rank, everything gathered; `runs` has the slices of a row's ranks."""
 
     def __init__(self, mesh, mean, fragments, runs, overlap):
         torch.manual_seed(0)
@@ -100,7 +101,7 @@ class Naive:
 
 
 def on_hosts(mesh, hosts):
-    """Communicators of all groups of `mesh`, whose ranks are told which host they are on."""
+    """Return communicators of all groups of `mesh`, whose ranks are told their host."""
     for group in (dist.group.WORLD, mesh.get_group(0), mesh.get_group(1)):
         here = [hosts[each] for each in dist.get_process_group_ranks(group)]
         numbers = list(dict.fromkeys(here))
@@ -144,7 +145,7 @@ def test_it_is_the_naive_one(fresh_ranks, place):
 
 
 def wider_meshes(rank, world_size):
-    """Three ranks a row, of which some own nothing of a small model; and one rank a row."""
+    """Train with three ranks a row, of which some own no slice of a small model; and with one rank a row."""
     for rows in (2, 6):
         mesh = mesh_of(world_size, rows)
         for zero in STAGES if LONG else (1, PRIVATE):
@@ -182,7 +183,7 @@ def resumes(rank, world_size, folder):
         with pytest.raises(ValueError, match="this DiLoCo keeps slices of each rank's own"):
             sw.Checkpointer(f"{mine}-{zero}-x", again, user_state={"trainer": other})
         state["layout"][0][1] += 32
-        with pytest.raises(sw.Error, match="the state is of other slices than this rank's"):
+        with pytest.raises(sw.Error, match="the state has other slices than this rank's"):
             other.load_state_dict(state)
         gather(None)
 
@@ -197,7 +198,7 @@ def is_not_finite(rank, world_size):
     for zero in (1, 3):
         model, trainer = made(zero, mesh, every=2)
         steps(model, trainer, rank, 0, 1)
-        if rank == 3:  # of one column alone; in every row it is an error of all
+        if rank == 3:  # in one column alone; every row raises the error on all ranks
             trainer._tensors[0].view(-1)[0] = math.inf
         with pytest.raises(sw.Error, match="'0.weight' .* not finite on some rank after 2 steps") as caught:
             trainer.inner_optimizer.step = lambda: None
@@ -246,7 +247,7 @@ def is_misused(rank, world_size):
     with rows.join(), pytest.raises(sw.Error, match=r"cannot step inside join\(\)"):
         sliced.step()
     sw.wrap(module)
-    with pytest.raises(sw.Error, match="wrapped again since"):
+    with pytest.raises(sw.Error, match="has been wrapped again"):
         sliced.step()
     return found
 
@@ -262,10 +263,10 @@ def test_misuse_is_named(fresh_ranks):
     sentences = (
         "must be wrapped with zero >= 1, or fully sharded, over mesh['shard'], got Mlp",
         "must be a DeviceMesh of two dimensions",
-        "wrapped over ranks [0, 1, 2, 3], and this rank's row of device_mesh is",
-        "inner_optimizer must be what sw.wrap(model, optimizer, zero=2, ...) returned, got SGD",
+        "wrapped over ranks [0, 1, 2, 3], but this rank's row of device_mesh is",
+        "inner_optimizer must be the optimizer that sw.wrap(model, optimizer, zero=2, ...) returned, got SGD",
         "process_group and device_mesh were both given",
-        "Odd, which is not known to treat each element by itself",
+        "Odd, which is not known to be elementwise",
         "cannot run at zero=2 between all ranks",
         "order all of its rows alike",
     )

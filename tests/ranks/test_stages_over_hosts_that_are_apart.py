@@ -11,7 +11,7 @@ import shardwright as sw
 import torch
 import torch.distributed as dist
 from harness import LONG
-from shardwright import process_group
+from shardwright import process_group, wire
 from test_a_dead_host_is_named import ends_in_order
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 
@@ -63,21 +63,22 @@ def end():
 
 
 class Ends(torch.optim.SGD):
-    """An optimizer of a rank that is killed when it has updated its slices the second time."""
+    """An optimizer of a rank that is killed when it has updated its slices the second time, if it is the victim."""
 
     steps = 0
+    is_victim = False
 
     def step(self, closure=None):
         loss = super().step(closure)
         self.steps += 1
-        if self.steps == 2:
+        if self.steps == 2 and self.is_victim:
             end()
         return loss
 
 
 def end_at_slice(count):
     """A carrier is killed as it sends its `count`-th block of updated slices."""
-    send, sent = process_group._Wire.send, []
+    send, sent = wire.Wire.send, []
 
     def send_or_end(self, rank, tag, address, nbytes):
         if tag >> 28 == SLICE:
@@ -86,20 +87,18 @@ def end_at_slice(count):
                 end()
         return send(self, rank, tag, address, nbytes)
 
-    process_group._Wire.send = send_or_end
+    wire.Wire.send = send_or_end
 
 
 def trains_until_an_error(rank, world_size, zero, victim):
     """(kind, rank, host, text, when) of the error."""
     torch.manual_seed(0)
     module = torch.nn.Linear(1024, 1024)  # of which a rank owns 6 blocks
-    kind = torch.optim.SGD
-    if rank == victim and rank == 1:
-        kind = Ends
-    elif rank == victim:
-        end_at_slice(6 * (2 if rank == 0 else 1) + 3)
-    optimizer = kind(module.parameters(), lr=0.1)
+    optimizer = Ends(module.parameters(), lr=0.1)
+    optimizer.is_victim = rank == victim == 1
     model, optimizer = sw.wrap(module, optimizer, partition="flat", timeout_s=TIMEOUT_S, **stage(zero, {}))
+    if rank == victim and rank != 1:
+        end_at_slice(6 * (2 if rank == 0 else 1) + 3)
     try:
         for _ in range(10):
             model(torch.ones(2, 1024)).sum().backward()

@@ -1,5 +1,5 @@
-"""Law: every row of benchmarks/gpu can be produced: what it measures is verified, and its row is whole, on simulated GPUs and next to nothing of
-data. What its times say there means nothing; that a step waits for the host not once does."""
+"""Law: every row of benchmarks/gpu can be produced on simulated GPUs with little data: its measurement is verified and
+its row is complete. Its times mean nothing there, but a step must not wait for the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GOALS = {
 
 
 class SimulatedWhere:
-    """As the benchmark's Where."""
+    """A stand-in for the benchmark's Where."""
 
     device = torch.device("cpu")
 
@@ -52,7 +52,7 @@ class SimulatedWhere:
 
 @contextlib.contextmanager
 def benchmark() -> Iterator[Any]:
-    """Its modules, of which one has a name that the tests have, too."""
+    """Return the benchmark's modules, one of which shares its name with a module of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         for folder in ("benchmarks", "benchmarks/gpu"):
             patch.syspath_prepend(str(ROOT / folder))

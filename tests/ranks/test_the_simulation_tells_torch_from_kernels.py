@@ -35,10 +35,11 @@ class Contract(ctypes.Structure):
     )
 
 
-def write_beside(gpus: SimulatedGpus) -> set[int]:
-    """From now on a byte of torch's memory changes while the kernel runs; the threads that run it come to be in what is returned."""
-    victim = gpus.adopt(torch.zeros(8))
-    byte = ctypes.c_ubyte.from_address(victim.data_ptr())
+def write_beside(gpus: SimulatedGpus, victims: list[torch.Tensor]) -> set[int]:
+    """Change a byte of each of `victims` whenever the kernel runs; return the set to which each thread that runs it is added.
+
+    It comes before a wrapper, which loads the kernels.
+    """
     count = gpus._kernels.sim_kernel_count()
     contracts = (Contract * count).from_buffer_copy(
         (Contract * count).from_address(gpus._kernels.sim_kernel_contracts())
@@ -50,12 +51,13 @@ def write_beside(gpus: SimulatedGpus) -> set[int]:
 
             def reference(args: int) -> None:
                 honest(args)
-                byte.value += 1
+                for victim in victims:
+                    ctypes.c_ubyte.from_address(victim.data_ptr()).value += 1
                 threads.add(threading.get_ident())
 
             _kept.append(Reference(reference))
             contract.reference = ctypes.cast(_kept[-1], ctypes.c_void_p).value
-    _kept.extend((contracts, victim))
+    _kept.append(contracts)
     gpus._cuda.sim_get_controls.restype = ctypes.POINTER(ctypes.c_void_p)
     use_kernels = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(gpus._cuda.sim_get_controls()[1])
     use_kernels(ctypes.addressof(contracts), count)
@@ -68,19 +70,26 @@ def test_a_kernel_that_leaves_its_ranges_in_torchs_memory_is_a_report(teams: Any
 
 
 def strays(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    write_beside(gpus)
+    write_beside(gpus, [gpus.adopt(torch.zeros(8))])
     wrapped = sw.wrap(gpus.adopt_module(Mlp()))
     wrapped(batch(rank, 6, 7)).square().mean().backward()
 
 
-def test_what_torch_writes_while_another_thread_makes_kernels_run_is_none(teams: Any, paths: dict[str, str]) -> None:
-    run(teams, 2, paths, beside, policy="on demand")
+@pytest.mark.parametrize("options", [{}, {"zero": 1, "communicator": "register"}], ids=["own", "registered"])
+def test_what_torch_writes_while_another_thread_makes_kernels_run_is_none(
+    teams: Any, paths: dict[str, str], options: dict[str, Any]
+) -> None:
+    run(teams, 2, paths, beside, options, policy="on demand")
 
 
-def beside(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    threads = write_beside(gpus)
-    wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+def beside(gpus: SimulatedGpus, rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """torch writes to parameters, which may lie in memory of the engine's that is registered with NCCL."""
+    victims: list[torch.Tensor] = []
+    threads = write_beside(gpus, victims)
+    wrapped = sw.wrap(gpus.adopt_module(Mlp()), **options)
+    victims += [parameter.detach() for parameter in wrapped.parameters()]
     wrapped(batch(rank, 6, 7)).square().mean().backward()
     while not threads:  # time passes, for which a thread of the simulation's own stands
         time.sleep(0.01)
     assert threading.get_ident() not in threads
+    victims.clear()

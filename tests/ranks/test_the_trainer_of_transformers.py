@@ -1,5 +1,6 @@
-"""Law: transformers' Trainer, by our integration, has the losses of the stock one, the same bits at every stage, and checkpoints
-that hold the same at every stage and are resumed at any other with the bits of an uninterrupted run; with LoRA too."""
+"""Law: transformers' Trainer with our integration has the losses of the stock one and the same bits at every stage. Its
+checkpoints hold the same at every stage and resume at any other with the bits of an uninterrupted run; with LoRA,
+too."""
 
 import functools
 import importlib.util
@@ -18,7 +19,7 @@ for package in ("accelerate", "transformers"):
         pytest.skip(f"{package} is not installed", allow_module_level=True)
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
-#: what wrap_options= says beside the stage
+#: fields of wrap_options= beside the stage
 CASES = [(0, {}), (1, {}), (2, {}), (3, {}), (3, {"share_parameters": False})]
 STEPS, SAVED = 5, 3
 
@@ -33,7 +34,7 @@ def llama():
 
 
 def gpt2():
-    """Its head is tied to its embedding."""
+    """Return a model whose head is tied to its embedding."""
     import transformers
 
     none = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -59,7 +60,7 @@ class Sentences(torch.utils.data.Dataset):
 
 
 def quiet():
-    """Of what transformers imports or prints, only what is used here."""
+    """Suppress imports and output of transformers that the tests do not use."""
     os.environ.update(USE_TF="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     import transformers
 
@@ -69,7 +70,7 @@ def quiet():
 
 
 def make(build, folder, world_size, kind=None, zero=None, **settings):
-    """A Trainer of our integration, or the stock one where no stage is said, over a model of its own; and what it logs."""
+    """Return a Trainer of our integration, or the stock one without a stage, over its own model; and its log."""
     transformers = quiet()
     from accelerate.state import AcceleratorState, GradientState
 
@@ -152,7 +153,7 @@ def train_at_every_stage(rank, world_size, folder, build, **settings):
 
 
 def save_and_resume(rank, world_size, folder, build):
-    """Saved at step SAVED by each stage and by the stock class; resumed by another."""
+    """Save at step SAVED with each stage and with the stock class; resume with another."""
     from safetensors.torch import load_file
 
     folder = pathlib.Path(folder)
@@ -189,7 +190,7 @@ def save_and_resume(rank, world_size, folder, build):
 
 
 def load_the_best(rank, world_size, folder, build):
-    """The first evaluation is the best, as nothing is learned from noise at this rate: its weights are those at the end."""
+    """The first evaluation is the best, since noise teaches nothing at this rate: its weights are those at the end."""
     from safetensors.torch import load_file
 
     for number, (zero, kind) in enumerate(CASES):
@@ -204,7 +205,7 @@ def load_the_best(rank, world_size, folder, build):
         with full_parameters(trainer.model_wrapped):
             assert all(bits_equal(names[name].detach(), weights[name]) for name in weights if name in names), zero
         trainer.args.max_steps = 6
-        trainer.train()  # once more, on what is wrapped already
+        trainer.train()  # once more, on the wrapped model
         assert trainer.state.global_step == 6
         gather(None)
 
@@ -216,7 +217,7 @@ def run(rank, world_size, folder, law, **arguments):
 
 @pytest.fixture(scope="module")
 def team(teams):
-    """Ranks of their own, since they import transformers, which no other test wants."""
+    """Start separate ranks, since they import transformers, which no other test needs."""
     with teams.fresh(3 if LONG else 2) as team:
         yield team
 

@@ -282,8 +282,9 @@ def test_what_cannot_be_is_refused(rank, world_size, zero):
     optimizer = sw.shard_optimizer(model, stock)
     with pytest.raises(engine.Error, match="sliced already"):
         sw.shard_optimizer(model, optimizer)
-    with pytest.raises(KeyError, match="param_groups"):  # a stock optimizer cannot take slices for the whole
-        torch.optim.SGD(module.parameters(), lr=0.1).load_state_dict(optimizer.state_dict())
+    if world_size > 1:
+        with pytest.raises(KeyError, match="param_groups"):  # a stock optimizer cannot take slices for the whole
+            torch.optim.SGD(module.parameters(), lr=0.1).load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match="groups of"):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
     optimizer.step()

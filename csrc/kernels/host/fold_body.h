@@ -1,8 +1,8 @@
 /* fold_body.h - the fold and its table; compiled once per instruction set.
  *
  * A block of every source is folded into an array that stays in the L1 cache, scaled once, rounded
- * once and only then stored, so a destination may be a source. float16 and bfloat16 blocks are
- * widened to float32 (half_body.h) and use float32's operations. Loops are plain C that the
+ * once and only then stored, so a destination may be a source. Blocks of float16 and bfloat16
+ * are widened to float32 (half_body.h) and use float32's operations. Loops are plain C that the
  * compiler vectorises.
  *
  * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE (see optim_tables.h),

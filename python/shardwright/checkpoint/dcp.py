@@ -45,7 +45,7 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from . import tree
 from .content import Group
 from .files import MAX_FILE_BYTES, check_step, why_not_there
-from .names import plain
+from .names import check_savable, plain
 from .partial import PartialLock, of_saves
 from .retention import find
 from .slices import Sliced, box_ranges
@@ -121,6 +121,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         self._step = step
         self._max_file_bytes = max_file_bytes
         self._overwrite = overwrite
+        self._replaces = ""
         self._layout: _Layout | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +140,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._layout = None  # of a save that failed on another rank: its folder goes with it
+        self._replaces = CheckpointFolder.identity(self._folder()) if is_coordinator else ""
         refusal = why_not_there(self._folder(), self._overwrite) if is_coordinator else ""
         if refusal:  # on all ranks: torch tells the others
             raise CheckpointError(refusal)
@@ -176,14 +178,16 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                         )
                     results.append(WriteResult(item.index, 0, node))
                     continue
-                memory = plain(planner.resolve_data(item))
+                tensor = planner.resolve_data(item)
+                check_savable(item.index.fqn, tensor)
+                memory = plain(tensor)
                 path, begin = places[item.index.fqn]
                 data = item.tensor_data
                 ranges = _ranges(
                     tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
                 )
                 results.append(WriteResult(item.index, memory.nbytes, files.write(path, begin, ranges, memory)))
-                del memory  # it may be a copy: one at a time
+                del memory, tensor  # it may be a copy: one at a time
             files.close(sync=True)
         except BaseException:
             self._layout = None
@@ -204,7 +208,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 parts += each.storage_data
             else:
                 objects[each.index.fqn] = each.storage_data
-        self._layout.commit(parts, objects, self._step, len(results))
+        self._layout.commit(parts, objects, self._step, len(results), self._replaces)
         self._layout = None
 
 
@@ -395,7 +399,7 @@ class _Layout:
             failure.errno = error.errno
             raise failure from error
 
-    def commit(self, parts: list[Part], objects: Mapping[str, Any], step: int, world_size: int) -> None:
+    def commit(self, parts: list[Part], objects: Mapping[str, Any], step: int, world_size: int, replaces: str) -> None:
         texts = {"state.json": tree.dumps(self._state(objects, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
@@ -416,8 +420,8 @@ class _Layout:
             if self.lock is not None:
                 self.lock.release()
             plan.commit(
-                partial=self.partial, folder=self.folder, nonce=self.nonce, step=step, world_size=world_size,
-                checksums=checksums,
+                partial=self.partial, folder=self.folder, replaces=replaces, nonce=self.nonce, step=step,
+                world_size=world_size, checksums=checksums,
             )  # fmt: skip
         except BaseException:
             shutil.rmtree(self.partial, ignore_errors=True)

@@ -11,6 +11,7 @@ import torch
 
 from .. import device
 from .._engine import DeviceStage, crc32c
+from ..memory import has_memory
 from .names import plain, real
 
 #: of each of three slots
@@ -36,7 +37,7 @@ class DeviceStaging:
     def memory_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """(a real, row-major tensor with the values of `tensor`, whether it is on the GPU and not on the CPU)."""
         found = real(tensor)
-        if found.is_contiguous() and self.takes(found):
+        if has_memory(found) and found.is_contiguous() and self.takes(found):
             return found, True
         return plain(tensor), False
 

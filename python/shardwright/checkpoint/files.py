@@ -61,7 +61,8 @@ def save(
 
     Notes
     -----
-    Collective. Every rank writes 1/W of the bytes.
+    Collective. Every rank writes 1/W of the bytes. Each job, and each disjoint group of ranks such as a pipeline stage, needs a
+    path of its own: of saves to one path at one time the first to commit stays, and the others raise on all of their ranks.
 
     Examples
     --------
@@ -84,10 +85,11 @@ def save(
     peers.agree(check, "save()")
     ((folder, training),) = checked
     step, (max_file_bytes, timeout_s) = check_step(step), check_options(max_file_bytes, timeout_s)
-    refusal, code, stale = "", None, []
+    refusal, code, stale, replaces = "", None, [], ""
     if peers.rank == 0:
         try:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
+            replaces = CheckpointFolder.identity(folder)  # before the check: what comes after it is another save's
             refusal = why_not_there(folder, overwrite)
             stale = of_saves(*os.path.split(folder))
         except Exception as error:  # whatever it is, the others wait for word of it
@@ -102,7 +104,7 @@ def save(
     )
     try:
         try:
-            writer.begin(folder, step, training, stale=stale)
+            writer.begin(folder, step, training, stale=stale, replaces=replaces)
         finally:  # over hosts the others wait for a rank that could not begin
             writer.wait()
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointFolder
+from ..memory import has_memory
 from .names import plain
 from .slices import Sliced, is_dtensor, slice_of_dtensor
 from .stored import Stored
@@ -143,7 +144,7 @@ def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Sto
     """(what, the address it goes to), of tensors whose own memory can be read into."""
     for stored, target in reads:
         if stored.nbytes and not is_dtensor(target) and target.device.type == "cpu" and target.is_contiguous():
-            if not target.is_conj() and not target.is_neg():
+            if has_memory(target) and not target.is_conj() and not target.is_neg():
                 yield stored, target.data_ptr()
 
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError
+from ..memory import address_of, has_memory, without_memory
 from .slices import Sliced, check_placements, is_dtensor
 
 #: children that a wrapper adds to every name below it
@@ -118,7 +119,7 @@ def _identity(tensor: torch.Tensor) -> Any:
     if is_dtensor(tensor):
         local = tensor.to_local()
         return (type(tensor), *(_identity(local) if local.numel() else (id(tensor),)))
-    if tensor.numel() == 0:
+    if not address_of(tensor):
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -160,6 +161,10 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"tensor '{name}' is sparse or quantized: safetensors stores dense tensors only")
     if tensor.is_meta:
         raise CheckpointError(f"tensor '{name}' is on the meta device and has no values")
+    if not has_memory(tensor):
+        raise CheckpointError(
+            f"tensor '{name}' is {without_memory(tensor)}. A checkpoint holds plain tensors, such as its dequantised values"
+        )
     dtype_name(name, tensor.dtype)
 
 
@@ -185,4 +190,7 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """A real, row-major CPU tensor with the values of `tensor`: a view of its memory where it is one already."""
-    return real(tensor).cpu().contiguous()
+    found = real(tensor).cpu().contiguous()
+    if not has_memory(found):
+        raise CheckpointError(f"{without_memory(found)}; it has no bytes to read or write")
+    return found

@@ -50,7 +50,7 @@ def further_state(optimizer: Any) -> dict[str, Any]:
     CheckpointError
         It cannot be had, or could not be given back: named with the class.
     """
-    wrapped, optimizer = optimizer, _users(optimizer)
+    wrapped, optimizer = optimizer, users_optimizer(optimizer)
     if not _tells_more(optimizer):
         return {}
     name = type(optimizer).__name__
@@ -92,7 +92,7 @@ def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
 def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
     """Raises CheckpointError for an optimizer inside that has state of its own, unless it is in `user_state` itself, or its
     state's tensors are there or in `extra`."""
-    optimizer = _users(optimizer)
+    optimizer = users_optimizer(optimizer)
     passed = list(user_state.values()) if isinstance(user_state, dict) else [user_state]
     for name, value in _attributes(optimizer).items():
         if not isinstance(value, torch.optim.Optimizer) or any(value is each for each in passed):
@@ -110,7 +110,7 @@ def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
 
 def unseen_attributes(optimizer: Any) -> list[str]:
     """Names of attributes that hold tensors which are no parameters, and neither in state nor in what state_dict() shows."""
-    optimizer = _users(optimizer)
+    optimizer = users_optimizer(optimizer)
     if type(optimizer).__module__.startswith(("torch.optim.", "shardwright.")):
         return []
     held = {
@@ -127,8 +127,8 @@ def unseen_attributes(optimizer: Any) -> list[str]:
     return sorted(name for name, tensors in held.items() if any(id(each) not in known for each in tensors))
 
 
-def _users(optimizer: Any) -> Any:
-    """What the engine has not made itself."""
+def users_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside of ours."""
     while isinstance(optimizer, (ShardedOptimizer, MasterOptimizer)):
         optimizer = optimizer._inner
     return optimizer

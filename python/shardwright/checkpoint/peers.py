@@ -86,8 +86,14 @@ class Peers:
         if not self.has_hosts:
             return self._group.comm.arena(_BOARD_BYTES, "checkpoint board")
         self.together(lambda: self.make_board(path, nonce), f"making {path}")
-        self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
+        self.check_board(path, nonce)
         return path
+
+    def check_board(self, path: str, nonce: str) -> None:
+        """Raises CheckpointError on every rank if some rank does not see the board that rank 0 made. Called again once the file is
+        open: a save to the same path by other ranks may have replaced it between. Collective over hosts."""
+        if self.has_hosts:
+            self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
 
     def make_board(self, path: str, nonce: str) -> None:
         """On rank 0: the file that board() gives, all of its disk space included. In place of one that is there."""
@@ -123,7 +129,7 @@ class Peers:
         if found.decode("ascii", "replace") != nonce:
             raise CheckpointError(
                 f"host {self._group.hosts[self.rank]} does not see '{path}' as rank 0 made it: checkpoints over several hosts "
-                "need a folder that all of them share"
+                "need a folder that all of them share, and that no other save writes to at the same time"
             )
 
     def exchange(self, value: Any, label: str) -> list[Any]:

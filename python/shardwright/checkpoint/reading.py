@@ -13,13 +13,15 @@ from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ..compression_state import reshard_state
 from ..data_parallel import DistributedDataParallel
 from ..masters import kept_by
+from ..memory import has_memory
+from ..optimizer_agreement import unlike_saved
 from ..parameter_slices import memory_order
 from ..sharded_optimizer import ShardedOptimizer
 from . import tree
 from .content import load_stateful, parameter_names, set_random_state
 from .filling import Filler
 from .names import dtype_name, model_tensors, stored_shape
-from .optimizer_extras import further_state, give_back
+from .optimizer_extras import further_state, give_back, users_optimizer
 from .peers import Peers, has_passing_parameters, whole_parameters
 from .slices import Sliced, is_dtensor, is_row_major, own_parameters
 from .stored import Stored, stored_tensors
@@ -139,6 +141,8 @@ class Reader:
             wrong.append(
                 f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here: {moved}"
             )
+        unlike = unlike_saved(users_optimizer(optimizer), body["groups"])
+        wrong += [unlike] if unlike is not None else []
         _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
         stored, _ = stored_tensors(self.folder, "optimizer")
         wanted = tree.tensor_names([body["groups"], body["state"], body.get("further")])
@@ -255,7 +259,7 @@ class Reader:
             for key, node in values.items():
                 live = live_state[parameter].get(key) if parameter in live_state else None
                 name = node.get("$tensor") if isinstance(node, dict) else None
-                if name and isinstance(live, torch.Tensor) and _fits(body["stored"][name], live):
+                if name and isinstance(live, torch.Tensor) and has_memory(live) and _fits(body["stored"][name], live):
                     targets.new.pop(name, None)
                     targets.live[name] = live
                 elif name and is_dtensor(parameter) and is_state_slice(key, body["stored"][name], parameter):

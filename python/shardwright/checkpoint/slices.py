@@ -207,11 +207,12 @@ def own_parameters(model: Any) -> Iterator[dict[int, Sliced]]:
             held = (low, part if copy is None else copy)
             live = parameter if copy is None else part
             slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)
-    try:
-        yield slices
-    finally:  # of a load that failed, too: the others wait for it
-        memory.publish()
-        replica.count_writes(replica.table.parameters)
+    with replica.writing():
+        try:
+            yield slices
+        finally:  # of a load that failed, too: the others wait for it
+            memory.publish()
+            replica.count_writes(replica.table.parameters)
 
 
 # who writes what --------------------------------------------------------------------------------------------------------

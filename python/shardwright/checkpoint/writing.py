@@ -111,6 +111,7 @@ class Writer:
             direct=direct,
             bandwidth=bandwidth,
         )
+        peers.check_board(board, self._nonce_prefix)
 
     def begin(
         self,
@@ -122,8 +123,12 @@ class Writer:
         metric: float | None = None,
         stale: Sequence[str] = (),
         retired: Sequence[str] = (),
+        replaces: str | None = None,
     ) -> None:
         """Takes the snapshot and returns. Every rank calls it, or skip(), at the same steps.
+
+        `replaces`: on rank 0, CheckpointFolder.identity(folder) when the save began; a folder with another identity fails
+        the commit. None for a caller whose lock on the directory keeps other saves away.
 
         Raises
         ------
@@ -138,7 +143,7 @@ class Writer:
         self._number += 1
         try:
             with whole_parameters(training.model, writable=False):
-                self._begin(folder, step, training, lazy, metric, stale, retired)
+                self._begin(folder, step, training, lazy, metric, stale, retired, replaces)
         except BaseException as error:
             self._give_up(_tellable(str(error) or type(error).__name__))
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
@@ -174,6 +179,7 @@ class Writer:
         metric: float | None,
         stale: Sequence[str],
         retired: Sequence[str],
+        replaces: str | None,
     ) -> None:
         if is_sliced(training.model, training.optimizer):
             parts = self._sliced_parts(training)
@@ -187,6 +193,7 @@ class Writer:
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
+            replaces=replaces,
             number=self._number,
             step=step,
             metric=metric,

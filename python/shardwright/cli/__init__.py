@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong as JSON, too, where that is asked for."""
+    """A parser that also prints its error as JSON if --json was given."""
 
     arguments: Sequence[str] = ()
 
@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
+    """Run one command and return its exit code."""
     from . import ckpt, doctor, kernels
 
     _Parser.arguments = sys.argv[1:] if arguments is None else arguments

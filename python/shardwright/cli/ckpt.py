@@ -1,4 +1,4 @@
-"""`shardwright ckpt`: look at checkpoints, check them, compare them, take models out of them, remove old ones."""
+"""`shardwright ckpt`: list, check, compare, export and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-EPILOG = "Exit codes: 0 all is well, 1 something is damaged or different, 2 wrong usage or nothing to look at."
+EPILOG = "Exit codes: 0 all is well, 1 something is damaged or different, 2 wrong usage or no checkpoint found."
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PROGRESS_BLOCKS = 256
-#: what from_pretrained reads beside the tensors
+#: files that from_pretrained reads beside the tensors
 _BESIDE_A_MODEL = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
@@ -26,11 +26,11 @@ _BESIDE_BYTES = 64 << 20
 
 
 class Nothing(Exception):
-    """There is nothing to look at; exit code 2."""
+    """No checkpoint was found; exit code 2."""
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command and its own commands to an argparse subparsers object."""
+    """Add the command and its subcommands to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "ckpt", help="look at and check checkpoints", description=__doc__, epilog=EPILOG
     )
@@ -42,38 +42,42 @@ def add_parser(commands: Any) -> None:
         made.set_defaults(run=lambda options: _guarded(action, options))
         return made
 
-    listing = add("ls", run_ls, "the checkpoints of a directory, oldest first; nothing is read but their manifests")
+    listing = add("ls", run_ls, "list the checkpoints of a directory, oldest first; reads only their manifests")
     listing.add_argument("directory")
-    inspecting = add("inspect", run_inspect, "what a checkpoint holds")
+    inspecting = add("inspect", run_inspect, "show the contents of a checkpoint")
     inspecting.add_argument("checkpoint")
-    inspecting.add_argument("--tensors", action="store_true", help="every tensor, too")
-    verifying = add("verify", run_verify, "reads every block of a checkpoint, or of all checkpoints of a directory")
+    inspecting.add_argument("--tensors", action="store_true", help="list every tensor, too")
+    verifying = add(
+        "verify", run_verify, "read and check every block of a checkpoint, or of all checkpoints of a directory"
+    )
     verifying.add_argument("path")
-    comparing = add("diff", run_diff, "which tensors of two checkpoints differ")
+    comparing = add("diff", run_diff, "list the tensors and values in which two checkpoints differ")
     comparing.add_argument("first")
     comparing.add_argument("second")
-    comparing.add_argument("--model", action="store_true", help="the model alone")
-    exporting = add("export", run_export, "writes the model alone, as safetensors files that from_pretrained reads")
+    comparing.add_argument("--model", action="store_true", help="compare the model alone")
+    exporting = add("export", run_export, "write the model alone, as safetensors files that from_pretrained reads")
     exporting.add_argument("checkpoint")
     exporting.add_argument("output", help="a folder that does not exist")
     exporting.add_argument("--dtype", choices=sorted(_DTYPES), help="cast floating-point tensors")
-    pruning = add("prune", run_prune, "removes the checkpoints that no rule keeps, and what dead saves have left")
+    pruning = add("prune", run_prune, "remove the checkpoints that no rule keeps, and the remains of saves that died")
     pruning.add_argument("directory")
-    pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep that many of the newest")
-    pruning.add_argument("--keep-every", type=_count, metavar="N", help="keep those whose step is a multiple")
-    pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep that many of the best metric")
+    pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep the N newest checkpoints")
+    pruning.add_argument(
+        "--keep-every", type=_count, metavar="N", help="keep checkpoints whose step is a multiple of N"
+    )
+    pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep the N checkpoints with the best metric")
     pruning.add_argument(
         "--best",
         choices=("min", "max"),
         default="min",
-        help="which metric is better; default: min, as a Checkpointer's",
+        help="the better end of the metric; default: min, as in a Checkpointer",
     )
     pruning.add_argument(
         "--verify",
         action="store_true",
-        help="read every block first: what is damaged counts for no rule; without, manifests and sizes alone",
+        help="read every block first; a damaged checkpoint counts for no rule; default: check manifests and sizes alone",
     )
-    pruning.add_argument("--yes", action="store_true", help="do it; without, it is only said")
+    pruning.add_argument("--yes", action="store_true", help="remove them; default: only print what would be removed")
 
 
 def _count(text: str) -> int:
@@ -99,12 +103,12 @@ def _print(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> Non
 
 
 def _printable(line: str) -> str:
-    """Names are somebody else's: what would steer a terminal is shown as an escape."""
+    """Escape characters of a name that would steer a terminal; the name is not ours."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class _Progress:
-    """Percents on a terminal's stderr, of `total` bytes or whatever is counted."""
+    """Percents of `total` on a terminal's stderr."""
 
     def __init__(self, options: argparse.Namespace, label: str, total: int) -> None:
         self._is_shown = not options.json and sys.stderr.isatty()
@@ -162,7 +166,7 @@ def _summary(path: str) -> dict[str, Any]:
 
 
 def run_ls(options: argparse.Namespace) -> int:
-    """Lists a directory."""
+    """List the checkpoints of a directory."""
     from ..checkpoint.retention import all_left_overs, find, replaced_ones
 
     found = [_summary(path) for path in _checkpoints(options.directory)]
@@ -199,7 +203,7 @@ def _stored_tensors(folder: Any, prefixes: tuple[str, ...]) -> dict[str, dict[st
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Shows one checkpoint."""
+    """Show one checkpoint."""
     folder = _open(options.checkpoint)
     found = _summary(options.checkpoint) | {"files": folder.files}
     tensors = _stored_tensors(folder, ("model", "optimizer", "state", "ranks/"))
@@ -236,7 +240,7 @@ def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Reads everything."""
+    """Read and check every block."""
     from ..checkpoint.retention import find
 
     paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
@@ -262,7 +266,7 @@ def _values(folder: Any, entry: dict[str, Any]) -> Any:
 
 
 def _leaves(node: Any, name: str) -> dict[str, Any]:
-    """Dotted names -> plain values of a tree of JSON; tensors are compared apart."""
+    """Map dotted names to the plain values of a JSON tree; tensors are compared elsewhere."""
     if isinstance(node, dict) and "$tensor" in node:
         return {}
     if isinstance(node, (dict, list)) and node:
@@ -272,14 +276,14 @@ def _leaves(node: Any, name: str) -> dict[str, Any]:
 
 
 def _plain_values(folder: Any) -> dict[str, Any]:
-    """What is no tensor: the optimizer's options and counts, the scheduler's, the scaler's and the user's state, `extra`."""
+    """Return the values that are no tensors: of optimizer, scheduler, scaler, user state and `extra`."""
     from ..checkpoint import tree
 
     found: dict[str, Any] = {}
     for path in ("optimizer.json", "state.json"):
         if path in folder.files:
             body = tree.loads(folder.read_bytes(path))
-            for key in ("dcp", "step"):  # names of what stands elsewhere; which checkpoint it is
+            for key in ("dcp", "step"):  # "dcp" names data stored elsewhere, and "step" the checkpoint itself
                 body.pop(key, None)
             for key, node in body.items():
                 found |= _leaves(node, f"{path.removesuffix('.json')}.{key}")
@@ -292,7 +296,7 @@ def _text(value: Any) -> str:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Compares bit for bit."""
+    """Compare two checkpoints bit for bit."""
     import torch
 
     prefixes = ("model",) if options.model else ("model", "optimizer", "state")
@@ -337,7 +341,7 @@ def run_diff(options: argparse.Namespace) -> int:
 def _write_safetensors(
     path: str, entries: dict[str, tuple[str, list[int], Callable[[], Any]]], metadata: dict[str, str]
 ) -> int:
-    """Tensors (dtype, shape, maker of bytes) to a new file, one in memory at a time; bytes of data."""
+    """Write tensors (dtype, shape, maker of bytes) to a new file, one in memory at a time; return the bytes of data."""
     from ..checkpoint.names import TORCH_DTYPES
 
     at, header = 0, {"__metadata__": metadata}
@@ -368,7 +372,7 @@ def _cast(folder: Any, entry: dict[str, Any], source: str, target: Any) -> Any:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Writes model files."""
+    """Write the model's files."""
     folder = _open(options.checkpoint)
     if os.path.lexists(options.output):
         raise Nothing(f"'{options.output}' exists already: name a new folder")
@@ -380,7 +384,7 @@ def run_export(options: argparse.Namespace) -> int:
     try:
         tensors, total = _export(folder, paths, made, options)
         beside = _copy_beside(folder.path, made)
-        os.rename(made, options.output)  # whole, or not there
+        os.rename(made, options.output)  # readers see all of it or nothing
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
@@ -391,7 +395,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _copy_beside(folder: str, output: str) -> list[str]:
-    """What somebody has put beside the tensors for from_pretrained; names of what was there."""
+    """Copy the files that from_pretrained reads beside the tensors; return their names."""
     copied = []
     for name in _BESIDE_A_MODEL:
         path = os.path.join(folder, name)
@@ -402,7 +406,7 @@ def _copy_beside(folder: str, output: str) -> list[str]:
 
 
 def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Namespace) -> tuple[int, int]:
-    """Model files to the folder `output`; counts of tensors and bytes."""
+    """Write the model's files to the folder `output`; return the counts of tensors and bytes."""
     import torch
 
     from ..checkpoint.names import TORCH_DTYPES
@@ -441,7 +445,7 @@ def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Na
 
 
 def run_prune(options: argparse.Namespace) -> int:
-    """Removes what no rule keeps."""
+    """Remove the checkpoints that no rule keeps."""
     from ..checkpoint.retention import DirectoryLock
 
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
@@ -449,26 +453,26 @@ def run_prune(options: argparse.Namespace) -> int:
     if not os.path.isdir(options.directory):
         raise Nothing(f"'{options.directory}' is no directory")
     if options.yes:
-        lock = DirectoryLock(options.directory)  # nobody may be writing
+        lock = DirectoryLock(options.directory)  # no save may be running
         try:
             goes, left, stays = _to_prune(options)
             _prune(options, goes, left)
         finally:
             lock.release()
-    else:  # writes nothing, not even a lock
+    else:  # a preview writes nothing, not even a lock
         goes, left, stays = _to_prune(options)
     done = "removed" if options.yes else "would remove"
     names = [*goes, *left]
     lines = [f"{done} {path}" for path in names] or ["nothing to remove"]
     lines += [f"stays: {each['path']}: {each['error']}" for each in stays]
     if names and not options.yes:
-        lines.append("say --yes to do it")
+        lines.append("run again with --yes to remove them")
     _print(options, {"removed": options.yes, "checkpoints": goes, "left_over": left, "stays": stays}, lines)
     return 0
 
 
 def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    """Checkpoints that go; left-overs; and what no rule keeps or counts and stays all the same, with why."""
+    """Return checkpoints to remove, left-overs to remove, and damaged or foreign folders that stay, with the reason."""
     from .._engine import CheckpointError, CheckpointFolder
     from ..checkpoint.retention import DAMAGED, SOUND, all_left_overs, list_checkpoints, replaced_ones, to_retire
 
@@ -487,7 +491,7 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
             stays.append({"path": path, "error": str(error)})
     for each in kept:
         if each.path not in to_go and each.state != SOUND:
-            why = "it is damaged, and too few sound ones are newer, or a rule would keep it"
+            why = "it is damaged, and too few sound checkpoints are newer, or a rule would keep it"
             if each.state != DAMAGED:
                 why = str(_summary(each.path).get("error", "it could not be read"))
             stays.append({"path": each.path, "error": why})
@@ -499,9 +503,9 @@ def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]
 
     progress = _Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
     if any(path.endswith(REPLACED) for path in left):
-        sync(options.directory)  # what stands in their place
-    for path in [*left, *goes]:  # left-overs first: what another prune has left may have a name that this one needs
-        if path in goes or path.endswith(REPLACED):  # its name goes first: half a checkpoint must not be called one
+        sync(options.directory)  # makes the folders that replaced them durable
+    for path in [*left, *goes]:  # left-overs first: one of another prune may have a name needed here
+        if path in goes or path.endswith(REPLACED):  # rename first: half a checkpoint must not look like one
             os.rename(path, f"{path}.prune.trash")
             path = f"{path}.prune.trash"
         remove(path)

@@ -1,9 +1,10 @@
-"""`shardwright doctor`: does the engine work on this machine, and what did it find?"""
+"""`shardwright doctor`: check the engine on this host and report the settings that matter."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ _OLDEST_TORCH = (2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding: `ok`, or a sentence that says what to do."""
+    """One finding: `ok`, or a sentence with the fix."""
 
     name: str
     ok: bool
@@ -25,14 +26,14 @@ class Check:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to an argparse subparsers object."""
+    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="check the engine on this machine",
+        help="check the engine on this host",
         description=__doc__,
-        epilog="Exit code 0: all checks passed; 1: one failed. What is said of GPUs does not change it.",
+        epilog="Exit code 0: all checks passed; 1: one failed. Findings about GPUs do not change it.",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--bench", action="store_true", help="also time all_reduce by size, between processes and between GPUs"
     )
@@ -40,7 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the report; 0 when all checks passed, else 1."""
+    """Print the report; return 0 if all checks passed, else 1."""
     checks = [_run(name, check) for name, check in _CHECKS]
     description: Any = {}
     if checks[0].ok:
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say(line: Any = "") -> None:
-    """A line, on a terminal of whatever encoding."""
+    """Print a line on a terminal of any encoding."""
     encoding = sys.stdout.encoding or "utf-8"
     print(str(line).encode(encoding, "backslashreplace").decode(encoding))
 
@@ -94,7 +95,7 @@ def _say(line: Any = "") -> None:
 def _run(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, True, check())
-    except Exception as error:  # a doctor reports what it meets, whatever it is
+    except Exception as error:  # any failure of a check is a finding
         return Check(name, False, f"{type(error).__name__}: {error}")
 
 
@@ -140,13 +141,12 @@ def _memory_can_be_shared() -> str:
 
 
 def _peers_can_be_watched() -> str:
-    if not hasattr(os, "pidfd_open"):
-        return "not tried: this Python has no os.pidfd_open"
+    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC)
     try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
-        return f"pidfd_open is refused ({error.strerror}): the death of a peer is seen by a file lock instead"
-    return "pidfd_open works"
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+    finally:
+        os.close(descriptor)
+    return "a byte of a memfd can be locked, which shows peers that a rank lives"
 
 
 def _platform_is_known() -> str:

@@ -1,8 +1,7 @@
-"""`shardwright doctor --bench`: how long an all_reduce takes here, by size: between processes of this host in shared memory and,
-where there are several GPUs, between them.
+"""`shardwright doctor --bench`: time all_reduce by size, between processes of this host and between its GPUs.
 
-The ranks are programs of their own, which run this file; they meet through a file of a folder that goes with them. Not a
-benchmark to quote: a few repetitions on a machine as it is, to see whether it is what it should be.
+The ranks are programs that run this file and meet through a file in a temporary folder. A few repetitions on a machine
+in any state show if the machine is as fast as it should be. Do not quote the figures as a benchmark.
 """
 
 from __future__ import annotations
@@ -18,9 +17,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-#: bytes of float32 a rank
+if TYPE_CHECKING:
+    import torch
+
+#: bytes of float32 on each rank
 SIZES = tuple(1 << shift for shift in range(14, 27, 2))
 _SECONDS_A_SIZE = 0.15
 _LIMIT_S = 120.0
@@ -28,7 +30,7 @@ _LIMIT_S = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One size: median seconds of the slowest rank, and bytes of a rank through that time."""
+    """One size: median seconds of the slowest rank, and bytes of a rank divided by that time."""
 
     where: str
     ranks: int
@@ -48,7 +50,7 @@ class Row:
 
 
 def sweep(sizes: tuple[int, ...] = SIZES) -> list[Row]:
-    """Runs the ranks; their rows. Raises RuntimeError with what a rank that failed has said."""
+    """Run the ranks and return their rows. Raise RuntimeError with the message of a rank that failed."""
     rows = _run("processes", max(2, min(4, len(os.sched_getaffinity(0)))), sizes)
     gpus = _gpu_count()
     return rows + (_run("GPUs", gpus, sizes) if gpus > 1 else [])
@@ -129,29 +131,50 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     import torch
 
     from .. import device
-    from .._engine import DeviceReducer
 
-    like = torch.zeros(1, dtype=torch.float32, device=torch.device("cuda", rank))
-    link = device.device_link(group, like, _LIMIT_S)
-    reducer = DeviceReducer(link.comm, [("doctor", nbytes // 4, "float32", True)], nbytes)
-    memory = device.runtime.zeros(reducer.bucket_shape(0)[1], torch.float32, like)
-    reducer.adopt(0, memory.data_ptr())
+    like = torch.zeros(nbytes // 4, dtype=torch.float32, device=torch.device("cuda", rank))
+    run_round = make_round(device.device_link(group, like, _LIMIT_S), torch.nn.Parameter(like))
 
     def work() -> None:
-        stream = link.current_stream()
-        reducer.begin(stream)
-        reducer.post(0, stream)
-        reducer.finish(bytearray(b"\1"), 0)
-        reducer.take(stream)
-        reducer.release(stream)
+        run_round()
         torch.cuda.synchronize()
 
-    work.memory = memory  # type: ignore[attr-defined]  # as long as the work
     return work
 
 
+def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
+    """Return what enqueues a round over one bucket, in which the gradient of `parameter` lies already."""
+    from ..device_reducer import DeviceReducer
+    from ..gradients import copy_gradient, gradient_view
+    from ..slicing import Slicing
+
+    reducer = DeviceReducer(
+        link,
+        [("doctor", parameter.numel(), "float32", True)],
+        parameter,
+        bucket_cap_bytes=parameter.nbytes,
+        reduce="mean",
+        deterministic=False,
+        label="doctor",
+        sliced=False,
+        slicing=Slicing.one_a_rank(link.rank, link.world_size),
+    )
+    views = [gradient_view(parameter, reducer, 0)]
+    reducer.attach(
+        [parameter], views, copy=copy_gradient, open=lambda: True, renew=lambda _: None, task_id=lambda: 0, layouts=None
+    )
+    parameter.grad = views[0]
+    take_gradient = reducer.hook(0)
+
+    def run_round() -> None:
+        take_gradient(parameter)
+        reducer.close()
+
+    return run_round
+
+
 def _time(group: Any, work: Callable[[], None]) -> float:
-    """Median seconds, of the slowest rank."""
+    """Return the median seconds of the slowest rank."""
     samples: list[float] = []
     for _ in range(3):
         work()

@@ -1,4 +1,4 @@
-"""The doctor on libraries: the driver, NCCL and the kernels' compiler that this process uses, each asked for its version."""
+"""The doctor on libraries: the versions of the driver, of NCCL and of the kernels' compiler in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DELETED = " (deleted)"
 
 
 def driver_findings(machine: Machine) -> Iterator[Finding]:
-    """The driver and the GPUs that it shows."""
+    """Report the driver and the GPUs that it shows."""
     import torch
 
     from .. import _engine
@@ -25,7 +25,7 @@ def driver_findings(machine: Machine) -> Iterator[Finding]:
     yield from _kernel_driver(machine)
     try:
         shown: dict[str, Any] = _engine.cuda_devices(machine.libcuda)
-    except NotImplementedError as error:  # no driver, no GPU, too old: the host's path is complete without
+    except NotImplementedError as error:  # no driver, no GPU, or too old: the host path works without
         yield _no_gpus(machine, visible, str(error))
         return
     except Exception as error:
@@ -35,7 +35,7 @@ def driver_findings(machine: Machine) -> Iterator[Finding]:
     for ordinal, device in enumerate(shown["devices"]):
         name = f"{device['name']}, sm_{device['capability'][0]}{device['capability'][1]}"
         old = device["capability"] < (7, 5)
-        fix = "use another: the kernels need compute capability 7.5" if old else ""
+        fix = "use another GPU: the kernels need compute capability 7.5" if old else ""
         yield Finding(f"GPU {ordinal}", name, "bad" if old else "ok", fix)
     if torch.version.cuda is None:
         yield Finding(
@@ -44,7 +44,7 @@ def driver_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _kernel_driver(machine: Machine) -> Iterator[Finding]:
-    """What the kernel's module says of itself, where it is loaded."""
+    """Report the version of the kernel module, if it is loaded."""
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", read_text(machine.proc_root / "driver" / "nvidia" / "version"))
     if found:
         yield Finding("NVIDIA kernel module", found.group())
@@ -61,12 +61,12 @@ def _no_gpus(machine: Machine, visible: str | None, why: str) -> Finding:
 
 
 def nccl_findings(machine: Machine) -> Iterator[Finding]:
-    """The NCCLs that this process has loaded: two of them are two worlds, and one is enough."""
+    """Report the loaded NCCL libraries: two of them are two separate worlds, and one is enough."""
     maps = (machine.proc_root / "self" / "maps").read_bytes().decode(errors="backslashreplace")
     mapped = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libnccl.so" in line}
     paths = sorted({path.removesuffix(_DELETED) for path in mapped})
     if not paths:
-        yield Finding("NCCL", "not loaded", "note", "torch loads it where it has CUDA")
+        yield Finding("NCCL", "not loaded", "note", "torch loads it if it has CUDA")
         return
     versions = {path: _nccl_version(path) for path in paths}
     said = ", ".join(f"{path} ({_dotted(version)})" for path, version in versions.items())
@@ -80,7 +80,10 @@ def nccl_findings(machine: Machine) -> Iterator[Finding]:
         )
     elif any(path.endswith(_DELETED) for path in mapped):
         yield Finding(
-            "NCCL", f"{said}, replaced since", "note", "start again: the file was replaced after it had been loaded"
+            "NCCL",
+            f"{said}, replaced since",
+            "note",
+            "restart the program: the file was replaced after it had been loaded",
         )
     elif old:
         yield Finding(
@@ -91,7 +94,7 @@ def nccl_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
-    """What compiles the kernels at their first use, and whether the driver can take what it makes."""
+    """Report the compiler of the kernels, and if the driver can load its output."""
     path = machine.nvrtc
     if path is None:
         import torch
@@ -100,7 +103,7 @@ def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
 
         path, _ = find_nvrtc(nvidia_folders(), torch.version.cuda)
     if path is None:
-        yield Finding("NVRTC", "not looked for: this torch has no CUDA", "note", "none needed without GPUs")
+        yield Finding("NVRTC", "not searched: this torch has no CUDA", "note", "none needed without GPUs")
         return
     found = _two_numbers(path, "nvrtcVersion")
     if found is None:
@@ -116,7 +119,7 @@ def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
     if _shows_gpus(machine.libcuda):
         yield Finding("NVRTC", value, "bad", f"{mend}: this driver cannot load its kernels")
     else:  # a login node: nothing is loaded here
-        yield Finding("NVRTC", value, "note", f"none needed here; where GPUs have this driver, {mend}")
+        yield Finding("NVRTC", value, "note", f"none needed here; on hosts whose GPUs have this driver, {mend}")
 
 
 def _dotted(version: tuple[int, ...] | None) -> str:
@@ -124,16 +127,16 @@ def _dotted(version: tuple[int, ...] | None) -> str:
 
 
 def _nccl_version(path: str) -> tuple[int, ...] | None:
-    """Of a library that is loaded: nothing is loaded for it."""
+    """Return the version of a library that is loaded already."""
     number = _version(path, "ncclGetVersion", os.RTLD_NOLOAD)
     if number is None:
         return None
-    major = 1000 if number < 10000 else 10000  # 2.8 and older counted otherwise
+    major = 1000 if number < 10000 else 10000  # 2.8 and older numbered versions differently
     return number // major, number % major // 100, number % 100
 
 
 def _version(path: str, function: str, more: int = 0) -> int | None:
-    """What a function that writes one int says; None: no such library, no such function, or it failed."""
+    """Call a function that writes one int. Return None if the library or function is missing, or it fails."""
     number = ctypes.c_int()
     return number.value if _ask(path, function, more, ctypes.byref(number)) else None
 

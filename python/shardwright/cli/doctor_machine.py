@@ -1,4 +1,4 @@
-"""What the doctor looks at, and what it says of it: the words that its sections share."""
+"""The machine that the doctor inspects, and the findings that its sections return."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COMMAND_TIMEOUT_S = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One value, what it means and, unless all is well, one line that mends it.
+    """One value, its meaning and, if something is wrong, one line with the fix.
 
-    `verdict` is "ok", "note" (worth knowing), "slow" (works, costs time) or "bad" (will fail).
+    `verdict` is "ok", "note" (worth knowing), "slow" (works, but costs time) or "bad" (will fail).
     """
 
     name: str
@@ -25,12 +25,12 @@ class Finding:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("name", "value", "fix"):  # a byte of the system's that is no UTF-8 must not end the printing
+        for field in ("name", "value", "fix"):  # a byte that is no UTF-8 must not end the printing
             object.__setattr__(self, field, _printable(getattr(self, field)))
 
 
 def run_command(words: list[str]) -> str:
-    """What a program of the machine's prints. OSError: it is not there, failed, or did not end in time."""
+    """Return the output of a program. Raise OSError if it is missing, fails, or does not end in time."""
     try:
         done = subprocess.run(words, capture_output=True, timeout=_COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
@@ -42,22 +42,25 @@ def run_command(words: list[str]) -> str:
 
 
 def nccl_confs() -> tuple[Path | None, Path]:
-    """NCCL's files, the user's (None: the user has no home) and the system's. NCCL asks passwd for the home, not HOME."""
+    """Return NCCL's files: the user's (None without a home) and the system's.
+
+    NCCL asks passwd for the home, not HOME.
+    """
     try:
         home = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf"
-    except KeyError:  # a container that runs under a number
+    except KeyError:  # a container whose user has only a number
         return None, Path("/etc/nccl.conf")
     return home, Path("/etc/nccl.conf")
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where the doctor looks: this machine, or what a test puts in its place.
+    """The places that the doctor inspects: this machine, or a test's replacement.
 
     Attributes
     ----------
     environment
-        Variables of this process.
+        Environment variables of this process.
     sys_root, proc_root
         /sys and /proc.
     confs
@@ -65,9 +68,9 @@ class Machine:
     libcuda
         The driver's library, as the loader finds it.
     nvrtc
-        The kernels' compiler; None: what the engine would take.
+        The kernels' compiler; None: the one that the engine would use.
     command
-        Runs a program and returns what it prints; OSError where it cannot.
+        Runs a program and returns its output; raises OSError if it cannot.
     """
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
@@ -80,20 +83,18 @@ class Machine:
 
 
 def guarded(name: str, section: Iterable[Finding]) -> list[Finding]:
-    """The findings of a section; what ends it early is one more: a doctor reports what it meets, whatever it is."""
+    """Return the findings of a section. An exception in the section becomes one more finding."""
     found: list[Finding] = []
     try:
-        found.extend(section)  # what came before an exception stays
+        found.extend(section)  # findings before an exception stay
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        found.append(
-            Finding(name, said, "note", "the doctor could not look further there: mend what it names, or report it")
-        )
+        found.append(Finding(name, said, "note", "the section ended early: fix the cause that it names, or report it"))
     return found
 
 
 def read_text(path: Path) -> str:
-    """A file of the system's without the blanks around it, whatever its bytes are; empty where it cannot be read."""
+    """Return the text of a system file, stripped, whatever its bytes are; empty if it cannot be read."""
     try:
         return path.read_bytes().decode(errors="backslashreplace").strip()
     except OSError:
@@ -101,5 +102,5 @@ def read_text(path: Path) -> str:
 
 
 def _printable(text: str) -> str:
-    """The same, with what cannot be encoded (a name in an environment of other bytes) as an escape."""
+    """Escape characters that cannot be encoded (a name in an environment of another encoding)."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,7 +1,8 @@
 """The doctor on settings: variables and files that NCCL, torch and the driver read, and names of interfaces in them.
 
-NCCL reads its files as they are: a name is all before the first `=`, a value all behind it, blanks and comments included; only a line
-that begins with `#` is one. What is set first stays: the environment, the user's file (NCCL_CONF_FILE's in its place), the system's.
+NCCL reads its files literally. A name is all text before the first `=`, a value all text behind it, blanks and comments
+included. Only a line that begins with `#` is a comment. The first setting wins: the environment, then the user's file
+(or NCCL_CONF_FILE instead), then the system's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FEWEST_THREADS = 256
 
 
 def _number(value: str) -> int | None:
-    """As C's strtoll with base 0 reads it, which takes blanks before and anything behind; None: no number."""
+    """Parse like C's strtoll with base 0, which accepts blanks before and any text behind; None: no number."""
     found = re.match(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|\d+)", value)
     if found is None:
         return None
@@ -48,7 +49,7 @@ def _one_of(*words: str) -> Callable[[str], bool]:
 
 
 def _below(least: int) -> Callable[[str], bool]:
-    """A number, set and positive, but smaller."""
+    """Match a positive number below `least`."""
     return lambda value: 0 < (_number(value) or 0) < least
 
 
@@ -58,53 +59,53 @@ class _Rule(NamedTuple):
     fix: str
 
 
-_STOPS_HOST = "unset it: each collective then stops the host"
-_FEW_CHANNELS = "unset it: so few channels cannot fill NVLink or several network cards"
+_STOPS_HOST = "unset it: with it each collective stops the host"
+_FEW_CHANNELS = "unset it: so few channels cannot saturate NVLink or several network cards"
 
-#: variables known to hurt; the first rule that a value fits counts
+#: variables that are known to hurt; the first rule that matches the value counts
 _RULES: dict[str, tuple[_Rule, ...]] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
         _Rule(
             _below(_FEWEST_CONNECTIONS),
             "slow",
-            f"unset it, or {_FEWEST_CONNECTIONS} and more (32 at most): streams that share a hardware queue wait for one another, so averages do not "
-            "run beside the backward",
+            f"unset it, or set {_FEWEST_CONNECTIONS} to 32: streams that share a hardware queue wait for one another, so collectives do not "
+            "overlap the backward",
         ),
     ),
-    "CUDA_LAUNCH_BLOCKING": (_Rule(_is_on, "slow", "unset it outside of debugging: each launch then stops the host"),),
-    "CUDA_MODULE_LOADING": (_Rule(_one_of("EAGER"), "note", "unset it: all kernels of all libraries are loaded at the start, into GPU memory"),),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_Rule(_is_any, "slow", "unset it outside of debugging: each allocation then stops the GPU"),),
-    "TORCH_DISTRIBUTED_DEBUG": (_Rule(_one_of("DETAIL"), "slow", "set it to INFO when all works: torch checks each of its collectives by another one"),),
+    "CUDA_LAUNCH_BLOCKING": (_Rule(_is_on, "slow", "unset it outside of debugging: with it each launch stops the host"),),
+    "CUDA_MODULE_LOADING": (_Rule(_one_of("EAGER"), "note", "unset it: with it all kernels of all libraries are loaded into GPU memory at the start"),),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_Rule(_is_any, "slow", "unset it outside of debugging: with it each allocation stops the GPU"),),
+    "TORCH_DISTRIBUTED_DEBUG": (_Rule(_one_of("DETAIL"), "slow", "set it to INFO when all works: with DETAIL torch checks each collective by another one"),),
     "TORCH_NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
-    "NCCL_ALGO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses per size"),),
+    "NCCL_ALGO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses an algorithm by size"),),
     "NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
     "NCCL_BUFFSIZE": (
-        _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or 1 MiB and more: small buffers make many small messages"),
+        _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or set 1 MiB or more: small buffers make many small messages"),
     ),
-    "NCCL_CHECK_POINTERS": (_Rule(_is_on, "slow", "unset it outside of debugging: each call asks the driver about its pointers"),),
+    "NCCL_CHECK_POINTERS": (_Rule(_is_on, "slow", "unset it outside of debugging: with it each call asks the driver about its pointers"),),
     "NCCL_COMM_BLOCKING": (_Rule(_is_on, "note", "unset it: creation under a deadline needs non-blocking communicators"),),
-    "NCCL_CUMEM_ENABLE": (_Rule(_is_off, "note", "unset it: NVLink SHARP and registered buffers need memory of that kind"),),
+    "NCCL_CUMEM_ENABLE": (_Rule(_is_off, "note", "unset it: NVLink SHARP and registered buffers need such memory"),),
     "NCCL_DEBUG": (_Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN when all works: the log grows with every communicator"),),
-    "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it where there is InfiniBand: hosts then talk over TCP"),),
-    "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: kernels of a process's GPUs then wait for one another at each launch"),),
-    "NCCL_LOCAL_REGISTER": (_Rule(_is_off, "note", "unset it: communicator='register' has nothing registered with it"),),
+    "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it on hosts with InfiniBand: with it hosts communicate over TCP"),),
+    "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: with it the kernels of a process's GPUs wait for one another at each launch"),),
+    "NCCL_LOCAL_REGISTER": (_Rule(_is_off, "note", "unset it: with it communicator='register' registers nothing"),),
     "NCCL_MAX_CTAS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
     "NCCL_MAX_NCHANNELS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
     "NCCL_MAX_NRINGS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_NET": (_Rule(_one_of("SOCKET"), "slow", "unset it where there is InfiniBand: hosts then talk over TCP"),),
-    "NCCL_NET_GDR_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: the network card then cannot reach GPU memory"),),
-    "NCCL_NTHREADS": (_Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot fill NVLink"),),
-    "NCCL_NVLS_ENABLE": (_Rule(_is_off, "slow", "unset it: NVSwitches (from Hopper on) then cannot add; nothing is lost without them"),),
-    "NCCL_P2P_DISABLE": (_Rule(_is_on, "slow", "unset it: GPUs of one host then talk through host memory"),),
-    "NCCL_P2P_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: GPUs of one host then talk through host memory"),),
-    "NCCL_PROTO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses per size; one protocol for all is slow for some sizes"),),
-    "NCCL_PXN_DISABLE": (_Rule(_is_on, "note", "unset it on hosts of several network cards: a GPU then reaches the far ones only by the CPU"),),
-    "NCCL_SHM_DISABLE": (_Rule(_is_on, "slow", "unset it: ranks of one host then talk through the network"),),
+    "NCCL_NET": (_Rule(_one_of("SOCKET"), "slow", "unset it on hosts with InfiniBand: with it hosts communicate over TCP"),),
+    "NCCL_NET_GDR_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: with it the network card cannot reach GPU memory"),),
+    "NCCL_NTHREADS": (_Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot saturate NVLink"),),
+    "NCCL_NVLS_ENABLE": (_Rule(_is_off, "slow", "unset it: with it NVSwitches (from Hopper on) cannot reduce; hosts without them lose nothing"),),
+    "NCCL_P2P_DISABLE": (_Rule(_is_on, "slow", "unset it: with it GPUs of one host communicate through host memory"),),
+    "NCCL_P2P_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: with it GPUs of one host communicate through host memory"),),
+    "NCCL_PROTO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses a protocol by size; any single one is slow for some sizes"),),
+    "NCCL_PXN_DISABLE": (_Rule(_is_on, "note", "unset it on hosts with several network cards: with it a GPU reaches distant cards only through the CPU"),),
+    "NCCL_SHM_DISABLE": (_Rule(_is_on, "slow", "unset it: with it ranks of one host communicate through the network"),),
 }  # fmt: skip
 
 
 def settings_findings(machine: Machine) -> Iterator[Finding]:
-    """One finding a line of a file that NCCL reads otherwise than it was meant, and one a variable."""
+    """Yield a finding for each line of a file that NCCL misreads, and one for each variable."""
     from ..device_transport import TRANSPORTS, VARIABLE
 
     settings = dict(machine.environment)
@@ -126,7 +127,7 @@ def _judge_transport(value: str, transports: tuple[str, ...]) -> tuple[str, str]
     if value not in transports:
         return "bad", f"one of {', '.join(transports)}"
     if value == "shm":
-        return "slow", "unset it: NCCL, or slots in the GPUs' memory, spare the way over the host"
+        return "slow", "unset it: NCCL, or slots in GPU memory, avoid the copy through the host"
     return "ok", ""
 
 
@@ -144,7 +145,7 @@ def _conf_files(machine: Machine) -> Iterator[Path]:
 
 
 def _read_conf(path: Path, settings: dict[str, str]) -> Iterator[Finding]:
-    """Adds to `settings` what a file sets that was not set before."""
+    """Add the settings of a file that are not set yet to `settings`."""
     try:
         text = path.read_bytes().decode(errors="backslashreplace")
     except FileNotFoundError:
@@ -153,7 +154,7 @@ def _read_conf(path: Path, settings: dict[str, str]) -> Iterator[Finding]:
         return
     except OSError as error:
         yield Finding(
-            str(path), error.strerror or str(error), "note", "let this user read it, or remove it: NCCL leaves it out"
+            str(path), error.strerror or str(error), "note", "let this user read it, or remove it: NCCL ignores it"
         )
         return
     for number, line in enumerate(text.split("\n"), 1):
@@ -168,21 +169,21 @@ def _read_conf(path: Path, settings: dict[str, str]) -> Iterator[Finding]:
 
 
 def _fault_of_line(name: str, separator: str, value: str) -> tuple[str, str] | None:
-    """(verdict, fix) of a line that NCCL does not read as it was meant."""
+    """Return (verdict, fix) of a line that NCCL misreads."""
     if not separator:
-        return "note", "write NAME=value: NCCL leaves it out"
+        return "note", "write NAME=value: NCCL ignores the line"
     if name != name.strip():
         return (
             "bad",
-            "no blanks before NAME and '=': NCCL takes them for a part of the name, and the line has no effect",
+            "remove the blanks before NAME and '=': NCCL makes them part of the name, and the line has no effect",
         )
     if value != value.strip() or re.search(r"\s#", value):
         if _number(value) is not None:
             return (
                 "note",
-                "NCCL takes all behind '=' for the value, and reads its number: put the comment on a line of its own",
+                "put the comment on its own line: NCCL makes it part of the value, and reads only the number",
             )
-        return "bad", "no blanks and no comment behind '=': NCCL takes all of it for the value"
+        return "bad", "remove blanks and comments behind '=': NCCL makes them part of the value"
     return None
 
 
@@ -190,7 +191,7 @@ def _fault_of_line(name: str, separator: str, value: str) -> tuple[str, str] | N
 
 
 class _Names(NamedTuple):
-    """What there is, as (name, port); a port of -1 fits any."""
+    """The existing names as (name, port); port -1 matches any."""
 
     sockets: list[tuple[str, int]] | None
     cards: list[tuple[str, int]]
@@ -207,7 +208,10 @@ def _names_there(sys_root: Path) -> _Names:
 
 
 def _left_by(value: str, present: list[tuple[str, int]]) -> list[str]:
-    """Names that NCCL takes: `value` lists prefixes, ``=`` before them whole names, ``^`` all but these; ``name:port`` one port."""
+    """Return the names that NCCL selects.
+
+    `value` lists prefixes, or whole names after ``=``, or exclusions after ``^``; ``name:port`` is one port.
+    """
     excludes, value = value.startswith("^"), value.removeprefix("^")
     whole, value = value.startswith("="), value.removeprefix("=")
     wanted = []
@@ -229,7 +233,7 @@ def _list(present: list[tuple[str, int]]) -> str:
     return ", ".join(dict.fromkeys(name for name, _ in present)) or "none"
 
 
-_UNKNOWN = ("note", "not judged: /sys/class/net is not there")
+_UNKNOWN = ("note", "not judged: /sys/class/net is missing")
 
 
 def _judge_socket(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
@@ -239,8 +243,8 @@ def _judge_socket(value: str, names: _Names, settings: _Settings) -> tuple[str, 
         return _UNKNOWN
     left = _left_by(value, names.sockets)
     if not left:
-        why = "excludes all of them" if value.startswith("^") else "no name of the list fits one"
-        return "bad", f"leave an interface that exists ({_list(names.sockets)}): {why}"
+        why = "excludes all of them" if value.startswith("^") else "no name of the list matches one"
+        return "bad", f"allow an interface that exists ({_list(names.sockets)}): {why}"
     if left == ["lo"] and len(names.sockets) > 1:
         return (
             "note",
@@ -250,7 +254,7 @@ def _judge_socket(value: str, names: _Names, settings: _Settings) -> tuple[str, 
 
 
 def _judge_whole(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
-    """torch's own: whole names, all of which must be there."""
+    """Judge torch's own variables, which list whole names that must all exist."""
     if names.sockets is None:
         return _UNKNOWN if value else ("ok", "")
     for name in filter(None, value.split(",")):
@@ -264,10 +268,10 @@ def _judge_card(value: str, names: _Names, settings: _Settings) -> tuple[str, st
         return "ok", ""
     if not names.cards:
         return "note", "unset it: this host shows no InfiniBand port, and NCCL goes over TCP"
-    why = "excludes all of them" if value.startswith("^") else "no name of the list fits one"
+    why = "excludes all of them" if value.startswith("^") else "no name of the list matches one"
     return (
         "slow",
-        f"leave a port that exists ({', '.join(f'{n}:{p}' for n, p in names.cards)}): {why}, and NCCL goes over TCP",
+        f"allow a port that exists ({', '.join(f'{n}:{p}' for n, p in names.cards)}): {why}, and NCCL goes over TCP",
     )
 
 
@@ -279,7 +283,7 @@ def _judge_out_of_band(value: str, names: _Names, settings: _Settings) -> tuple[
     present = [*names.cards, *(names.sockets or [])]
     if _left_by(value, present):
         return "ok", ""
-    return "bad", f"leave a device that exists ({_list(present)})"
+    return "bad", f"allow a device that exists ({_list(present)})"
 
 
 _JUDGES: dict[str, Callable[[str, _Names, _Settings], tuple[str, str]]] = {

@@ -1,4 +1,4 @@
-"""The doctor on topology: cards and their slots, links between GPUs, InfiniBand ports."""
+"""The doctor on topology: network cards and their slots, links between GPUs, InfiniBand ports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAIRS_SHOWN = 4
 
 
 def topology_findings(machine: Machine) -> Iterator[Finding]:
-    """NVIDIA's PCI functions with their NUMA node, what joins the GPUs, and InfiniBand ports with their state."""
+    """Report NVIDIA's PCI functions and their NUMA nodes, the links between GPUs, and InfiniBand ports."""
     gpus = switches = 0
     pci = machine.sys_root / "bus" / "pci" / "devices"
     for device in sorted(pci.iterdir()) if pci.is_dir() else []:
@@ -23,7 +23,7 @@ def topology_findings(machine: Machine) -> Iterator[Finding]:
             node, width = read_text(device / "numa_node"), read_text(device / "current_link_width")
             most = read_text(device / "max_link_width")
             narrow = bool(width and most and width != most)
-            fix = "reseat the card or look at the slot: the link is narrower than the card allows" if narrow else ""
+            fix = "reseat the card or check the slot: the link is narrower than the card allows" if narrow else ""
             value = f"NUMA node {node or '?'}, PCIe x{width or '?'} of x{most or '?'}"
             yield Finding(f"PCI {device.name}", value, "slow" if narrow else "ok", fix)
     yield _links(machine, gpus, switches)
@@ -31,12 +31,12 @@ def topology_findings(machine: Machine) -> Iterator[Finding]:
         state = read_text(port / "state")
         down = "ACTIVE" not in state
         name = f"InfiniBand {port.parent.parent.name}:{port.name}"
-        fix = "bring the port up, or leave it out by NCCL_IB_HCA" if down else ""
+        fix = "bring the port up, or exclude it by NCCL_IB_HCA" if down else ""
         yield Finding(name, f"{state}, {read_text(port / 'rate')}", "slow" if down else "ok", fix)
 
 
 def _links(machine: Machine, gpus: int, switches: int) -> Finding:
-    """What joins the GPUs: nvidia-smi knows; /sys shows NVSwitches at most; and else it is unknown."""
+    """Report the links between GPUs, by nvidia-smi; /sys shows NVSwitches alone."""
     name = "GPU links"
     in_proc = machine.proc_root / "driver" / "nvidia" / "gpus"
     gpus = max(gpus, len(list(in_proc.iterdir())) if in_proc.is_dir() else 0)
@@ -49,16 +49,14 @@ def _links(machine: Machine, gpus: int, switches: int) -> Finding:
         pairs, why = {}, str(error)
     if not pairs:
         seen = f"{switches} NVSwitches in /sys" if switches else "no NVSwitch in /sys"
-        return Finding(
-            name, f"unknown ({why}); {seen}", "note", "install nvidia-smi, which knows them, to see them here"
-        )
+        return Finding(name, f"unknown ({why}); {seen}", "note", "install nvidia-smi to see them here")
     by_kind: dict[str, list[str]] = {}
     for pair, kind in pairs.items():
         by_kind.setdefault(kind, []).append(pair)
     value = "; ".join(f"{kind}: {_shortly(each)}" for kind, each in sorted(by_kind.items()))
     if all(kind.startswith("NV") for kind in by_kind):
         return Finding(name, value)
-    fix = "choose GPUs that NVLink (NV) joins by CUDA_VISIBLE_DEVICES, where there are enough: others talk over PCIe"
+    fix = "if enough GPUs are joined by NVLink (NV), select them by CUDA_VISIBLE_DEVICES: other pairs use PCIe"
     return Finding(name, value, "note", fix)
 
 
@@ -68,7 +66,7 @@ def _shortly(pairs: list[str]) -> str:
 
 
 def _pairs(matrix: str) -> dict[str, str]:
-    """("0-1": "NV18") of what `nvidia-smi topo -m` prints: a head that names the columns, then a row a device."""
+    """Parse `nvidia-smi topo -m` into {"0-1": "NV18"}: a head with the columns, then a row for each device."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     head = next((words for words in lines if words and words[0] == "GPU0" and "GPU1" in words), [])
     count = sum(1 for word in head if re.fullmatch(r"GPU\d+", word))

@@ -1,4 +1,4 @@
-"""`shardwright kernels`: images of the GPU kernels, made ahead of time for machines that have no compiler at run time.
+"""`shardwright kernels`: compile images of the GPU kernels ahead of time for hosts without a run-time compiler.
 
 Needs NVRTC (the pip package nvidia-cuda-nvrtc, or a CUDA toolkit), no GPU.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-EPILOG = """Exit code 0: there is an image for each architecture; 1: there is not; 2: wrong usage.
+EPILOG = """Exit code 0: each architecture has an image; 1: one has none; 2: wrong usage.
 
 Programs look for images in SHARDWRIGHT_KERNELS (else in the package's own folder `images`), then in the user's cache, and then compile.
 An image made by a compiler of CUDA 12 runs under the drivers of CUDA 12 and later, not the other way round."""
@@ -22,42 +22,42 @@ _OLDEST = 75
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to an argparse subparsers object."""
+    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "kernels",
-        help="make images of the GPU kernels ahead of time",
+        help="compile images of the GPU kernels ahead of time",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--arch",
         type=_architecture,
         nargs="+",
         metavar="SM",
-        help=f"compute capabilities, as 80 or 9.0, from {_OLDEST} on; without it those of this machine's GPUs",
+        help=f"compute capabilities from {_OLDEST} on, as 80 or 9.0; default: those of this host's GPUs",
     )
     parser.add_argument(
-        "--to", metavar="FOLDER", help="write there what it lacks; without it into the user's cache, as programs do"
+        "--to", metavar="FOLDER", help="write missing images there; default: the user's cache, as programs do"
     )
-    parser.add_argument("--nvrtc", metavar="PATH", help="the compiler; without it the one that torch's CUDA brings")
+    parser.add_argument("--nvrtc", metavar="PATH", help="the compiler; default: the one of torch's CUDA")
     parser.set_defaults(run=lambda options: run(parser, options))
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Prints a line an architecture."""
+    """Find or compile an image for each architecture and print a line about it."""
     architectures = options.arch or _of_this_machine()
     if not architectures:
-        parser.error("no GPU is seen here: name architectures with --arch, as in --arch 80 90")
+        parser.error("no GPU was found: name architectures with --arch, as in --arch 80 90")
     if options.to is not None:
-        try:  # by the umask, so that others can read it; the engine makes its cache for the user alone
+        try:  # by the umask, so that others can read it; the engine's own cache is private
             os.makedirs(options.to, exist_ok=True)
             info = os.stat(options.to)
         except OSError as error:
             parser.error(f"--to {options.to}: {error.strerror}")
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            parser.error(f"--to {options.to}: must be this user's, and writable to nobody else")
+            parser.error(f"--to {options.to}: must belong to this user and be writable by no other user")
     found = list(_images(options, sorted(set(architectures))))
     ok = all(each["ok"] for each in found)
     if options.json:
@@ -84,14 +84,14 @@ def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[d
             yield {"arch": architecture, "ok": False, "detail": str(error)}
             continue
         ok = options.to is None or origin in ("cached", "compiled")
-        kind = "machine code" if image[:4] == b"\x7fELF" else "PTX, which the driver compiles at its first use"
+        kind = "machine code" if image[:4] == b"\x7fELF" else "PTX, which the driver compiles at first use"
         detail = f"{origin}, {len(image)} bytes of {kind}"
         if options.to is not None:
-            detail = {"cached": "there already", "compiled": "written"}.get(origin, "not written") + detail[
+            detail = {"cached": "exists already", "compiled": "written"}.get(origin, "not written") + detail[
                 len(origin) :
             ]
         if not ok:
-            detail += f": '{options.to}' cannot be written to"
+            detail += f": '{options.to}' is not writable"
         yield {"arch": architecture, "ok": ok, "origin": origin, "size_bytes": len(image), "detail": detail}
 
 

@@ -1,1 +1,1 @@
-"""Seams to other libraries: one module a library, imported by name; none of them is needed to run."""
+"""Integrations with other libraries, one module each, imported by name. None is needed at run time."""

@@ -1,13 +1,13 @@
-"""Hugging Face accelerate over our engine: an Accelerator of ours, and our compressors behind the stock one.
+"""Hugging Face accelerate with shardwright: an Accelerator subclass, and our compressors for the stock one.
 
     from shardwright.integrations.accelerate import Accelerator
-    accelerator = Accelerator(zero=2)                      # the rest of the program stays as it is
+    accelerator = Accelerator(zero=2)                      # the rest of the program stays unchanged
 
-`Accelerator` is a subclass that wraps with shardwright where accelerate would build torch's DistributedDataParallel, and that
-slices each optimizer as soon as both it and its model were prepared. What save_state() writes does not depend on the stage, and
-is what the stock class writes. CPU processes of one host; with GPUs it refuses.
+`Accelerator` wraps models with shardwright instead of torch's DistributedDataParallel. It slices each optimizer once
+both the optimizer and its model are prepared. save_state() writes what the stock class writes, at every stage. It
+supports CPU processes of one host and refuses GPUs.
 
-The optional extra: pip install shardwright[accelerate].
+Needs the optional extra: pip install shardwright[accelerate].
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ..compress import Compressor, check_compressor
 from ..data_parallel import DistributedDataParallel
 from ..exchange import group_exchange
 from ..masters import MasterOptimizer
+from ..memory import address_of
 from ..sharded_optimizer import ShardedOptimizer
 from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
 
@@ -39,9 +40,9 @@ __all__ = ["Accelerator", "CompressionHandler"]
 
 @dataclasses.dataclass
 class CompressionHandler(DistributedDataParallelKwargs):
-    """Compressed gradients for an Accelerator that wraps with torch's DistributedDataParallel (or with ours).
+    """Compressed gradients for an Accelerator that wraps with torch's DistributedDataParallel or with shardwright.
 
-    The stock Accelerator takes handlers by their exact class only, so this one is assigned::
+    The stock Accelerator accepts handlers by their exact class only, so assign this one::
 
         accelerator = accelerate.Accelerator()
         accelerator.ddp_handler = CompressionHandler(compress=sw.PowerSGD(rank=4))     # before prepare()
@@ -50,7 +51,7 @@ class CompressionHandler(DistributedDataParallelKwargs):
     ----------
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD
     **fields
-        Of accelerate's DistributedDataParallelKwargs, which it is.
+        Fields of accelerate's DistributedDataParallelKwargs, the base class.
 
     Notes
     -----
@@ -68,7 +69,10 @@ class CompressionHandler(DistributedDataParallelKwargs):
         return super().to_dict(ignore_keys=(*ignore_keys, "compress"))
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Called by accelerate with the wrapped model. At most one of `compress` and accelerate's comm_hook."""
+        """Register the hook; accelerate calls this with the wrapped model.
+
+        Use either `compress` or accelerate's comm_hook.
+        """
         if self.compress is None:
             super().register_comm_hook(model)
         elif isinstance(model, DistributedDataParallel):
@@ -78,32 +82,32 @@ class CompressionHandler(DistributedDataParallelKwargs):
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's Accelerator, whose models and optimizers are wrapped by shardwright.
+    """An accelerate.Accelerator that wraps models and optimizers with shardwright.
 
     Parameters
     ----------
     *args, **kwargs
-        accelerate's. `kwargs_handlers` may hold a CompressionHandler.
+        Arguments of accelerate's Accelerator. `kwargs_handlers` may hold a CompressionHandler.
     zero : {0, 1, 2, 3}
-        What is sliced over ranks; see wrap.
+        The stage: the parts of the training state that are sliced over ranks; see wrap.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
         See wrap.
     partition : {"auto", "flat", "tensor"}
-        How optimizers are sliced; see wrap.
+        The way optimizers are sliced; see wrap.
     wrap_options : mapping, optional
-        Fields of Options. Where a DistributedDataParallelKwargs says the same, this one holds.
+        Fields of Options. They override the same fields of a DistributedDataParallelKwargs.
 
     Raises
     ------
     NotImplementedError
-        The launch is neither one process nor several on the CPU, or accelerate would train each rank of several by itself, as it does
-        under torchrun on a machine without GPUs: set ACCELERATE_USE_CPU=1, or pass cpu=True.
+        If the launch is neither one process nor several on the CPU. Also if several ranks were launched but accelerate
+        would train each by itself, as it does under torchrun on a host without GPUs: set ACCELERATE_USE_CPU=1, or pass
+        cpu=True.
 
-    Notes
-    -----
-    Models, optimizers, loaders and schedulers may be prepared in any order and in several calls. With mixed_precision="fp16"
-    on the CPU this class makes a torch.amp.GradScaler, where the stock one trains in float32 and says nothing. save_state(),
-    load_state() and get_state_dict() are called on every rank. A launch of one process wraps nothing.
+    Notes ----- Models, optimizers, loaders and schedulers may be prepared in any order and in several calls. With
+    mixed_precision="fp16" on the CPU this class creates a torch.amp.GradScaler; the stock class trains in float32
+    without a warning. Call save_state(), load_state() and get_state_dict() on every rank. A launch of one process wraps
+    nothing.
 
     Examples
     --------
@@ -131,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         compressing = [handler for handler in handlers if isinstance(handler, CompressionHandler)]
         if len(compressing) + (compress is not None) > 1:
             raise ValueError(
-                "compress was given more than once: as an argument and as a CompressionHandler, or by two of them"
+                "compress was given more than once: as an argument and by a CompressionHandler, or by two handlers"
             )
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
@@ -148,9 +152,10 @@ class Accelerator(accelerate.Accelerator):
         partition: str = "auto",
         wrap_options: Mapping[str, Any] | None = None,
     ) -> Accelerator:
-        """An accelerator of the stock class, made by a program that cannot be told which class to take, becomes one of this.
+        """Turn an accelerator of the stock class into one of this class, in place.
 
-        The object stays the same. ValueError if it has prepared a model or an optimizer already; else as Accelerator().
+        For programs that create the accelerator themselves. Raises ValueError if it has prepared a model or an
+        optimizer already, and otherwise as Accelerator().
         """
         _check_stage(zero, partition)
         if accelerator._models or accelerator._optimizers:
@@ -170,7 +175,9 @@ class Accelerator(accelerate.Accelerator):
         compressing: Sequence[CompressionHandler],
     ) -> None:
         if compressing and self.ddp_handler is not None:
-            raise ValueError("kwargs_handlers: a CompressionHandler is a DistributedDataParallelKwargs, pass it alone")
+            raise ValueError(
+                "kwargs_handlers: a CompressionHandler is a DistributedDataParallelKwargs; pass only one of both"
+            )
         self.ddp_handler = compressing[0] if compressing else self.ddp_handler
         self.zero = zero
         self.partition = partition
@@ -192,23 +199,21 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """As accelerate's. Collective unless `evaluation_mode`, or nothing in the model is trained."""
+        """Prepare a model like accelerate. Collective unless `evaluation_mode`, or no parameter is trained."""
         prepared = evaluation_mode or getattr(model, "_is_accelerate_prepared", False)
         if prepared and self._wrapper_of(model) is not None:
-            return (
-                model  # accelerate would note it twice, and move the parameters of what is wrapped to another "cpu:0"
-            )
+            return model  # accelerate would note it twice, and move the wrapped parameters to another "cpu:0"
         if evaluation_mode or not self._wraps(model):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         plugin = self.state.dynamo_plugin
         backend, whole = plugin.backend, not plugin.use_regional_compilation
         if whole:
-            plugin.backend = DynamoBackend.NO  # the wrapper is compiled, as accelerate compiles torch's
+            plugin.backend = DynamoBackend.NO  # compile the wrapper, as accelerate does with torch's
         try:
             module = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
             plugin.backend = backend
-        module.__dict__.pop("_is_accelerate_prepared", None)  # what unwrap_model gives is not prepared
+        module.__dict__.pop("_is_accelerate_prepared", None)  # the result of unwrap_model is not prepared
         wrapper = self._wrap(module)
         self._references.append(weakref.ref(wrapper))
         for optimizer in self._optimizers:
@@ -234,13 +239,13 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """As accelerate's. At zero >= 1 it is sliced now, or when its model is prepared."""
+        """Prepare an optimizer like accelerate. At zero >= 1 slice it now, or once its model is prepared."""
         prepared = super().prepare_optimizer(optimizer, device_placement=False if self.zero else device_placement)
         self._slice(prepared)
         return prepared
 
     def _slice(self, optimizer: AcceleratedOptimizer) -> None:
-        """Replaces what accelerate steps, once the model of its parameters is wrapped."""
+        """Replace the optimizer that accelerate steps, once the model of its parameters is wrapped."""
         inner = optimizer.optimizer
         if isinstance(inner, (ShardedOptimizer, MasterOptimizer)):
             return
@@ -254,10 +259,13 @@ class Accelerator(accelerate.Accelerator):
             optimizer.optimizer = keep_optimizer(wrapper, inner)
         if optimizer.optimizer is inner:
             return
-        optimizer.__setstate__(optimizer.__getstate__())  # what it patches of the optimizer's step, anew
+        optimizer.__setstate__(optimizer.__getstate__())  # patches the new optimizer's step
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """As accelerate's. A scheduler keeps the user's optimizer, whose groups are those of the sliced one."""
+        """Prepare a scheduler like accelerate.
+
+        It keeps the user's optimizer, which shares its groups with the sliced one.
+        """
         prepared = super().prepare_scheduler(scheduler)
         driven = getattr(scheduler, "optimizer", None)
         for optimizer in self._optimizers if isinstance(prepared, AcceleratedScheduler) else ():
@@ -268,11 +276,11 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _wrappers(self) -> list[DistributedDataParallel]:
-        """Those alive, in the order in which they were prepared: the same on every rank."""
+        """Return the live wrappers in the order of their preparation, which all ranks share."""
         return [wrapper for reference in self._references if (wrapper := reference()) is not None]
 
     def _wrapper_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
-        """The wrapper around `model`, which may be the wrapper itself, compiled or bare."""
+        """Return the wrapper of `model`, which may be the wrapper itself, compiled or bare."""
         bare = unwrap(model)
         return next((wrapper for wrapper in self._wrappers if unwrap(wrapper) is bare), None)
 
@@ -281,7 +289,10 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
-        """As accelerate's. All parameters of one model and the 2-norm: with the same bits at every stage."""
+        """Clip like accelerate.
+
+        With all parameters of one model and the 2-norm, the bits are the same at every stage.
+        """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         members = {id(parameter) for parameter in parameters}
         for wrapper in self._wrappers if float(norm_type) == 2.0 else ():
@@ -292,7 +303,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's, which has no effect on the CPU; here ranks may run out of inputs."""
+        """Let ranks run out of inputs. accelerate's method has no effect on the CPU; this one has."""
         if self.distributed_type != DistributedType.MULTI_CPU:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
@@ -313,23 +324,26 @@ class Accelerator(accelerate.Accelerator):
     # state --------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """As accelerate's. At zero=3 collective, and the tensors are copies: the host's one memory goes on changing."""
+        """Return the state dict like accelerate.
+
+        At zero=3 it is collective, and the tensors are copies of the shared memory.
+        """
         wrapper = self._wrapper_of(model)
         if wrapper is None or self.zero < 3:
             return super().get_state_dict(model, unwrap)
         with full_parameters(wrapper):
             state = super().get_state_dict(model, unwrap)
-            copies: dict[int, Any] = {}  # by what is shared: tied entries stay tied
+            copies: dict[int, Any] = {}  # keyed by the shared tensor, so that tied entries stay tied
             return {name: _copied(value, copies) for name, value in state.items()}
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's, with whole optimizer states in torch's ordinary format. Collective."""
+        """Save like accelerate, with full optimizer states in torch's format. Collective."""
         with self.whole_optimizer_states():
             return super().save_state(*args, **kwargs)
 
     @contextlib.contextmanager
     def whole_optimizer_states(self) -> Iterator[None]:
-        """Inside, state_dict() of prepared optimizers is the whole state of this moment, in torch's ordinary format. Collective."""
+        """Make state_dict() of prepared optimizers return the current full state in torch's format. Collective."""
         held = []
         try:
             for optimizer in self._optimizers:
@@ -342,7 +356,7 @@ class Accelerator(accelerate.Accelerator):
                 optimizer.optimizer = sliced
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's, from any stage and number of processes, the stock class's too. Collective."""
+        """Load a state of any stage and number of processes, the stock class's included. Collective."""
         with contextlib.ExitStack() as stack:
             for wrapper in self._wrappers if self.zero == 3 else ():
                 stack.enter_context(full_parameters(wrapper, writable=True))
@@ -353,12 +367,12 @@ def _check_launch(accelerator: accelerate.Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_CPU):
         raise NotImplementedError(
-            f"distributed_type={kind.value} is not there yet: shardwright trains CPU processes, pass cpu=True or set ACCELERATE_USE_CPU=1"
+            f"distributed_type={kind.value} is not supported: shardwright trains CPU processes here, pass cpu=True or set ACCELERATE_USE_CPU=1"
         )
     launched = int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
     if accelerator.num_processes == 1 and launched > 1:
         raise NotImplementedError(
-            f"{launched} ranks were launched (RANK, WORLD_SIZE), and accelerate, which sees no GPU or no LOCAL_RANK, would train each by "
+            f"{launched} ranks were launched (RANK, WORLD_SIZE), but accelerate sees no GPU or no LOCAL_RANK and would train each by "
             "itself: set ACCELERATE_USE_CPU=1 or pass cpu=True to train them together, or unset RANK"
         )
 
@@ -371,7 +385,7 @@ def _check_stage(zero: Any, partition: Any) -> None:
 
 
 class _Whole:
-    """Stands for a sliced optimizer while accelerate writes it: on every rank its whole state."""
+    """A stand-in for a sliced optimizer that gives accelerate the full state on every rank."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._state = optimizer.full_state_dict()
@@ -383,6 +397,7 @@ class _Whole:
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.data_ptr() not in copies or copies[value.data_ptr()].shape != value.shape:
-        copies[value.data_ptr()] = value.clone()
-    return copies[value.data_ptr()]
+    place = address_of(value) or id(value)
+    if place not in copies or copies[place].shape != value.shape:
+        copies[place] = value.clone()
+    return copies[place]

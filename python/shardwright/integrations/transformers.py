@@ -1,11 +1,12 @@
-"""transformers' Trainer over our engine.
+"""transformers' Trainer with shardwright.
 
-    from shardwright.integrations.transformers import Trainer
-    trainer = Trainer(model=model, args=args, train_dataset=data, zero=2)       # the rest of the program stays as it is
+    from shardwright.integrations.transformers import Trainer trainer = Trainer(model=model, args=args,
+    train_dataset=data, zero=2)       # the rest of the program stays unchanged
 
-The Trainer makes its accelerator itself; that one becomes ours before anything is prepared. What is left is whose memory is
-read and written when it saves and loads: checkpoints are those of the stock class at every stage, with whole optimizer states.
-Another Trainer, TRL's for one, is served by `TrainerMixin`, named before it: `class Ours(TrainerMixin, trl.SFTTrainer)`.
+The Trainer creates its accelerator itself; it is turned into shardwright's before it prepares anything. Saving and
+loading read and write whole parameters and full optimizer states, so checkpoints are those of the stock class at every
+stage. `TrainerMixin` serves other Trainers, TRL's for example; name it first: `class Ours(TrainerMixin,
+trl.SFTTrainer)`.
 
 Needs transformers and the optional extra: pip install shardwright[accelerate] transformers.
 """
@@ -27,19 +28,17 @@ __all__ = ["Trainer", "TrainerMixin"]
 
 
 class TrainerMixin:
-    """What makes a Trainer, the class named after it, train by our engine.
+    """A mixin that makes the Trainer class named after it train with shardwright.
 
     Parameters
     ----------
     *args, **kwargs
-        The Trainer's.
+        Arguments of the Trainer.
     zero, compress, partition, wrap_options
         See Accelerator.
 
-    Notes
-    -----
-    A launch of several CPU processes: ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Checkpoints are saved and loaded on every
-    rank, as the Trainer does by itself.
+    Notes ----- Launch several CPU processes with ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Every rank saves and
+    loads checkpoints, as in the Trainer itself.
     """
 
     def __init__(
@@ -55,14 +54,14 @@ class TrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; the accelerator is ours."""
+        """Create the accelerator like the Trainer, and turn it into shardwright's."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         Accelerator.of_stock(self.accelerator, **self._stage)
 
-    # whole memory, where it is read or written ----------------------------------------------------------------------
+    # whole parameters while they are read or written ----------------------------------------------------------------
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's, of whole parameters."""
+        """Save the model like the Trainer, with whole parameters."""
         with self._whole_parameters(writable=False):
             super().save_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -80,7 +79,7 @@ class TrainerMixin:
 
     def _whole_parameters(self, *, writable: bool) -> contextlib.AbstractContextManager[None]:
         wrapper = wrapper_of(self.model_wrapped)
-        if wrapper is None or wrapper._zero < 3:  # each rank has its own, and all write the same
+        if wrapper is None or wrapper._zero < 3:  # each rank has whole parameters, and all write the same
             return contextlib.nullcontext()
         return full_parameters(wrapper, writable=writable)
 

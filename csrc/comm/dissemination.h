@@ -1,0 +1,42 @@
+/* dissemination.h - who says what to whom until every host knows what all hosts say. Arithmetic
+ * only.
+ *
+ * In round k a host sends what it knows to the hosts that are j * radix^k before it, and hears
+ * those that are j * radix^k behind it, j = 1 to radix - 1, all modulo the number of hosts. Before
+ * round k it knows the radix^k hosts that begin with itself, so after ceil(log_radix hosts) rounds
+ * it knows all of them, each heard once. (Hensgen, Finkel and Manber, 1988; as an all-gather Bruck
+ * et al., 1997.)
+ *
+ *   20 hosts, radix 8, host 18     round 0 hears 19, 0, 1, ... 5, each for itself
+ *                                  round 1 hears 6 for 6 to 13, and 14 for 14 to 17
+ *
+ * Thread rule: any, once made.
+ */
+#ifndef SW_COMM_DISSEMINATION_H
+#define SW_COMM_DISSEMINATION_H
+
+#include "base/status.h"
+
+enum { SW_DISSEMINATION_RADIX = 8 };
+
+typedef struct sw_hop {
+    int round;
+    int to;    /* the host that this one tells what it and the count - 1 hosts behind it say */
+    int from;  /* the host that tells this one the same of itself */
+    int count; /* hosts that this is about, from the sender on, modulo the number of hosts */
+} sw_hop;
+
+typedef struct sw_dissemination {
+    int host, host_count, rounds;
+    int hop_count; /* at most (radix - 1) * rounds; in the order of rounds */
+    sw_hop *hops;  /* owned */
+    int peer_count;
+    int *peers; /* owned: every host that some hop names, ascending */
+} sw_dissemination;
+
+/* `radix` >= 2. SW_E_MEMORY is the only failure. */
+SW_MUST_USE sw_status sw_dissemination_init(sw_dissemination *made, int host, int host_count,
+                                            int radix, sw_error *err);
+void sw_dissemination_fini(sw_dissemination *made);
+
+#endif

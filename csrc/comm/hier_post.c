@@ -1,0 +1,198 @@
+/* hier_post.c - describing operations to this host's ranks. What is done with one is the carrier's
+ * (hier_carrier.c). */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "comm/hier_state.h"
+#include "platform/futex.h"
+
+/* Posting
+ * ------------------------------------------------------------------------------------------ */
+
+/* The table of op->slices, which the carrier looks at also when the caller has given up: so is what
+ * it stands for, from here on. */
+static sw_status find_table(sw_hier *hier, sw_hier_pending *pending, sw_error *err)
+{
+    sw_op *op = &pending->op;
+    if (!op->slices)
+        return SW_OK;
+    sw_hier_table *found = hier->tables;
+    while (found && !sw_slice_table_is_of(&found->table, &hier->map, op->slices))
+        found = found->next;
+    if (!found) {
+        found = calloc(1, sizeof *found);
+        sw_status status =
+            found ? sw_slice_table_init(&found->table, &hier->map, op->slices, err)
+                  : sw_error_set(err, SW_E_MEMORY, -1, "no memory for who owns which slice");
+        if (status != SW_OK) {
+            free(found);
+            return sw_comm_give_up(&hier->comm, status, err, "%s", err ? err->message : "slices");
+        }
+        found->next = hier->tables;
+        hier->tables = found;
+    }
+    pending->table = &found->table;
+    op->slices = &found->table.slices;
+    return SW_OK;
+}
+
+static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
+                       const sw_descriptor *descriptor, uint32_t *ticket, sw_error *err)
+{
+    sw_page *own = sw_hier_page(hier, hier->local_rank);
+    uint32_t next = hier->posted + 1;
+    SW_TRY(sw_hier_check_alive(hier, err));
+    SW_TRY(sw_hier_await(hier, next - SW_HIER_RING, err)); /* its entry is free */
+    hier->pending[next % SW_HIER_RING] = *pending;
+    SW_TRY(find_table(hier, &hier->pending[next % SW_HIER_RING], err));
+    own->ring[next % SW_HIER_RING] = *descriptor;
+    hier->posted = next;
+    atomic_store(&own->posted, next);
+    sw_futex_wake_all(&own->posted);
+    *ticket = next;
+    return SW_OK;
+}
+
+static void count_operation(sw_hier *hier, const sw_op *op)
+{
+    hier->comm.stats.operations[op->kind]++;
+    if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
+        hier->comm.stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
+}
+
+static sw_status check_supported(const sw_hier *hier, const sw_op *op, sw_error *err)
+{
+    SW_TRY(sw_op_check(op, hier->comm.world_size, err));
+    if (op->kind == SW_OP_REDUCE_SCATTER && (!op->arena || (op->result && !op->results)))
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' over hosts needs memory of an arena, results too",
+                sw_op_kind_name(op->kind), op->label);
+    return SW_OK;
+}
+
+sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_descriptor descriptor;
+    SW_TRY(check_supported(hier, op, err));
+    if (!op->arena)
+        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
+                sw_op_kind_name(op->kind), op->label);
+    sw_hier_pending pending = {
+        .op = *op, .arena = (sw_arena *)(uintptr_t)op->arena, .at_bytes = op->offset_bytes};
+    sw_descriptor_fill(&descriptor, op, false);
+    count_operation(hier, op);
+    return issue(hier, &pending, &descriptor, ticket, err);
+}
+
+sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket, sw_error *err)
+{
+    sw_hier_pending pending = {.op = *op};
+    sw_descriptor descriptor;
+    SW_TRY(sw_op_check(op, hier->comm.world_size, err));
+    sw_descriptor_fill(&descriptor, op, true);
+    count_operation(hier, op);
+    return issue(hier, &pending, &descriptor, ticket, err);
+}
+
+/* Bytes of private memory that go at a time. */
+static size_t chunk_bytes(const sw_hier *hier, sw_op_kind kind)
+{
+    return kind == SW_OP_ALL_GATHER ? hier->mirror_chunk_bytes : SW_HIER_CHUNK_BYTES;
+}
+
+/* Where this rank has its chunk. */
+static uint8_t *own_chunk(const sw_hier *hier, const sw_hier_pending *pending)
+{
+    return pending->arena ? pending->arena->base[hier->comm.rank] + pending->at_bytes
+                          : sw_hier_mirrored(hier, pending, hier->comm.rank);
+}
+
+/* One chunk of private memory, to its end. Half of the memory that it goes through is this chunk's:
+ * the other may still be read by a rank that is late with the chunk before, and no rank is two
+ * behind. *pending says where it lies afterwards. */
+static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t count,
+                           sw_hier_pending *pending, sw_error *err)
+{
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype), bytes = count * element_bytes;
+    bool gathers = op->kind == SW_OP_ALL_GATHER;
+    sw_descriptor descriptor;
+    uint32_t ticket;
+    *pending = (sw_hier_pending){.op = *op, .begin = begin};
+    pending->op.numel = count;
+    pending->at_bytes = (hier->chunks++ & 1) * chunk_bytes(hier, op->kind) *
+                        (gathers ? (size_t)hier->comm.world_size : 1);
+    if (!gathers && op->kind != SW_OP_BARRIER)
+        pending->arena = hier->bounce;
+    if (bytes)
+        memcpy(own_chunk(hier, pending), (const uint8_t *)op->data + begin * element_bytes, bytes);
+    sw_descriptor_fill(&descriptor, op, true);
+    descriptor.chunk = begin * element_bytes / chunk_bytes(hier, op->kind);
+    hier->comm.stats.bytes_staged += bytes;
+    SW_TRY(issue(hier, pending, &descriptor, &ticket, err));
+    return sw_hier_await(hier, ticket, err);
+}
+
+sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err)
+{
+    sw_hier_pending pending;
+    SW_TRY(check_supported(hier, op, err));
+    count_operation(hier, op);
+    SW_TRY(run_chunk(hier, op, 0, op->numel, &pending, err));
+    memcpy(op->data, own_chunk(hier, &pending), op->numel * sw_dtype_size_bytes(op->dtype));
+    return SW_OK;
+}
+
+sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_hier_pending pending;
+    uint32_t ticket;
+    if (op->arena) {
+        SW_TRY(sw_hier_post(comm, op, &ticket, err));
+        return sw_hier_await(hier, ticket, err);
+    }
+    if (op->kind == SW_OP_BROADCAST) {
+        const sw_range whole = {.address = op->data,
+                                .size_bytes = op->numel * sw_dtype_size_bytes(op->dtype)};
+        return sw_hier_broadcast(comm, &whole, 1, op->root, op->label, err);
+    }
+    SW_TRY(check_supported(hier, op, err));
+    count_operation(hier, op);
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype), begin = 0;
+    if (op->kind == SW_OP_BARRIER || op->numel == 0)
+        return run_chunk(hier, op, 0, 0, &pending, err);
+    for (size_t count; begin < op->numel; begin += count) {
+        count = sw_size_min(chunk_bytes(hier, op->kind) / element_bytes, op->numel - begin);
+        SW_TRY(run_chunk(hier, op, begin, count, &pending, err));
+        if (op->kind == SW_OP_ALL_REDUCE)
+            memcpy((uint8_t *)op->data + begin * element_bytes, own_chunk(hier, &pending),
+                   count * element_bytes);
+    }
+    return SW_OK;
+}
+
+sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
+                         const char *label, sw_error *err)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_hier_pending pending;
+    size_t begin = 0, count;
+    sw_op op = {.kind = SW_OP_ALL_GATHER,
+                .dtype = SW_DTYPE_UINT8,
+                .numel = size_bytes,
+                .data = (void *)(uintptr_t)mine};
+    snprintf(op.label, sizeof op.label, "%s", label);
+    SW_TRY(sw_op_check(&op, comm->world_size, err));
+    count_operation(hier, &op);
+    do {
+        count = sw_size_min(chunk_bytes(hier, op.kind), size_bytes - begin);
+        SW_TRY(run_chunk(hier, &op, begin, count, &pending, err));
+        for (int r = 0; r < comm->world_size; ++r)
+            memcpy((uint8_t *)all + (size_t)r * size_bytes + begin,
+                   sw_hier_mirrored(hier, &pending, r), count);
+        begin += count;
+    } while (begin < size_bytes);
+    return SW_OK;
+}

@@ -1,0 +1,231 @@
+/* hier_said.c - what ranks say beside the data of an operation: use bits, or all there is of a
+ * small one on private memory.
+ *
+ * It lies in one piece of memory, in the order of hosts that begins with this one: what a hop tells
+ * is then a prefix, and what it hears follows what is known. Short words travel inside frames
+ * (hier_frames.c); long ones go the same way in messages of their own, once all hosts agree. */
+#include <string.h>
+
+#include "base/bytes.h"
+#include "comm/hier_carrier.h"
+#include "comm/partial.h"
+
+/* A reduction of private memory so small that it is done inside frames. */
+static bool is_small(const sw_hier_pending *pending, size_t partial_bytes)
+{
+    const sw_op *op = &pending->op;
+    return op->kind == SW_OP_ALL_REDUCE && !op->arena && !op->plan && op->beside_bytes == 0 &&
+           partial_bytes > 0 && partial_bytes <= SW_HIER_SMALL_BYTES;
+}
+
+static size_t partial_bytes_of(const sw_op *op)
+{
+    return op->numel * sw_dtype_size_bytes(sw_partial_dtype(op->dtype));
+}
+
+sw_said sw_carrier_said(const sw_carrier *carrier, const sw_hier_pending *pending)
+{
+    const sw_op *op = &pending->op;
+    size_t partial_bytes = partial_bytes_of(op);
+    (void)carrier;
+    if (is_small(pending, partial_bytes)) {
+        bool merges = op->redop == SW_REDOP_MIN || op->redop == SW_REDOP_MAX;
+        return (sw_said){.kind = merges ? SW_SAID_MERGED : SW_SAID_BY_HOST,
+                         .unit_bytes = partial_bytes};
+    }
+    if (op->kind == SW_OP_BROADCAST && pending->arena)
+        return (sw_said){.kind = SW_SAID_BY_ROOT, .unit_bytes = op->numel};
+    bool gathers = op->kind == SW_OP_ALL_GATHER && !op->arena && op->numel > 0;
+    if (gathers || op->beside_bytes > 0)
+        return (sw_said){.kind = SW_SAID_BY_RANK,
+                         .unit_bytes = gathers ? op->numel : op->beside_bytes};
+    return (sw_said){.kind = SW_SAID_NOTHING};
+}
+
+/* Ranks of `hosts` hosts, from this one on. */
+static size_t ranks_of(const sw_hier *hier, int hosts)
+{
+    const sw_host_map *map = &hier->map;
+    int end = hier->host + hosts, wrapped = end - map->host_count;
+    int ranks = map->first[wrapped > 0 ? map->host_count : end] - map->first[hier->host];
+    return (size_t)(ranks + (wrapped > 0 ? map->first[wrapped] : 0));
+}
+
+size_t sw_carrier_said_bytes(const sw_carrier *carrier, const sw_said *said, int hosts)
+{
+    size_t units = said->kind == SW_SAID_BY_RANK   ? ranks_of(carrier->hier, hosts)
+                   : said->kind == SW_SAID_BY_HOST ? (size_t)hosts
+                                                   : said->kind != SW_SAID_NOTHING && hosts > 0;
+    return units * said->unit_bytes;
+}
+
+static uint8_t *memory_of(const sw_carrier *carrier, uint32_t index)
+{
+    return carrier->next.memory + carrier->next.said[index].at_bytes;
+}
+
+static const sw_hier_pending *pending_of(const sw_carrier *carrier, uint32_t index)
+{
+    return sw_carrier_pending(carrier, carrier->next.ticket + index);
+}
+
+/* Where a rank of this host has what is reduced. */
+static void *part_of(const sw_carrier *carrier, const sw_hier_pending *pending, int local)
+{
+    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes;
+}
+
+/* Where it is said by `rank`, and read by this host's ranks. */
+static uint8_t *place_of(const sw_carrier *carrier, const sw_hier_pending *pending, int rank)
+{
+    const sw_op *op = &pending->op;
+    return op->beside_bytes > 0 ? op->beside->base[rank] + op->beside_offset_bytes
+                                : sw_hier_mirrored(carrier->hier, pending, rank);
+}
+
+/* What this host's ranks say, into `to`. */
+static void speak(sw_carrier *carrier, const sw_hier_pending *pending, sw_said *said, uint8_t *to)
+{
+    const sw_hier *hier = carrier->hier;
+    const sw_op *op = &pending->op;
+    if (said->kind == SW_SAID_BY_ROOT) {
+        said->is_known = hier->map.host_of[op->root] == hier->host;
+        if (said->is_known)
+            memcpy(to, part_of(carrier, pending, sw_hier_local(hier, op->root)), op->numel);
+        return;
+    }
+    for (int l = 0; l < hier->local_count; ++l) {
+        if (said->kind == SW_SAID_BY_RANK)
+            memcpy(to + (size_t)l * said->unit_bytes, place_of(carrier, pending, hier->members[l]),
+                   said->unit_bytes);
+        else
+            carrier->source[l] = part_of(carrier, pending, l);
+    }
+    if (said->kind != SW_SAID_BY_RANK)
+        sw_partial_fold(to, carrier->source, hier->local_count, op->numel, op->dtype, op->redop);
+}
+
+sw_status sw_carrier_speak(sw_carrier *carrier, uint32_t index, sw_error *err)
+{
+    sw_said *said = &carrier->next.said[index];
+    if (said->kind == SW_SAID_NOTHING)
+        return SW_OK;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    speak(carrier, pending_of(carrier, index), said, memory_of(carrier, index));
+    sw_carrier_touch_end(carrier);
+    return SW_OK;
+}
+
+void sw_carrier_take_said(sw_carrier *carrier, uint32_t index, int distance, int count,
+                          const uint8_t *bytes, size_t size_bytes)
+{
+    sw_said *said = &carrier->next.said[index];
+    const sw_op *op = &pending_of(carrier, index)->op;
+    uint8_t *memory = memory_of(carrier, index);
+    if (said->kind == SW_SAID_BY_ROOT) {
+        if (size_bytes == said->unit_bytes && !said->is_known)
+            memcpy(memory, bytes, size_bytes);
+        said->is_known |= size_bytes == said->unit_bytes;
+        return;
+    }
+    if (said->kind == SW_SAID_MERGED) {
+        void *to = memory;
+        const void *both[] = {memory, bytes};
+        if (size_bytes == said->unit_bytes)
+            sw_kernels()->fold[sw_partial_dtype(op->dtype)](&to, 1, both, 2, op->numel, 1,
+                                                            op->redop);
+        return;
+    }
+    size_t begin = sw_carrier_said_bytes(carrier, said, distance);
+    size_t end = sw_carrier_said_bytes(carrier, said, distance + count);
+    if (size_bytes == end - begin) /* or that host says something else, which is found out */
+        memcpy(memory + begin, bytes, size_bytes);
+}
+
+/* Messages are as long as what both sides expect, since they agree on the operation. */
+static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, const char *what, sw_error *err)
+{
+    const sw_dissemination *spread = &carrier->hier->spread;
+    const sw_hop *hop = &spread->hops[at];
+    const sw_said *said = &carrier->next.said[0];
+    sw_carrier_hop *state = &carrier->hops[at];
+    int distance = (hop->from - spread->host + spread->host_count) % spread->host_count;
+    size_t begin = sw_carrier_said_bytes(carrier, said, distance);
+    size_t end = sw_carrier_said_bytes(carrier, said, distance + hop->count);
+    sw_status status =
+        sends
+            ? sw_bridge_send(&carrier->bridge, hop->to, SW_MESSAGE_BESIDE, carrier->turn,
+                             carrier->next.memory, sw_carrier_said_bytes(carrier, said, hop->count),
+                             &state->said_out, err)
+            : sw_bridge_receive(&carrier->bridge, hop->from, SW_MESSAGE_BESIDE, carrier->turn,
+                                carrier->next.memory + begin, end - begin, &state->said_in, err);
+    return status == SW_OK ? SW_OK : sw_carrier_blame(carrier, what, err);
+}
+
+sw_status sw_carrier_exchange_said(sw_carrier *carrier, const char *what, sw_error *err)
+{
+    const sw_dissemination *spread = &carrier->hier->spread;
+    for (int i = 0; i < spread->hop_count; ++i)
+        SW_TRY(begin_hop(carrier, i, false, what, err));
+    for (int i = 0, next; i < spread->hop_count; i = next) {
+        for (next = i;
+             next < spread->hop_count && spread->hops[next].round == spread->hops[i].round; ++next)
+            SW_TRY(begin_hop(carrier, next, true, what, err));
+        for (int k = i; k < next; ++k)
+            SW_TRY(sw_carrier_wait(carrier, &carrier->hops[k].said_in, what, err));
+    }
+    for (int i = 0; i < spread->hop_count; ++i)
+        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].said_out, what, err));
+    return SW_OK;
+}
+
+/* To all places where this host's ranks read it; their own words lie there. */
+static void hear_ranks(sw_carrier *carrier, const sw_hier_pending *pending, const sw_said *said,
+                       const uint8_t *from)
+{
+    const sw_host_map *map = &carrier->hier->map;
+    size_t bytes = said->unit_bytes;
+    from += (size_t)carrier->hier->local_count * bytes;
+    for (int n = 1; n < map->host_count; ++n) {
+        int host = (carrier->hier->host + n) % map->host_count;
+        for (int i = 0; i < sw_host_size(map, host); ++i, from += bytes)
+            memcpy(place_of(carrier, pending, sw_host_members(map, host)[i]), from, bytes);
+    }
+}
+
+static void finish_small(sw_carrier *carrier, const sw_hier_pending *pending, const sw_said *said,
+                         const uint8_t *from)
+{
+    const sw_hier *hier = carrier->hier;
+    const sw_op *op = &pending->op;
+    int hosts = hier->map.host_count, count = said->kind == SW_SAID_MERGED ? 1 : hosts;
+    for (int l = 0; l < hier->local_count; ++l)
+        carrier->destination[l] = part_of(carrier, pending, l);
+    for (int g = 0; g < count; ++g) /* in the order of hosts, wherever this one is */
+        carrier->source[g] =
+            from + (size_t)(count == 1 ? 0 : (g - hier->host + hosts) % hosts) * said->unit_bytes;
+    sw_partial_finish(carrier->destination, hier->local_count, carrier->source, count, op->numel,
+                      op->dtype, 1.0 / hier->comm.world_size, op->redop);
+}
+
+sw_status sw_carrier_hear(sw_carrier *carrier, uint32_t index, sw_error *err)
+{
+    const sw_hier_pending *pending = pending_of(carrier, index);
+    const sw_said *said = &carrier->next.said[index];
+    if (said->kind == SW_SAID_NOTHING)
+        return SW_OK;
+    if (said->kind == SW_SAID_BY_ROOT && !said->is_known)
+        return sw_error_set(err, SW_E_COMM, pending->op.root,
+                            "no host brings what rank %d broadcasts as '%.*s'", pending->op.root,
+                            SW_COMM_LABEL_BYTES - 1, pending->op.label);
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    if (said->kind == SW_SAID_BY_RANK)
+        hear_ranks(carrier, pending, said, memory_of(carrier, index));
+    else if (said->kind == SW_SAID_BY_ROOT)
+        for (int l = 0; l < carrier->hier->local_count; ++l)
+            memcpy(part_of(carrier, pending, l), memory_of(carrier, index), pending->op.numel);
+    else
+        finish_small(carrier, pending, said, memory_of(carrier, index));
+    sw_carrier_touch_end(carrier);
+    return SW_OK;
+}

@@ -1,0 +1,59 @@
+/* wait.c - see the header. */
+#include "comm/wait.h"
+
+#include <stdio.h>
+
+#include "platform/clock.h"
+
+sw_wait sw_wait_begin(const sw_comm *comm, void *context,
+                      void (*describe)(void *context, sw_wait_text *text))
+{
+    return (sw_wait){.comm = comm,
+                     .begun_ns = sw_clock_now_ns(),
+                     .timeout_ns = comm->timeout_ns,
+                     .warn_ns = comm->warn_after_ns,
+                     .context = context,
+                     .describe = describe};
+}
+
+static void warn(sw_wait *wait, const sw_wait_text *text, int64_t waited_ns)
+{
+    const sw_comm *comm = wait->comm;
+    char message[SW_ERROR_MESSAGE_BYTES];
+    wait->warn_ns *= 2;
+    if (!comm->hooks.log)
+        return;
+    snprintf(message, sizeof message,
+             "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s",
+             sw_comm_name(comm, comm->rank), (double)waited_ns * 1e-9, text->what, text->missing,
+             (double)comm->timeout_ns * 1e-9);
+    comm->hooks.log(comm->hooks.context, message);
+}
+
+sw_status sw_wait_check(sw_wait *wait, sw_error *reason)
+{
+    const sw_comm *comm = wait->comm;
+    int64_t waited_ns = sw_clock_now_ns() - wait->begun_ns;
+    sw_wait_text text = {.rank = -1};
+    bool is_interrupted = comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context);
+    if (!is_interrupted && waited_ns < wait->warn_ns && waited_ns < wait->timeout_ns)
+        return SW_OK;
+    wait->describe(wait->context, &text);
+    if (is_interrupted) {
+        int name = sw_comm_name(comm, comm->rank);
+        sw_error_set(reason, SW_E_COMM, name, "rank %d was interrupted while it waited in %s", name,
+                     text.what);
+        return SW_E_INTERRUPTED;
+    }
+    if (waited_ns >= wait->timeout_ns)
+        return sw_error_set(reason, SW_E_TIMEOUT, text.rank,
+                            "waited %.1f s (timeout_s=%.1f) in %s for %s", (double)waited_ns * 1e-9,
+                            (double)wait->timeout_ns * 1e-9, text.what, text.missing);
+    warn(wait, &text, waited_ns);
+    return SW_OK;
+}
+
+sw_status sw_wait_interrupted(sw_error *err)
+{
+    SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
+}

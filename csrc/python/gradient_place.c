@@ -1,0 +1,207 @@
+/* gradient_place.c - how this rank's contribution comes out of a `.grad` into its bucket.
+ *
+ * The reducer below knows memory; this file keeps the promise that, whenever a bucket is sent, the
+ * `.grad` of each of its parameters lies in it: as the view, by one copy, or as zeros when there is
+ * none. On the host a gradient is copied as it comes; on a GPU those of a bucket are copied
+ * together, and stay alive until the copies are launched. */
+#include "python/reducer_object.h"
+
+/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are.
+ * Lazily negated and conjugated tensors look the same from here: the first are views of complex
+ * ones, so they have strides of their own unless they have one element; the second are complex. */
+static bool has_layout(const tensor_view *grad, const tensor_view *shape)
+{
+    int64_t numel = 1;
+    for (int d = 0; d < grad->ndim; ++d)
+        numel *= grad->shape[d];
+    if (numel <= 1 || grad->code == TENSOR_CODE_COMPLEX)
+        return false;
+    if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
+        grad->device_type != shape->device_type)
+        return false;
+    for (int d = 0; d < grad->ndim; ++d) {
+        if (grad->shape[d] != shape->shape[d])
+            return false;
+        if (grad->shape[d] > 1 && grad->strides && shape->strides &&
+            grad->strides[d] != shape->strides[d])
+            return false;
+    }
+    return grad->strides && shape->strides;
+}
+
+/* On a GPU a copy of torch's would be a launch of its own: the subclass looks more closely. */
+static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, void **from)
+{
+    *from = NULL;
+    if (!self->gpu)
+        return 0;
+    PyObject *address = PyObject_CallMethod((PyObject *)self, "_locate", "OO", like, grad);
+    *from = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
+                         bool add)
+{
+    tensor_view seen, shape;
+    sw_error err;
+    void *from = NULL;
+    bool known =
+        self->shapes || (self->exchange && sw_py_tensor_view_get(self->exchange, like, &shape));
+    if (known && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
+        has_layout(&seen, self->shapes ? &self->shapes[index] : &shape))
+        from = seen.data;
+    else if (!add && locate_slowly(self, like, grad, &from) < 0)
+        return -1;
+    if (!from)
+        return 1;
+    if (self->held && PyList_Append(self->held, grad) < 0)
+        return -1;
+    return reducer_raise(self, sw_reducer_write(self->reducer, index, from, add, &err), &err);
+}
+
+static void *address_of(reducer_object *self, PyObject *tensor)
+{
+    tensor_view seen;
+    if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
+        return seen.data;
+    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    void *address = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    PyErr_Clear();
+    return address;
+}
+
+/* Whether a view lies in our memory still: `p.grad.data = x` gives the same object other memory. */
+static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
+{
+    return sw_reducer_layout(self->reducer)->place[index].numel == 0 ||
+           address_of(self, view) == sw_reducer_address(self->reducer, index);
+}
+
+/* Where somebody kept the old gradient (the view is in other hands), it keeps its values: it moves
+ * to memory of its own, and a new view is made. */
+PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index)
+{
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    if (!view || (Py_REFCNT(view) == 1 && is_in_place(self, index, view)))
+        return view;
+    PyObject *position = PyLong_FromSize_t(index);
+    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
+    Py_XDECREF(position);
+    Py_XDECREF(result);
+    if (!result)
+        return NULL;
+    view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    if (self->shapes && !sw_py_tensor_view_get(self->exchange, view, &self->shapes[index]))
+        self->shapes[index].ndim = -1;
+    return view;
+}
+
+bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index)
+{
+    PyObject *table = PyList_GetItem(self->hook_tables, (Py_ssize_t)index);
+    return table && table != Py_None && PyDict_Size(table) > self->hook_counts[index];
+}
+
+int sw_py_gradient_keep(reducer_object *self, size_t index)
+{
+    if (!sw_reducer_get_traits(self->reducer)->averages_unused)
+        return 0;
+    self->kept++;
+    return reducer_called(PyObject_CallMethod((PyObject *)self, "_keep", "n", (Py_ssize_t)index));
+}
+
+int sw_py_gradient_restore(reducer_object *self)
+{
+    if (self->kept == 0)
+        return 0;
+    self->kept = 0;
+    return reducer_called(PyObject_CallMethod((PyObject *)self, "_restore", NULL));
+}
+
+static int take_other(reducer_object *self, size_t index, PyObject *grad)
+{
+    sw_error err;
+    PyObject *view = sw_py_gradient_writable_view(self, index);
+    if (!view)
+        return -1;
+    if (grad == Py_None)
+        return reducer_raise(self, sw_reducer_clear(self->reducer, index, &err), &err);
+    self->copies++;
+    int written = sw_py_gradient_write(self, index, view, grad, false);
+    if (written == 1)
+        written = reducer_called(PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL));
+    if (written < 0 || !sw_reducer_is_used(self->reducer, index))
+        return written;
+    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
+    return PyObject_SetAttr(param, self->grad_name, view);
+}
+
+int sw_py_gradient_place(reducer_object *self, size_t index)
+{
+    if (self->sliced)
+        return sw_py_sliced_place(self, index);
+    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
+    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    bool ours = grad && grad == view && is_in_place(self, index, view);
+    int failed = !grad ? -1 : 0;
+    if (grad && !ours)
+        failed = take_other(self, index, grad);
+    else if (grad && !sw_reducer_is_used(self->reducer, index))
+        failed = sw_py_gradient_keep(self, index); /* if no rank used it, it stays as it is */
+    Py_XDECREF(grad);
+    if (!failed)
+        sw_reducer_place(self->reducer, index, false);
+    return failed;
+}
+
+int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    for (size_t i = 0; i < layout->bucket[bucket].count; ++i) {
+        size_t index = layout->order[layout->bucket[bucket].first + i];
+        if (!sw_reducer_is_placed(self->reducer, index) && sw_py_gradient_place(self, index) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* What was held is launched. */
+static int let_go(reducer_object *self)
+{
+    return self->held ? PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL) : 0;
+}
+
+int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
+{
+    sw_error err;
+    sw_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_reducer_reserve(self->reducer, bucket, &err);
+    Py_END_ALLOW_THREADS
+    if (reducer_raise(self, status, &err) < 0 || sw_py_gradient_place_bucket(self, bucket) < 0 ||
+        reducer_raise(self, sw_reducer_seal(self->reducer, bucket, &err), &err) < 0)
+        return -1;
+    return let_go(self);
+}
+
+int sw_py_gradient_advance(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    size_t bucket;
+    for (;;) { /* only what may fold or wait gives the GIL away */
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_advance(self->reducer, &err);
+        Py_END_ALLOW_THREADS
+        if (reducer_raise(self, status, &err) < 0)
+            return -1;
+        if (!sw_reducer_is_waiting(self->reducer, &bucket))
+            return 0;
+        if (sw_py_gradient_fill_bucket(self, bucket) < 0)
+            return -1;
+    }
+}

@@ -1,0 +1,374 @@
+/* host_rounds.c - the table of a reducer whose buckets the ranks of a host map: see host_rounds.h.
+ *
+ * In a pool all ranks fold every bucket in place; staged, a bucket is this rank's own and travels
+ * through the communicator, which blocks, so it leaves at the end of the backward. Sliced, in a
+ * pool, buckets share a ring: a bucket waits until all ranks are done with those of the same round
+ * that lie where it does. */
+#include "reduce/host_rounds.h"
+
+#include <string.h>
+
+#include "base/bytes.h"
+#include "kernels/kernels.h"
+#include "platform/clock.h"
+#include "platform/thread.h"
+
+enum {
+    ABANDONED_UNDER_WAY = 32, /* fewer than a communicator takes without waiting */
+    ABANDON_POLL_NS = 1000000,
+    HOLD_POLL_NS = 100000,
+};
+
+static host_rounds *host_of(sw_reducer *reducer)
+{
+    return (host_rounds *)(void *)reducer;
+}
+
+static const host_rounds *host_seen(const sw_reducer *reducer)
+{
+    return (const host_rounds *)(const void *)reducer;
+}
+
+const sw_gradient_memory *sw_reducer_memory(const sw_reducer *reducer)
+{
+    return reducer->ops == &sw_host_rounds_ops ? host_seen(reducer)->memory : NULL;
+}
+
+sw_gradient_memory *sw_reducer_take_memory(sw_reducer *reducer)
+{
+    sw_gradient_memory *memory = NULL;
+    if (reducer->ops == &sw_host_rounds_ops) {
+        memory = host_of(reducer)->memory;
+        host_of(reducer)->memory = NULL;
+    }
+    return memory;
+}
+
+/* ---- where things lie ---- */
+
+static uint8_t *host_address(const sw_reducer *reducer, size_t bucket_index)
+{
+    const host_rounds *host = host_seen(reducer);
+    return host->memory->base + (host->ring ? host->buckets[bucket_index].op.offset_bytes
+                                            : reducer->layout.bucket[bucket_index].offset_bytes);
+}
+
+static uint8_t *host_result(const sw_reducer *reducer, size_t bucket_index)
+{
+    const host_rounds *host = host_seen(reducer);
+    size_t slice_bytes = sw_bucket_bytes(reducer, bucket_index) / (size_t)reducer->slice_count;
+    return host->ring ? host->memory->results + host->buckets[bucket_index].result_offset_bytes
+                      : host->memory->base + reducer->layout.bucket[bucket_index].offset_bytes +
+                            (size_t)reducer->own_slice * slice_bytes;
+}
+
+static sw_status host_write(sw_reducer *reducer, void *to, const void *from, size_t numel,
+                            sw_dtype dtype, bool add, sw_error *err)
+{
+    const void *sources[] = {to, from};
+    (void)reducer;
+    (void)err;
+    if (add)
+        sw_kernels()->fold[dtype](&to, 1, sources, 2, numel, 1, SW_REDOP_SUM);
+    else
+        sw_copy_streaming(to, from, numel * sw_dtype_size_bytes(dtype));
+    return SW_OK;
+}
+
+static sw_status host_clear(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err)
+{
+    (void)reducer;
+    (void)err;
+    memset(to, 0, size_bytes);
+    return SW_OK;
+}
+
+/* ---- a round ---- */
+
+static void host_unfreeze(sw_reducer *reducer, size_t param)
+{
+    host_rounds *host = host_of(reducer);
+    const bucket *b = sw_bucket_of(reducer, param);
+    memcpy(host->buckets[b->index].op.label, b->label, sizeof b->label);
+    host->unfrozen = true;
+}
+
+static void host_open(sw_reducer *reducer)
+{
+    host_rounds *host = host_of(reducer);
+    if (host->ring && host->unfrozen) {
+        host->ring_bytes = sw_host_rounds_lay_ring(host, false);
+        host->unfrozen = false;
+    }
+    host->parity ^= 1;
+    host->opened_ns = sw_clock_now_ns();
+    host->held_ns = 0;
+}
+
+static bool host_has_room(const sw_reducer *reducer, const bucket *b)
+{
+    const host_bucket *before = host_seen(reducer)->buckets[b->index].before;
+    return !before || before->common->state == BUCKET_DONE;
+}
+
+/* Waits until all ranks are done with the bucket that has the slot of `b` before it. A hook's
+ * buckets follow one another. */
+static sw_status host_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    host_bucket *before = host->buckets[b->index].before;
+    if (reducer->owner != SW_BUCKETS_OURS || host_has_room(reducer, b))
+        return SW_OK;
+    SW_TRY(host->comm->ops->wait(host->comm, before->ticket, err));
+    before->common->state = BUCKET_DONE;
+    return SW_OK;
+}
+
+static bool host_hold_back(sw_reducer *reducer, const bucket *b)
+{
+    host_rounds *host = host_of(reducer);
+    const host_bucket *before = host->buckets[b->index].before;
+    int64_t from_ns = sw_clock_now_ns();
+    if (!before || before->common->state != BUCKET_POSTED ||
+        reducer->unplaced_bytes <= host->cap_bytes || 2 * host->held_ns > from_ns - host->opened_ns)
+        return false;
+    sw_thread_sleep_ns(HOLD_POLL_NS);
+    host->held_ns += sw_clock_now_ns() - from_ns;
+    return true;
+}
+
+static sw_status host_post(sw_reducer *reducer, bucket *common, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    host_bucket *b = &host->buckets[common->index];
+    sw_bucket_write_tail(b);
+    b->op.step = reducer->step + 1;
+    b->op.round = reducer->contributes ? reducer->rounds : 0; /* a joined rank counts no steps */
+    b->op.beside = host->memory->tails;
+    b->op.beside_offset_bytes = host->parity * host->tail_stride_bytes + b->tail_offset_bytes;
+    b->op.beside_bytes = b->tail_bytes;
+    if (b->op.arena)
+        return host->comm->ops->post(host->comm, &b->op, &b->ticket, err);
+    return host->comm->ops->run(host->comm, &b->op, err);
+}
+
+static bool host_leaves_early(const sw_reducer *reducer)
+{
+    return host_seen(reducer)->memory->transport == SW_TRANSPORT_POOL;
+}
+
+/* Helps on what is under way, and sees which buckets are done: their slots are free. */
+static sw_status host_poll(sw_reducer *reducer, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    if (host->memory->transport != SW_TRANSPORT_POOL)
+        return SW_OK;
+    for (size_t i = 0; i < reducer->next_bucket; ++i) {
+        bool complete = false;
+        if (reducer->buckets[i].state != BUCKET_POSTED)
+            continue;
+        SW_TRY(host->comm->ops->poll(host->comm, host->buckets[i].ticket, &complete, err));
+        if (!complete)
+            return SW_OK;
+        reducer->buckets[i].state = BUCKET_DONE;
+    }
+    return SW_OK;
+}
+
+/* ---- its end ---- */
+
+/* Whether contributing ranks have noted different steps: the first bucket's tails say so. */
+static bool stepped_unlike(const host_rounds *host)
+{
+    const tail *first = NULL;
+    size_t i = 0;
+    while (i < host->base.layout.bucket_count && !host->base.buckets[i].takes_part)
+        ++i;
+    for (int r = 0; i < host->base.layout.bucket_count && r < host->comm->world_size; ++r) {
+        const tail *t = sw_bucket_tail(&host->buckets[i], r);
+        if (!t->contributes)
+            continue;
+        if (first && first->stepped != t->stepped)
+            return true;
+        first = t;
+    }
+    return false;
+}
+
+/* Spreads the buckets' use bits to the parameters. */
+static void collect(host_rounds *host)
+{
+    sw_reducer *base = &host->base;
+    base->stepped_unlike = stepped_unlike(host);
+    for (size_t i = 0; i < base->layout.bucket_count; ++i) {
+        const sw_layout_bucket *shape = &base->layout.bucket[i];
+        for (size_t k = 0; k < shape->count; ++k)
+            base->params[base->layout.order[shape->first + k]].used_by_any =
+                base->buckets[i].takes_part && sw_bit_is_set(host->buckets[i].any, k);
+    }
+}
+
+static sw_status host_finish(sw_reducer *reducer, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        if (reducer->buckets[i].takes_part && host->buckets[i].op.arena)
+            SW_TRY(host->comm->ops->wait(host->comm, host->buckets[i].ticket, err));
+    collect(host);
+    return SW_OK;
+}
+
+static sw_status host_meet(sw_reducer *reducer, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    sw_op barrier = {.kind = SW_OP_BARRIER,
+                     .dtype = SW_DTYPE_UINT8,
+                     .subject = host->memory->tails->serial,
+                     .step = reducer->step + 1,
+                     .round = reducer->contributes ? reducer->rounds : 0,
+                     .beside = host->memory->tails,
+                     .beside_offset_bytes = host->parity * host->tail_stride_bytes,
+                     .beside_bytes = host->tail_stride_bytes,
+                     .label = "use bits before a communication hook"};
+    int by;
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        if (reducer->buckets[i].takes_part)
+            sw_bucket_write_tail(&host->buckets[i]);
+    SW_TRY(host->comm->ops->run(host->comm, &barrier, err));
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        if (reducer->buckets[i].takes_part)
+            sw_bucket_read_tails(&host->buckets[i], host->contributors, &by);
+    collect(host);
+    return SW_OK;
+}
+
+/* The rank that abandoned this round in some bucket, or -1. */
+static int abandoned_by(const host_rounds *host)
+{
+    for (size_t i = 0; i < host->base.layout.bucket_count; ++i)
+        for (int r = 0; r < host->comm->world_size; ++r)
+            if (host->base.buckets[i].takes_part && sw_bucket_tail(&host->buckets[i], r)->abandoned)
+                return r;
+    return -1;
+}
+
+static bool host_was_abandoned(const sw_reducer *reducer)
+{
+    return abandoned_by(host_seen(reducer)) >= 0;
+}
+
+static sw_status host_judge(sw_reducer *reducer, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    int rank = reducer->abandoned ? -1 : abandoned_by(host);
+    char peer[SW_COMM_PEER_BYTES];
+    if (rank < 0)
+        return SW_OK;
+    host->comm->ops->peer(host->comm, rank, peer);
+    return sw_error_set(err, SW_E_MISMATCH, rank,
+                        "%s left a backward unfinished (an exception was raised in it there), "
+                        "while rank %d finished it; "
+                        "the gradients of this round must not be used",
+                        peer, host->comm->rank);
+}
+
+/* Posts the buckets that can be posted without waiting for a peer. */
+static sw_status post_without_waiting(host_rounds *host, sw_error *err)
+{
+    sw_reducer *base = &host->base;
+    size_t under_way = 0, next;
+    for (size_t i = 0; i < base->next_bucket; ++i)
+        under_way += base->buckets[i].state == BUCKET_POSTED;
+    while (sw_reducer_next_unsent(base, &next)) {
+        if (under_way >= ABANDONED_UNDER_WAY || !host_has_room(base, &base->buckets[next]))
+            return SW_OK;
+        SW_TRY(sw_reducer_send(base, next, err));
+        under_way++;
+    }
+    return SW_OK;
+}
+
+static bool all_done(const sw_reducer *reducer)
+{
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        if (reducer->buckets[i].takes_part && reducer->buckets[i].state != BUCKET_DONE)
+            return false;
+    return true;
+}
+
+static sw_status host_try_abandon(sw_reducer *reducer, int64_t budget_ns, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    int64_t deadline_ns = sw_clock_now_ns() + budget_ns;
+    if (reducer->owner != SW_BUCKETS_OURS || host->memory->transport != SW_TRANSPORT_POOL)
+        return SW_OK;
+    reducer->abandoned = true;
+    for (;;) {
+        SW_TRY(post_without_waiting(host, err));
+        SW_TRY(host_poll(reducer, err));
+        if (all_done(reducer))
+            return sw_reducer_abandon(reducer, err);
+        if (sw_clock_now_ns() > deadline_ns || !host->comm->ops->is_alive(host->comm))
+            return SW_OK;
+        sw_thread_sleep_ns(ABANDON_POLL_NS);
+    }
+}
+
+/* ---- what was said ---- */
+
+static size_t host_active_ranks(const sw_reducer *reducer)
+{
+    size_t active = 0;
+    for (int r = 0; r < reducer->world_size; ++r)
+        active += host_seen(reducer)->contributors[r];
+    return active;
+}
+
+static size_t host_standing_ranks(const sw_reducer *reducer, size_t param)
+{
+    const host_bucket *b = &host_seen(reducer)->buckets[reducer->layout.place[param].bucket];
+    const sw_layout_bucket *shape = sw_bucket_shape(reducer, b->common);
+    size_t k = 0, found = 0;
+    while (reducer->layout.order[shape->first + k] != param)
+        ++k;
+    for (int r = 0; r < reducer->world_size; ++r)
+        found += sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), k);
+    return found;
+}
+
+static size_t host_planned_bytes(const sw_reducer *reducer)
+{
+    const host_rounds *host = host_seen(reducer);
+    size_t results = 0;
+    if (!host->ring)
+        return reducer->layout.trainable_bytes;
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        if (reducer->buckets[i].takes_part)
+            results += sw_bucket_bytes(reducer, i) / (size_t)reducer->slice_count;
+    return host->ring_bytes + results;
+}
+
+const sw_reducer_ops sw_host_rounds_ops = {
+    .traits = {.can_abandon = true},
+    .open = host_open,
+    .has_room = host_has_room,
+    .reserve = host_reserve,
+    .address = host_address,
+    .result = host_result,
+    .write = host_write,
+    .clear = host_clear,
+    .post = host_post,
+    .leaves_early = host_leaves_early,
+    .poll = host_poll,
+    .finish = host_finish,
+    .meet = host_meet,
+    .was_abandoned = host_was_abandoned,
+    .judge = host_judge,
+    .try_abandon = host_try_abandon,
+    .hold_back = host_hold_back,
+    .active_ranks = host_active_ranks,
+    .standing_ranks = host_standing_ranks,
+    .unfreeze = host_unfreeze,
+    .planned_bytes = host_planned_bytes,
+    .destroy = sw_host_rounds_destroy,
+};

@@ -1,0 +1,88 @@
+/* reducer_base.c - what every reducer is made of, whatever its memory: layout, buckets, names. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "base/text.h"
+#include "reduce/reducer_state.h"
+
+enum { LABEL_BYTES = 16 }; /* of a model, in the name of a bucket */
+
+static void name_bucket(sw_reducer *reducer, bucket *b)
+{
+    const sw_layout_bucket *shape = sw_bucket_shape(reducer, b);
+    const char *first = reducer->names[reducer->layout.order[shape->first]];
+    const char *last = reducer->names[reducer->layout.order[shape->first + shape->count - 1]];
+    snprintf(b->label, sizeof b->label, "bucket %zu of %.*s, %.*s to %.*s", b->index,
+             sw_text_fit(reducer->label, LABEL_BYTES), reducer->label, sw_text_fit(first, 24),
+             first, sw_text_fit(last, 24), last);
+}
+
+void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param)
+{
+    const char *name = reducer->names[param];
+    snprintf(b->label, sizeof b->label, "bucket %zu of %.*s with '%.*s' unfrozen", b->index,
+             sw_text_fit(reducer->label, LABEL_BYTES), reducer->label, sw_text_fit(name, 36), name);
+}
+
+static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_t count,
+                            sw_error *err)
+{
+    for (size_t i = 0; i < count; ++i) {
+        size_t length = strlen(names[i]) + 1;
+        reducer->names[i] = malloc(length);
+        if (!reducer->names[i])
+            SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu names", count);
+        memcpy(reducer->names[i], names[i], length);
+    }
+    return SW_OK;
+}
+
+sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
+                          const char *const *names, size_t param_count,
+                          const sw_reducer_options *options, int slice_count, sw_error *err)
+{
+    const sw_slices *slices = options->slices;
+    reducer->contributes = true;
+    reducer->slice_count = slices ? slices->count : reducer->world_size;
+    reducer->own_slice = slices ? slices->of_rank[reducer->rank] : reducer->rank;
+    snprintf(reducer->label, sizeof reducer->label, "%.*s",
+             sw_text_fit(options->label, sizeof reducer->label - 1), options->label);
+    SW_TRY(sw_layout_init(&reducer->layout, params, param_count, slice_count,
+                          (sw_layout_caps){.bytes = options->bucket_cap_bytes,
+                                           .first_bytes = options->first_cap_bytes},
+                          err));
+    reducer->buckets = calloc(reducer->layout.bucket_count + 1, sizeof *reducer->buckets);
+    reducer->params = calloc(param_count + 1, sizeof *reducer->params);
+    reducer->names = calloc(param_count + 1, sizeof *reducer->names);
+    if (!reducer->buckets || !reducer->params || !reducer->names)
+        SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu parameters", param_count);
+    SW_TRY(copy_names(reducer, names, param_count, err));
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
+        reducer->buckets[i].index = i;
+        name_bucket(reducer, &reducer->buckets[i]);
+    }
+    return SW_OK;
+}
+
+void sw_reducer_fini(sw_reducer *reducer)
+{
+    for (size_t i = 0; reducer->names && i < reducer->layout.param_count; ++i)
+        free(reducer->names[i]);
+    free(reducer->buckets);
+    free(reducer->params);
+    free(reducer->names);
+    sw_layout_fini(&reducer->layout);
+}
+
+void sw_reducer_own_run(const sw_reducer *reducer, size_t param, size_t *begin, size_t *end)
+{
+    const sw_layout_place *place = &reducer->layout.place[param];
+    size_t width = reducer->layout.bucket[place->bucket].numel / (size_t)reducer->slice_count;
+    size_t first = (size_t)reducer->own_slice * width, last = first + width;
+    size_t from = sw_size_max(first, place->begin);
+    size_t to = sw_size_min(last, place->begin + place->numel);
+    *begin = from < to ? from - first : 0;
+    *end = from < to ? to - first : 0;
+}

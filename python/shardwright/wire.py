@@ -1,0 +1,223 @@
+"""The wire between hosts: bytes between their carriers, through a Gloo group of our own that never adds two of them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: longer than any deadline of ours, which the ranks keep that wait for the carrier
+_FOR_EVER = timedelta(days=1000)
+#: the wire's own tags, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
+_FAREWELL, _NEVER_SENT, _TOKEN = (6 << 28) + 1, (6 << 28) + 2, (6 << 28) + 3
+_FAREWELL_S = 0.2
+#: how long a carrier waits for the tokens of those that it exchanges frames with
+_TOKENS_S = 30.0
+#: hosts up to which all connections are made at the start; beyond, a connection is made at its first use
+EAGER_HOSTS = 32
+#: of csrc/comm/dissemination.h
+_RADIX = 8
+
+
+class Wire:
+    """Moves bytes between the carriers of hosts through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire.
+
+    The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret: no other message of a peer is
+    believed before its token was. The carriers that exchange frames prove themselves at the start, others at first use.
+
+    Parameters
+    ----------
+    gloo : ProcessGroupGloo
+    carriers : sequence of int
+        The rank of each of its ranks.
+    secret : bytes
+        Equal on all carriers, and known to no other process.
+    before : set of (int, str)
+        Sockets of this process before `gloo` was made. A forked child closes those that came since: where it lives on, the
+        peers of a process that was killed would not see its connections end.
+    exits : callable
+        Whether the process is about to end.
+
+    Raises
+    ------
+    RuntimeError
+        A peer did not prove that it knows the secret, or did not answer.
+    """
+
+    #: of gradients; over what is slower float32 blocks are packed (docs/design/hosts.md). Read once, by the engine
+    slow_bytes_per_s = 300_000_000
+
+    def __init__(
+        self,
+        gloo: Any,
+        carriers: Sequence[int],
+        secret: bytes,
+        before: set[tuple[int, str]],
+        exits: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._group = gloo  # its timeout is for finding one another; see _FOR_EVER
+        self._place = {rank: place for place, rank in enumerate(carriers)}
+        self._secret = secret
+        self._rank = carriers[gloo.rank()]
+        self._exits = exits
+        #: by rank: its token, on its way; and that of this rank, on its way to it
+        self._tokens: dict[int, tuple[Any, torch.Tensor, Any]] = {}
+        self._strangers = set(carriers) - {self._rank}
+        self._exchange_tokens([carriers[place] for place in first_peers(gloo.rank(), len(carriers))])
+        self._sockets = sockets() - before
+        _wires.add(self)
+
+    def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
+        """Begins; what it returns is to be waited for."""
+        if rank in self._strangers:
+            self._introduce(rank)
+        return self._group.send([_bytes_at(address, nbytes)], self._place[rank], tag)
+
+    def receive(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
+        if rank in self._strangers:
+            self._introduce(rank)
+            return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag), rank
+        return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag)
+
+    def wait(self, work: Any) -> None:
+        if isinstance(work, tuple):
+            work, rank = work
+            self._believe(rank, _FOR_EVER)
+        work.wait(_FOR_EVER)
+
+    def _exchange_tokens(self, ranks: Sequence[int]) -> None:
+        deadline_s = time.monotonic() + _TOKENS_S
+        for rank in ranks:
+            self._introduce(rank)
+        for rank in ranks:
+            self._believe(rank, timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+
+    def _introduce(self, rank: int) -> None:
+        """Begin to send this rank's token, and to receive the other's, once."""
+        if rank in self._tokens:
+            return
+        token = torch.frombuffer(bytearray(self._token(self._rank, rank)), dtype=torch.uint8)
+        heard = torch.zeros_like(token)
+        sending = self._group.send([token], self._place[rank], _TOKEN)
+        self._tokens[rank] = self._group.recv([heard], self._place[rank], _TOKEN), heard, sending
+
+    def _believe(self, rank: int, timeout: timedelta) -> None:
+        """Return once `rank` has proved that it knows the secret."""
+        if rank not in self._strangers:
+            return
+        receiving, heard, sending = self._tokens[rank]
+        receiving.wait(timeout)
+        if not hmac.compare_digest(heard.numpy().tobytes(), self._token(rank, self._rank)):
+            raise RuntimeError(f"the process that answers for rank {rank} does not know the secret of this group")
+        sending.wait(timeout)
+        self._strangers.discard(rank)
+        del self._tokens[rank]
+
+    def _token(self, sender: int, receiver: int) -> bytes:
+        return hmac.digest(self._secret, f"wire {sender} {receiver}".encode(), hashlib.sha256)
+
+    def close(self, gently: bool) -> bool:
+        """Close all connections, whatever waits for them; `gently`: after the others' farewell, or a moment.
+
+        Gloo has no call for it, but a receive that is not fulfilled in its time closes all connections of its group. At
+        exit nothing is done, and false: the kernel closes them, and a carrier that takes long to send its last messages still can.
+        """
+        if self._exits():
+            return False
+        met = [
+            rank for rank in self._place if rank != self._rank and (rank not in self._strangers or rank in self._tokens)
+        ]
+        others = [self._place[rank] for rank in met]
+        if gently:
+            self._exchange_farewells(others)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        for other in others:
+            try:
+                receiving = self._group.recv([nothing], other, _NEVER_SENT)
+            except RuntimeError:  # that connection has been closed already
+                continue
+            with contextlib.suppress(RuntimeError):
+                receiving.wait(timedelta(milliseconds=1))
+        return True
+
+    def let_go(self) -> None:
+        """Close the sockets, in a forked child. Each number stays taken: another owner of it would close a foreign file."""
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for fd, _ in self._sockets & sockets():
+            os.dup2(nothing, fd)
+        os.close(nothing)
+
+    def _exchange_farewells(self, others: Sequence[int]) -> None:
+        """Wait for the farewells of `others`: what was sent to them before has arrived then. One that sends none is busy."""
+        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        heard = [torch.zeros_like(word) for _ in others]
+        deadline_s = time.monotonic() + _FAREWELL_S
+        with contextlib.suppress(RuntimeError):  # an end of the connection is one, too
+            sending = [self._group.send([word], other, _FAREWELL) for other in others]
+            receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(heard, others)]
+            for work in (*receiving, *sending):
+                work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+
+
+def first_peers(place: int, count: int) -> list[int]:
+    """The places of the carriers that this one is connected to at the start: all, or those that frames go to and come from."""
+    if count <= EAGER_HOSTS:
+        return [other for other in range(count) if other != place]
+    steps, step = [], 1
+    while step < count:
+        steps += [far for far in range(step, step * _RADIX, step) if far < count]
+        step *= _RADIX
+    return sorted({(place + far * way) % count for far in steps for way in (1, -1)})
+
+
+def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_late: bool = False) -> Any:
+    """A Gloo group as a backend, without torch's dispatch. `connects_late`: each connection is made at its first use, where torch can."""
+    if not connects_late or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
+        return dist.ProcessGroupGloo(store, rank, count, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    try:
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
+        ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    except TypeError:  # before torch 2.7
+        return dist.ProcessGroupGloo(store, rank, count, timeout)
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, count, options)
+
+
+def let_go() -> None:
+    """Close the sockets of all wires, in a forked child."""
+    for wire in _wires:
+        wire.let_go()
+
+
+#: that live
+_wires: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def sockets() -> set[tuple[int, str]]:
+    """The sockets of this process: file descriptors, and the kernel's names of them."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # the folder's own has gone
+            found.add((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
+    return {(fd, name) for fd, name in found if name.startswith("socket:")}
+
+
+#: one type for memory of any length: ctypes takes 80 to 170 us, with the GIL, to make one for each
+_Bytes = ctypes.c_uint8 * (1 << 46)
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(_Bytes.from_address(address), dtype=torch.uint8, count=nbytes)

@@ -1,0 +1,90 @@
+"""Runs a program: on one rank of the engine, or on all ranks of the oracle. Says how it ended, in values that pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from typing import Any
+
+import torch
+
+import shardwright as sw
+from shardwright import process_group
+
+from .naive import OutOfStep, Package, World
+from .text import Program
+
+
+@dataclasses.dataclass
+class End:
+    """How a program ended on one rank.
+
+    Attributes
+    ----------
+    piece : int
+        The piece that raised, or the number of pieces.
+    error : str
+        What it raised, "type: message"; empty where it came to its end.
+    is_ours : bool
+        Whether the error is the package's, or one of torch's.
+    seen : list
+        What the program noted.
+    final : dict
+        Name to (dtype, shape, bytes) of parameters and buffers.
+    """
+
+    piece: int
+    error: str = ""
+    is_ours: bool = True
+    seen: list[Any] = dataclasses.field(default_factory=list)
+    final: dict[str, tuple[str, tuple[int, ...], bytes]] = dataclasses.field(default_factory=dict)
+
+
+def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> End:
+    space: dict[str, Any] = {"rank": rank, "world_size": world_size, "sw": package, "seen": [], "losses": []}
+    space["__name__"] = "program"
+    for number, piece in enumerate(pieces):
+        try:
+            exec(compile(piece, f"<piece {number}>", "exec"), space)
+        except OutOfStep as error:
+            return End(number, str(error), seen=space["seen"])
+        except Exception as error:
+            is_ours = isinstance(error, (sw.Error, RuntimeError, ValueError, TypeError, NotImplementedError))
+            text = f"{type(error).__name__}: {error}"
+            space.clear()
+            return End(number, text, is_ours)
+    final = {}
+    for name, value in space["final"].items():
+        plain = value.detach().contiguous()
+        final[name] = str(value.dtype), tuple(value.shape), plain.flatten().view(torch.uint8).numpy().tobytes()
+    return End(len(pieces), seen=space["seen"], final=final)
+
+
+def play(rank: int, world_size: int, pieces: list[str]) -> End:
+    """A team's body: one rank of the engine."""
+    logging.getLogger("shardwright").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        end = play_pieces(pieces, rank, world_size, sw)
+    if end.error:  # what is left of it is no affair of the next program; peers that wait hear of it
+        for group in process_group.live_groups():
+            group.close()
+    return end
+
+
+def play_oracle(program: Program) -> list[End]:
+    """Every rank of the oracle."""
+    world = World(program.world_size)
+
+    def body(rank: int) -> End:
+        torch.set_num_threads(1)  # of this thread; as the engine's ranks compute
+        return play_pieces(program.pieces, rank, program.world_size, Package(world, rank))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ends = world.run(body)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+    return ends

@@ -1,0 +1,98 @@
+"""How many Python calls a step makes inside of the package: a profile of one step of a small module, phase by phase.
+
+    python -m pytest -rP tests/ranks/test_a_step_makes_few_python_calls.py
+
+prints calls/files/hops/engine calls of each stage, on the host and on simulated GPUs. Words: a *call* is a frame of the package's, a
+*hop* one whose caller is a frame of another file of the package's, an *engine call* a call of the C module by such a frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwright as sw
+
+_PACKAGE = str(Path(sw.__file__).parent)
+UNITS = 5
+#: name -> options of wrap
+STAGES: dict[str, dict[str, Any]] = {
+    "zero=0": {},
+    "zero=2": {"zero": 2},
+    "zero=3": {"zero": 3, "share_parameters": False, "units": [torch.nn.Linear]},
+}
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was called in one phase."""
+
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    engine: Counter[str] = dataclasses.field(default_factory=Counter)
+    hops: int = 0
+
+    @property
+    def files(self) -> int:
+        return len({name.partition(":")[0] for name in self.calls})
+
+    def __str__(self) -> str:
+        return f"{sum(self.calls.values())}/{self.files}/{self.hops}/{sum(self.engine.values())}"
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Count what this thread calls inside."""
+    counts = Counts()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            return
+        name = file[len(_PACKAGE) + 1 :]
+        if event == "call":
+            counts.calls[
+                f"{name}:{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}"
+            ] += 1
+            caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+            counts.hops += caller.startswith(_PACKAGE) and caller != file
+        elif event == "c_call" and _is_engine(argument):
+            counts.engine[f"{type(argument.__self__).__name__}.{argument.__name__}"] += 1
+
+    sys.setprofile(note)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+
+
+def _is_engine(function: Any) -> bool:
+    bound = getattr(function, "__self__", None)
+    owner = bound if isinstance(bound, type(sys)) else type(bound)
+    name = getattr(owner, "__name__", "") if isinstance(bound, type(sys)) else ""
+    return name.endswith("_engine") or any(each.__module__.endswith("_engine") for each in type(bound).__mro__)
+
+
+def profile_step(adopt: Any, **options: Any) -> dict[str, Counts]:
+    """Counts of one step, once buckets leave early and units are gathered ahead. Collective."""
+    torch.manual_seed(0)
+    module = adopt(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(UNITS))))
+    wrapped, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
+    found: dict[str, Counts] = {}
+    for _ in range(4):
+        x = torch.ones(2, 8)
+        with counting() as found["forward"]:
+            loss = wrapped(x)
+        loss = loss.square().mean()
+        with counting() as found["backward"]:
+            loss.backward()
+        with counting() as found["step"]:
+            optimizer.step()
+        optimizer.zero_grad()
+    return found

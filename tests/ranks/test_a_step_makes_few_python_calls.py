@@ -1,0 +1,54 @@
+"""Law: a step makes few calls in Python, and as few on a GPU as on the host: a backward seven, whatever the number of parameters.
+
+The bounds are what was counted; one that is passed is a call that somebody has added to every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import DEADLINE_S, gather
+from peer import PEER
+from python_calls import STAGES, Counts, profile_step
+from simulated_gpus import SimulatedGpus, run
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+#: Python calls, at most: of a forward, a backward, a step
+HOST = {"zero=0": (21, 7, 26), "zero=2": (21, 7, 183), "zero=3": (232, 130, 261)}
+GPU = {"zero=0": (23, 7, 26), "zero=2": (23, 7, 179), "zero=3": (307, 190, 273)}
+
+
+def check(found: dict[str, Counts], most: tuple[int, ...]) -> str:
+    """Return what was counted, in a line."""
+    for (phase, counts), bound in zip(found.items(), most, strict=True):
+        assert sum(counts.calls.values()) <= bound, f"{phase}: {counts}\n{counts.calls}\n{counts.engine}"
+    lines: list[str] = gather(" ".join(f"{phase} {counts}" for phase, counts in found.items()))
+    return lines[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_the_host(teams: Any, stage: str) -> None:
+    teams.run(2, on_host, spoils=False, deadline_s=DEADLINE_S, arguments={"stage": stage})
+
+
+def on_host(rank: int, world_size: int, stage: str) -> None:
+    """A step exchanges bytes once, for what ranks must agree on. Its outcome travels with the slices."""
+    found = profile_step(lambda module: module, **STAGES[stage])
+    assert found["step"].engine["HostComm.all_gather_bytes"] == (stage != "zero=0"), found["step"].engine
+    line = check(found, HOST[stage])
+    if rank == 0:
+        print(stage, "host", line)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_a_gpu(teams: Any, paths: dict[str, str], stage: str) -> None:
+    run(teams, 2, paths, on_gpu, stage)
+
+
+def on_gpu(gpus: SimulatedGpus, rank: int, world_size: int, stage: str) -> None:
+    options = {key: value for key, value in STAGES[stage].items() if key != "share_parameters"}
+    line = check(profile_step(gpus.adopt_module, **options), GPU[stage])
+    if rank == 0:
+        print(stage, "GPU", line)

@@ -1,0 +1,23 @@
+"""Law: whatever a program does (tests/programs), each rank ends with the weights, losses and buffers of one process that does the
+same without an engine, or all ranks end with an error that docs/promises.md names; none hangs, none crashes.
+
+The quick form is the same programs always; `make fuzz-programs`, or the long form, draws others.
+"""
+
+import os
+
+import pytest
+from harness import LONG
+from peer import PEER
+from programs.search import Runner, search
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+COUNT = int(os.environ.get("SW_TEST_PROGRAMS") or (10_000 if LONG else 200))
+
+
+@pytest.mark.timeout(6 * 3600 if LONG else 180)
+def test_random_programs(teams):
+    runner = Runner(teams)
+    search(runner.check, COUNT)
+    assert runner.counts["programs"] >= COUNT
+    assert runner.counts["refused"] < COUNT / 2, runner.refusals
