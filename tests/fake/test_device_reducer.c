@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/device_norm.h"
 #include "comm/device_region.h"
 #include "gpu_ranks.h"
 #include "kernels/kernels.h"

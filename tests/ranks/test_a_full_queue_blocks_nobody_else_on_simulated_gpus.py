@@ -1,9 +1,6 @@
 """Law: a host that is ahead of its GPU blocks in a call of the driver's once the queue of launches is full, and blocks nobody else. No call of
 the engine's that enqueues holds the GIL. If a peer has died or does not come, a thread of the engine's ends the communicator beside the
-blocked call, which returns, and the next call says why. The simulated driver's queue holds a few operations a stream.
-
-LEFT names the functions that still enqueue with the GIL: those of the reducer, whose rounds are being rewritten. One that no longer does fails
-here, too."""
+blocked call, which returns, and the next call says why. The simulated driver's queue holds a few operations a stream."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from simulated_gpus import SimulatedGpus, run, simulate, sw
 pytestmark = [pytest.mark.skipif(PEER == "torch", reason="ours"), pytest.mark.timeout(120)]
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
-#: of csrc/python/device_reducer_type.c
-LEFT = frozenset({"call_on_stream", "reducer_reserve"})
 #: the simulation gives a blocked call up after 15 s (tests/fake/sim_run.c)
 SOON_S = 10.0
 DEADLINE_S = 3.0
@@ -54,7 +49,7 @@ def trainings(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     sgd = wrapped(place, {}, lambda parameters: sw.optim.SGD(parameters, lr=0.1, momentum=0.9))
     with sgd[0].join():
         steps(*sgd, rank, place.device, 1 + rank)
-    assert gpus.held_gil() == LEFT
+    assert gpus.held_gil() == set()
 
 
 # a blocked call ------------------------------------------------------------------------------------------------------
@@ -64,6 +59,7 @@ def trainings(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 def full_queue(gpus: SimulatedGpus, comm: Any) -> Any:
     """Inside, the GPU stands still, and the communicator's stream takes no more operations."""
     memory = [gpus.adopt(torch.zeros(8)) for _ in range(2)]
+    gpus.synchronize()
     gpus.stall(True)
     comm.pack([(*(each.data_ptr() for each in memory), 32)], comm.stream)
     gpus.limit_queue(1)
@@ -83,6 +79,7 @@ def beside_a_blocked_call(gpus: SimulatedGpus, rank: int, world_size: int) -> No
     model, _ = wrapped(Place("simulated", rank, gpus), {})
     comm = model._engine().link.comm
     memory = [gpus.adopt(torch.zeros(8)) for _ in range(2)]
+    gpus.synchronize()
     to, source = (each.data_ptr() for each in memory)
     for call in (
         lambda: comm.pack([(to, source, 32)], comm.stream),
@@ -151,6 +148,7 @@ def keep_enqueuing(gpus: SimulatedGpus, model: Any) -> None:
     link = model._engine().link
     memory = [gpus.adopt(torch.zeros(8 * link.world_size)) for _ in range(2)]
     addresses = [each.data_ptr() for each in memory]
+    gpus.synchronize()
     for _ in range(100):
         link.comm.all_gather([(addresses[0], 8 * link.world_size, "float32")], link.comm.stream)
         for _ in range(8):
