@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1
 
 
 def load(name: str) -> Any:
@@ -20,7 +24,13 @@ def load(name: str) -> Any:
     return getattr(found, function)
 
 
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, by whatever signal."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
+    _end_with_parent()
     spec = json.loads(sys.argv[1])
     rank, world_size, folder = spec["rank"], spec["ranks"], spec["folder"]
     rows = Path(folder) / "rows.jsonl"

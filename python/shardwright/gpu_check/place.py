@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,9 +39,6 @@ class Gpu:
     def open(self) -> Any:
         """Return a DeviceComm without peers."""
         return device.open_gpu(0, device.runtime.libraries())
-
-    def stream(self) -> int:
-        return int(device.runtime.current_stream(0))
 
     def watch(self) -> None:
         """Communicators from now on are watched by a thread: they always are."""
@@ -90,3 +88,12 @@ class Gpu:
 def gpu(rank: int, world_size: int, folder: str) -> Iterator[Gpu]:
     """The default of --place."""
     yield Gpu()
+
+
+def wall_milliseconds(work: Callable[[], Any], finish: Callable[[], None], repeat: int) -> float:
+    """Return the milliseconds of one `work` by the host's clock, what is enqueued included."""
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    finish()
+    return 1e3 * (time.perf_counter() - begin) / repeat

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .plan import Part, Run, parts
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, of which no speed is to be read")
     parser.add_argument("--place", default="place:gpu", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
     options.to.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts(is_quick=options.quick) if part.name in options.only]
     rows = run_parts(chosen, options.to, options.place)
@@ -50,7 +51,12 @@ def run_parts(chosen: Sequence[Part], to: Path, place: str = "place:gpu") -> lis
         end = time.monotonic() + part.limit_s
         for run in part.runs:
             print(f"{part.name}: {', '.join(run.cases[:4])}{' ...' if len(run.cases) > 4 else ''}", flush=True)
-            rows += [{"part": part.name, **each} for each in rows_of(run, end - time.monotonic(), to, place)]
+
+            def tell(found: list[Row], part: Part = part) -> None:
+                write(to, about, [*rows, *({"part": part.name, **each} for each in found)])
+
+            found = rows_of(run, end - time.monotonic(), to, place, tell)
+            rows += [{"part": part.name, **each} for each in found]
             write(to, about, rows)
         rows += [{"part": part.name, **each} for each in compare(part, rows)]
         write(to, about, rows)
@@ -70,17 +76,21 @@ def compare(part: Part, rows: Sequence[Row]) -> list[Row]:
     return made
 
 
-def rows_of(run: Run, limit_s: float, to: Path, place: str) -> list[Row]:
-    """Run one run. Each of its cases has a row in the answer, whatever happens; so has what it found beside them."""
+def _read(folder: Path) -> list[Row]:
+    """Return the rows that a run has written; the last line may still be on its way."""
+    file = folder / "rows.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
+    """Run one run. Each of its cases has a row in the answer, whatever happens. tell(rows so far) is called as rows come."""
     if run.prefix and shutil.which(run.prefix[0]) is None:
         return [row(case, "skipped", note=f"{run.prefix[0]} is not installed") for case in run.cases]
     with tempfile.TemporaryDirectory(prefix="shardwright-gpu-check-") as name:
         folder = Path(name)
-        is_cut, codes = _processes(run, limit_s, folder, to, place)
-        file = folder / "rows.jsonl"
-        found = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if (
-            file.exists()
-        ) else []
+        is_cut, codes = _processes(run, limit_s, folder, to, place, tell)
+        found = _read(folder)
         skipped = folder / "skipped"
         if is_cut:
             status, note = "cut", f"not done within {limit_s:.0f} s"
@@ -96,7 +106,9 @@ def rows_of(run: Run, limit_s: float, to: Path, place: str) -> list[Row]:
     return [*found, *missing]
 
 
-def _processes(run: Run, limit_s: float, folder: Path, to: Path, place: str) -> tuple[bool, list[int]]:
+def _processes(
+    run: Run, limit_s: float, folder: Path, to: Path, place: str, tell: Callable[[list[Row]], None]
+) -> tuple[bool, list[int]]:
     """Return whether the limit came first, and the exit code of each rank."""
     end = time.monotonic() + max(limit_s, 0.0)
     environment = {**os.environ, **run.environment, "SHARDWRIGHT_GPU_CHECK_TO": str(to.resolve())}
@@ -112,8 +124,13 @@ def _processes(run: Run, limit_s: float, folder: Path, to: Path, place: str) -> 
                 )
             )
     try:
+        told = 0
         while any(each.poll() is None for each in started) and time.monotonic() < end:
             time.sleep(_POLL_S)
+            found = _read(folder)
+            if len(found) > told:
+                told = len(found)
+                tell(found)
         is_cut = not started or any(each.poll() is None for each in started)
     finally:  # Ctrl-C, too
         _end(started)

@@ -25,7 +25,8 @@ _HOST_GB_S = 45.0
 def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
     """Each arm and its copy take turns; medians are compared."""
     numel = 1 << 10 if is_quick else 64 << 20
-    comm, stream = place.open(), place.stream()
+    link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine().link
+    comm, stream = link.comm, link.current_stream()
     wide, back = (place.memory(torch.randn(numel)) for _ in range(2))
     half = place.memory(torch.zeros(numel, dtype=torch.bfloat16))
     records = place.memory(torch.zeros(numel // _BLOCK * _engine.block_record_bytes(_BLOCK, _BITS), dtype=torch.uint8))

@@ -1,7 +1,7 @@
 """A model of a billion parameters in bfloat16, on one rank: torch's DDP and FSDP2, and ours at zero=0 and zero=3.
 
 Each arm has a process of its own, so that its peak memory is its own. One rank exchanges nothing: the figures are those of the
-copies, launches and waits that a stage adds to a step.
+copies, launches and waits that a stage adds to a step. Ours keeps masters in float32, torch's arms keep none: 4 bytes a parameter more.
 """
 
 from __future__ import annotations
