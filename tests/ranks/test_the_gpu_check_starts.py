@@ -1,11 +1,11 @@
 """Law: `python -m shardwright.gpu_check` starts every part on simulated GPUs and gives each row that its plan names, in the table and in both
 reports. A run that fails, hangs or has no GPU has its rows all the same, with the reason, and keeps those that it had found.
 
-The quick form has the first run of each part; SW_TEST_LONG=1 has the command whole. Figures mean nothing here."""
+The quick form runs the bodies in interpreters that are there already, and one part by the command; SW_TEST_LONG=1 has the command whole.
+Figures mean nothing here."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_check_place import Simulated
 from peer import PEER
+from simulated_gpus import SimulatedGpus
+from simulated_gpus import run as run_simulated
 
+from shardwright.gpu_check.child import load
 from shardwright.gpu_check.plan import Part, Run, parts
 from shardwright.gpu_check.report import row
 from shardwright.gpu_check.runner import compare, run_parts
@@ -31,8 +35,6 @@ PLACE = "gpu_check_place:simulated"
 @pytest.fixture
 def simulation(paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that are started find the simulated GPU, and a sanitizer that only runs what it is given."""
-    from test_fake_gpu import kernel_text
-
     tool = tmp_path / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
@@ -40,7 +42,12 @@ def simulation(paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{RANKS}:{RANKS.parent}")
     monkeypatch.setenv("SW_TEST_FOLDER", str(tmp_path))
-    monkeypatch.setenv("SW_TEST_SIMULATION", json.dumps({**paths, "text": str(kernel_text())}))
+    text = {}
+    if LONG:  # else launches run the references: test_kernels_are_checked_on_simulated_gpus.py runs the text
+        from test_fake_gpu import kernel_text
+
+        text = {"text": str(kernel_text())}
+    monkeypatch.setenv("SW_TEST_SIMULATION", json.dumps({**paths, **text}))
 
 
 def reported(folder: Path) -> list[dict[str, Any]]:
@@ -48,23 +55,55 @@ def reported(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_part_starts_and_every_row_appears(simulation: None, tmp_path: Path) -> None:
-    chosen = parts(is_quick=True)
-    assert [part.name for part in chosen] == [part.name for part in parts()]
-    assert sum(part.limit_s for part in chosen) <= 30 * 60
-    if LONG:
-        words = [sys.executable, "-m", "shardwright.gpu_check", "--quick", "--to", str(tmp_path), "--place", PLACE]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout + done.stderr
-    else:
-        chosen = tuple(dataclasses.replace(part, runs=part.runs[:1]) for part in chosen)
-        run_parts(chosen, tmp_path, PLACE)
+def test_the_parts_fit_into_half_an_hour() -> None:
+    assert sum(part.limit_s for part in parts()) <= 30 * 60
+    assert [part.name for part in parts()] == [part.name for part in parts(is_quick=True)]
+
+
+def test_the_command_gives_each_row(simulation: None, tmp_path: Path) -> None:
+    names = [part.name for part in parts()] if LONG else ["machine"]
+    words = [sys.executable, "-m", "shardwright.gpu_check", "--quick", "--to", str(tmp_path), "--place", PLACE]
+    done = subprocess.run([*words, "--only", *names], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = {(each["part"], each["case"]): each for each in reported(tmp_path)}
-    assert set(found) == {(part.name, case) for part in chosen for case in part.cases}
-    wrong = [each for each in found.values() if each["status"] != "ok" and each["case"] != "doctor"]
-    assert wrong == []
-    page = (tmp_path / "gpu-report.html").read_text()
-    assert page.count("<tr") == len(found) + 1
+    expected = {(part.name, case) for part in parts(is_quick=True) if part.name in names for case in part.cases}
+    assert set(found) == expected and all(case in done.stdout for _, case in expected)
+    check_rows(list(found.values()))
+    assert (tmp_path / "gpu-report.html").read_text().count("<tr") == len(found) + 1
+
+
+def check_rows(found: list[dict[str, Any]]) -> None:
+    """Of the machine that runs the test the doctor may say what it likes."""
+    assert [each for each in found if each["status"] != "ok" and each["case"] != "doctor"] == []
+
+
+# bodies, in interpreters that are there already ----------------------------------------------------------------------
+
+
+RUNS = [(part.name, k, run) for part in parts(is_quick=True) for k, run in enumerate(part.runs)]
+#: sanitizers run the same body
+ALONE = [(name, k) for name, k, run in RUNS if run.ranks == 1 and (name, k) not in (("sanitizers", 1), ("sanitizers", 2))]
+#: the other numbers of ranks and ways are the long form's; a killed peer takes its interpreter along
+WITH_PEERS = [(name, k) for name, k, run in RUNS if run.ranks == 2 and run.dying is None and "ipc" not in run.environment.values()]
+
+
+def test_every_body_of_one_rank_gives_its_rows(teams: Any, paths: dict[str, str]) -> None:
+    run_simulated(teams, 1, paths, bodies, ALONE, policy="on demand")
+
+
+@pytest.mark.parametrize(("name", "number"), WITH_PEERS)
+def test_a_body_of_two_ranks_gives_its_rows(teams: Any, paths: dict[str, str], name: str, number: int) -> None:
+    run_simulated(teams, 2, paths, bodies, [(name, number)], policy="on demand", transport="shm")
+
+
+def bodies(gpus: SimulatedGpus, rank: int, world_size: int, chosen: list[tuple[str, int]]) -> None:
+    place = Simulated(gpus, gpus.paths["cuda"])
+    for name, k, run in RUNS:
+        if (name, k) in chosen:
+            found = list(load(run.body)(place, rank, world_size, **run.arguments))
+            if rank == 0:
+                assert tuple(each["case"] for each in found) == run.cases
+                check_rows(found)
 
 
 # runs that do not end well -------------------------------------------------------------------------------------------
@@ -108,7 +147,7 @@ def end_badly(place: Any, rank: int, world_size: int) -> Iterator[Any]:
 def test_a_run_that_ends_badly_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{RANKS}:{RANKS.parent}")
     cases, here = ("first", "second"), __name__
-    limit = 20.0
+    limit = 12.0
     given = [
         Part("failing", limit, (Run(f"{here}:fail", cases),)),
         Part("refusing", limit, (Run(f"{here}:refuse", cases),)),

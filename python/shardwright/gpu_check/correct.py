@@ -62,11 +62,12 @@ def kernels(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterat
         yield _compared(name, _engine.device_kernel_check(comm, name, 1, step))
 
 
-def sanitized(place: Any, rank: int, world_size: int, *, tool: str) -> Iterator[Row]:
+def sanitized(place: Any, rank: int, world_size: int, *, tool: str, is_quick: bool) -> Iterator[Row]:
     """A few cases of every kernel, each over memory that holds only what it may touch. The sanitizer judges at the end."""
     comm, launches = place.open(), 0
     for name, count in _engine.device_kernel_cases().items():
-        found = _engine.device_kernel_check(comm, name, 1, max(1, count // _CASES_SANITIZED) | 1, True)
+        step = max(1, count if is_quick else count // _CASES_SANITIZED) | 1
+        found = _engine.device_kernel_check(comm, name, 1, step, True)
         launches += found["launches"]
         if found["differences"]:
             yield _compared(tool, found)

@@ -58,9 +58,9 @@ class Part:
         return own + tuple(f"{case} beside {peer}" for case, peer, _ in self.comparisons)
 
 
-def _sanitized(tool: str) -> Run:
+def _sanitized(tool: str, is_quick: bool) -> Run:
     prefix = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
-    return Run("correct:sanitized", (tool,), arguments={"tool": tool}, prefix=prefix)
+    return Run("correct:sanitized", (tool,), arguments={"tool": tool, "is_quick": is_quick}, prefix=prefix)
 
 
 def _shared(ranks: int, way: str) -> Run:
@@ -76,7 +76,7 @@ def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
     return (
         Part("machine", 60, (Run("correct:machine", ("versions", "GPU", "NCCL", "kernels", "doctor")),)),
         Part("kernels", 150, (Run("correct:kernels", kernels, arguments=size),)),
-        Part("sanitizers", 90, tuple(map(_sanitized, SANITIZERS))),
+        Part("sanitizers", 90, tuple(_sanitized(tool, is_quick) for tool in SANITIZERS)),
         Part("stages", 120, (Run("correct:stages", tuple(f"zero={zero}" for zero in _STAGES)),)),
         Part("ranks on one GPU", 300, tuple(_shared(ranks, way) for ranks in (2, 3) for way in ("shm", "ipc"))),
         Part(

@@ -125,7 +125,7 @@ def arm(place: Any, rank: int, world_size: int, *, name: str, is_quick: bool) ->
         where.reset_peak()
         milliseconds = where.milliseconds(step, size.steps)
         peak = where.peak_bytes()
-        with where.profile(f"{os.environ['SHARDWRIGHT_GPU_CHECK_TO']}/trace-{name.replace('=', '')}.json.gz"):
+        with where.profile(f"{os.environ.get('SHARDWRIGHT_GPU_CHECK_TO', '.')}/trace-{name.replace('=', '')}.json.gz"):
             step()
             where.synchronize()
         found = [float(each) for each in losses]
