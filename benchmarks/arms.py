@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import common
+import shardwright as sw
 import torch
 import torch.distributed as dist
 from models import CASES
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-import shardwright as sw
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 VIEW_STATIC = {"gradient_as_bucket_view": True, "static_graph": True}

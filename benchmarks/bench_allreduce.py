@@ -16,9 +16,8 @@ from typing import Any
 import common
 import torch
 import torch.distributed as dist
+from shardwright.comm.process_group import host_group
 from torch.utils.dlpack import from_dlpack
-
-from shardwright.process_group import host_group
 
 KB, MB = 1 << 10, 1 << 20
 LOOPS = ("memcpy", "avx2 copy", "non-temporal copy", "avx2 rewrite", "non-temporal rewrite")

@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import common
+import shardwright as sw
 import torch
 import torch.distributed as dist
 from arms import ADAMW, VIEW_STATIC, Trainer, best_of
 from bench_hosts import HOSTS, RATE, count_bytes, enter_host, network
 from models import CASES
+from shardwright.comm.levels import levels_of
+from shardwright.parallel.headroom import measure_bandwidth, measure_codecs
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-import shardwright as sw
-from shardwright.compression_headroom import measure_bandwidth, measure_codecs
-from shardwright.levels import levels_of
 
 CASE = "mlp"
 RANK = 4

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from arms import Trainer, best_of, torch_settings
 from models import SMALL_COUNT
-
-from shardwright.process_group import host_group
+from shardwright.comm.process_group import host_group
 
 
 def verify(trainers: dict[str, Trainer], arms: Sequence[str]) -> None:

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from arms import QUICK_SETTINGS, TORCH_SETTINGS, Trainer, best_of
 from bench_ddp import verify
-
-from shardwright.process_group import host_group
+from shardwright.comm.process_group import host_group
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "ranks"))
 import network  # noqa: E402

@@ -19,7 +19,6 @@ from typing import Any
 
 import common
 import torch.distributed as dist
-
 from shardwright._engine import HostComm
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 192)

@@ -15,11 +15,10 @@ import threading
 from typing import Any
 
 import common
+import shardwright as sw
 import torch
 import torch.distributed as dist
-
-import shardwright as sw
-from shardwright.process_group import host_group
+from shardwright.comm.process_group import host_group
 
 GOAL = 0.8
 REQUEST_BYTES = 8 << 20

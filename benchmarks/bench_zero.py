@@ -18,8 +18,7 @@ import pss
 import torch
 import torch.distributed as dist
 from arms import DEEPSPEED, FSDP2, REDUNDANCY, DeepSpeedTrainer, Trainer, best_of, missing_deepspeed, torch_settings
-
-from shardwright.process_group import host_group
+from shardwright.comm.process_group import host_group
 
 OURS = ["zero=1", "zero=2", "zero=3", "zero=3 private"]
 SHARED, PRIVATE = "zero=3", "zero=3 private"

@@ -3,9 +3,8 @@
 Run it with `torchrun --nproc-per-node 3 examples/01_wrap_model.py`.
 """
 
-import torch
-
 import shardwright as sw
+import torch
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))

@@ -18,14 +18,13 @@ import statistics
 import time
 from pathlib import Path
 
+import shardwright as sw
 import torch
 from gpt import data, ranks
 from gpt.loss import summed_loss, validate
 from gpt.model import GPT
 from gpt.threads import Threads
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-
-import shardwright as sw
 
 STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 RATES = {"SGD": (0.1, 0.3, 1.0, 3.0), "Adam": (1e-3, 3e-3, 1e-2, 3e-2)}

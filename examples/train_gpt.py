@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 
+import shardwright as sw
 import torch
 from gpt import checkpoint, data, ranks
 from gpt.loss import summed_loss, validate
@@ -19,8 +20,6 @@ from gpt.model import GPT
 from gpt.options import COMPRESSORS, parse_options
 from gpt.report import Reporter, draw_loss_curve, printable
 from gpt.threads import Threads
-
-import shardwright as sw
 
 REPORT_EVERY = 10  # steps between exchanges of losses and of the decision to stop
 VALIDATE_EVERY = 100  # steps; a checkpoint is written as often

@@ -11,10 +11,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+import cuda_files
 import pytest
 import torch
-
-import cuda_files
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX", "g++")

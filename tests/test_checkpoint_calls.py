@@ -11,9 +11,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-
 import shardwright as sw
+import torch
 
 REFUSED = "one call at a time"
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-
-import shardwright as sw
 from shardwright.checkpoint import StorageReader, StorageWriter
+from torch import nn
 
 GOLDEN = Path(__file__).parent / "golden"
 STEP = 7

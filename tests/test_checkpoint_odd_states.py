@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
-from torch import nn
-
 import shardwright as sw
+import torch
 from shardwright.checkpoint import files, retention, writing
+from torch import nn
 
 
 class Counting(nn.Linear):

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shardwright as sw
 import torch
 from torch import nn
-
-import shardwright as sw
 
 
 def model_of(seed: int) -> nn.Module:

@@ -11,10 +11,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
-
-import shardwright as sw
 from shardwright.checkpoint import StorageReader, retention
 from shardwright.cli import main
 from test_checkpoint_takes_nobodys_place import model_of

@@ -12,12 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-
 import shardwright as sw
+import torch
 from shardwright.checkpoint.retention import Kept, to_retire
 from shardwright.cli import main
+from torch import nn
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoint"
 

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
-from test_checkpoint_command_line import rewritten
-from torch import nn
-
-import shardwright as sw
 from shardwright.checkpoint import StorageReader, StorageWriter, partial
 from shardwright.checkpoint.retention import DAMAGED, SOUND, UNKNOWN, Kept, to_retire
 from shardwright.cli import main
+from test_checkpoint_command_line import rewritten
+from torch import nn
 
 
 def model_of(value: float) -> nn.Module:

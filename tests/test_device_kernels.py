@@ -15,12 +15,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 import cuda_files
+import pytest
 from shardwright import _engine
 from shardwright.cli import main
-from shardwright.device import CudaRuntime
+from shardwright.torch_compat.cuda import CudaRuntime
 from test_csrc import BUILDERS, ROOT, Builder, run_checked, shipped_flags
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"

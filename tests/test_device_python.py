@@ -3,25 +3,23 @@ is told, which device_ids are taken, and that the benchmark on GPUs says why it 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-import torch
-
 import cuda_files
+import pytest
 import shardwright as sw
+import torch
 from shardwright import _engine
-from shardwright.ddp_compat import check_device_ids, to_device
-from shardwright.device import CudaRuntime, DeviceLink, _cache_folder, find_nvrtc
-from shardwright.table import _check_one_device
+from shardwright.backend.device_link import DeviceLink
+from shardwright.layout.param_table import _check_one_device
+from shardwright.parallel.ddp_compat import check_device_ids, to_device
+from shardwright.torch_compat.cuda import CudaRuntime, _cache_folder, find_nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -157,7 +155,7 @@ def test_the_benchmark_on_gpus_says_why_it_was_skipped() -> None:
 
 
 def test_loaded_state_lies_beside_its_slice_but_for_a_count_of_steps_on_the_host() -> None:
-    from shardwright.sharded_optimizer import beside
+    from shardwright.optim.sharded import beside
 
     piece = torch.empty(3, device="meta")
     state = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(3), "row": torch.zeros(1), "name": "x"}

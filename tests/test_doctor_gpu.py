@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from shardwright.cli import doctor_machine, doctor_settings
 from shardwright.cli.doctor_gpu import findings
 from shardwright.cli.doctor_machine import Finding, Machine

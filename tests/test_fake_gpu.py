@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-
 from shardwright import _engine
 from test_csrc import BUILDERS, CSRC, RUN_LIMIT_S, Builder, Mode, newest_header, run_checked
 from test_layers import built_objects

@@ -5,9 +5,8 @@ import ast
 import inspect
 
 import pytest
-
-from shardwright import launch
-from shardwright.launch import DEFAULT_PORT, Launch, expand_hostlist, read_launch
+from shardwright.comm import launch
+from shardwright.comm.launch import DEFAULT_PORT, Launch, expand_hostlist, read_launch
 
 
 def variables(text):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 LAUNCH = Path(__file__).resolve().parents[1] / "examples" / "launch"
-LAUNCH_PY = Path(__file__).resolve().parents[1] / "python" / "shardwright" / "launch.py"
+LAUNCH_PY = Path(__file__).resolve().parents[1] / "python" / "shardwright" / "comm/launch.py"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
 
 #: variables for others than sw.wrap: threads, Gloo's interface, the scripts themselves
@@ -73,7 +73,7 @@ def test_a_script_is_bash(name):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in LAUNCH.iterdir()))
 def test_exported_variables_are_read(name):
-    from shardwright.launch import VARIABLES
+    from shardwright.comm.launch import VARIABLES
 
     exported = re.findall(r"^\s*export ([^#\n]+)", (LAUNCH / name).read_text(), re.MULTILINE)
     names = {word for line in exported for word in re.findall(r"\b([A-Z_]+)=", line)}

@@ -1,22 +1,26 @@
-"""The engine's house rules, checked on the text of csrc and on what the compiler made of it.
+"""The house rules of the engine and of the package, checked on their text and on what the compiler made of it.
 
 The table of csrc/README.md says which folder may include which; this file reads it there. The other rules are
 in the same spirit: one folder knows Python, the library neither prints nor exits, every global name begins
 with sw_, file names are unique and files stay short. Binary checks read the built extension and its objects.
+The table of docs/design/python.md says in which order folders of the Python package may import one another.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
-ENGINE = ROOT / "python" / "shardwright" / "_engine.abi3.so"
+PACKAGE = ROOT / "python" / "shardwright"
+ENGINE = PACKAGE / "_engine.abi3.so"
 LINES_MAX = 800
 
 # What writes to the terminal, ends the process or overruns a buffer. Fortified forms are matched too.
@@ -202,3 +206,106 @@ def test_file_names_are_unique_in_the_tree() -> None:
 def test_no_file_is_longer_than_800_lines() -> None:
     lengths = {str(file.relative_to(CSRC)): len(file.read_text().splitlines()) for file in c_files(CSRC)}
     assert {name: length for name, length in lengths.items() if length > LINES_MAX} == {}
+
+
+# Python -----------------------------------------------------------------------------------------------------------
+
+FOLDER = re.compile(r"^\| ([a-z_]+) \|[^|]*\|[^|]*\|$", re.MULTILINE)
+#: what imports from every folder, and what every folder may import
+EVERYWHERE, FREE = {"", "__main__"}, {"_engine", "_version"}
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Dotted name below the package -> file; the package itself is the empty name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(package: Path) -> Iterator[tuple[str, str]]:
+    """(module, module that it imports), wherever in the file the statement stands."""
+    known = modules(package)
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if node.level:
+                own = name.split(".") if name else []
+                base = own if path.name == "__init__.py" else own[:-1]
+                base = base[: len(base) - node.level + 1]
+                target = ".".join([*base, *([node.module] if node.module else [])])
+            elif node.module and node.module.split(".")[0] == package.name:
+                target = node.module[len(package.name) + 1 :]
+            else:
+                continue
+            for alias in node.names:
+                whole = f"{target}.{alias.name}".strip(".")
+                if whole.split(".")[0] not in FREE:
+                    yield name, whole if whole in known else target
+
+
+def wrong_imports(package: Path) -> list[str]:
+    """One sentence for each import that points down the table of docs/design/python.md."""
+    order = [each for each in FOLDER.findall((ROOT / "docs/design/python.md").read_text()) if each != "folder"]
+
+    def place(module: str) -> int:
+        top = module.split(".")[0]
+        return order.index(top if (package / top).is_dir() and top else "root")
+
+    return sorted(
+        {
+            f"{name} may not import {target}"
+            for name, target in imports(package)
+            if name not in EVERYWHERE and place(target) > place(name)
+        }
+    )
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Modules each of which reaches all others of its list."""
+    below: dict[str, set[str]] = {name: set() for name in modules(package)}
+    for name, target in imports(package):
+        if name not in EVERYWHERE and name != target:
+            below[name].add(target)
+    while leaves := {name for name, targets in below.items() if not targets & below.keys()}:
+        below = {name: targets for name, targets in below.items() if name not in leaves}
+    return [sorted(below)] if below else []
+
+
+def copy_package(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("*.so", "__pycache__")))
+
+
+def test_the_python_table_has_a_row_for_every_folder_and_no_other() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    rows = set(FOLDER.findall((ROOT / "docs/design/python.md").read_text())) - {"folder", "root"}
+    assert rows == folders
+
+
+def test_every_python_import_points_up_the_table() -> None:
+    assert wrong_imports(PACKAGE) == []
+
+
+def test_no_python_modules_import_one_another() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_a_planted_python_import_is_caught_wherever_it_stands(tmp_path: Path) -> None:
+    package = copy_package(tmp_path)
+    planted = "def f():\n    from ..parallel.ddp import DistributedDataParallel\n    return DistributedDataParallel\n"
+    (package / "layout" / "planted.py").write_text(planted)
+    assert wrong_imports(package) == ["layout.planted may not import parallel.ddp"]
+
+
+def test_a_planted_circle_is_caught(tmp_path: Path) -> None:
+    package = copy_package(tmp_path)
+    (package / "layout" / "one.py").write_text("from .other import x\n")
+    (package / "layout" / "other.py").write_text("def f():\n    from .one import y\n    return y\n\n\nx = 1\n")
+    assert [{"layout.one", "layout.other"} <= set(each) for each in circles(package)] == [True]
+
+
+def test_no_folder_has_more_than_twenty_files() -> None:
+    counts = {path.name: len(list(path.glob("*.py"))) for path in PACKAGE.iterdir() if path.is_dir()}
+    assert {name: count for name, count in counts.items() if count > 20} == {}

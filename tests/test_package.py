@@ -124,20 +124,50 @@ def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
 #: reason why there is memory behind an address -> files that take one
 ADDRESSES = {
     "memory that the package made": [
-        *("block_compression", "backend_cuda", "device_exchange", "device_powersgd", "device_tensor_partition"),
-        *("device_units", "exchange", "factor_exchange", "levels", "powersgd", "powersgd_in_turns", "tensor_partition"),
-        *("unit_memory", "checkpoint/stored", "cli/ckpt", "cli/doctor_bench"),
+        *(
+            "compress/blocks",
+            "compress/matrix",
+            "parallel/cuda_backend",
+            "compress/device_exchange",
+            "compress/device_powersgd",
+            "optim/device_whole_tensors",
+        ),
+        *(
+            "parameters/device_groups",
+            "comm/exchange",
+            "compress/factor_exchange",
+            "comm/levels",
+            "compress/powersgd",
+            "compress/powersgd_in_turns",
+            "optim/whole_tensors",
+        ),
+        *("parameters/sharded_groups", "checkpoint/stored", "cli/ckpt", "cli/doctor_bench"),
     ],
     "compared, not read": [
-        *("comm_hook", "device_unit_schedule", "drift", "offload", "read_guard", "released_parameters", "replica"),
-        *("sharded_optimizer", "unit_schedule"),
+        *(
+            "gradients/comm_hook",
+            "parameters/prefetch",
+            "parameters/drift",
+            "optim/offload",
+            "parameters/read_guard",
+            "parameters/released",
+            "parallel/replica",
+        ),
+        *("optim/sharded", "parameters/unshard_schedule"),
     ],
-    "checked by memory.py before": [
-        *("device", "device_reducer", "memory", "parameter_memory", "process_group", "table"),
+    "checked by layout/memory.py before": [
+        *(
+            "backend/device_link",
+            "gradients/device_reducer",
+            "layout/memory",
+            "parameters/storage",
+            "comm/process_group",
+            "layout/param_table",
+        ),
         *("checkpoint/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/filling"),
         *("checkpoint/names", "checkpoint/samples", "checkpoint/slices"),
     ],
-    "a bucket of torch's own wrapper": ["fsdp_compression", "hooks"],
+    "a bucket of torch's own wrapper": ["compress/fsdp2", "compress/hooks"],
 }
 
 

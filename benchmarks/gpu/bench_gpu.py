@@ -24,16 +24,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import shardwright as sw
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-
 from kernels import kernel_rows
 from shardwright import _engine
 from staging import staging_rows
 from turns import Arms, Row, Sizes, Where, count_row, models, row, take_turns
-
-import shardwright as sw
 
 LIMIT_S = 8 * 60
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import shardwright as sw
 import torch
 from shardwright import _engine
 from turns import Row, Sizes, Where, row, take_turns
-
-import shardwright as sw
 
 _ADAMW_BYTES, _CAST_BYTES = 28, 6
 _BLOCK, _BITS = 256, 8

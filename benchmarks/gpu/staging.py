@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import shardwright as sw
 import torch
 import torch.distributed as dist
 from turns import Row, Sizes, Where, row
-
-import shardwright as sw
 
 _GOAL_BYTES_PER_S = 45e9
 _LARGEST_SLOWDOWN = 1.01

@@ -7,7 +7,7 @@
  * other ranks abort, too, and until the kernels of the process's other communicators are let go.
  *
  * What it leaves out: the thread that lets go who waits inside torch
- * (python/shardwright/device.py).
+ * (python/shardwright/backend/device_link.py).
  *
  * Everywhere NULL is allowed for a lookout: nobody is asked or told.
  *

@@ -3,7 +3,7 @@
  * Idea: registering is this rank's own note in its communicator; what NCCL makes of it, peers that
  * map the memory or a multicast over it, it makes at the first operation there, with all ranks. So
  * it is right only if every rank passes registered memory to the same operations, at the same
- * distance from its beginning: who asks for it has the ranks agree (device_registration.py). The
+ * distance from its beginning: who asks for it has the ranks agree (backend/registration.py). The
  * memory is ncclMemAlloc's, since only that can be mapped in each of the ways. A failure here ends
  * no communicator, unless a call does not come to its end within the deadline: its caller goes on
  * without.

@@ -1,6 +1,6 @@
 /* compress_module.c - the codecs and PowerSGD's passes, on addresses.
  *
- * Idea: the Python side (codecs.py, powersgd.py) owns the tensors, has checked dtype, device and
+ * Idea: the Python side (codecs.py, compress/powersgd.py) owns the tensors, has checked dtype, device and
  * layout, and hands over addresses, as it does to the communicator; one call goes over all matrices
  * of a bucket, without the GIL.
  */

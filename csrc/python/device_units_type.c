@@ -1,5 +1,5 @@
 /* device_units_type.c - shardwright._engine.DeviceUnits: units of parameters that are gathered into
- * a GPU's places. When, is Python's (device_unit_schedule.py). */
+ * a GPU's places. When, is Python's (parameters/prefetch.py). */
 #include <stdlib.h>
 #include <string.h>
 

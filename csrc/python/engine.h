@@ -84,6 +84,24 @@ PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
 /* module.c */
 engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our types */
 
+/* self.name(), self.name(a) or self.name(a, b). PyObject_CallMethod is a private name of Python's where lengths are
+ * Py_ssize_t, and the stable ABI is public names. */
+static inline PyObject *sw_py_call(PyObject *self, const char *name, PyObject *a, PyObject *b)
+{
+    PyObject *method = PyObject_GetAttrString(self, name);
+    PyObject *result = method ? PyObject_CallFunctionObjArgs(method, a, b, NULL) : NULL;
+    Py_XDECREF(method);
+    return result;
+}
+
+static inline PyObject *sw_py_call_at(PyObject *self, const char *name, size_t index)
+{
+    PyObject *position = PyLong_FromSize_t(index);
+    PyObject *result = position ? sw_py_call(self, name, position, NULL) : NULL;
+    Py_XDECREF(position);
+    return result;
+}
+
 /* comm_type.c */
 extern PyType_Spec sw_py_comm_type_spec;
 /* Marks the communicator as in use by this thread; false with an exception when it is closed, not

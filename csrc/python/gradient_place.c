@@ -35,7 +35,7 @@ static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, v
     *from = NULL;
     if (!self->gpu)
         return 0;
-    PyObject *address = PyObject_CallMethod((PyObject *)self, "_locate", "OO", like, grad);
+    PyObject *address = sw_py_call((PyObject *)self, "_locate", like, grad);
     *from = address ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     return PyErr_Occurred() ? -1 : 0;
@@ -70,7 +70,7 @@ static void *address_of(reducer_object *self, PyObject *tensor)
     tensor_view seen;
     if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
         return seen.data;
-    PyObject *number = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    PyObject *number = sw_py_call(tensor, "data_ptr", NULL, NULL);
     void *address = number ? PyLong_AsVoidPtr(number) : NULL;
     Py_XDECREF(number);
     PyErr_Clear();
@@ -114,7 +114,7 @@ int sw_py_gradient_keep(reducer_object *self, size_t index)
     if (!sw_reducer_get_traits(self->reducer)->averages_unused)
         return 0;
     self->kept++;
-    return reducer_called(PyObject_CallMethod((PyObject *)self, "_keep", "n", (Py_ssize_t)index));
+    return reducer_called(sw_py_call_at((PyObject *)self, "_keep", index));
 }
 
 int sw_py_gradient_restore(reducer_object *self)
@@ -122,7 +122,7 @@ int sw_py_gradient_restore(reducer_object *self)
     if (self->kept == 0)
         return 0;
     self->kept = 0;
-    return reducer_called(PyObject_CallMethod((PyObject *)self, "_restore", NULL));
+    return reducer_called(sw_py_call((PyObject *)self, "_restore", NULL, NULL));
 }
 
 int sw_py_gradient_clear(reducer_object *self, size_t index)

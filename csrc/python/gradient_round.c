@@ -36,7 +36,7 @@ static int end_communicators(reducer_object *self, const sw_error *err)
         Py_DECREF(reason);
         reason = longer;
     }
-    PyObject *result = reason ? PyObject_CallMethod((PyObject *)self, "_end", "O", reason) : NULL;
+    PyObject *result = reason ? sw_py_call((PyObject *)self, "_end", reason, NULL) : NULL;
     Py_XDECREF(reason);
     Py_XDECREF(result);
     if (result)
@@ -602,8 +602,7 @@ static int shadow_buckets(reducer_object *self)
         status = sw_reducer_reserve(self->reducer, bucket, &err);
         REDUCER_END_ENQUEUE
         if (reducer_raise(self, status, &err) < 0 ||
-            reducer_called(PyObject_CallMethod((PyObject *)self, "_blank_bucket", "n",
-                                               (Py_ssize_t)bucket)) < 0)
+            reducer_called(sw_py_call_at((PyObject *)self, "_blank_bucket", bucket)) < 0)
             return -1;
         REDUCER_BEGIN_ENQUEUE(self)
         status = sw_reducer_send(self->reducer, bucket, &err);

@@ -71,7 +71,7 @@ PyObject *sw_py_reducer_owner(reducer_object *self, size_t index, bool is_result
 
 static bool address_of(PyObject *tensor, void **address)
 {
-    PyObject *value = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    PyObject *value = sw_py_call(tensor, "data_ptr", NULL, NULL);
     *address = value ? PyLong_AsVoidPtr(value) : NULL;
     Py_XDECREF(value);
     return !PyErr_Occurred();

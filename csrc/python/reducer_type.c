@@ -634,7 +634,7 @@ static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
 /* Of the whole GPU, since it was opened. */
 static int add_driver_counts(reducer_object *self, PyObject *counts)
 {
-    PyObject *driver = PyObject_CallMethod((PyObject *)self->gpu, "stats", NULL);
+    PyObject *driver = sw_py_call((PyObject *)self->gpu, "stats", NULL, NULL);
     int failed = driver ? PyDict_Update(counts, driver) : -1;
     Py_XDECREF(driver);
     return failed;

@@ -41,7 +41,7 @@ static int place_nothing(reducer_object *self, size_t index, bool standing)
         return sw_py_gradient_clear(self, index);
     if (self->gpu)
         return reducer_called(
-            PyObject_CallMethod((PyObject *)self, "_blank", "n", (Py_ssize_t)index));
+            sw_py_call_at((PyObject *)self, "_blank", index));
     write_negative_zeros(self, index);
     return 0;
 }

@@ -10,9 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import shardwright as sw
+import torch
 
 # Settings on which the losses depend.
 SETTINGS = ("batch_size", "context", "layers", "width", "heads", "learning_rate", "seed")

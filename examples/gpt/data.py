@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import sysconfig
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from torch import Tensor
 
 HELD_OUT_EVERY = 10  # documents

@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerCheckpointError
-from .clip import clip_grad_norm_, local_norms
-from .compress import Bf16, Fp16, Int4, Int8, PowerSGD
-from .data_parallel import DistributedDataParallel
-from .fully_shard import fully_shard
-from .materialize import materialize
-from .options import Options
-from .precision import Precision
+from .optim.clip_grad import clip_grad_norm_, local_norms
+from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
+from .options.options import Options
+from .options.precision import Precision
+from .parallel.ddp import DistributedDataParallel
+from .parallel.fully_shard import fully_shard
+from .parameters.materialize import materialize
 from .wrap import (
     average_gradients,
     full_gradients,
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from . import checkpoint, hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
-    from .describe import describe, stats
-    from .diloco import DiLoCo
-    from .compression_headroom import headroom
-    from .sync_batch_norm import SyncBatchNorm
+    from .cli.describe import describe, stats
+    from .optim.diloco import DiLoCo
+    from .parallel.headroom import headroom
+    from .parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Bf16",
@@ -83,15 +83,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "describe": "describe",
-    "stats": "describe",
+    "describe": "cli.describe",
+    "stats": "cli.describe",
     "__version__": "_version",
     "Checkpointer": "checkpoint",
-    "DiLoCo": "diloco",
-    "headroom": "compression_headroom",
+    "DiLoCo": "optim.diloco",
+    "headroom": "parallel.headroom",
     "load": "checkpoint",
     "save": "checkpoint",
-    "SyncBatchNorm": "sync_batch_norm",
+    "SyncBatchNorm": "parallel.sync_batch_norm",
 }
 
 

@@ -3,43 +3,29 @@
     from shardwright.hooks import PowerSGDState, powerSGD_hook
     ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4), powerSGD_hook)
 
-They run in torch's DistributedDataParallel on CPU tensors and in shardwright's. Every rank ends with the same bits, and
-the error does not grow with the world size: compressed contributions are folded in float32 in rank order and rounded
-once more (docs/design/compress.md). A hook communicates before it returns, in bucket order, so the messages of two
-buckets never mix.
-
-Annotations are objects here, not strings, because torch compares them.
-
-References ---------- Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization, NeurIPS 2019.
+They run in torch's DistributedDataParallel on CPU tensors and in shardwright's. The folder compress/ has the code.
 """
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
-from ._engine import half_decode, half_encode
-from .block_compression import BlockState
-from .compression_state import reshard_state
-from .exchange import (
-    Exchange,
-    check_place,
-    done,
-    fold_message,
-    fold_slice,
-    group_exchange,
-    real_bucket,
-    share_of,
-    slice_numel,
+from .compress.blocks import BlockState
+from .compress.fsdp2 import compress_all_reduce
+from .compress.hooks import (
+    bf16_compress_hook,
+    bfloat16_compress_hook,
+    fp16_compress_hook,
+    int4_compress_hook,
+    int8_compress_hook,
+    powerSGD_hook,
 )
-from .fsdp_compression import compress_all_reduce
-from .powersgd import PowerSGDState
+from .compress.powersgd import PowerSGDState
+from .compress.state import reshard_state
 
 __all__ = [
     "BlockState",
     "PowerSGDState",
     "bf16_compress_hook",
+    "bfloat16_compress_hook",
     "compress_all_reduce",
     "fp16_compress_hook",
     "int4_compress_hook",
@@ -47,120 +33,3 @@ __all__ = [
     "powerSGD_hook",
     "reshard_state",
 ]
-
-
-def average_half(
-    exchange: Exchange, flat: torch.Tensor, dtype: torch.dtype, share: int | None = None, keeps_slice: bool = False
-) -> None:
-    """Average over ranks in place, with float16 or bfloat16 on the wire. `flat` is one-dimensional float32.
-
-    With `keeps_slice`, only this rank's own `share` elements are averaged, with the same bits; the rest is undefined.
-    """
-    numel, name = flat.numel(), str(dtype).removeprefix("torch.")
-    share = share or slice_numel(numel, exchange.world_size)
-    message = exchange.begin(share * dtype.itemsize).view(dtype)
-    half_encode(name, message.data_ptr(), flat.data_ptr(), numel, 1.0 / exchange.world_size)
-    message[numel:].zero_()
-    if not keeps_slice:
-        half_decode(name, flat.data_ptr(), fold_message(exchange, message, "sum").data_ptr(), numel)
-        return
-    own = fold_slice(exchange, message, "sum")
-    half_decode(name, flat.data_ptr() + 4 * exchange.rank * share, own.data_ptr(), share)
-    exchange.agree(True)
-
-
-def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """Average one bucket of any floating-point or complex dtype."""
-    real = real_bucket(bucket)
-    buffer = real.buffer()
-    check_place(exchange, buffer)
-    flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-    average_half(exchange, flat, dtype, *share_of(real))
-    if flat is not buffer:
-        buffer.copy_(flat)
-    return done(bucket.buffer())
-
-
-def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average `bucket` with float16 on the wire.
-
-    Parameters
-    ----------
-    process_group : ProcessGroup or None
-        None: the default group.
-    bucket : GradBucket
-        One-dimensional buffer of a floating dtype, on the CPU.
-
-    Returns
-    -------
-    Future of the buffer, averaged in place.
-
-    Notes ----- Contributions are divided by W in float32 and cast in the same pass, so they overflow at 65504 W, like
-    torch's. An element is off by at most 2^-11 (mean magnitude + magnitude of the mean), plus 2^-25 each below 2^-14.
-    Cost: 4 (W - 1) / W bytes an element a rank.
-    """
-    return run_half(group_exchange(process_group), bucket, torch.float16)
-
-
-def bfloat16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average like fp16_compress_hook with bfloat16: 2^-8 in place of 2^-11, and the range of float32."""
-    return run_half(group_exchange(process_group), bucket, torch.bfloat16)
-
-
-#: torch's name. The function has another one, because torch refuses every hook called bf16_compress_hook without NCCL.
-bf16_compress_hook = bfloat16_compress_hook
-
-
-def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average `bucket` with 8-bit integers on the wire, one float32 scale a block.
-
-    Parameters
-    ----------
-    state : BlockState, ProcessGroup or None
-        A group (None: the default one) means blocks of 256 without error feedback; a BlockState may say otherwise.
-    bucket : GradBucket
-
-    Notes ----- Blocks are counted from each parameter's start, so values do not depend on how parameters are cut into
-    buckets. An element is off by at most 1/254 of the greatest magnitude in its block, once for the mean of the
-    contributions and once for the result. An infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1
-    + 4 / block) bytes an element a rank.
-    """
-    _block_state(state, 8).average(real_bucket(bucket))
-    return done(bucket.buffer())
-
-
-def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average like int8_compress_hook with 4 bits and 1/14.
-
-    `state` is a BlockState(bits=4), with error feedback against drift.
-    """
-    _block_state(state, 4).average(real_bucket(bucket))
-    return done(bucket.buffer())
-
-
-def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: N802, torch's name
-    """Average `bucket` through matrices of low rank. See PowerSGDState.
-
-    Notes ----- A bucket takes two exchanges. Cost: rank * (rows + columns) floats for each compressed matrix; other
-    parameters travel whole.
-    """
-    if not isinstance(state, PowerSGDState):
-        raise TypeError(
-            f"powerSGD_hook needs a shardwright.hooks.PowerSGDState as its state, got {type(state).__name__}: torch's own "
-            "state works with torch's own hook only"
-        )
-    state.average(real_bucket(bucket))
-    return done(bucket.buffer())
-
-
-def _block_state(state: Any, bits: int) -> BlockState:
-    if isinstance(state, BlockState):
-        if state.bits != bits:
-            raise ValueError(f"int{bits}_compress_hook needs a state of {bits} bits, got one of {state.bits}")
-        return state
-    if bits == 4:
-        raise TypeError(
-            "int4_compress_hook needs a shardwright.hooks.BlockState(group, bits=4, block=64, error_feedback=True) as its "
-            f"state, got {type(state).__name__}"
-        )
-    return BlockState(state)  # without error feedback it keeps nothing between buckets

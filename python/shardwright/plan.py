@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .masters import MasterOptimizer
+from .optim.master_weights import MasterOptimizer
 
 if TYPE_CHECKING:
-    from .replica import Replica
+    from .parallel.replica import Replica
 
 _PROBE_NUMEL = 32
 #: (its group, elements that this rank steps on, their dtype, whether a master stands before them)
@@ -49,7 +49,7 @@ def _parameter_bytes(replica: Replica) -> int:
 
 
 def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
-    from .sharded_optimizer import ELEMENTWISE
+    from .optim.sharded import ELEMENTWISE
 
     inner = getattr(optimizer, "_inner", optimizer)
     if (

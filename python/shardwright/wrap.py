@@ -11,21 +11,25 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from . import device
 from ._engine import Error
-from .clip import clip_grad_norm_
-from .compress import check_compressor
-from .data_parallel import DistributedDataParallel
-from .fully_shard import wrapper_of
-from .masters import MasterOptimizer, has_own_masters, without_masters
-from .memory import has_memory, without_memory
-from .offload import make_store, offload_folder, offload_kind, rounded_bytes
-from .optimizer_agreement import agree, check_members, given_rows, watch_loading
-from .options import Options, check_zero
-from .precision import PrecisionPlan
-from .process_group import HostGroup, host_group, resolve_group
-from .replica import Replica
-from .sharded_optimizer import ShardedOptimizer, check_sliceable
+from .comm.process_group import HostGroup, host_group, resolve_group
+from .layout.memory import has_memory, without_memory
+from .optim.clip_grad import clip_grad_norm_
+from .optim.device_offload import HostStateStore, make_route
+from .optim.device_whole_tensors import DeviceTensorPartitionedOptimizer
+from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
+from .optim.offload import make_store, rounded_bytes
+from .optim.sharded import ShardedOptimizer, check_sliceable
+from .optim.whole_tensors import TensorPartitionedOptimizer
+from .options.compressors import check_compressor
+from .options.offload import offload_folder, offload_kind
+from .options.options import Options, check_zero
+from .parallel.ddp import DistributedDataParallel
+from .parallel.fully_shard import wrapper_of
+from .parallel.optimizer_agreement import agree, check_members, given_rows, watch_loading
+from .parallel.replica import Replica
+from .parameters.mixed_precision import PrecisionPlan
+from .torch_compat import cuda
 
 
 @overload
@@ -225,7 +229,9 @@ def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, p
 
 
 def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
-    return replica.backend.whole_tensors() if partition == "tensor" else ShardedOptimizer
+    if partition != "tensor":
+        return ShardedOptimizer
+    return TensorPartitionedOptimizer if replica.backend.link is None else DeviceTensorPartitionedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
@@ -238,7 +244,7 @@ def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim
 
 
 def _is_on_gpu(module: torch.nn.Module) -> bool:
-    return any(device.runtime.holds(p) for p in module.parameters())
+    return any(cuda.runtime.holds(p) for p in module.parameters())
 
 
 def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
@@ -253,15 +259,16 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
         return
     store: Any
     try:
-        route = replica.backend.optimizer_target(replica.label)  # anew: an earlier one's link may be gone
+        link = replica.backend.link
+        route = (
+            None if link is None else make_route(replica.group, link, replica.label)
+        )  # anew: an earlier one's link may be gone
         if in_file:
             store = earlier
         elif folder is not None:
             nbytes = _state_bytes(replica, optimizer, inner, rounded_bytes)
             store = make_store(replica.group, folder, replica.label, nbytes)
         else:
-            from .device_offload import HostStateStore
-
             assert route is not None
             store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
         store.route = route

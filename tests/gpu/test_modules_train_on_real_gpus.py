@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shardwright as sw
 import torch
 import torch.distributed as dist
 from gpu_promises import OF_GPUS_OF_THEIR_OWN, PROMISES, WITHOUT_SET_DEVICE, Place
@@ -22,11 +23,8 @@ from harness import gather, run_programs
 from models import Heads, Mlp
 from oracle.fold import bits_equal, fold
 from peer import batch
-
-import shardwright as sw
 from shardwright import _engine
-from shardwright.device_transport import VARIABLE
-
+from shardwright.backend.transport import VARIABLE
 
 #: the first test on a machine has the kernels compiled, and all make contexts and communicators
 LIMIT_S = 300

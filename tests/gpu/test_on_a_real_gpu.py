@@ -5,9 +5,8 @@ The simulated driver (tests/fake) has proved order; here the driver, NVRTC and t
 
 from __future__ import annotations
 
-import pytest
-
 import cuda_files
+import pytest
 from shardwright import _engine
 
 

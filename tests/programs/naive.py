@@ -16,10 +16,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import shardwright as sw
 import torch
 from oracle.fold import fold
-
-import shardwright as sw
 
 #: no program takes so long; a thread that waits longer has found an error of the oracle itself
 LIMIT_S = 60.0

@@ -7,10 +7,9 @@ import logging
 import warnings
 from typing import Any
 
-import torch
-
 import shardwright as sw
-from shardwright import process_group
+import torch
+from shardwright.comm import process_group
 
 from .naive import OutOfStep, Package, World
 from .text import Program

@@ -12,9 +12,9 @@ import torch
 from simulated_gpus import SimulatedGpus
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwright import device
-from shardwright.device_transport import VARIABLE
+from shardwright.backend.transport import VARIABLE
 from shardwright.gpu_check.place import wall_milliseconds
+from shardwright.torch_compat import cuda
 
 #: JSON: simulated_gpus.build(), and "text", the library of test_fake_gpu.kernel_text()
 PATHS = "SW_TEST_SIMULATION"
@@ -60,7 +60,7 @@ class Simulated(Cpu):
         self.aside, self.watch = gpus.torch_on_cpu, gpus.watch
 
     def open(self) -> Any:
-        return device.open_gpu(0, device.runtime.libraries())
+        return cuda.open_gpu(0, cuda.runtime.libraries())
 
     @contextlib.contextmanager
     def short_queue(self) -> Iterator[None]:

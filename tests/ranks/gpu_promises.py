@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import shardwright as sw
 import torch
 import torch.distributed as dist
 from harness import gather, same_everywhere
@@ -20,8 +21,6 @@ from oracle.fold import bits_equal
 from peer import batch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-import shardwright as sw
 
 SHAPES = ((40, 24), (17, 30), (33, 16), (9,))
 STEPS = 3

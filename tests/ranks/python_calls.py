@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import shardwright as sw
+import torch
 
 _PACKAGE = str(Path(sw.__file__).parent)
 UNITS = 5

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import shardwright as sw
 import torch
+from shardwright.gradients.sharded_gradient import ShardedGradient
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-
-import shardwright as sw
-from shardwright.sharded_gradient import ShardedGradient
 
 _PACKAGE = str(Path(sw.__file__).parent)
 #: whoever is between the package and an operation

@@ -26,18 +26,19 @@ from typing import Any
 
 import peer
 import pytest
+import shardwright as sw
 import torch
 from harness import DEADLINE_S, before_waiting, gather
+from shardwright import _engine
+from shardwright.backend import transport as device_transport
+from shardwright.backend.transport import VARIABLE
+from shardwright.checkpoint import device_staging
+from shardwright.comm import process_group
+from shardwright.gradients.sharded_gradient import ShardedGradient
+from shardwright.torch_compat import cuda as sw_device
 from simulated_devices import Devices
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-import shardwright as sw
-from shardwright import _engine, device_transport, process_group
-from shardwright import device as sw_device
-from shardwright.checkpoint import device_staging
-from shardwright.device_transport import VARIABLE
-from shardwright.sharded_gradient import ShardedGradient
 
 POLICIES = ("eager", "on demand", "random", "late")
 READ, WRITE = 1, 2

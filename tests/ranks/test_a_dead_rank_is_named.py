@@ -403,7 +403,7 @@ def test_a_low_file_size_limit_on_another_rank_changes_nothing(fresh_ranks, worl
 def wrap_under_a_limit(rank, world_size, kind, soft, transport, poor):
     """The sentence that every rank gets when rank `poor` cannot; RLIMIT_NOFILE: `soft` more descriptors."""
     if kind == resource.RLIMIT_NOFILE:
-        import shardwright.describe  # noqa: F401, opens files of its own
+        import shardwright.cli.describe  # noqa: F401, opens files of its own
 
         first_free = os.open("/dev/null", os.O_RDONLY)
         os.close(first_free)
@@ -506,7 +506,7 @@ def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(tmp_path
 
 def joins_without_one(rank, world_size, how):
     """The last rank has told its address, and never joins."""
-    from shardwright.process_group import HostGroup
+    from shardwright.comm.process_group import HostGroup
 
     meet = HostGroup._meet
 

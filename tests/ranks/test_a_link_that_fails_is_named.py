@@ -203,7 +203,7 @@ def test_a_slow_link_is_waited_for(hosts):
 
 
 def loses_a_host_while_it_joins(rank, world_size, folder):
-    from shardwright.process_group import HostGroup
+    from shardwright.comm.process_group import HostGroup
 
     meet = HostGroup._meet
 

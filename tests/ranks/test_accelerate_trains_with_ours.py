@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 if PEER != "torch":
     from accelerate.state import AcceleratorState, GradientState
-
     from shardwright.integrations.accelerate import Accelerator, CompressionHandler
 
 

@@ -12,7 +12,6 @@ from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
-from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 every_stage = pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -8,7 +8,7 @@ import torch
 from harness import on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from shardwright import process_group
+from shardwright.comm import process_group
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none")
 

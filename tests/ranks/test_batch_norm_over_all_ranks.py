@@ -7,11 +7,10 @@ import copy
 from typing import Any
 
 import pytest
+import shardwright as sw
 import torch
 from harness import gather, on_every_rank, same_everywhere
 from peer import PEER, batch
-
-import shardwright as sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch refuses CPU tensors")
 

@@ -23,9 +23,8 @@ from compressed_on_gpus import (
 )
 from models import Heads, Layers, Mlp
 from peer import PEER, batch
+from shardwright.backend.transport import VARIABLE
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
-
-from shardwright.device_transport import VARIABLE
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

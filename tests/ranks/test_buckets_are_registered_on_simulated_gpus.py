@@ -17,11 +17,10 @@ from harness import gather
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
+from shardwright._engine import DeviceRegion
+from shardwright.backend import registration as device_registration
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_communicators_are_borrowed_on_simulated_gpus import _raise, at_least_two, trained, training
-
-from shardwright import device_registration
-from shardwright._engine import DeviceRegion
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

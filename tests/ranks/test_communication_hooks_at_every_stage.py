@@ -9,7 +9,7 @@ from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from shardwright import process_group
+from shardwright.comm import process_group
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from torch import nn

@@ -16,10 +16,9 @@ from harness import gather
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
+from shardwright.backend.transport import VARIABLE
+from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
-
-from shardwright import device as sw_device
-from shardwright.device_transport import VARIABLE
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import RanksFailed, gather
 from models import Mlp
 from peer import PEER, batch, data_parallel, engine
-from shardwright import process_group, wire
+from shardwright.comm import process_group, wire
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch's groups are torch's")
 

@@ -17,7 +17,9 @@ from harness import RanksFailed, gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import batch
-from shardwright import bucket_thread, levels, replica
+from shardwright.comm import levels
+from shardwright.gradients import comm_thread as bucket_thread
+from shardwright.parallel import host_backend
 from test_hosts_compress_between_them import COMPRESSORS, hosts_of, on_hosts
 
 CAP = {"bucket_cap_mb": 0.001}
@@ -59,7 +61,7 @@ def made(rank, shape, world_size, compress, module=Sometimes, zero=0, **options)
 
 def at_the_end(monkeypatch):
     """Make buckets wait for the end of the backward."""
-    monkeypatch.setattr(replica, "leased_levels", lambda group: (levels.levels_of(group), None))
+    monkeypatch.setattr(host_backend, "leased_levels", lambda group: (levels.levels_of(group), None))
 
 
 def train(rank, model, optimizer, steps=4, skips=lambda step: False):

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none of it, o
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 if PEER != "torch":
-    from shardwright import process_group
-    from shardwright.levels import levels_of
+    from shardwright.comm import process_group
+    from shardwright.comm.levels import levels_of
     from shardwright.hooks import (
         BlockState,
         PowerSGDState,

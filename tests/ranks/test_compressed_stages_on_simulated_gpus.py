@@ -14,10 +14,9 @@ from compressed_on_gpus import Trained, running_out_of_the_mean, steps
 from harness import gather
 from models import Mlp
 from peer import PEER, batch
+from shardwright.parallel import auto_compression
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from torch.distributed.device_mesh import DeviceMesh
-
-from shardwright import auto_compression
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

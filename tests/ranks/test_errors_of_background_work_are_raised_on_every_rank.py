@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import gather, on_every_rank
 from peer import PEER, batch, engine, sw
-from shardwright.bucket_thread import BucketThread
+from shardwright.gradients.comm_thread import BucketThread
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

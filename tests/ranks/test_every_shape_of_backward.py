@@ -5,6 +5,7 @@ import logging
 import time
 
 import pytest
+import shardwright as sw
 import torch
 from harness import gather, on_every_rank, same_everywhere
 from models import Fragile, Heads, Mlp
@@ -20,8 +21,6 @@ from peer import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-import shardwright as sw
 
 both_caps = pytest.mark.parametrize("cap", [0.001, 25])
 both_kinds = pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])

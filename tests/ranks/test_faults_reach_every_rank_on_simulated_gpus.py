@@ -22,11 +22,10 @@ import torch
 from harness import at_least_two, gather
 from models import Heads, Mlp
 from peer import PEER, batch
+from shardwright.comm import process_group
+from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import SimulatedGpus, run, simulate, sw
 from test_buckets_are_registered_on_simulated_gpus import logged
-
-from shardwright import device as sw_device
-from shardwright import process_group
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from gpu_promises import PROMISES, Place
 from peer import PEER
+from shardwright.optim import device_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run
-
-from shardwright import device_offload
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

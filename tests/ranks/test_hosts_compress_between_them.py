@@ -15,7 +15,7 @@ from models import Mlp
 from oracle.compression import block_mean, half_mean
 from oracle.fold import bits_equal
 from peer import batch
-from shardwright import exchange, process_group
+from shardwright.comm import exchange, process_group
 
 MAPS = {"2+1": [0, 0, 1], "1+2": [0, 1, 1], "1+1+1": [0, 1, 2], "crosswise": [0, 1, 0]}
 every_map = pytest.mark.parametrize("shape", MAPS)

@@ -18,8 +18,12 @@ from models import Mlp
 from oracle.fold import bits_equal
 from oracle.hosts import fold_over_hosts
 from peer import PEER, batch, data_parallel, engine, in_a_child, sw
-from test_a_dead_rank_is_named import Squares, limited, trains_until_an_error
-from test_a_dead_rank_is_named import nothing_stays_behind  # noqa: F401, a fixture
+from test_a_dead_rank_is_named import (
+    Squares,
+    limited,
+    nothing_stays_behind,  # noqa: F401, a fixture
+    trains_until_an_error,
+)
 from test_every_shape_of_backward import Fragile
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="the engine itself")

@@ -17,7 +17,7 @@ GATHERED_BYTES = 4 << 20
 
 def gives_up_in_the_middle(rank, world_size):
     """Slices that take 0.8 s at 20 Mbit/s, and 0.3 s for them; then what the operation was made of is gone."""
-    from shardwright.process_group import host_group
+    from shardwright.comm.process_group import host_group
 
     comm = host_group(dist.group.WORLD, 20.0).comm
     arena = comm.arena(GATHERED_BYTES, "parameters", of_hosts=True)

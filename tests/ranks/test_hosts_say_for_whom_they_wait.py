@@ -24,7 +24,7 @@ LATE_S = 2.0
 
 def warned(timeout_s):
     """A wrapped layer whose communicator warns early, and the lines that it logs."""
-    from shardwright import process_group
+    from shardwright.comm import process_group
 
     lines = []
     handler = logging.Handler()

@@ -10,7 +10,7 @@ import shardwright as sw
 import torch
 import torch.distributed as dist
 from oracle.fold import bits_equal
-from shardwright import process_group
+from shardwright.comm import process_group
 
 STEPS = 6
 

@@ -10,8 +10,8 @@ from harness import LONG, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from shardwright import process_group
-from shardwright.slicing import Slicing
+from shardwright.comm import process_group
+from shardwright.layout.shard_mesh import Slicing
 from test_compressed_gradients_at_every_stage import NAMES as COMPRESSORS
 from test_compressed_gradients_at_every_stage import made as compressed
 from test_compressed_gradients_at_every_stage import train

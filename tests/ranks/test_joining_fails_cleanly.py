@@ -105,7 +105,7 @@ class Poor:
 @pytest.mark.parametrize("poor", [0, 1, 2])
 @on_every_rank(at_least=3, spoils=True)
 def test_what_keeps_one_rank_from_joining_is_one_sentence_on_every_rank(rank, world_size, poor):
-    from shardwright import process_group
+    from shardwright.comm import process_group
 
     kept = process_group.HostComm
     process_group.HostComm = Poor if rank == poor else kept
@@ -182,7 +182,7 @@ print(seen)
 def fails_in_wrap(rank, folder):
     """A program whose rank 1 cannot join, and whose ranks end with that."""
     import shardwright as sw
-    from shardwright import process_group
+    from shardwright.comm import process_group
 
     def refuse(*_, **__):
         raise MemoryError("no memory in this test")

@@ -10,6 +10,7 @@ from peer import PEER
 from simulated_gpus import SimulatedGpus, run
 
 from shardwright import _engine
+from shardwright.torch_compat import cuda
 
 pytestmark = [pytest.mark.skipif(PEER == "torch", reason="ours"), pytest.mark.timeout(180)]  # a compiler of C++ runs first
 #: cases of each kernel, spread over its table; fewer of those whose text is slow, a thread at a time
@@ -24,9 +25,7 @@ def text() -> str:
 
 
 def gpu() -> Any:
-    from shardwright import device
-
-    return _engine.DeviceComm(0, **device.runtime.libraries())
+    return _engine.DeviceComm(0, **cuda.runtime.libraries())
 
 
 def check(comm: Any, name: str, cases: int, strict: bool = False) -> dict[str, Any]:

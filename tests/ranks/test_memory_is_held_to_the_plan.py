@@ -78,7 +78,7 @@ def planned():
 @pytest.mark.parametrize("stage", STAGES)
 @on_every_rank(at_least=2)  # one rank alone has private pages, which the system joins with their neighbours
 def test_mapped_memory_is_the_plan_to_a_page(rank, world_size, stage):
-    from shardwright.gradients import gradient_view
+    from shardwright.layout.views import gradient_view
 
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(301, 301) for _ in range(5)))
@@ -200,7 +200,7 @@ def test_all_of_it_is_the_plan_and_the_activations_to_10_percent(fresh_ranks, wo
 @on_every_rank()
 def test_populated_parameters_are_there_before_anybody_writes(rank, world_size):
     """Pages of a rank's own part of an arena."""
-    from shardwright.process_group import host_group
+    from shardwright.comm.process_group import host_group
 
     arena = host_group(torch.distributed.group.WORLD, 20).comm.arena(64 * PAGE, "an arena")
     present = (ctypes.c_ubyte * 64)()

@@ -20,12 +20,11 @@ from harness import DEADLINE_S, at_least_two, gather, same_everywhere
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
-from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, simulate, stats, sw
-
-from shardwright import device as sw_device
+from shardwright.backend.transport import VARIABLE
 from shardwright.cli.doctor_bench import make_round
-from shardwright.device_transport import VARIABLE
-from shardwright.process_group import host_group
+from shardwright.comm.process_group import host_group
+from shardwright.torch_compat import cuda as sw_device
+from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, simulate, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 

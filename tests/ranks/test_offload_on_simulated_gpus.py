@@ -15,12 +15,11 @@ import torch
 from harness import at_least_two, gather, same_everywhere
 from models import Mlp
 from peer import PEER, batch
+from shardwright.optim import device_offload
+from shardwright.optim import offload as state_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_stages_on_simulated_gpus import LONG, OnGpu, some
 from torch import nn
-
-from shardwright import device_offload
-from shardwright import offload as state_offload
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

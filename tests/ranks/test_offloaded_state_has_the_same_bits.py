@@ -95,7 +95,7 @@ def assert_same(found, expected, what):
 
 def small_buffers():
     """Make several batches in a step of a small model."""
-    from shardwright import offload
+    from shardwright.optim import offload
 
     offload.BUFFER_BYTES = 64 << 10
 
@@ -219,7 +219,7 @@ class Wide(nn.Module):
 
 
 def within_a_limit(rank, world_size, folder, saves):
-    from shardwright import offload
+    from shardwright.optim import offload
 
     offload.BUFFER_BYTES = 1 << 20
     ctypes.CDLL(None).mallopt(

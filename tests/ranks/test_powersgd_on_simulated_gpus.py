@@ -27,12 +27,11 @@ from harness import LONG, gather
 from models import Heads, Layers, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
+from shardwright.backend.transport import VARIABLE
+from shardwright.compress.device_powersgd import DevicePowerSGDState
+from shardwright.compress.powersgd import PowerSGDState
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
-
-from shardwright.device_powersgd import DevicePowerSGDState
-from shardwright.device_transport import VARIABLE
-from shardwright.powersgd import PowerSGDState
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

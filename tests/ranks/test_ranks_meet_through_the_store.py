@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from peer import PEER, engine
-from shardwright import rendezvous, wire
-from shardwright.rendezvous import Line, Rendezvous, children
+from shardwright.comm import rendezvous, wire
+from shardwright.comm.rendezvous import Line, Rendezvous, children
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="about the engine's way to join")
 

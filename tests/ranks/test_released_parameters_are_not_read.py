@@ -11,7 +11,7 @@ import torch
 from harness import gather, on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
-from test_units_are_whole_only_while_they_run import Block, Blocks, assert_released, private, steps, wrap
+from test_units_are_whole_only_while_they_run import Blocks, assert_released, private, steps, wrap
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

@@ -14,7 +14,7 @@ from oracle.compression import block_mean, half_mean
 from oracle.data_parallel import NaiveDataParallel
 from oracle.fold import bits_equal, fold
 from peer import PEER, batch, sw
-from shardwright import process_group
+from shardwright.comm import process_group
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -10,7 +10,6 @@ import tempfile
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import at_least_two, gather, on_every_rank

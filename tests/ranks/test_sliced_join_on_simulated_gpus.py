@@ -13,11 +13,10 @@ import torch
 from harness import at_least_two, same_everywhere
 from models import Heads, Mlp
 from peer import PEER
+from shardwright.optim import device_offload
+from shardwright.parallel.replica import live_replicas
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_stages_on_simulated_gpus import LONG, OnGpu, some
-
-from shardwright import device_offload
-from shardwright.replica import live_replicas
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

@@ -27,12 +27,11 @@ import torch
 from harness import at_least_two, gather
 from models import Mlp
 from peer import PEER, batch
-from simulated_gpus import POLICIES, SimulatedGpus, run, sw
-
-from shardwright import device_transport
 from shardwright._engine import slot_part_bytes
-from shardwright.device_transport import VARIABLE, choose_transport
-from shardwright.process_group import host_group
+from shardwright.backend import transport as device_transport
+from shardwright.backend.transport import VARIABLE, choose_transport
+from shardwright.comm.process_group import host_group
+from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

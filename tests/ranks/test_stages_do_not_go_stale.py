@@ -430,7 +430,9 @@ def test_a_step_on_gradients_that_one_rank_alone_has_cleared_is_named(rank, worl
     if rank == 1:
         optimizer.zero_grad(set_to_none=to_none)
     what = "without a gradient" if to_none else "whose gradient was zeroed"
-    with pytest.raises(engine.Error, match=f"parameters {what}: none on rank 0 alone, 0.weight, .* on rank 1") as raised:
+    with pytest.raises(
+        engine.Error, match=f"parameters {what}: none on rank 0 alone, 0.weight, .* on rank 1"
+    ) as raised:
         optimizer.step()
     assert same_everywhere(str(raised.value))
     optimizer.zero_grad()

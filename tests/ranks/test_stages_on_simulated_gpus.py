@@ -20,9 +20,8 @@ from harness import at_least_two, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
+from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
-
-from shardwright import device as sw_device
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

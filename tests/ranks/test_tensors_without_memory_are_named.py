@@ -12,8 +12,8 @@ from models import Heads
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

@@ -73,7 +73,6 @@ def make(build, folder, world_size, kind=None, zero=None, **settings):
     """Return a Trainer of our integration, or the stock one without a stage, over its own model; and its log."""
     transformers = quiet()
     from accelerate.state import AcceleratorState, GradientState
-
     from shardwright.integrations.transformers import Trainer
 
     AcceleratorState._reset_state(reset_partial_state=True)

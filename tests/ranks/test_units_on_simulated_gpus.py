@@ -22,14 +22,13 @@ from harness import LONG, at_least_two, gather, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
+from shardwright.layout.param_groups import UnitPlan
+from shardwright.parameters.device_groups import choose_places
+from shardwright.parameters.prefetch import Places
 from simulated_gpus import POLICIES, SimulatedGpus, meet, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-
-from shardwright.device_unit_schedule import Places
-from shardwright.device_units import choose_places
-from shardwright.units import UnitPlan
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

@@ -5,9 +5,8 @@ import torch
 from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
 from peer import PEER, batch, engine, sw
+from shardwright.gradients.sharded_gradient import ShardedGradient
 from torch import nn
-
-from shardwright.sharded_gradient import ShardedGradient
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 sliced_gradients = pytest.mark.parametrize("zero", [2, 3])

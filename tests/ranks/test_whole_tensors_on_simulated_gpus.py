@@ -15,11 +15,10 @@ import torch
 from harness import gather, same_everywhere
 from models import Heads, Mlp
 from peer import PEER, batch
+from shardwright.optim import device_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
-
-from shardwright import device_offload
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
-from ..fully_shard import wrapper_of
+from ..parallel.fully_shard import wrapper_of
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .optimizer_extras import stepping_optimizer

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
-from .. import device
 from .._engine import DeviceStage, crc32c
-from ..memory import has_memory
+from ..layout.memory import has_memory
+from ..torch_compat import cuda
 from .names import plain, real
 
 #: of each of three slots
@@ -27,12 +27,12 @@ class DeviceStaging:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a save can read the tensor's memory where it lies on the GPU."""
-        if not device.runtime.stages(tensor):
+        if not cuda.runtime.stages(tensor):
             return False
         if self._stage is None:
-            self._ordinal = device.runtime.ordinal(tensor)
-            self._stage = DeviceStage(self._ordinal, SLOT_BYTES, device.runtime.libraries().get("libcuda"))
-        return bool(self._ordinal == device.runtime.ordinal(tensor))
+            self._ordinal = cuda.runtime.ordinal(tensor)
+            self._stage = DeviceStage(self._ordinal, SLOT_BYTES, cuda.runtime.libraries().get("libcuda"))
+        return bool(self._ordinal == cuda.runtime.ordinal(tensor))
 
     def memory_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """(a real, row-major tensor with the values of `tensor`, whether it is on the GPU and not on the CPU)."""
@@ -54,7 +54,7 @@ class DeviceStaging:
 
     def for_saver(self) -> tuple[DeviceStage, int] | None:
         """What CheckpointSaver.begin() takes."""
-        return None if self._stage is None else (self._stage, device.runtime.current_stream(self._ordinal))
+        return None if self._stage is None else (self._stage, cuda.runtime.current_stream(self._ordinal))
 
     def stats(self) -> dict[str, int]:
         """batches, bytes_down, host_waits and pinned_bytes."""

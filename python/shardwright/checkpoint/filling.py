@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointFolder
-from ..memory import has_memory
+from ..layout.memory import has_memory
 from .names import plain
 from .slices import Sliced, is_dtensor, slice_of_dtensor
 from .stored import Stored

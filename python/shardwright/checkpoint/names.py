@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError
-from ..memory import address_of, has_memory, without_memory
+from ..layout.memory import address_of, has_memory, without_memory
 from .slices import Sliced, check_placements, is_dtensor
 
 #: children that a wrapper adds to every name below it

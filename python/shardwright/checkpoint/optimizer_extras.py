@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError
-from ..masters import MasterOptimizer
-from ..sharded_optimizer import ShardedOptimizer
+from ..optim.master_weights import MasterOptimizer
+from ..optim.sharded import ShardedOptimizer
 from .slices import is_dtensor
 
 _OF_TORCH = ("state", "param_groups")

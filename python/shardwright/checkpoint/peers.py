@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.dlpack import from_dlpack
 
 from .._engine import CheckpointError, CommError
-from ..fully_shard import wrapper_of
-from ..process_group import HostGroup, host_group, resolve_group
+from ..comm.process_group import HostGroup, host_group, resolve_group
+from ..parallel.fully_shard import wrapper_of
 
 _BOARD_BYTES = 4096
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from ..compression_state import reshard_state
-from ..data_parallel import DistributedDataParallel
-from ..masters import kept_by
-from ..memory import has_memory
-from ..optimizer_agreement import unlike_saved
-from ..parameter_slices import memory_order
-from ..sharded_optimizer import ShardedOptimizer
+from ..compress.state import reshard_state
+from ..layout.memory import has_memory
+from ..layout.shard_runs import memory_order
+from ..optim.master_weights import kept_by
+from ..optim.sharded import ShardedOptimizer
+from ..parallel.ddp import DistributedDataParallel
+from ..parallel.optimizer_agreement import unlike_saved
 from . import tree
 from .content import load_stateful, parameter_names, set_random_state
 from .filling import Filler

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .. import device
 from .._engine import CheckpointError, sample_crc32c
-from ..memory import has_memory
+from ..layout.memory import has_memory
+from ..torch_compat import cuda
 from .content import parameter_names
 from .names import ModelTensors
 
@@ -48,7 +48,7 @@ def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Ten
 def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False  # who knows where a class of its own keeps its values
-    on_cpu = tensor.is_cpu and not device.runtime.holds(tensor)
+    on_cpu = tensor.is_cpu and not cuda.runtime.holds(tensor)
     return on_cpu and has_memory(tensor) and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .. import device
 from .._engine import CheckpointError
-from ..sharded_optimizer import ShardedOptimizer, small_tensor
+from ..optim.sharded import ShardedOptimizer, small_tensor
+from ..torch_compat import cuda
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -203,7 +203,7 @@ def own_parameters(model: Any) -> Iterator[dict[int, Sliced]]:
         if memory.is_published(index) and is_row_major(parameter):
             low, high = memory.own_run(index)
             part = memory.flat(index)[low:high].detach()
-            copy = torch.empty(part.shape, dtype=part.dtype, device="cpu") if device.runtime.holds(part) else None
+            copy = torch.empty(part.shape, dtype=part.dtype, device="cpu") if cuda.runtime.holds(part) else None
             held = (low, part if copy is None else copy)
             live = parameter if copy is None else part
             slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointSaver, Error
-from ..sharded_optimizer import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer
 from . import tree
 from .content import Content, Group, model_group, optimizer_content, random_state, stateful_tree
 from .cuts import CutExchange
@@ -44,7 +44,7 @@ class Training:
     extra: Any = None
 
     def __post_init__(self) -> None:
-        from ..diloco import DiLoCo
+        from ..optim.diloco import DiLoCo
 
         if isinstance(self.optimizer, DiLoCo):
             raise ValueError(

@@ -100,7 +100,7 @@ def _run(name: str, check: Callable[[], str]) -> Check:
 
 
 def _description() -> Any:
-    from ..describe import describe
+    from .describe import describe
 
     return describe()
 

@@ -99,7 +99,7 @@ def _measure(asked: dict[str, Any], rank: int) -> list[tuple[int, float]]:
     import torch
     import torch.distributed as dist
 
-    from ..process_group import host_group
+    from ..comm.process_group import host_group
 
     ranks = asked["ranks"]
     store = dist.FileStore(asked["store"], ranks)
@@ -130,10 +130,10 @@ def _on_host(group: Any, nbytes: int) -> Callable[[], None]:
 def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     import torch
 
-    from .. import device
+    from ..backend.device_link import device_link
 
     like = torch.zeros(nbytes // 4, dtype=torch.float32, device=torch.device("cuda", rank))
-    run_round = make_round(device.device_link(group, like, _LIMIT_S), torch.nn.Parameter(like))
+    run_round = make_round(device_link(group, like, _LIMIT_S), torch.nn.Parameter(like))
 
     def work() -> None:
         run_round()
@@ -144,9 +144,9 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
 
 def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
     """Return what enqueues a round over one bucket, in which the gradient of `parameter` lies already."""
-    from ..device_reducer import DeviceReducer
-    from ..gradients import copy_gradient, gradient_view
-    from ..slicing import Slicing
+    from ..gradients.device_reducer import DeviceReducer
+    from ..layout.shard_mesh import Slicing
+    from ..layout.views import copy_gradient, gradient_view
 
     reducer = DeviceReducer(
         link,

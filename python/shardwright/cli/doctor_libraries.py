@@ -99,7 +99,7 @@ def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
     if path is None:
         import torch
 
-        from ..device import find_nvrtc, nvidia_folders
+        from ..torch_compat.cuda import find_nvrtc, nvidia_folders
 
         path, _ = find_nvrtc(nvidia_folders(), torch.version.cuda)
     if path is None:

@@ -106,7 +106,7 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
 
 def settings_findings(machine: Machine) -> Iterator[Finding]:
     """Yield a finding for each line of a file that NCCL misreads, and one for each variable."""
-    from ..device_transport import TRANSPORTS, VARIABLE
+    from ..backend.transport import TRANSPORTS, VARIABLE
 
     settings = dict(machine.environment)
     for path in _conf_files(machine):

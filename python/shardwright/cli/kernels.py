@@ -70,7 +70,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[dict[str, Any]]:
     from .. import _engine
-    from ..device import nvrtc_companion, runtime
+    from ..torch_compat.cuda import nvrtc_companion, runtime
 
     places: dict[str, str | None] = runtime.libraries()
     if options.nvrtc is not None:

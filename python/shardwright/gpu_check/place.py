@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import device
+from ..torch_compat import cuda
 
 
 class Gpu:
@@ -38,7 +38,7 @@ class Gpu:
 
     def open(self) -> Any:
         """Return a DeviceComm without peers."""
-        return device.open_gpu(0, device.runtime.libraries())
+        return cuda.open_gpu(0, cuda.runtime.libraries())
 
     def watch(self) -> None:
         """Communicators from now on are watched by a thread: they always are."""

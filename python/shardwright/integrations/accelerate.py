@@ -26,13 +26,14 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch.distributed.algorithms.join import Join
 
-from ..clip import clip_grad_norm_
-from ..compress import Compressor, check_compressor
-from ..data_parallel import DistributedDataParallel
-from ..exchange import group_exchange
-from ..masters import MasterOptimizer
-from ..memory import address_of
-from ..sharded_optimizer import ShardedOptimizer
+from ..comm.exchange import group_exchange
+from ..compress.make import make_hook
+from ..layout.memory import address_of
+from ..optim.clip_grad import clip_grad_norm_
+from ..optim.master_weights import MasterOptimizer
+from ..optim.sharded import ShardedOptimizer
+from ..options.compressors import Compressor, check_compressor
+from ..parallel.ddp import DistributedDataParallel
 from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
 
 __all__ = ["Accelerator", "CompressionHandler"]
@@ -78,7 +79,7 @@ class CompressionHandler(DistributedDataParallelKwargs):
         elif isinstance(model, DistributedDataParallel):
             model.compress_gradients(self.compress)
         else:
-            model.register_comm_hook(*self.compress.hook(group_exchange(model.process_group)))
+            model.register_comm_hook(*make_hook(self.compress, group_exchange(model.process_group)))
 
 
 class Accelerator(accelerate.Accelerator):

@@ -19,8 +19,8 @@ from typing import Any
 
 import transformers
 
-from ..compress import Compressor
-from ..fully_shard import wrapper_of
+from ..options.compressors import Compressor
+from ..parallel.fully_shard import wrapper_of
 from ..wrap import full_parameters
 from .accelerate import Accelerator
 

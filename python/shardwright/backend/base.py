@@ -1,0 +1,151 @@
+"""The seam between training and the memory that it trains in: one protocol, HostBackend and CudaBackend.
+
+A module's parameters, gradients and exchanges are made by its backend, and nothing above asks which one that is. What truly differs
+has a name in Capabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from .._engine import Reducer
+    from ..comm.levels import Lease, Levels
+    from ..comm.process_group import HostGroup
+    from ..layout.param_groups import UnitPlan
+    from ..layout.param_table import ParameterTable
+    from ..layout.shard_mesh import Slicing
+    from ..layout.shard_runs import Storage
+    from ..options.compressors import Compressor
+    from ..options.options import Options
+    from .device_link import DeviceLink
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """Differences between backends, each with a name.
+
+    Attributes
+    ----------
+    one_copy : bool
+        At zero=3 the ranks of a host can map one copy of the parameters. Else each rank has its own, in units.
+    abandons_rounds : bool
+        A round that failed on one rank is taken back on all. Else it ends the communicator.
+    free_unit_order : bool
+        A rank gathers a unit without the others. Else ranks run the same units in the same order.
+    tells_standing : bool
+        What stands under a contribution travels with it. Else ranks that have joined are told as a round opens.
+    verdict_on_device : bool
+        Whether values are finite is known on the device alone, so the host decides nothing by it.
+    sends_beside_backward : bool
+        Compressed buckets can cross to other hosts while the backward goes on.
+    rank_order_only : bool
+        The mean is always the fold in rank order.
+    state_is_there : bool
+        offload="cpu" has no effect: optimizer state is in the host's memory already.
+    """
+
+    one_copy: bool
+    abandons_rounds: bool
+    free_unit_order: bool
+    tells_standing: bool
+    verdict_on_device: bool
+    sends_beside_backward: bool
+    rank_order_only: bool
+    state_is_there: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A wrapper's request to a backend.
+
+    Attributes
+    ----------
+    plans : sequence of UnitPlan, optional
+        Of units, where parameters are released.
+    sends_early : bool
+        Plain buckets leave while the backward goes on.
+    """
+
+    table: ParameterTable
+    options: Options
+    zero: int
+    slicing: Slicing
+    label: str
+    plans: Sequence[UnitPlan] | None = None
+    compress: Compressor | None = None
+    sends_early: bool = True
+
+
+class Buckets(Protocol):
+    """Memory laid out as gradient buckets are, in which ranks make their slices visible to all (ParameterMemory)."""
+
+    #: why there is no such memory, and slices are broadcast instead; empty if there is
+    reason: str
+    #: whether this rank writes first values: it has the memory, or the host's one copy
+    is_home: bool
+    #: whether several copies are made out of rank 0's values, where a host has one
+    is_copied: bool
+
+    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor of the shape of `like` at element `begin`, with a storage of exactly its bytes; None without memory."""
+
+    def publish(self, buckets: Collection[int], failed: bool | None, owned: Any) -> list[int] | None:
+        """Gather the buckets out of all ranks' slices. Return which ranks said `failed`, None if that does not travel along.
+        `owned(rank)`: ranges of that rank's slices, to broadcast without memory."""
+
+    def protect(self, writable: bool) -> None:
+        """Allow or forbid this process to write there."""
+
+
+class Backend(Protocol):
+    """One memory that modules are trained in.
+
+    Attributes
+    ----------
+    capabilities : Capabilities
+    link : DeviceLink, optional
+        Of a GPU.
+    """
+
+    capabilities: Capabilities
+    link: DeviceLink | None
+    group: HostGroup
+
+    @staticmethod
+    def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
+        """Raise NotImplementedError for what this backend does not have. No peer is needed."""
+
+    def reducer(self, request: Request) -> Reducer:
+        """Make the reducer, with memory for gradients. Collective."""
+
+    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> Buckets:
+        """Make memory for parameters in the reducer's layout, of which `buckets` are filled now. Collective."""
+
+    def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
+        """Make the storage of parameters that are gathered in units. Collective."""
+
+    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
+        """Return what a compressor's hook exchanges over, leased where that is a thread's of its own. Collective at first use."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
+        """Broadcast the values of rank `root`. Collective."""
+
+    def norm_sums(self, tensors: Iterable[torch.Tensor]) -> bytes:
+        """Return the exact sums of squares of this rank's tensors, as global_norm() adds them up."""
+
+    def fence(self, label: str) -> None:
+        """Order the writes of all ranks before what any rank reads next. Collective."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise NotImplementedError, naming `what`, inside a capture into a CUDA graph."""
+
+    def check(self) -> None:
+        """Raise what has ended the communicators, if anything has."""
+
+    def abort(self, reason: str) -> None:
+        """End the communicators with a reason that every rank reports."""

@@ -1,0 +1,314 @@
+"""The link of a rank's GPU to those of its peers.
+
+One DeviceLink a group and GPU, shared by all modules wrapped over it: a communicator of our own in the NCCL that torch has
+loaded, or slots in memory of the host (backend/transport.py says which), and one stream for it. NCCL's unique id travels over the
+group's host communicator, which is where ranks also tell one another why they cannot use their GPU, before anybody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from ..comm.process_group import HostGroup, comm_error
+from ..layout.memory import check_sendable
+from ..layout.views import as_real, dense_strides, dtype_name
+from ..torch_compat import cuda
+from . import transport as device_transport
+from .lender import Lender
+
+_WATCH_PERIOD_S = 0.1
+#: how long a failure waits for its communicators' ends, which another's kernels on the GPU may hold up, before it is raised all the same
+_ENDING_S = 10.0
+_OTHER_FAILED = "another communicator of this rank's GPU has failed"
+#: elements that the exact sum takes between two carries
+_NORM_NUMEL = 1 << 31
+
+
+def alias(
+    link: DeviceLink, owner: Any, address: int, dtype: str, shape: Sequence[int], like: torch.Tensor
+) -> torch.Tensor:
+    """Return a tensor over memory of `owner`, which it keeps, with a storage of exactly its bytes and the strides of `like`, if those
+    are dense and of that shape. `like` is on the memory's device, too."""
+    ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
+    strides = dense_strides(like) if like.shape == torch.Size(shape) else None
+    return from_dlpack(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
+
+
+def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
+    """What `make` gives on each rank, plain values; where it fails on one, an error on all. Collective."""
+    failure: Exception | None = None
+    said: dict[str, Any] = {"failure": ""}
+    try:
+        said["value"] = make()
+    except Exception as error:  # whatever it is: the others must not wait for this rank
+        failure, said["failure"] = error, str(error) or type(error).__name__
+    everyone = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(said).encode(), what)]
+    if failure is not None:
+        raise failure
+    for rank, each in enumerate(everyone):
+        if each["failure"]:
+            raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
+    return [each["value"] for each in everyone]
+
+
+class DeviceLink:
+    """A rank's GPU among its peers'. Making it is collective.
+
+    Parameters
+    ----------
+    group : HostGroup
+    ordinal : int
+    timeout_s : float
+    rows : sequence of sequence of int, optional
+        Each rank is linked to the ranks of its row alone, in their order. Default: one row of all.
+    main : DeviceLink, optional
+        Of the whole group: what ends it ends this one, and the other way round.
+    borrows : bool
+        torch's NCCL communicator of the group instead of one of our own.
+
+    Attributes
+    ----------
+    comm : DeviceComm
+    ordinal : int
+    rank, world_size : int
+        Inside the row.
+    host : HostComm
+        The group's, between the ranks' hosts.
+    transport_reason : str
+        Why it is not NCCL; empty if it is.
+
+    Raises
+    ------
+    NotImplementedError
+        On every rank alike: some rank's driver or kernels cannot be used; no transport can; some rank's torch has nothing to lend.
+    CommTimeoutError
+        A rank did not come.
+    """
+
+    def __init__(
+        self,
+        group: HostGroup,
+        ordinal: int,
+        timeout_s: float,
+        rows: Sequence[Sequence[int]] | None = None,
+        main: DeviceLink | None = None,
+        borrows: bool = False,
+    ) -> None:
+        self._main = main
+        # of which this one is the main; a tuple, since the thread that watches goes over it while the program's makes another
+        self._rows: tuple[weakref.ref[DeviceLink], ...] = ()
+        self._lender: Lender | None = None
+        self._telling = threading.Lock()
+        self._was_left = False
+        self._failure: str | None = None
+        row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
+        self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
+        #: torch's current stream, in this thread
+        self.current_stream: Callable[[], int] = cuda.runtime.stream_reader(ordinal)
+        self.host = group.comm  # the group holds its links, not the other way round
+        libraries: dict[str, str | None] = {}
+
+        def open_own() -> dict[str, Any]:
+            libraries.update(cuda.runtime.libraries())
+            self.comm = cuda.open_gpu(ordinal, libraries, self.host)
+            return device_transport.offer_of(self.comm)
+
+        offers = _tell(group, open_own, "opening the GPUs")
+        chosen, self.transport_reason = device_transport.choose_transport(offers, group.host_of, borrows)
+        if borrows:
+
+            def borrow() -> None:
+                lender = Lender(cuda.runtime, group.torch_group, ordinal)
+                self.comm.borrow(lender.address, self.rank, self.world_size, timeout_s)
+                self._lender = lender
+
+            _tell(group, borrow, "borrowing torch's communicator of the GPUs")
+        elif chosen == "nccl":
+
+            def make_id() -> str:
+                return nccl_unique_id(libraries.get("libnccl")).hex() if self.rank == 0 else ""
+
+            ids = _tell(group, make_id, "the identifier of the GPUs' communicator")
+            self.comm.connect(bytes.fromhex(ids[row[0]]), self.rank, self.world_size, timeout_s)
+        else:
+            slot_bytes = device_transport.SLOT_BYTES
+            arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")
+            self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
+        self._join_family()
+        if cuda.runtime.watches:
+            self.comm.start_watch()
+            if borrows:
+                _LenderWatch(self).start()
+
+    def refuse_capture(self, what: str) -> None:
+        """NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
+        self.comm.refuse_capture(self.current_stream(), what)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the communicator is torch's."""
+        return self._lender is not None
+
+    def check(self) -> None:
+        """Raises what has ended the communicator, if anything has. No driver call otherwise."""
+        self._look_at_lender()
+        if self._main is not None:
+            if not self._main.comm.is_alive:
+                self._failure = self._failure or self._main._failure or self.host.end_reason
+                self.comm.abort(self._failure or "the communicator of the group's GPUs was closed")
+        elif not self.host.is_alive:
+            self._end(self._failure or self.host.end_reason or "a rank of the group has left")
+        elif self._rows and any(row.comm.has_failed for row in self._live_rows()):
+            self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
+        if not self.comm.is_alive:
+            self._tell_lender()
+            if self._was_left:  # the group's other ranks hear of it, and wrapping again makes new ones
+                self.fail(self._failure or "")
+            self.comm.watch()
+            raise comm_error(self._failure or "the communicator of the GPUs was closed")
+
+    def _join_family(self) -> None:
+        if self._main is not None:
+            self._main._rows = (*self._main._rows, weakref.ref(self))
+
+    def _live_rows(self) -> list[DeviceLink]:
+        return [row for row in (each() for each in self._rows) if row is not None]
+
+    def _look_at_lender(self) -> None:
+        """What torch has ended is not touched any more. Nobody is told before somebody asks for it: programs end their group as they end."""
+        if self._lender is not None and self._lender.has_ended:
+            self._lender, self._was_left = None, True
+            self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
+            self.comm.abort(self._failure)
+
+    def _tell_lender(self) -> None:
+        """Ours has failed: torch ends its communicator, which lets its kernels go, and us forget it. Who comes here while another thread
+        tells torch waits for that: what is raised next says that it has been told."""
+        if not self._telling.acquire(timeout=_ENDING_S):
+            return
+        try:
+            if self._lender is not None and not self.comm.is_alive:
+                lender, self._lender = self._lender, None
+                lender.abort()
+        finally:
+            self._telling.release()
+
+    def fail(self, reason: str) -> None:
+        """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
+        if self.host.is_alive:
+            with contextlib.suppress(Error):  # it was closed meanwhile
+                self.host.abort(reason)
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Ends this rank's communicators of the family side by side: what NCCL frees as it aborts one waits for all that the GPU does,
+        the kernels of the others among it, which wait for peers that have gone."""
+        main = self._main or self
+        family = [main, *main._live_rows()]
+        enders = [threading.Thread(target=link.comm.abort, args=(reason,), daemon=True) for link in family]
+        for link, ender in zip(family, enders):
+            link._failure = link._failure or reason
+            ender.start()
+        deadline = time.monotonic() + _ENDING_S
+        for link, ender in zip(family, enders):
+            ender.join(max(0.0, deadline - time.monotonic()))
+            link._tell_lender()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
+
+        Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not contiguous go
+        through a copy.
+        """
+        check_sendable(tensors, "a broadcast")
+        plain = [tensor.data for tensor in tensors if tensor.numel()]
+        if not plain or self.world_size == 1:
+            return
+        dense = [t.resolve_conj().resolve_neg().contiguous() for t in plain]
+        ranges = [(t.data_ptr(), t.numel() * t.element_size(), "uint8") for t in dense]
+        self.comm.broadcast(ranges, root, self.current_stream())
+        for tensor, copy in zip(plain, dense):
+            if copy is not tensor:
+                tensor.copy_(copy)
+
+    def norm(self, gradients: Iterable[torch.Tensor]) -> float:
+        """The exact 2-norm of them together: the number that the host would compute. See norm_sums."""
+        return norm_value(self.norm_sums(gradients))
+
+    def norm_sums(self, gradients: Iterable[torch.Tensor]) -> list[bytes]:
+        """Exact sums of squares, as norm_sum() gives them: at least one, of 2^31 elements at most. Waits for each on the host."""
+        ranges: list[tuple[int, int, str]] = []
+        sums: list[bytes] = []
+        held = [as_real(gradient.detach()).contiguous() for gradient in gradients]
+        room = _NORM_NUMEL
+        for tensor in held:
+            begin = 0
+            while begin < tensor.numel():
+                count = min(tensor.numel() - begin, room)
+                address = tensor.data_ptr() + begin * tensor.element_size()
+                ranges.append((address, count, dtype_name(tensor.dtype)))
+                begin, room = begin + count, room - count
+                if room == 0:
+                    sums.append(self.comm.norm_sum(ranges, self.current_stream()))
+                    ranges, room = [], _NORM_NUMEL
+        sums.append(self.comm.norm_sum(ranges, self.current_stream()))
+        return sums
+
+    def close(self) -> None:
+        """Ends the communicator, or gives it back, once what was enqueued has run."""
+        self._lender = None
+        self.comm.close()
+
+
+class _LenderWatch(threading.Thread):
+    """Looks after a link whose communicator is torch's: torch alone may end it, which lets its kernels go.
+
+    The engine's own thread (csrc/comm/device_watch.h) sees a peer that fails or is late, as for every link.
+    """
+
+    def __init__(self, link: DeviceLink) -> None:
+        super().__init__(name="shardwright-gpu-lender", daemon=True)
+        self._link = weakref.ref(link)
+        self._pause = threading.Event()
+
+    def run(self) -> None:
+        while not self._pause.wait(_WATCH_PERIOD_S):
+            link = self._link()
+            if link is None:
+                return
+            link._look_at_lender()
+            if not link.comm.is_alive:
+                link._tell_lender()
+                return
+            del link
+
+
+def device_link(
+    group: HostGroup,
+    tensor: torch.Tensor,
+    timeout_s: float,
+    rows: Sequence[Sequence[int]] | None = None,
+    borrows: bool = False,
+) -> DeviceLink:
+    """The link of a group's GPUs, made at its first use (collective then) and shared afterwards.
+
+    `rows`: the link inside this rank's row, which has a stream and a communicator of its own; also where the one row is the group.
+    `borrows`: whether the group's own communicator is torch's.
+    """
+    ordinal = cuda.runtime.ordinal(tensor)
+    key = (ordinal, None if rows is None else tuple(map(tuple, rows)), borrows)
+    found: DeviceLink | None = group.links.get(key)
+    if found is None:
+        main = None if rows is None else device_link(group, tensor, timeout_s, borrows=borrows)
+        found = group.links[key] = DeviceLink(group, ordinal, timeout_s, rows, main, borrows and rows is None)
+    return found

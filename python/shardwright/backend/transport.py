@@ -1,0 +1,117 @@
+"""How GPUs reach each other: NCCL, or slots in memory of one host. See docs/design/gpu.md, "Two transports".
+
+The ranks tell one another what they have, and each decides the same from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._engine import DeviceComm
+
+VARIABLE = "SHARDWRIGHT_GPU_TRANSPORT"
+TRANSPORTS = ("auto", "nccl", "shm", "ipc")
+#: of each of a rank's two slots
+SLOT_BYTES = 4 << 20
+#: the first NCCL that takes several ranks on one GPU, where it is told to
+_NCCL_SHARES = (2, 30, 0)
+
+
+def wanted_transport() -> str:
+    """The environment's SHARDWRIGHT_GPU_TRANSPORT. Bits depend on it only where `deterministic=False`."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(TRANSPORTS)}, got {wanted!r}")
+    return wanted
+
+
+def offer_of(comm: DeviceComm) -> dict[str, Any]:
+    """What a rank tells the others of its GPU: plain values."""
+    found = comm.describe()
+    return {
+        "wanted": wanted_transport(),
+        "address": found["address"],
+        "nccl": list(found["nccl"]),
+        "nccl_missing": found["nccl_missing"],
+        "nccl_shares": os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
+    }
+
+
+def choose_transport(
+    offers: Sequence[Mapping[str, Any]], host_of: Sequence[int], borrows: bool = False
+) -> tuple[str, str]:
+    """(transport, why it is not NCCL); "auto" stands for slots wherever all ranks can have them.
+
+    Parameters
+    ----------
+    offers : sequence of dict
+        offer_of() each rank.
+    host_of : sequence of int
+        Each rank's host.
+    borrows : bool
+        Whether the communicator is to be torch's: NCCL then. Alike on all ranks.
+
+    Raises
+    ------
+    ValueError
+        Ranks want different ones.
+    NotImplementedError
+        What is wanted, or all that there is, cannot be had; the sentence is the same on all ranks.
+    """
+    wanted = offers[0]["wanted"]
+    for rank, offer in enumerate(offers):
+        if offer["wanted"] != wanted:
+            raise ValueError(
+                f"{VARIABLE} must be alike on all ranks: rank 0 has {wanted!r}, rank {rank} {offer['wanted']!r}"
+            )
+    if borrows:
+        return _judge_borrowing(offers)
+    host_count = len(set(host_of))
+    if wanted in ("shm", "ipc"):
+        if host_count > 1:
+            raise NotImplementedError(
+                f"{VARIABLE}={wanted} is for GPUs of one host, and the ranks run on {host_count}: unset it, or set it to nccl"
+            )
+        return wanted, f"{VARIABLE}={wanted}"
+    why = _why_not_nccl(offers, host_of)
+    if not why:
+        return "nccl", ""
+    if wanted == "auto" and host_count == 1:
+        return "auto", why
+    raise NotImplementedError(why)
+
+
+def _judge_borrowing(offers: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """NCCL, or an error. Whether ranks share a GPU is not asked: torch's communicator is there, or is not."""
+    wanted = offers[0]["wanted"]
+    why = f"{VARIABLE}={wanted} asks for slots" if wanted in ("shm", "ipc") else _missing_nccl(offers)
+    if why:
+        raise NotImplementedError(f"communicator='borrow' is NCCL's alone, and {why}")
+    return "nccl", ""
+
+
+def _missing_nccl(offers: Sequence[Mapping[str, Any]]) -> str:
+    for rank, offer in enumerate(offers):
+        if offer["nccl_missing"]:
+            return f"rank {rank} cannot use its GPU with others: {offer['nccl_missing']}"
+    return ""
+
+
+def _why_not_nccl(offers: Sequence[Mapping[str, Any]], host_of: Sequence[int]) -> str:
+    missing = _missing_nccl(offers)
+    if missing:
+        return missing
+    if all(tuple(offer["nccl"]) >= _NCCL_SHARES and offer["nccl_shares"] for offer in offers):
+        return ""
+    seen: dict[tuple[int, str], int] = {}
+    for rank, offer in enumerate(offers):
+        first = seen.setdefault((host_of[rank], offer["address"]), rank)
+        if first != rank:
+            version = ".".join(map(str, offer["nccl"]))
+            return (
+                f"ranks {first} and {rank} share the GPU at {offer['address']}, which NCCL {version} refuses (2.30 and newer take it with "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            )
+    return ""

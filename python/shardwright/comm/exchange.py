@@ -1,0 +1,428 @@
+"""The two-shot exchange of wire bytes, over torch.distributed's group or over the engine's communicator.
+
+A message has world_size equal slices. First shot: every rank gets its own slice of everybody's message. It folds them, in
+rank order, into the result of its slice. Second shot: everybody gets all results. So the fold of an element happens once,
+on one rank, and all ranks end with the same bytes. A rank sends 2 (W - 1) / W of its message in all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack
+
+from .._engine import HostComm, fold, half_decode, half_encode
+from ..torch_compat import cuda
+from .process_group import comm_error
+
+_ALIGNMENT = 64
+
+
+class Exchange:
+    """begin() gives the message to fill, scatter() the W pieces to fold, result() where to, gather() the whole result.
+
+    What is returned stays valid until the next begin(); gather()'s until the next gather(). Every rank calls alike.
+
+    Attributes
+    ----------
+    rank, world_size : int
+    wire_bytes : int
+        Sent by this rank to others so far: counted where bytes are handed over.
+    bucket_wire_bytes : tuple of int
+        The same of each bucket of the last complete round.
+    takes_part : bool
+        False on a rank whose contributions another one exchanges: it owes nothing.
+    on_device : bool
+        Whether messages lie on a GPU, where nothing of them is read by the host.
+    """
+
+    on_device = False
+
+    def __init__(self, rank: int, world_size: int, *, takes_part: bool = True) -> None:
+        self.takes_part = takes_part
+        self.rank = rank
+        self.world_size = world_size
+        self.wire_bytes = 0
+        self.bucket_wire_bytes: tuple[int, ...] = ()
+        self._before_bucket = 0
+        self._buckets: list[int] = []
+        self._slice_bytes = 0
+        self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def begin_round(self) -> None:
+        """Forgets the buckets of a round that was cut short."""
+        self._before_bucket, self._buckets = self.wire_bytes, []
+
+    def end_bucket(self, is_last: bool) -> None:
+        """What was sent since the last call was this bucket's."""
+        self._buckets.append(self.wire_bytes - self._before_bucket)
+        self._before_bucket = self.wire_bytes
+        if is_last:
+            self.bucket_wire_bytes, self._buckets = tuple(self._buckets), []
+
+    def begin(self, slice_bytes: int) -> torch.Tensor:
+        """The message, uint8, world_size slices of slice_bytes; what was in it is anything."""
+        self._slice_bytes = slice_bytes
+        if self._whole.numel() < slice_bytes * self.world_size:
+            self._whole = self._memory(slice_bytes * self.world_size)
+        return self._message(slice_bytes)
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+
+    def scatter(self) -> list[torch.Tensor]:
+        """Own slice of every rank's message, in rank order."""
+        self.wire_bytes += (self.world_size - 1) * self._slice_bytes
+        return self._scatter(self._slice_bytes)
+
+    def result(self) -> torch.Tensor:
+        """Where the fold of scatter()'s pieces goes, uint8."""
+        return self._result(self._slice_bytes)
+
+    def gather(self) -> torch.Tensor:
+        """All ranks' results in rank order, contiguous uint8."""
+        self.wire_bytes += (self.world_size - 1) * self._slice_bytes
+        whole = self.whole()
+        self._gather(whole, self._slice_bytes)
+        return whole
+
+    def swap(self) -> list[torch.Tensor] | None:
+        """In place of scatter() and gather(), where that costs no byte more: every rank's whole message, in rank order. Whoever has
+        them folds them all, into whole(). None, at once and on every rank, where it would cost more."""
+        return None
+
+    def whole(self) -> torch.Tensor:
+        """Where gather() puts the result, uint8."""
+        return self._whole[: self._slice_bytes * self.world_size]
+
+    def agree(self, ok: bool) -> bool:
+        """In place of gather(), where each rank needs its own result alone: whether all ranks say ok. A byte from each."""
+        self.wire_bytes += self.world_size - 1
+        return self._agree(ok)
+
+    # arithmetic on messages, where they lie; addresses
+
+    def floats(self, numel: int) -> torch.Tensor:
+        """Memory beside the messages, float32; what is in it is anything."""
+        return torch.empty(numel, dtype=torch.float32, device="cpu")
+
+    def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
+        """scatter()'s pieces, or what lies equally far into each, in rank order."""
+        fold(result, pieces, numel, dtype, op)
+
+    def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
+        """Scales float32 and rounds it."""
+        half_encode(dtype, wire, source, numel, scale)
+
+    def decode_half(self, dtype: str, out: int, wire: int, numel: int) -> None:
+        """Widens to float32."""
+        half_decode(dtype, out, wire, numel)
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The first of each pair becomes the second. Both are one-dimensional, dense and of one dtype."""
+        for to, source in pairs:
+            to.copy_(source)
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _agree(self, ok: bool) -> bool:
+        raise NotImplementedError
+
+
+class TorchExchange(Exchange):
+    """Over torch: all_to_all, all_gather, which a subclass gives."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(3)]
+
+    def _buffer(self, which: int, size_bytes: int) -> torch.Tensor:
+        if self._buffers[which].numel() < size_bytes:
+            self._buffers[which] = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        return self._buffers[which][:size_bytes]
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        return self._buffer(0, slice_bytes * self.world_size)
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        message = self._buffer(0, slice_bytes * self.world_size)
+        if self.world_size == 1:
+            return [message]
+        received = self._buffer(1, slice_bytes * self.world_size)
+        self._all_to_all(received, message)
+        return list(received.split(slice_bytes))
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        return self._buffer(2, slice_bytes)
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        mine = self._buffer(2, slice_bytes)
+        if self.world_size == 1:
+            whole.copy_(mine)
+            return
+        self._all_gather(whole, mine)
+
+    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class GroupExchange(TorchExchange):
+    """Over a group of torch.distributed. `group` None: the default group; without one, one rank."""
+
+    def __init__(self, group: Any) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        super().__init__(dist.get_rank(group) if joined else 0, dist.get_world_size(group) if joined else 1)
+        self._group = group
+
+    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        dist.all_to_all_single(received, message, group=self._group)
+
+    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        single(whole, mine, group=self._group)
+
+    def _agree(self, ok: bool) -> bool:
+        if self.world_size == 1:
+            return ok
+        flag = torch.tensor([ok], dtype=torch.uint8, device="cpu")
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
+
+#: of a message between hosts, and how many of them may be ahead of what came. Whole messages of megabytes, both ways at once,
+#: fill the link's queues: acknowledgements then wait behind data, and half of the link stands still
+_BLOCK_BYTES = 256 * 1024
+_BLOCKS_AHEAD = 6
+
+
+class GlooExchange(TorchExchange):
+    """Over a Gloo backend of our own, by messages of a few blocks between every two ranks.
+
+    Parameters
+    ----------
+    gloo : Backend
+    members : sequence of (int, str)
+        Rank in the wrapper's group, and host name, of each of its ranks: for messages.
+    """
+
+    def __init__(self, gloo: Any, members: Sequence[tuple[int, str]]) -> None:
+        super().__init__(gloo.rank(), gloo.size())
+        self._gloo, self._members = gloo, members
+        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def swap(self) -> list[torch.Tensor] | None:
+        """Between two, of messages of one block: it is the number of messages that these cost."""
+        size = self._slice_bytes * self.world_size
+        if self.world_size != 2 or size > _BLOCK_BYTES:
+            return None
+        mine, received = self._buffer(0, size), self._buffer(1, size)
+        self.wire_bytes += size
+        self._swap([mine] * 2, [received] * 2, size)
+        return [mine, received] if self.rank == 0 else [received, mine]
+
+    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
+        size = message.numel() // self.world_size
+        to, into = list(message.split(size)), list(received.split(size))
+        into[self.rank].copy_(to[self.rank])
+        self._swap(to, into, size)
+
+    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
+        size = mine.numel()
+        into = list(whole.split(size))
+        into[self.rank].copy_(mine)
+        self._swap([mine] * self.world_size, into, size)
+
+    def _swap(self, to: list[torch.Tensor], into: list[torch.Tensor], size: int) -> None:
+        """Sends `to[peer]` to each peer, and receives `into[peer]`; a block goes out once one came, but for the first few."""
+        blocks = [slice(begin, begin + _BLOCK_BYTES) for begin in range(0, size, _BLOCK_BYTES)]
+        receives = [[self._gloo.recv([into[peer][block]], peer, 0) for peer in self._peers] for block in blocks]
+        sends = []
+        for number, block in enumerate(blocks):
+            if number >= _BLOCKS_AHEAD:
+                self._wait(receives[number - _BLOCKS_AHEAD])
+            sends.append([self._gloo.send([to[peer][block]], peer, 0) for peer in self._peers])
+        for each in (*sends, *receives[max(len(blocks) - _BLOCKS_AHEAD, 0) :]):
+            self._wait(each)
+
+    def _wait(self, works: list[Any]) -> None:
+        """One a peer."""
+        for peer, work in zip(self._peers, works):  # once each: a second wait for the same one never ends
+            try:
+                work.wait()
+            except RuntimeError as error:
+                rank, host = self._members[peer]
+                mine, _ = self._members[self.rank]
+                raise comm_error(
+                    f"compressed bytes between hosts: rank {mine} lost rank {rank} on host {host}, or waited for it in vain: {error}",
+                    rank,
+                    host,
+                ) from error
+
+
+class HostExchange(Exchange):
+    """Over shared memory: a rank reads its pieces where the peers wrote them. Two barriers an exchange.
+
+    A rank's memory is its result, then its message, both at places that do not depend on the slice: after an exchange's second
+    barrier nobody reads messages any more, and after the next one's first barrier nobody reads results, so neither is ever
+    overwritten while a slower rank reads it.
+    """
+
+    def __init__(self, comm: HostComm) -> None:
+        super().__init__(comm.rank, comm.world_size)
+        self._comm = comm
+        self._capacity = 0
+        self._parts: list[torch.Tensor] = []
+
+    def _reserve(self, slice_bytes: int) -> None:
+        """Collective where it grows, and it grows alike on every rank."""
+        if slice_bytes <= self._capacity:
+            return
+        size = slice_bytes * (self.world_size + 1)
+        arena = self._comm.arena(size, "compressed gradients")
+        self._parts = [from_dlpack(arena.tensor(0, "uint8", (size,), None, rank)) for rank in range(self.world_size)]
+        self._capacity = slice_bytes
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        self._reserve(slice_bytes)
+        return self._parts[self.rank][self._capacity : self._capacity + slice_bytes * self.world_size]
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        self._comm.barrier("compressed gradients")
+        begin = self._capacity + self.rank * slice_bytes
+        return [part[begin : begin + slice_bytes] for part in self._parts]
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        return self._parts[self.rank][:slice_bytes]
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        self._comm.barrier("compressed gradients")
+        for rank, part in enumerate(self._parts):
+            whole[rank * slice_bytes : (rank + 1) * slice_bytes].copy_(part[:slice_bytes])
+
+    def _agree(self, ok: bool) -> bool:
+        return b"\0" not in self._comm.all_gather_bytes(b"\1" if ok else b"\0", "compressed gradients")
+
+
+_exchanges: weakref.WeakKeyDictionary[Any, GroupExchange] = weakref.WeakKeyDictionary()
+_single: dict[None, GroupExchange] = {}
+
+
+def group_exchange(group: Any) -> GroupExchange:
+    """The exchange over a torch group, made once a group; None is the default group."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    table: Any = _single if group is None else _exchanges
+    if group not in table:
+        table[group] = GroupExchange(group)
+    return table[group]
+
+
+def slice_numel(numel: int, world_size: int) -> int:
+    """Elements of a slice that holds a share of `numel`, a multiple of what keeps slices aligned."""
+    share = -(-numel // world_size)
+    return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
+
+
+class _RealBucket:
+    """A complex bucket as real numbers, twice as many, in the same memory."""
+
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+
+    def buffer(self) -> torch.Tensor:
+        return torch.view_as_real(self._bucket.buffer()).view(-1)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [torch.view_as_real(gradient) for gradient in self._bucket.gradients()]
+
+    def __getattr__(self, name: str) -> Any:  # what a bucket does not have, this one does not either
+        found = getattr(self._bucket, name)
+        return (lambda: 2 * found()) if name == "slice_numel" else found
+
+
+def check_place(exchange: Exchange, buffer: torch.Tensor) -> None:
+    """Raises NotImplementedError for a bucket that is not where an exchange works."""
+    if cuda.runtime.holds(buffer) and not exchange.on_device:
+        raise NotImplementedError(
+            "hooks of shardwright.hooks work on the CPU, and this bucket is on a GPU: there sw.wrap(..., compress=...) is, and torch's own hooks"
+        )
+
+
+def real_bucket(bucket: Any) -> Any:
+    """`bucket`, or a view of it as real numbers if it is complex: what compressors work on."""
+    return _RealBucket(bucket) if bucket.buffer().is_complex() else bucket
+
+
+def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """What a hook returns that has communicated already."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+def share_of(bucket: Any) -> tuple[int | None, bool]:
+    """Elements of a rank's slice of a bucket, None where the bucket does not say; and whether that slice alone is wanted."""
+    if not hasattr(bucket, "slice_numel"):
+        return None, False
+    return bucket.slice_numel(), bucket.keeps_slice()
+
+
+def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
+    """This rank's slice of begin()'s message, as elements of its dtype, averaged or summed over ranks in rank order.
+
+    Of one rank it is the message itself.
+    """
+    if exchange.world_size == 1:
+        return message
+    pieces = exchange.scatter()
+    return _fold(exchange, exchange.result().view(message.dtype), pieces, op)
+
+
+def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
+    """The same, and the whole of it."""
+    if exchange.world_size == 1:
+        return message
+    messages = exchange.swap()
+    if messages is not None:
+        return _fold(exchange, exchange.whole().view(message.dtype), messages, op)
+    own = fold_slice(exchange, message, op)
+    return exchange.gather().view(own.dtype)
+
+
+def _fold(exchange: Exchange, result: torch.Tensor, pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    name = str(result.dtype).removeprefix("torch.")
+    exchange.fold(result.data_ptr(), [piece.data_ptr() for piece in pieces], result.numel(), name, op)
+    return result
+
+
+def average_plain(exchange: Exchange, flat: torch.Tensor, share: int | None = None, keeps_slice: bool = False) -> None:
+    """The mean over ranks in place, in the dtype of `flat`, which is one-dimensional: no compression. Of the rank's own
+    `share` elements alone if `keeps_slice`: the rest is then anything."""
+    if exchange.world_size == 1:
+        return
+    share = share or slice_numel(flat.numel(), exchange.world_size)
+    message = exchange.begin(share * flat.element_size()).view(flat.dtype)
+    message[: flat.numel()].copy_(flat)
+    message[flat.numel() :].zero_()
+    if not keeps_slice:
+        flat.copy_(fold_message(exchange, message, "mean")[: flat.numel()])
+        return
+    flat[exchange.rank * share : (exchange.rank + 1) * share].copy_(fold_slice(exchange, message, "mean"))
+    exchange.agree(True)

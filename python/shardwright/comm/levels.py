@@ -1,0 +1,239 @@
+"""The levels of a compressed exchange: between ranks of one host, or between hosts if there are several.
+
+Across hosts the fold inside each host is plain, in shared memory: float32, in rank order. The carrier of each host, its
+lowest rank, compresses that partial sum, exchanges it with the other hosts and publishes the result on its host. A host
+therefore sends the bytes of one rank, for any number of ranks on it, and only the carrier keeps the compressor's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .exchange import Exchange, GlooExchange, HostExchange, done, real_bucket
+from .process_group import comm_error
+
+if TYPE_CHECKING:
+    from .._engine import HostComm
+    from .process_group import HostGroup
+
+_Hook = Callable[[Any, Any], Any]
+
+
+class Levels:
+    """The one level of a single host.
+
+    Attributes
+    ----------
+    exchange : Exchange
+        The exchange of a compressor. Its rank and world_size count hosts if there are several.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
+        """Average `flat` over all ranks in place. `compressed` averages it over `exchange`. Collective."""
+        compressed()
+
+    def hook(self, hook: _Hook) -> _Hook:
+        """Turn `hook`, with a state over `exchange`, into a hook for contributions of every rank."""
+        return hook
+
+
+class _OneHost(Levels):
+    """One host, over a leased communicator."""
+
+    def __init__(self, exchange: Exchange, roads: Roads) -> None:
+        super().__init__(exchange)
+        self._roads = roads
+
+    def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
+        with self._roads.watched():
+            compressed()
+
+
+class HostLevels(Levels):
+    """Several hosts. `flat` is float32.
+
+    Parameters
+    ----------
+    group : HostGroup
+    roads : Roads
+    """
+
+    def __init__(self, group: HostGroup, roads: Roads) -> None:
+        host = group.host_of[group.rank]
+        self._roads = roads
+        self._inside = roads.inside
+        self._is_carrier = roads.between is not None
+        self._carrier = group.host_of.index(host)
+        self._host_name = group.hosts[self._carrier]
+        self._share = group.host_count / group.world_size
+        firsts = group.carriers
+        super().__init__(
+            GlooExchange(roads.between, [(first, group.hosts[first]) for first in firsts])
+            if self._is_carrier
+            else Exchange(host, group.host_count, takes_part=False)
+        )
+
+    def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
+        with self._roads.watched():
+            self._average(flat, compressed, label)
+
+    def _average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
+        if self._inside is not None:
+            self._inside.all_reduce(flat.data_ptr(), flat.numel(), "float32", "sum", label)
+        failure: Exception | None = None
+        if self._is_carrier:
+            try:
+                if self._share != 1:  # turns the mean over hosts into the mean over ranks
+                    flat.mul_(self._share)
+                compressed()
+            except Exception as error:  # raised once the whole host knows
+                failure = error
+        if self._inside is not None:
+            self._hear(failure, label)
+        if failure is not None:
+            raise failure
+        if self._inside is not None:
+            self._inside.broadcast([(flat.data_ptr(), 4 * flat.numel())], 0, label)
+
+    def _hear(self, failure: Exception | None, label: str) -> None:
+        """Share the carrier's failure with its host. Collective inside the host."""
+        assert self._inside is not None
+        mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        said = self._inside.all_gather_bytes(mine.encode(), label)[0].decode()
+        if said and failure is None:
+            raise comm_error(
+                f"{label}: rank {self._carrier}, which exchanges for host {self._host_name}, failed: {said}",
+                self._carrier,
+                self._host_name,
+            )
+
+    def hook(self, hook: _Hook) -> _Hook:
+        def run(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            real = real_bucket(bucket)
+            buffer: torch.Tensor = real.buffer()
+            flat = buffer if buffer.dtype == torch.float32 else buffer.float()
+            view = _HostBucket(real, flat)
+            self.average(flat, lambda: hook(state, view).wait(), "compressed gradients")
+            if not self._is_carrier and hasattr(state, "end_bucket"):
+                state.end_bucket(bucket.is_last())
+            if flat is not buffer:
+                buffer.copy_(flat)
+            return done(bucket.buffer())
+
+        return run
+
+
+class _HostBucket:
+    """A bucket as a host's contribution: float32, without the ranks' slices."""
+
+    def __init__(self, bucket: Any, flat: torch.Tensor) -> None:
+        self._bucket, self._flat = bucket, flat
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        shift = self._flat.storage_offset() - self._bucket.buffer().storage_offset()
+        return [
+            self._flat.as_strided(g.shape, g.stride(), g.storage_offset() + shift) for g in self._bucket.gradients()
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._bucket.parameters())
+
+    def used(self) -> list[bool]:
+        return list(self._bucket.used())
+
+    def index(self) -> int:
+        return int(self._bucket.index())
+
+    def is_last(self) -> bool:
+        return bool(self._bucket.is_last())
+
+
+class Lease:
+    """The use of communicators by one thread. They are free again once the lease is garbage."""
+
+
+@dataclasses.dataclass
+class Roads:
+    """The communicators of a group over several hosts besides its own, and their current lease.
+
+    Attributes
+    ----------
+    inside : HostComm or None
+        The ranks of this host; None for a single rank.
+    between : Backend or None
+        The carriers of all hosts; None on other ranks.
+    """
+
+    inside: HostComm | None
+    between: Any
+    lease: weakref.ref[Lease] | None = None
+    has_failed: bool = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Never lease these communicators again after a failure."""
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    @property
+    def is_free(self) -> bool:
+        return self.lease is not None and self.lease() is None and not self.has_failed
+
+
+#: by group. The first ones are shared by all exchanges on their caller's thread
+_joined: weakref.WeakKeyDictionary[HostGroup, list[Roads]] = weakref.WeakKeyDictionary()
+
+
+def levels_of(group: HostGroup) -> Levels:
+    """Return the levels of `group` for its calling thread. Collective at first use across hosts."""
+    if group.host_count == 1:
+        return Levels(HostExchange(group.comm))
+    roads = _joined.setdefault(group, [])
+    return _levels(group, roads[0] if roads else _join(group, roads))
+
+
+def leased_levels(group: HostGroup) -> tuple[Levels, Lease]:
+    """Return levels for another thread, valid while the lease is held. Collective."""
+    roads, lease = _joined.setdefault(group, []), Lease()
+    if not roads and group.host_count > 1:
+        _join(group, roads)
+    said = group.comm.all_gather_bytes(bytes(each.is_free for each in roads), "communicators that are free")
+    free = [
+        k for k in range(len(roads)) if all(each[k] for each in said)
+    ]  # the lists are equally long on all ranks, which create them together
+    found = roads[free[0]] if free else _join(group, roads)
+    found.lease = weakref.ref(lease)
+    return _levels(group, found), lease
+
+
+def _join(group: HostGroup, roads: list[Roads]) -> Roads:
+    timeout_s = group.comm.timeout_s
+    firsts = group.carriers
+    inside = group.join_inside(timeout_s)
+    crosses = group.host_count > 1 and group.rank in firsts
+    between = group.gloo_group(f"between/{len(roads)}", firsts, timeout_s) if crosses else None
+    roads.append(Roads(inside, between))
+    return roads[-1]
+
+
+def _levels(group: HostGroup, roads: Roads) -> Levels:
+    if roads.inside is not None:
+        roads.inside.timeout_s = group.comm.timeout_s
+    if group.host_count == 1:
+        return _OneHost(HostExchange(roads.inside or group.comm), roads)
+    return HostLevels(group, roads)

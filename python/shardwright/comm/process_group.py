@@ -1,0 +1,473 @@
+"""Which ranks train together, on which hosts, and the communicator that joins them. The only user of torch.distributed.
+
+One communicator a group, shared by all modules wrapped over it; its deadline is the latest wrapper's. It lives as long as torch's group does, not
+as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they still have one. At exit
+it is closed: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and the map of hosts
+travel once, through torch's store (comm/rendezvous.py). Between hosts bytes go through a Gloo group of our own (comm/wire.py), which
+never adds two of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._engine import CommError, HostComm, forked
+from ..layout.memory import check_sendable
+from ..layout.shard_mesh import Slicing
+from . import wire
+from .launch import DEFAULT_PORT, Launch, read_launch
+from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, barrier_of
+
+_logger = logging.getLogger("shardwright")
+
+#: A test's entry: the host of each rank, instead of what the handshake finds, whatever the group.
+_forced_hosts: Sequence[int] | None = None
+
+
+class HostGroup:
+    """The ranks of one process group, joined by shared memory inside each host and by a bridge across.
+
+    Attributes
+    ----------
+    comm : HostComm
+    rank, world_size : int
+        Inside the group.
+    name : str
+        torch's name of the group.
+    hosts : list of str
+        Each rank's host name; for messages alone.
+    host_of : list of int
+        Each rank's host, numbered by their lowest rank: who can map whose memory.
+    """
+
+    def __init__(self, group: Any, name: str, timeout_s: float) -> None:
+        self.name = name
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # which is the key that it is found by
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self._children: list[HostComm] = []
+        #: DeviceLinks by GPU; they end before the host's communicator
+        self.links: dict[Any, Any] = {}
+        self._join(group, timeout_s)
+        if self.rank == self.host_of.index(self.host_of[self.rank]):  # the host's lowest
+            self._warn_of_threads()
+        self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
+        self._leave.atexit = False  # _close_all does it
+
+    @property
+    def torch_group(self) -> Any:
+        """torch's; None without one."""
+        return self._group()
+
+    def is_of(self, torch_group: Any) -> bool:
+        """Whether these are the ranks of that very group of torch's; None: of its default one."""
+        return (torch_group if torch_group is not None else dist.group.WORLD) is self.torch_group
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether neither the hosts' communicator nor one of the GPUs' has ended with an error: the thread that looks after the latter may
+        not have told the former yet."""
+        return self.comm.is_alive and not any(link.comm.has_failed for link in self.links.values())
+
+    @property
+    def host_count(self) -> int:
+        """Hosts that the ranks run on."""
+        return max(self.host_of) + 1
+
+    @property
+    def carriers(self) -> list[int]:
+        """The lowest rank of each host."""
+        found: list[int] = []
+        for rank, host in enumerate(self.host_of):
+            if host == len(found):  # hosts are numbered by their lowest rank
+                found.append(rank)
+        return found
+
+    def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
+        """The lowest rank of `rank`'s (this one's) replica on its host: its memory holds what these have one copy of."""
+        rank = self.rank if rank is None else rank
+        return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
+
+    def ranks_beside(self, slicing: Slicing) -> int:
+        """How many ranks share the host's copy of what `slicing` slices, this one among them."""
+        return sum(self.host_of[rank] == self.host_of[self.rank] for rank in slicing.replica())
+
+    def is_apart(self, slicing: Slicing) -> bool:
+        """Whether some replica's slices are updated on several hosts."""
+        return self.host_count > 1 and (not slicing.is_replicated or slicing.crosses(self.host_of))
+
+    def host_map(self) -> dict[str, str]:
+        """For describe(): what each host is called and which ranks it has, the one that carries first."""
+        ranks: list[list[int]] = [[] for _ in range(self.host_count)]
+        for rank, host in enumerate(self.host_of):
+            ranks[host].append(rank)
+        return {
+            f"host {host}": f"{self.hosts[each[0]]}, ranks {', '.join(map(str, each))}"
+            for host, each in enumerate(ranks)
+        }
+
+    def _join(self, group: Any, timeout_s: float) -> None:
+        """Meets the other ranks, and joins them: first those of this host, then other hosts."""
+        host, failure = socket.gethostname(), ""
+        try:
+            self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=host, log=_logger.warning)
+        except (MemoryError, OSError) as error:
+            failure = str(error)
+        cores = hex(sum(1 << core for core in os.sched_getaffinity(0)))
+        address = "" if failure else self.comm.address
+        line = Line(self.rank, address, host, _place(), torch.get_num_threads(), cores, failure)
+        try:
+            if self.world_size == 1 and failure:
+                raise MemoryError(f"rank 0 on host {host} cannot join: {failure}")
+            met, meeting = self._meet(group, line, timeout_s)
+            self.host_of, self._here = met.host_of, met.here
+            self._store_name = f"shardwright/{hashlib.sha256(met.secret).hexdigest()}"
+            try:
+                self._join_host(met)
+                if self.world_size > 1 and (self.host_count > 1 or _forced_hosts is not None):
+                    self._join_hosts(met, meeting, host, timeout_s)
+            except TimeoutError:
+                raise
+            except (RuntimeError, MemoryError, OSError) as error:
+                raise (error if meeting is None else meeting.fail(error)) from error
+            self.hosts = self.comm.hosts
+        except BaseException:
+            if not failure:
+                self.comm.close()
+            raise
+
+    def _meet(self, group: Any, line: Line, timeout_s: float) -> tuple[Meeting, Rendezvous | None]:
+        if self.world_size == 1:
+            return Meeting(secrets.token_bytes(SECRET_BYTES), [0], [line]), None
+        meeting = Rendezvous(
+            dist.PrefixStore(_next_meeting(self.name, group), dist.distributed_c10d._get_default_store()),
+            *(self.rank, self.world_size, line.host, timeout_s),
+            barrier=barrier_of(group),
+            log=_logger.warning,
+        )
+        return meeting.meet(line, _forced_hosts), meeting
+
+    def _join_host(self, met: Meeting) -> None:
+        """Joins the ranks of this host through memory."""
+        addresses, hosts = [each.address for each in met.here], [each.host for each in met.here]
+        self.comm.connect(addresses, met.secret, hosts, members=[each.rank for each in met.here])
+
+    def _join_hosts(self, met: Meeting, meeting: Rendezvous, host: str, timeout_s: float) -> None:
+        """Joins the other hosts through a wire between their lowest ranks."""
+        bridge = None
+        carriers = self.carriers
+        try:
+            if self.host_count > 1 and self.rank in carriers:
+                meeting.go(self.host_count)
+                others = wire.sockets()
+                gloo = self.gloo_group("wire", carriers, timeout_s, connects_late=self.host_count > wire.EAGER_HOSTS)
+                bridge = wire.Wire(gloo, carriers, met.secret, others, lambda: _exits)
+        except (RuntimeError, MemoryError, OSError) as error:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self.comm.abort(str(error))
+            raise
+        self.comm.extend(self.host_of, host, wire=bridge)
+
+    def _warn_of_threads(self) -> None:
+        """Where this host's ranks compute on more threads than they have cores: as a rule nobody has meant that."""
+        here, mask = self._here, 0
+        for each in here:
+            mask |= int(each.cores, 16)
+        cores, threads = bin(mask).count("1"), sum(each.threads for each in here)
+        if len(here) > 1 and threads > cores and max(each.threads for each in here) > 1:
+            _logger.warning(
+                "the %d ranks on host %s compute on %d threads, and have %d cores: threads of torch's that wait for one another spin, "
+                "and steps take many times as long; set OMP_NUM_THREADS=%d (torchrun sets it to 1) or call torch.set_num_threads(%d)",
+                *(len(here), self.hosts[self.rank], threads, cores),
+                *[max(1, cores // len(here))] * 2,
+            )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether close() was called."""
+        return not self._leave.alive
+
+    def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float, connects_late: bool = False) -> Any:
+        """A Gloo group of our own over `ranks` of this one, this rank among them: a backend, without torch's dispatch.
+        Collective over `ranks` alone; its timeout is for finding one another too.
+
+        torch's new_group() would either need every rank of the job, or name the group after the number of groups that a
+        process has: ranks that are in different numbers of groups would wait for one another in vain.
+        """
+        store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
+        timeout = timedelta(seconds=min(timeout_s, 1e6))
+        return wire.make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
+
+    def join_inside(self, timeout_s: float) -> HostComm | None:
+        """A communicator of the ranks of this rank's host alone, in order; None for one alone. Collective over all hosts."""
+        here = [rank for rank in range(self.world_size) if self.host_of[rank] == self.host_of[self.rank]]
+        comm, said, failure = None, {"address": "", "secret": "", "failure": ""}, None
+        if len(here) > 1:
+            try:
+                comm = HostComm(
+                    here.index(self.rank),
+                    len(here),
+                    timeout_s=timeout_s,
+                    host=self.hosts[self.rank],
+                    log=_logger.warning,
+                )
+                said = {**said, "address": comm.address, "secret": secrets.token_hex(SECRET_BYTES)}
+            except (MemoryError, OSError) as error:
+                said["failure"] = str(error)
+        everyone = [
+            json.loads(each) for each in self.comm.all_gather_bytes(json.dumps(said).encode(), "joining a host")
+        ]
+        if comm is not None and not any(each["failure"] for each in everyone):
+            try:
+                secret = bytes.fromhex(everyone[here[0]]["secret"])
+                comm.connect([everyone[rank]["address"] for rank in here], secret, [self.hosts[rank] for rank in here])
+                self._children.append(comm)
+            except (RuntimeError, MemoryError, OSError) as error:
+                said["failure"], failure = str(error), error
+        verdicts = self.comm.all_gather_bytes(said["failure"].encode(), "joining a host")
+        for rank, reason in enumerate(verdicts):
+            if reason:
+                if comm is not None:
+                    comm.close()
+                raise comm_error(
+                    f"joining the ranks of a host failed on rank {rank} on host {self.hosts[rank]}: {reason.decode()}",
+                    rank,
+                    self.hosts[rank],
+                ) from failure
+        return comm
+
+    def close(self) -> None:
+        """Takes leave of the peers, once; those that wait for this rank get a CommError. No effect in a forked child."""
+        self._leave()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
+        """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
+
+        Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
+        """
+        check_sendable(tensors, label)
+        plain = [tensor.data for tensor in tensors if tensor.numel()]
+        dense = [t if t.is_contiguous() and not t.is_conj() and not t.is_neg() else _row_major(t) for t in plain]
+        ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in dense]
+        if ranges and self.world_size > 1:
+            self.comm.broadcast(ranges, root, label)
+            for tensor, copy in zip(plain, dense):
+                if copy is not tensor:
+                    tensor.copy_(copy)
+
+    def highest_rank_where(self, condition: bool, label: str) -> int:
+        """The highest rank on which `condition` holds, -1 if none. Collective."""
+        verdicts = self.comm.all_gather_bytes(b"\1" if condition else b"\0", label)
+        return max((rank for rank, verdict in enumerate(verdicts) if verdict == b"\1"), default=-1)
+
+
+def _row_major(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().clone(memory_format=torch.contiguous_format)
+
+
+def comm_error(message: str, rank: int = -1, host: str = "") -> CommError:
+    """A CommError with its attributes set."""
+    error = CommError(message)
+    error.rank, error.host = rank, host
+    return error
+
+
+def _place() -> str:
+    """Equal for processes under one running kernel in one network namespace; empty where it cannot be known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+#: meetings so far, by the name and the ranks of their group: alike on these ranks
+_meetings: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+
+
+def _next_meeting(name: str, group: Any) -> str:
+    """What all ranks call the next meeting of `group`, and no other meeting of this job is called."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    _meetings[name, ranks] += 1
+    digest = hashlib.sha256(json.dumps([name, ranks]).encode()).hexdigest()[:16]
+    return f"shardwright/{digest}/{_meetings[name, ranks]}"
+
+
+def _forked() -> None:
+    forked()
+    wire.let_go()
+
+
+#: torch's group -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
+_groups: weakref.WeakKeyDictionary[Any, HostGroup] = weakref.WeakKeyDictionary()
+_single: dict[None, HostGroup] = {}
+
+
+def live_groups() -> list[HostGroup]:
+    """Every communicator of this process that is in use."""
+    return [group for group in (*_single.values(), *_groups.values()) if not group.is_closed]
+
+
+def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
+    """Return torch's group for these options; None for a single rank without one.
+
+    `trains`: whether a module is to train over it. Without a launcher a default group of one rank is made then, as it is where a
+    launcher starts one rank, and one line says so.
+
+    Raises
+    ------
+    ValueError
+        This rank is not part of the group.
+    """
+    if device_mesh is not None:
+        process_group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of_mesh(device_mesh)
+    if process_group is not None:
+        if dist.get_rank(process_group) < 0:
+            raise ValueError(
+                "this rank is not part of the process group given; wrap the module on the group's ranks only"
+            )
+        return process_group
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        launch = read_launch(os.environ)
+        if launch is None and not trains:
+            return None
+        if launch is None:
+            _logger.warning(_ONE_RANK)
+        _join(launch or Launch("none", 0, 1, None, "", DEFAULT_PORT))
+    return dist.group.WORLD
+
+
+_ONE_RANK = (
+    "no launcher has started this process (RANK, OMPI_COMM_WORLD_RANK and SLURM_PROCID are not set): it trains as one rank; "
+    "`torchrun --nproc-per-node N PROGRAM` starts N ranks"
+)
+
+#: the default group -> groups over all ranks of meshes, by these ranks
+_mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def _group_of_mesh(device_mesh: Any) -> Any:
+    """Over all its dimensions. Collective over its ranks where it has none yet."""
+    ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"this rank, {dist.get_rank()}, is not part of the device_mesh given, which has ranks "
+            f"{', '.join(map(str, ranks))}: wrap the module on those only"
+        )
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    made = _mesh_groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made[ranks]
+
+
+def mesh_rows(device_mesh: Any, group: Any) -> list[list[int]]:
+    """The ranks of `group` in each row of a mesh of two dimensions, which is made of them."""
+    return [[dist.get_group_rank(group, rank) for rank in row] for row in device_mesh.mesh.tolist()]
+
+
+def group_ranks(group: Any) -> list[int]:
+    """The global numbers of the ranks of torch's `group`; None: one rank."""
+    return [0] if group is None else list(dist.get_process_group_ranks(group))
+
+
+def _join(launch: Launch) -> None:
+    """Makes the default process group."""
+    if not launch.master_addr:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif launch.launcher == "torchrun":  # its own way: after a restart its agent keeps the store
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", init_method=launch.init_method, rank=launch.rank, world_size=launch.world_size)
+
+
+def is_default_group(group: Any) -> bool:
+    """Whether `group` is what an unpickled copy would find."""
+    return group is None or (dist.is_initialized() and group is dist.group.WORLD)
+
+
+def host_group(group: Any, timeout_s: float) -> HostGroup:
+    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards.
+
+    One that ended with an error, on whatever rank, gives way to a new one.
+    """
+    table: Any = _single if group is None else _groups
+    found = table.get(group)
+    if found is not None and found.is_usable:
+        found.comm.timeout_s = timeout_s
+        return found
+    _register_ends()
+    if found is not None:
+        found.close()
+    name = "single rank" if group is None else str(getattr(group, "group_name", "unnamed"))
+    table[group] = made = HostGroup(group, name, timeout_s)
+    return made
+
+
+@functools.cache
+def _register_ends() -> None:
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_forked)
+
+
+#: once the process is about to end
+_exits = False
+
+
+def _close_all() -> None:
+    global _exits
+    _exits = True
+    for group in live_groups():
+        group.close()
+
+
+def _close_comms(comm: HostComm, children: list[HostComm], links: dict[Any, Any], pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must not take leave in its parent's name
+        # A row's link before the one of all ranks, whose end would be taken for its failure.
+        ends = *reversed(links.values()), *children, comm
+        with contextlib.ExitStack() as closing:  # all of them, whatever interrupts one
+            for each in reversed(ends):
+                closing.callback(each.close)
+
+
+def group_size(group: Any) -> int:
+    """Ranks of torch's `group` (None: the default one); 1 where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)
+
+
+def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+    """Every rank's `row`, over torch's `group`: by a sum with zeros, which every backend has for its devices, and which is exact."""
+    rows = row.new_zeros(dist.get_world_size(group), row.numel())
+    rows[dist.get_rank(group)] = row
+    dist.all_reduce(rows, group=group)
+    return rows.unbind()
+
+
+def describe_group() -> str:
+    """One line for describe(): what torch.distributed is in this process."""
+    if not dist.is_available():
+        return "torch.distributed is not in this build of torch"
+    if not dist.is_initialized():
+        return "no default process group"
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}, backend {dist.get_backend()}"

@@ -1,0 +1,324 @@
+"""The meeting of a group's ranks before they share memory: through torch's store, as a tree.
+
+Rank r writes one line about itself, and the lines of its subtree (FAN_OUT children a rank), under one key that its parent
+reads. Rank 0 so gets all lines, finds which ranks share a host, and writes one key a host and one with the map. No rank but rank 0
+handles more than O(W / FAN_OUT) lines, and no two ranks exchange messages. See docs/design/hosts.md.
+
+The first reason for which some rank cannot go on, under a key of its own, is what all ranks raise. A rank waits in a
+barrier of torch's Gloo group first, where there is one: the death of a process ends that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .._engine import CommError, CommTimeoutError
+
+#: children of a rank in the tree
+FAN_OUT = 64
+SECRET_BYTES = 16
+#: the least deadline of a rank for the others to come, which may be late: torch's own default
+_COMING_S = 1800.0
+#: between two questions to the store: first, and at most
+_LOOK_S = (0.001, 0.5)
+#: the same of torch's barrier, which costs the store nothing
+_BARRIER_LOOK_S = 0.02
+#: by how much the other ranks wait longer for rank 0 than it waits for one of them: it says which
+_LATER_S = 2.0
+#: how long a rank that only heard of a failure waits for the reason of the rank that failed
+_REASONS_S = 0.5
+#: a wait this long is logged, and again after twice as long, and so on
+_WARN_AFTER_S = 30.0
+
+
+class Line(NamedTuple):
+    """The line of one rank.
+
+    Attributes
+    ----------
+    place : str
+        Equal for ranks that share a host.
+    cores : str
+        The set of cores the rank may run on: a mask, in hexadecimal digits.
+    failure : str
+        Why it cannot join; empty if it can.
+    """
+
+    rank: int
+    address: str
+    host: str
+    place: str
+    threads: int
+    cores: str
+    failure: str
+
+
+class Meeting(NamedTuple):
+    """The outcome: the secret of this group, the host of each rank, and the lines of the ranks of this host."""
+
+    secret: bytes
+    host_of: list[int]
+    here: list[Line]
+
+
+class Rendezvous:
+    """One meeting of a group's ranks.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+        Of this meeting alone.
+    rank, world_size : int
+    host : str
+        This host's name.
+    timeout_s : float
+        The deadline of each wait once all ranks have come. Until then torch's default, if that is later.
+    barrier : callable, optional
+        Begins a barrier over all ranks, whose failure is that of a rank.
+    log : callable, optional
+        Gets a sentence when a rank has waited for long.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        host: str,
+        timeout_s: float,
+        barrier: Callable[[], Any] | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._store = _Caller(store, rank, timeout_s)
+        self._rank = rank
+        self._world_size = world_size
+        self._host = host
+        self._timeout_s = timeout_s
+        self._has_met = False
+        self._barrier = barrier
+        self._log = log
+
+    def meet(self, line: Line, forced_hosts: Sequence[int] | None = None) -> Meeting:
+        """Exchange the lines. `forced_hosts`: the host of each rank, instead of what the lines say.
+
+        Raises
+        ------
+        MemoryError
+            Some rank's line says that it cannot join.
+        CommError, CommTimeoutError
+            Some rank died, gave up or did not come.
+        """
+        try:
+            return self._exchange(line, forced_hosts)
+        except CommTimeoutError as error:
+            raise self.fail(error) from None
+
+    def _exchange(self, line: Line, forced_hosts: Sequence[int] | None) -> Meeting:
+        lines = [line]
+        below = children(self._rank, self._world_size)
+        if not below and self._rank > 0:
+            try:
+                self._tell(lines)
+            except CommError:
+                if self._barrier is not None:  # the others miss its line at the deadline, not at torch's own
+                    self._barrier()
+                raise
+        if self._barrier is not None:
+            self._await_all()
+        for child in below:
+            lines += [Line(*each) for each in json.loads(self._await(f"lines/{child}", f"rank {child}"))]
+            with contextlib.suppress(RuntimeError):  # a store that deletes nothing
+                self._store.call("delete_key", f"lines/{child}")
+        if self._rank == 0:
+            self._answer(sorted(lines, key=lambda each: each.rank), forced_hosts)
+        elif below:
+            self._tell(lines)
+        answer = json.loads(zlib.decompress(self._await("map", "rank 0", _LATER_S)))
+        self._has_met = True
+        if answer["failure"]:
+            raise MemoryError(answer["failure"])
+        host_of = [host for host, length in answer["runs"] for _ in range(length)]
+        here = json.loads(self._await(f"host/{host_of[self._rank]}", "rank 0"))
+        return Meeting(bytes.fromhex(here["secret"]), host_of, [Line(*each) for each in here["lines"]])
+
+    def go(self, host_count: int) -> None:
+        """Return once the lowest rank of each host has called this: the ranks of all hosts have joined."""
+        if self._store.call("add", "joined", 1) == host_count:
+            self._store.call("set", "go", "1")
+        self._await("go", "the other hosts")
+
+    def fail(self, error: Exception) -> Exception:
+        """The error that all ranks raise instead of each its own: the first reason, a rank's own trouble before what others heard."""
+        heard = isinstance(error, CommError) and getattr(error, "rank", self._rank) != self._rank
+        mine = {
+            **{"rank": self._rank, "host": self._host, "text": str(error), "at": getattr(error, "rank", self._rank)},
+            "is_timeout": isinstance(error, TimeoutError),
+        }
+        deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
+        try:
+            while (said := self._reason()) is None and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            if said is None:
+                said = json.loads(self._store.call("compare_set", "why", "", json.dumps(mine)))
+        except (RuntimeError, ValueError):  # no store any more
+            return error
+        return _error_of(said)
+
+    def _answer(self, lines: Sequence[Line], forced_hosts: Sequence[int] | None) -> None:
+        """Write rank 0's answer: the map of hosts, or the reason for which there is none."""
+        failing = next((each for each in lines if each.failure), None)
+        failure, runs = "", []
+        if failing is not None:
+            failure = f"rank {failing.rank} on host {failing.host} cannot join its peers: {failing.failure}"
+        else:
+            host_of = list(forced_hosts) if forced_hosts is not None else find_hosts(lines)
+            secret = secrets.token_hex(SECRET_BYTES)
+            here: list[list[Any]] = [[] for _ in range(max(host_of) + 1)]
+            for each in lines:
+                here[host_of[each.rank]].append(each)
+            for host, rows in enumerate(here):
+                self._store.call("set", f"host/{host}", json.dumps({"secret": secret, "lines": rows}))
+            runs = [(host, len(list(run))) for host, run in groupby(host_of)]
+        self._store.call("set", "map", zlib.compress(json.dumps({"failure": failure, "runs": runs}).encode()))
+
+    def _tell(self, lines: Sequence[Line]) -> None:
+        self._store.call("set", f"lines/{self._rank}", json.dumps(lines))
+
+    def _await_all(self) -> None:
+        """Return once all ranks have come, as a barrier of torch's tells; it ends with an error when one of them dies."""
+        assert self._barrier is not None
+        try:
+            coming = self._barrier()
+            self._until(coming.is_completed, "all ranks of the group", _BARRIER_LOOK_S)
+            coming.wait()
+            self._has_met = True
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self.fail(_comm_error(f"joining: torch's own group failed: {error}", -1, "")) from error
+
+    def _await(self, key: str, awaited: str, later_s: float = 0.0) -> bytes:
+        """Return the value of `key`, once `awaited` has written it. `later_s`: by how much to wait longer than it waits for others."""
+        self._until(lambda: self._store.call("check", [key]), awaited, later_s=later_s)
+        return bytes(self._store.call("get", key))
+
+    def _until(
+        self, is_done: Callable[[], bool], awaited: str, most_s: float = _LOOK_S[1], later_s: float = 0.0
+    ) -> None:
+        """Return once `is_done`. Looks less and less often, so that many ranks that wait for one do not keep the store busy."""
+        begin_s = time.monotonic()
+        pause_s, look_s, warn_s = _LOOK_S[0], _LOOK_S[1], _WARN_AFTER_S
+        while not is_done():
+            waited_s = time.monotonic() - begin_s
+            if waited_s > look_s:
+                look_s = waited_s + _LOOK_S[1]
+                if (said := self._reason()) is not None:
+                    raise _error_of(said)
+            deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
+            if waited_s > deadline_s + later_s:
+                raise CommTimeoutError(
+                    f"joining: rank {self._rank} waited {waited_s:.1f} s for {awaited}; the deadline was {deadline_s:g} s"
+                )
+            if waited_s > warn_s and self._log is not None:
+                self._log(f"joining: rank {self._rank} has waited {waited_s:.0f} s for {awaited}")
+                warn_s *= 2
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, most_s)
+
+    def _reason(self) -> dict[str, Any] | None:
+        return json.loads(self._store.call("get", "why")) if self._store.call("check", ["why"]) else None
+
+
+class _Caller:
+    """A store whose calls have a deadline: torch's wait for an answer without one, also where the link to the store is cut.
+
+    Calls go through a thread of their own, which ends with this object, or with the process where a call never returns.
+    """
+
+    def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_stuck = False
+        self._close = weakref.finalize(self, self._asked.put, None)
+        arguments = (store, self._asked, self._answers)
+        threading.Thread(target=_answer_calls, args=arguments, name="sw-join", daemon=True).start()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """`store.name(*arguments)`.
+
+        Raises
+        ------
+        CommError
+            The store failed, or an earlier call of this object's had no answer.
+        CommTimeoutError
+            It did not answer.
+        """
+        failed = f"joining: the store of torch.distributed failed on rank {self._rank}"
+        if self._is_stuck:
+            raise CommError(f"{failed}: it did not answer")
+        self._asked.put((name, arguments))
+        try:
+            self._is_stuck = True  # also where a signal ends the wait
+            answer, error = self._answers.get(timeout=min(self._timeout_s, 1e6))
+            self._is_stuck = False
+        except queue.Empty:
+            raise CommTimeoutError(f"{failed}: it did not answer {name}() within {self._timeout_s:g} s") from None
+        if error is not None:
+            raise CommError(f"{failed}: {error}") from error
+        return answer
+
+
+def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
+    """The thread of a _Caller."""
+    while (call := asked.get()) is not None:
+        name, arguments = call
+        try:
+            answers.put((getattr(store, name)(*arguments), None))
+        except RuntimeError as error:
+            answers.put((None, error))
+
+
+def children(rank: int, world_size: int) -> range:
+    """The ranks whose lines `rank` reads."""
+    return range(min(FAN_OUT * rank + 1, world_size), min(FAN_OUT * (rank + 1) + 1, world_size))
+
+
+def find_hosts(lines: Sequence[Line]) -> list[int]:
+    """The host of each rank, numbered by their lowest rank; ranks whose place cannot be known share the host of that name."""
+    number: dict[tuple[str, str], int] = {}
+    return [number.setdefault((each.place, "" if each.place else each.host), len(number)) for each in lines]
+
+
+def barrier_of(group: Any) -> Callable[[], Any] | None:
+    """Begin a barrier of torch's `group`, if that has Gloo for the CPU: a collective of O(log W) messages a rank."""
+    if "cpu:gloo" not in str(dist.get_backend_config(group)):
+        return None
+    return lambda: group._get_backend(torch.device("cpu")).barrier()
+
+
+def _error_of(said: dict[str, Any]) -> CommError:
+    at = said["at"]
+    text = f"joining failed on rank {said['rank']} on host {said['host']}: {said['text']}"
+    kind = CommTimeoutError if said["is_timeout"] else CommError
+    return _comm_error(text, at, said["host"] if at == said["rank"] else "", kind)
+
+
+def _comm_error(message: str, rank: int, host: str, kind: type[CommError] = CommError) -> CommError:
+    error = kind(message)
+    error.rank, error.host = rank, host
+    return error

@@ -1,0 +1,122 @@
+"""The costs of compressors on this network: what compress="auto" and headroom() compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..comm.exchange import average_plain
+from ..comm.levels import Levels
+from ..comm.process_group import HostGroup
+from ..options.compressors import Bf16, Compressor, Fp16, Int8, PowerSGD
+from .make import make_hook
+
+_PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024
+LEAST_GAIN = 0.03  # of a step: a smaller gain is not worth another arithmetic
+_CANDIDATES: tuple[Compressor, ...] = (Bf16(), Fp16(), Int8(), PowerSGD(rank=4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """The cost of a compressor for a whole model: seconds of the slowest rank, and bytes that a rank sends."""
+
+    compress: Compressor
+    codec_s: float
+    wire_bytes: int
+
+    def seconds(self, bandwidth: float, hidden_s: float = 0.0) -> float:
+        """Return the seconds of a step of which `hidden_s` of wire time overlap the backward."""
+        return self.codec_s + max(0.0, self.wire_bytes / bandwidth - hidden_s)
+
+
+def hidden_beside(overlaps: bool, levels: Levels, numel: int, bandwidth: float, exposed_s: float) -> float:
+    """Return the seconds of a plain exchange that overlap the backward; a compressed exchange may overlap as much."""
+    if not overlaps:
+        return 0.0
+    return max(0.0, bytes_sent(levels, 4 * numel) / bandwidth - exposed_s)
+
+
+def measure_bandwidth(group: HostGroup, levels: Levels) -> float:
+    """Return the bytes a second that a rank sends in a plain exchange; infinite for one rank. Collective."""
+    plain_s = slowest(group.comm, [_time_plain(levels)])[0]
+    return bytes_sent(levels, 4 * _PROBE_NUMEL) / plain_s if group.world_size > 1 else float("inf")
+
+
+def measure_codecs(group: HostGroup, levels: Levels, numel: int, bandwidth: float) -> list[Codec]:
+    """Time every candidate on 4 MiB over this network of `bandwidth`, and scale to `numel` elements. Collective."""
+    found = []
+    for compress in _CANDIDATES:
+        whole_s, most_sent = slowest(group.comm, [*_time_codec(compress, levels)])
+        sent = int(most_sent)  # across hosts only carriers send
+        codec_s = max(0.0, whole_s - sent / bandwidth) * numel / _PROBE_NUMEL
+        found.append(Codec(compress, codec_s, sent * numel // _PROBE_NUMEL))
+    return found
+
+
+def slowest(comm: Any, values: list[float]) -> list[float]:
+    """Return the greatest of each value over ranks. Collective."""
+    packed = torch.tensor(values, dtype=torch.float64, device="cpu").numpy().tobytes()
+    rows = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in comm.all_gather_bytes(packed, "headroom")]
+    return list(torch.stack(rows).amax(0).tolist())
+
+
+def _median_of(work: Callable[[], Any]) -> float:
+    work()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _time_plain(levels: Levels) -> float:
+    flat = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
+    return _median_of(lambda: levels.average(flat, lambda: average_plain(levels.exchange, flat), "headroom"))
+
+
+def bytes_sent(levels: Levels, message_bytes: int) -> int:
+    """Return the bytes that an exchange of `message_bytes` sends."""
+    world_size = levels.exchange.world_size
+    return 2 * (world_size - 1) * message_bytes // world_size
+
+
+def _time_codec(compress: Compressor, levels: Levels) -> tuple[float, float]:
+    """Return the seconds, and the bytes sent by this rank, of one bucket of _PROBE_NUMEL elements."""
+    state, plain_hook = make_hook(compress, levels.exchange)
+    hook, bucket = levels.hook(plain_hook), _Probe()
+    seconds = _median_of(lambda: hook(state, bucket).wait())
+    before = levels.exchange.wire_bytes
+    hook(state, bucket).wait()
+    return seconds, float(levels.exchange.wire_bytes - before)
+
+
+class _Probe:
+    """A bucket of one square matrix, for hooks."""
+
+    def __init__(self) -> None:
+        self._flat = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
+        self._parameter = torch.empty(1024, _PROBE_NUMEL // 1024, dtype=torch.float32, device="cpu")
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._flat.view_as(self._parameter)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._parameter]
+
+    def used(self) -> list[bool]:
+        return [True]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True

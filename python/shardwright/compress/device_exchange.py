@@ -1,0 +1,209 @@
+"""The two-shot exchange of wire bytes between GPUs, and blocks over it (PowerSGD: compress/device_powersgd.py).
+
+Everything is enqueued: arithmetic on torch's current stream, which the collectives on the communicator's stream follow and are
+followed by. Nothing of a message is read by the host; what it decides on the CPU, whether errors are kept, a verdict in the
+GPU's memory says to the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from .._engine import (
+    device_block_decode,
+    device_block_encode,
+    device_block_fold,
+    device_block_owe,
+    device_block_verdict,
+    device_cast,
+    device_fold,
+)
+from ..backend.device_link import DeviceLink
+from ..comm.exchange import Exchange
+from ..torch_compat import cuda
+from .blocks import BlockState, _Owner, _Part
+from .state import CompressionState
+
+
+class DeviceExchange(Exchange):
+    """Over the communicator of a link. `like`: any tensor on its GPU."""
+
+    on_device = True
+
+    def __init__(self, link: DeviceLink, like: torch.Tensor) -> None:
+        super().__init__(link.rank, link.world_size)
+        self.link = link
+        self._like = like.detach().new_empty(0)
+        self._said = self._received = self._like
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the GPU, which collectives may use."""
+        made: torch.Tensor = cuda.runtime.zeros(numel, dtype, self._like)
+        return made
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        return self.zeros(size_bytes, torch.uint8)
+
+    def _message(self, slice_bytes: int) -> torch.Tensor:
+        size = slice_bytes * self.world_size
+        if self._said.numel() < size:  # the streams have met since a collective used the old ones
+            self._said, self._received = self._memory(size), self._memory(size)
+        return self._said[:size]
+
+    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
+        size, own = slice_bytes * self.world_size, self.rank
+        message, received = self._said[:size], self._received[:size]
+        stream = self.link.current_stream()
+        self.link.comm.exchange((message.data_ptr(), size, "uint8"), received.data_ptr(), stream)
+        pieces = list(received.split(slice_bytes))
+        pieces[own] = message[own * slice_bytes :][:slice_bytes]
+        return pieces
+
+    @property
+    def received_address(self) -> int:
+        """Rank r's piece that scatter() has brought lies r slices on; the own one is in the message."""
+        return self._received.data_ptr()
+
+    def _result(self, slice_bytes: int) -> torch.Tensor:
+        return self._whole[self.rank * slice_bytes :][:slice_bytes]
+
+    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
+        self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
+
+    def agree(self, ok: bool) -> bool:
+        """Streams order the ranks' messages, so there is nothing to wait for; and hosts decide nothing here."""
+        return ok
+
+    def tell(self, flags: torch.Tensor) -> int:
+        """Of world_size + 1 int32 each rank has set its own; the last one becomes the sum of all ranks'. Its address."""
+        world, stream = self.world_size, self.link.current_stream()
+        self.wire_bytes += 4 * (world - 1)
+        begin, last = flags.data_ptr(), flags.data_ptr() + 4 * world
+        self.link.comm.all_gather([(begin, world, "int32")], stream)
+        device_fold(self.link.comm, last, 0, begin, 1, 4, -1, world, "int32", False, stream)
+        return last
+
+    def floats(self, numel: int) -> torch.Tensor:
+        return self.zeros(numel, torch.float32)
+
+    def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
+        own = self.rank
+        other = int(own == 0)  # received ones are equally far apart
+        rest = pieces[other] - other * self._slice_bytes
+        device_fold(
+            self.link.comm,
+            result,
+            pieces[own],
+            rest,
+            numel,
+            self._slice_bytes,
+            own,
+            self.world_size,
+            dtype,
+            op == "mean",
+            self.link.current_stream(),
+        )
+
+    def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
+        device_cast(self.link.comm, wire, dtype, source, "float32", numel, scale, self.link.current_stream())
+
+    def decode_half(self, dtype: str, out: int, wire: int, numel: int) -> None:
+        device_cast(self.link.comm, out, "float32", wire, dtype, numel, 1.0, self.link.current_stream())
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
+        """In one launch for each 64; with the address of a verdict, unless that is 1."""
+        copies = [
+            (to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs if to.numel()
+        ]
+        if copies:
+            self.link.comm.pack(copies, self.link.current_stream(), verdict)
+
+
+class OnDevice(CompressionState):
+    """A state whose exchange, and what it keeps, are a GPU's."""
+
+    @property
+    def _device(self) -> DeviceExchange:
+        return cast("DeviceExchange", self.exchange)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+        return self._device.zeros(max(torch.Size(shape).numel(), 1), dtype)[: torch.Size(shape).numel()].view(shape)
+
+    def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return self._zeros(tuple(tensor.shape), tensor.dtype, parameter).copy_(tensor)
+
+
+class DeviceBlockState(OnDevice, BlockState):
+    """BlockState whose exchange, errors and scratch memory are a GPU's. A pass is one launch over all parts of a message."""
+
+    _flags = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def _exchange_records(self, exchange: Exchange, owners: list[_Owner], keeps_slice: bool) -> None:
+        device_exchange = self._device
+        comm, stream = device_exchange.link.comm, device_exchange.link.current_stream()
+        size, world, codec = self._record_bytes, exchange.world_size, (self.block, self.bits)
+        count = max(1, *(owner.end - owner.begin for owner in owners))
+        base = exchange.begin(count * size).data_ptr()
+        parts = [part for rank, owner in enumerate(owners) for part in owner.parts(rank * count, self.block)]
+        rows = [(base + part.at * size, part.address, part.error, part.numel) for part in parts]
+        for rank, owner in enumerate(owners):  # records of zeros
+            used = owner.end - owner.begin
+            if used < count:
+                rows.append((base + (rank * count + used) * size, 0, 0, (count - used) * self.block))
+        device_block_encode(comm, *codec, rows, stream)
+        own = exchange.scatter()[exchange.rank].data_ptr()
+        others, rest = device_exchange.received_address, self._reserve(device_exchange, count)
+        wires = (own, others, count * size, exchange.rank, world)
+        device_block_fold(comm, *codec, exchange.result().data_ptr(), *wires, count, 1.0 / world, rest, stream)
+        take = self._take_own if keeps_slice else self._take_all
+        verdict = take(device_exchange, parts, base, count)
+        if self.error_feedback:
+            owed = [
+                (span.error_address + 4 * begin, rest + 4 * place, numel)
+                for span, begin, place, numel in owners[exchange.rank].rests(self.block)
+            ]
+            device_block_owe(comm, *codec, owed, verdict, float(world), stream)
+
+    def _take_all(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
+        """Every rank's results are decoded, and errors kept. Where the verdict lies."""
+        comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
+        size, verdict = self._record_bytes, self._flags.data_ptr()
+        whole = exchange.gather().data_ptr()
+        if self.error_feedback:
+            device_block_verdict(comm, *codec, verdict, whole, count * exchange.world_size, stream)
+        rows = [(part.address, part.error, whole + part.at * size, base + part.at * size, part.numel) for part in parts]
+        device_block_decode(comm, *codec, rows, verdict, stream)
+        return verdict
+
+    def _take_own(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
+        """This rank's results alone are decoded, and before that the errors of all parts kept. Where the verdict lies."""
+        comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
+        size, first, verdict = self._record_bytes, exchange.rank * count, 0
+        result = exchange.result().data_ptr()
+        if self.error_feedback:
+            device_block_verdict(comm, *codec, self._flags.data_ptr() + 4 * exchange.rank, result, count, stream)
+            verdict = exchange.tell(self._flags)
+            rows = [
+                (part.address, part.error, 0, base + part.at * size, part.numel) for part in parts if not part.is_copy
+            ]
+            device_block_decode(comm, *codec, rows, verdict, stream)
+        rows = [
+            (part.address, 0, result + (part.at - first) * size, 0, part.numel)
+            for part in parts
+            if first <= part.at < first + count
+        ]
+        device_block_decode(comm, *codec, rows, 0, stream)
+        return verdict
+
+    def _reserve(self, exchange: DeviceExchange, count: int) -> int:
+        """Where what rounding left out of the sums goes; 0 if nobody owes it. The verdicts have a place then, too."""
+        if not self.error_feedback:
+            return 0
+        if self._rest.numel() < count * self.block:
+            self._rest = exchange.floats(count * self.block)
+        if not self._flags.numel():
+            self._flags = exchange.zeros(exchange.world_size + 1, torch.int32)
+        return self._rest.data_ptr()

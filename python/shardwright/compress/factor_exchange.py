@@ -1,0 +1,162 @@
+"""The message of PowerSGD: factors of a bucket's matrices, in float32 or half, and whole small parameters beside them.
+
+Each of the W slices of a half message has a part of the factors in the wire's dtype, then a part of the small
+parameters in float32. Small parameters have no error feedback, so they are not rounded. The factors' rounding error is
+fed back: see settle().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..comm.exchange import Exchange, fold_message, slice_numel
+
+
+class FactorExchange:
+    """An exchange of factors: begin() returns memory for this rank's factors, average() the ranks' mean. Memory is
+    reused.
+
+    Parameters
+    ----------
+    wire_dtype : torch.dtype
+        float32, bfloat16 or float16.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self.wire_dtype = wire_dtype
+        self._head = 0
+        self._small: Sequence[torch.Tensor] = ()
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._message = self._scratch
+        self._own = self._whole = self._sum = self._term = self._flat = self._scratch
+        self._share = self._small_share = self._slice_bytes = self._world_size = 0
+        self._world: torch.Tensor | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Return True if the wire rounds the factors."""
+        return self.wire_dtype != torch.float32
+
+    def begin(self, exchange: Exchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Return the float32 memory for this rank's `head` elements of factors. `small` will be averaged in place,
+        whole.
+
+        The memory is valid until the next begin(). With a half wire it is private, and settle() corrects it.
+        """
+        self._head, self._small = head, small
+        world, total = exchange.world_size, sum(part.numel() for part in small)
+        if not self.rounds:
+            self._message = exchange.begin(4 * slice_numel(head + total, world)).view(torch.float32)
+            return self._message[:head]
+        self._share, self._small_share = slice_numel(head, world), slice_numel(total, world) if total else 0
+        self._slice_bytes = 2 * self._share + 4 * self._small_share
+        self._message = exchange.begin(self._slice_bytes)
+        self._reserve(exchange)
+        return self._own[:head]
+
+    def _reserve(self, exchange: Exchange) -> None:
+        world = exchange.world_size
+        whole, small = world * self._share, world * self._small_share
+        sizes = [whole, whole, self._share, self._share, small]
+        if self._scratch.numel() < sum(sizes):
+            self._scratch = exchange.floats(sum(sizes))
+        *parts, _ = self._scratch.split([*sizes, self._scratch.numel() - sum(sizes)])
+        self._own, self._whole, self._sum, self._term, self._flat = parts
+
+    def average(self, exchange: Exchange) -> torch.Tensor:
+        """Return the mean of the ranks' factors, with the same bits on every rank; average `small`, too."""
+        return self._average_half(exchange) if self.rounds else self._average_whole(exchange)
+
+    def _average_whole(self, exchange: Exchange) -> torch.Tensor:
+        pack(exchange, self._message[self._head :], self._small)
+        whole = fold_message(exchange, self._message, "mean")
+        unpack(exchange, whole[self._head :], self._small)
+        return whole[: self._head]
+
+    def _average_half(self, exchange: Exchange) -> torch.Tensor:
+        world, at = exchange.world_size, self._message.data_ptr()
+        pack(exchange, self._flat, self._small)
+        for rank, (part, small) in enumerate(self._slices(world)):
+            place = at + rank * self._slice_bytes
+            exchange.encode_half(self._name, place, part.data_ptr(), part.numel(), 1.0 / world)
+            rest = self._message[rank * self._slice_bytes :][: self._slice_bytes]
+            rest[2 * part.numel() : 2 * self._share].zero_()
+            rest[2 * self._share :].view(torch.float32).copy_(small)
+        received = self._message
+        if world > 1:
+            self._fold(exchange)
+            received = exchange.gather()
+        for rank in range(world):
+            place = received.data_ptr() + rank * self._slice_bytes
+            exchange.decode_half(self._name, self._whole.data_ptr() + 4 * rank * self._share, place, self._share)
+            begin = rank * self._slice_bytes + 2 * self._share
+            self._flat[rank * self._small_share :][: self._small_share].copy_(
+                received[begin : begin + 4 * self._small_share].view(torch.float32)
+            )
+        unpack(exchange, self._flat, self._small)
+        return self._whole[: self._head]
+
+    @property
+    def _name(self) -> str:
+        return str(self.wire_dtype).removeprefix("torch.")
+
+    def _slices(self, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return this rank's factors and small parameters by slice; the last slices may have fewer factors, or none."""
+        own = self._own[: self._head]
+        parts = [own[rank * self._share : (rank + 1) * self._share] for rank in range(world)]
+        small = [self._flat[rank * self._small_share :][: self._small_share] for rank in range(world)]
+        return list(zip(parts, small))
+
+    def _fold(self, exchange: Exchange) -> None:
+        """Fold halves as an owner: sum in float32 and rank order, round once, and keep the sum before rounding."""
+        pieces = [piece.data_ptr() for piece in exchange.scatter()]
+        result = exchange.result().data_ptr()
+        self._sum.zero_()
+        for piece in pieces:
+            exchange.decode_half(self._name, self._term.data_ptr(), piece, self._share)
+            self._sum.add_(self._term)
+        exchange.encode_half(self._name, result, self._sum.data_ptr(), self._share, 1.0)
+        if self._small_share:
+            skip = 2 * self._share
+            exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
+
+    def settle(self, exchange: Exchange) -> torch.Tensor:
+        """Return this rank's factors as average() counted them, so that the mean over ranks is the mean that came.
+
+        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean. For half
+        wires.
+        """
+        world, own = exchange.world_size, self._own
+        for rank in range(world):
+            place = self._message.data_ptr() + rank * self._slice_bytes
+            exchange.decode_half(self._name, own.data_ptr() + 4 * rank * self._share, place, self._share)
+        if world == 1:
+            return own[: self._head]
+        if (
+            self._world is None or self._world_size != world
+        ):  # cached, because torch would make a tensor of a number at each use
+            self._world, self._world_size = torch.tensor(float(world), dtype=torch.float32, device="cpu"), world
+        own.mul_(self._world)
+        mine = slice(exchange.rank * self._share, (exchange.rank + 1) * self._share)
+        own[mine].add_(self._whole[mine], alpha=world).sub_(self._sum, alpha=world)
+        return own[: self._head]
+
+
+def pack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy the parts one after the other, with zeros behind them."""
+    exchange.copy(_places(message, parts))
+    message[sum(part.numel() for part in parts) :].zero_()
+
+
+def unpack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    exchange.copy([(part, place) for place, part in _places(message, parts)])
+
+
+def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found, at = [], 0
+    for part in parts:
+        found.append((message[at : at + part.numel()], part))
+        at += part.numel()
+    return found

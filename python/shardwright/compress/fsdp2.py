@@ -1,0 +1,203 @@
+"""Compressors for torch's FSDP2: the all-reduce of slices over replicas.
+
+On a mesh of two dimensions, FSDP2 reduce-scatters gradients over one and all-reduces the slices over the other. Given
+only the sharded dimension, it leaves the other to a hook (FSDPModule.set_all_reduce_hook), which gets one flat slice a
+unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._engine import Error
+from ..comm.exchange import GroupExchange
+from ..options.compressors import Compressor
+from .make import make_hook
+from .state import CompressionState
+
+__all__ = ["compress_all_reduce"]
+
+
+class ReplicaCompression:
+    """The result of compress_all_reduce().
+
+    Attributes
+    ----------
+    state : CompressionState or None
+        For state_dict() and load_state_dict() on each rank; None if the compressor has no state.
+    """
+
+    def __init__(self, compress: Compressor, group: Any) -> None:
+        self._exchange = GroupExchange(group)
+        state, self._hook = make_hook(compress, self._exchange)
+        self._given = state
+        self.state = state if isinstance(state, CompressionState) else None
+        self._units: list[_Unit] = []
+        self._seen: set[int] = set()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Return the bytes that this rank has sent to other replicas so far."""
+        return self._exchange.wire_bytes
+
+    def attach(self, module: Any, group: Any, names: dict[int, str]) -> None:
+        """Replace the all-reduce of one FSDP2 unit."""
+        unit = _Unit(group.fsdp_params, names)
+        if self.state is not None:
+            self.state.set_names(zip(unit.names, unit.keys))
+        number = len(self._units)
+        self._units.append(unit)
+        module.set_all_reduce_hook(lambda output: self._average(number, output))
+
+    @torch.no_grad()
+    def _average(self, number: int, output: torch.Tensor) -> None:
+        if number in self._seen:  # the last backward did not reach every unit
+            self._end_round()
+        self._seen.add(number)
+        is_last = len(self._seen) == len(self._units)
+        bucket = _Slice(self._units[number], output, number, is_last, whole=self.state is not None)
+        result = self._hook(self._given, bucket).wait()
+        if result.data_ptr() != output.data_ptr():
+            output.copy_(result)
+        self._exchange.end_bucket(is_last)
+        if is_last:
+            self._seen.clear()
+
+    def _end_round(self) -> None:
+        self._seen.clear()
+        if self.state is not None:
+            self.state.end_bucket(True)
+
+
+class _Unit:
+    """A set of parameters that FSDP2 gathers and reduces together, with the begin of each slice in the flat output."""
+
+    def __init__(self, parameters: list[Any], names: dict[int, str]) -> None:
+        trained = [each for each in parameters if each.sharded_param.requires_grad]
+        self.names = [names[id(each.sharded_param)] for each in trained]
+        self.keys = [
+            torch.empty(0, dtype=torch.float32, device="cpu") for _ in trained
+        ]  # stand-ins, since FSDP2 may replace its parameters
+        self.layouts, self.numel = [], 0
+        for each in trained:
+            self.layouts.append((each.sharded_size, each.contiguous_sharded_stride, self.numel))
+            self.numel += each.padded_sharded_param_size.numel()
+
+
+class _Slice:
+    """The flat output of one unit with the interface of a bucket."""
+
+    def __init__(self, unit: _Unit, output: torch.Tensor, number: int, is_last: bool, *, whole: bool) -> None:
+        if whole and output.numel() != unit.numel:
+            raise Error(
+                f"the gradients of the unit of {', '.join(unit.names[:3])} have {output.numel()} elements on this rank, "
+                f"not {unit.numel}: a parameter got none in this backward, and the compressor cannot tell which; use a stateless "
+                "compressor (sw.Fp16, sw.Bf16), or let FSDP2 reduce unused parameters as zeros (set_reduce_scatter_unused_params)"
+            )
+        self._unit, self._output, self._number, self._is_last = unit, output, number, is_last
+
+    def buffer(self) -> torch.Tensor:
+        return self._output
+
+    def gradients(self) -> list[torch.Tensor]:
+        base = self._output.storage_offset()
+        return [self._output.as_strided(size, stride, base + at) for size, stride, at in self._unit.layouts]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._unit.keys
+
+    def index(self) -> int:
+        return self._number
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate: Any) -> ReplicaCompression:
+    """Compress the all-reduce between replicas of an FSDP2 module.
+
+    Parameters
+    ----------
+    module : Module
+        The module after torch's fully_shard over the sharded dimension alone; every unit of it gets the hook.
+    compress : Fp16, Bf16, Int8, Int4 or PowerSGD
+    replicate : DeviceMesh or ProcessGroup
+        The other dimension: ranks that own the same slices.
+
+    Returns
+    -------
+    ReplicaCompression
+        Its state, which each rank saves, and its byte count.
+
+    Raises
+    ------
+    Error
+        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions, whose all-reduce precedes any
+        hook.
+    TypeError
+        If `compress` is not a compressor.
+    NotImplementedError
+        If torch has no set_all_reduce_hook, or parameters are not on the CPU.
+
+    Notes ----- FSDP2 averages over the sharded dimension, the hook over the replicas: together the mean over all ranks.
+    Inside set_requires_gradient_sync(False) neither runs. Parameters are not broadcast: replicas must start equal, as
+    in FSDP2 itself. PowerSGD compresses a rank's slice of each matrix. State belongs to this rank's slices and can be
+    loaded on a mesh with the same dimensions. Cost: the compressor's, on 1/S of the gradients.
+
+    Examples
+    --------
+    ::
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        compression = sw.hooks.compress_all_reduce(model, sw.PowerSGD(rank=4), mesh["replicate"])
+    """
+    if not isinstance(compress, Compressor):
+        raise TypeError(
+            f"compress_all_reduce: compress must be sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
+        )
+    group = replicate if isinstance(replicate, dist.ProcessGroup) else replicate.get_group()
+    units = [(each, found) for each in module.modules() for found in _groups_of(each)]
+    if not units:
+        raise Error("compress_all_reduce: torch's fully_shard was called on no module here")
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for each, found in units:
+        _check(each, found)
+    made = ReplicaCompression(compress, group)
+    for each, found in units:
+        if any(p.sharded_param.requires_grad for p in found.fsdp_params):
+            made.attach(each, found, names)
+    return made
+
+
+def _groups_of(module: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's parameter groups of this module itself."""
+    get: Callable[[], Any] | None = getattr(module, "_get_fsdp_state", None)
+    if get is None:
+        return []
+    state = get()
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:
+        found = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in found if group is not None]
+
+
+def _check(module: Any, group: Any) -> None:
+    if not hasattr(module, "set_all_reduce_hook"):
+        raise NotImplementedError(
+            f"compress_all_reduce: torch {torch.__version__} has no FSDPModule.set_all_reduce_hook"
+        )
+    if getattr(group, "_is_hsdp", False):
+        raise Error(
+            "compress_all_reduce: the module was sharded over a mesh of two dimensions, so FSDP2 all-reduces whole gradients before "
+            "any hook: give fully_shard the sharded dimension alone, mesh['shard'], and this function mesh['replicate']"
+        )
+    for each in group.fsdp_params:
+        if each.sharded_param.device.type != "cpu":
+            raise NotImplementedError(
+                f"compress_all_reduce: parameters must be on the CPU, not on {each.sharded_param.device.type}"
+            )

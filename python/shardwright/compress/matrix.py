@@ -1,0 +1,43 @@
+"""A gradient as the matrix that PowerSGD compresses."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Matrix:
+    """One gradient as rows x cols, and its row in the engine's table."""
+
+    def __init__(
+        self,
+        part: torch.Tensor,
+        entry: dict[str, torch.Tensor],
+        rows: int,
+        cols: int,
+        rank: int,
+        seed: int,
+        dtype: str,
+    ) -> None:
+        self.part = part
+        self.entry = entry
+        self.rows, self.cols, self.rank, self.seed = rows, cols, rank, seed
+        self.left_numel = entry["left"].numel()
+        self.right_numel = entry["right"].numel()
+        memory = entry["memory"].data_ptr() if "memory" in entry else 0
+        state = (entry["left"].data_ptr(), entry["right"].data_ptr(), entry["basis"].data_ptr())
+        self.row = (part.data_ptr(), memory, *state, rows, cols, rank, seed, dtype)
+
+    def left_from(self, factor: int, to: int = 0) -> tuple[int, int, int, int, int]:
+        """Return a row of device_powersgd_orthonormalize() that makes P̂ of `factor` in `to` (0: in its own left)."""
+        return to or self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
+
+    def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
+        """Return such a row that makes Q̂ of `factor` in its own basis."""
+        return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
+
+    def row_with(self, **others: int) -> tuple[int, int, int, int, int, int, int, int, int, str]:
+        """Return its row with other addresses for left or right."""
+        gradient, memory, left, right, *rest = self.row
+        places = {"memory": memory, "left": left, "right": right, **others}
+        basis, rows, cols, rank, seed, dtype = rest
+        return gradient, places["memory"], places["left"], places["right"], basis, rows, cols, rank, seed, dtype

@@ -1,0 +1,273 @@
+"""The state of compressors that remember: its parameters, saving and loading.
+
+State belongs to a parameter, by its name if names are known, else by the order in which parameters first came to the
+hook. It does not depend on buckets. It belongs to this rank: every rank saves its own and loads it at the same world
+size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._engine import Error
+from ..comm.exchange import Exchange, group_exchange
+
+
+class CompressionState:
+    """Entries (dicts of tensors) by parameter, created at a parameter's first bucket or taken from a loaded state.
+
+    Attributes
+    ----------
+    iter : int
+        Complete rounds.
+    """
+
+    kind = ""
+
+    def __init__(
+        self, process_group: Any = None, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
+    ) -> None:
+        self.process_group = process_group
+        self.iter = 0
+        self._exchange: Exchange | None = None
+        self._is_under_way: Callable[[], bool] = lambda: False
+        self._names = WeakIdKeyDictionary()  # parameter -> name
+        self._unnamed = 0
+        self._skipped = False
+        self._entries: dict[str, dict[str, torch.Tensor]] = {}
+        self._loaded: dict[str, dict[str, torch.Tensor]] | None = None
+        self._loaded_without: frozenset[str] = frozenset()
+        if named_parameters is not None:
+            self.set_names(named_parameters)
+
+    def set_names(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Set the names for state_dict(), before the first bucket."""
+        for name, parameter in named_parameters:
+            self._names[parameter] = name
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the parameter's name, or #k for the k-th parameter without one."""
+        if parameter not in self._names:
+            self._names[parameter] = f"#{self._unnamed}"
+            self._unnamed += 1
+        return str(self._names[parameter])
+
+    @property
+    def exchange(self) -> Exchange:
+        """Return the exchange over the process group, created at first use."""
+        if self._exchange is None:
+            self._exchange = group_exchange(self.process_group)
+        return self._exchange
+
+    def use_exchange(self, exchange: Exchange) -> None:
+        """Use `exchange` instead of one over the process group."""
+        self._exchange = exchange
+
+    def watch(self, is_under_way: Callable[[], bool]) -> None:
+        """Set the function that reports if another thread may be changing this state."""
+        self._is_under_way = is_under_way
+
+    def _check_rest(self, operation: str) -> None:
+        if self._is_under_way():
+            raise Error(
+                f"{self.kind}: {operation}: rank {self.exchange.rank} has buckets in flight of a backward that is not over, or "
+                "that an exception ended: the next forward or step waits for them"
+            )
+
+    def entry(
+        self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]
+    ) -> tuple[dict[str, torch.Tensor], bool]:
+        """Return the parameter's tensors, of dtype_of() and `shapes`, and True if they are new (zeros)."""
+        name = self.name_of(parameter)
+        if name not in self._entries:
+            taken = self._taken(name, shapes)
+            if taken is not None:
+                self._entries[name] = {key: self._placed(tensor, parameter) for key, tensor in taken.items()}
+            else:
+                self._entries[name] = {
+                    key: self._zeros(shape, self.dtype_of(key), parameter) for key, shape in shapes.items()
+                }
+            return self._entries[name], taken is None
+        found = self._entries[name]
+        for key, shape in shapes.items():
+            if tuple(found[key].shape) != tuple(shape):
+                raise Error(
+                    f"{self.kind}: {key} of parameter {name!r} has shape {tuple(found[key].shape)}, but the parameter needs "
+                    f"{tuple(shape)} (rank {self.exchange.rank})"
+                )
+        return found, False
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of zeros for an entry, on the device of the parameter's state."""
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+
+    def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`, which is on the CPU, on the device of the parameter's state."""
+        return tensor
+
+    def _taken(self, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor] | None:
+        if self._loaded is None:
+            return None
+        given = self._loaded.pop(name, None)
+        if given is None and name in self._loaded_without:
+            return None
+        if given is None:
+            raise Error(
+                f"{self.kind}: the loaded state belongs to another model: it has nothing for parameter {name!r} "
+                f"(rank {self.exchange.rank})"
+            )
+        for key, shape in shapes.items():
+            if key not in given or tuple(given[key].shape) != tuple(shape):
+                has = tuple(given[key].shape) if key in given else None
+                raise Error(
+                    f"{self.kind}: the loaded state belongs to another model: {key} of parameter {name!r} must have shape "
+                    f"{tuple(shape)}, not {has} (rank {self.exchange.rank})"
+                )
+        return {key: given[key].clone() for key in shapes}
+
+    def members(self, bucket: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield gradients and parameters of a bucket, except those that no rank used, if the bucket knows.
+
+        Their error must wait, because a result for an unused parameter would be dropped.
+        """
+        used = bucket.used() if hasattr(bucket, "used") else itertools.repeat(True)
+        for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
+            if is_used:
+                yield gradient, parameter
+            else:
+                self._skipped = True
+
+    def end_bucket(self, is_last: bool) -> None:
+        """Count the bucket; call this after each bucket."""
+        if not is_last:
+            return
+        self.iter += 1
+        skipped, self._skipped = self._skipped, False
+        if self._loaded and self.uses_entries() and not skipped:
+            name = next(iter(self._loaded))
+            raise Error(
+                f"{self.kind}: the loaded state belongs to another model: no parameter is named {name!r} "
+                f"(rank {self.exchange.rank})"
+            )
+
+    def uses_entries(self) -> bool:
+        """Return True if the round just ended asked for every parameter's entry."""
+        return True
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Return the dtype of an entry's tensor."""
+        return torch.float32
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that a loaded state must have, too."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state as copies. Every rank saves its own."""
+        self._check_rest("state_dict")
+        entries = {**(self._loaded or {}), **self._entries}
+        known = {str(name) for name in self._names.values()} | self._loaded_without
+        return {
+            "kind": self.kind,
+            "settings": self.settings(),
+            "iter": self.iter,
+            "rank": self.exchange.rank,
+            "world_size": self.exchange.world_size,
+            "parameters": {name: {key: t.clone().cpu() for key, t in entry.items()} for name, entry in entries.items()},
+            "without": sorted(known - entries.keys()),  # parameters that no bucket has had so far
+        }
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiply the error when the loss scale grows by `factor`.
+
+        Raises
+        ------
+        ValueError
+            If the factor is not positive and finite.
+        """
+        self._check_rest("scale_errors")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{self.kind}: scale_errors: factor must be above 0 and finite, got {factor!r}")
+        for entry in (*self._entries.values(), *(self._loaded or {}).values()):
+            for key in ("error", "memory", "right"):
+                if key in entry:
+                    entry[key].mul_(factor)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state that state_dict() returned on this rank.
+
+        Raises
+        ------
+        Error
+            If the state has another compressor, rank or world size; at the first round, if it belongs to another model.
+        """
+        self._check_rest("load_state_dict")
+        wanted = {
+            "kind": self.kind,
+            "settings": self.settings(),
+            "rank": self.exchange.rank,
+            "world_size": self.exchange.world_size,
+        }
+        for key, value in wanted.items():
+            if state.get(key) != value:
+                raise Error(f"{self.kind}: load_state_dict: {key} must be {value!r}, got {state.get(key)!r}")
+        self.iter = int(state["iter"])
+        self._entries = {}
+        self._loaded = {
+            name: {key: tensor.clone() for key, tensor in entry.items()} for name, entry in state["parameters"].items()
+        } or None
+        self._loaded_without = frozenset(state.get("without", ()))
+
+    def forget(self) -> None:
+        """Restart with no error."""
+        self.iter, self._entries, self._loaded, self._loaded_without = 0, {}, None, frozenset()
+
+
+def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Return a state for rank `rank` of `world_size` from the states of all ranks of a run of another world size.
+
+    Parameters
+    ----------
+    states : sequence of dict
+        The results of state_dict() on every rank, in rank order.
+
+    Returns
+    -------
+    dict
+        A state for load_state_dict(). Every rank gets the ranks' mean error, so the total error stays the same.
+
+    Raises
+    ------
+    Error
+        If a rank is missing, or states belong to different compressors.
+    """
+    first = states[0] if states else {}
+    for place, state in enumerate(states):
+        for key, value in {**first, "rank": place, "world_size": len(states)}.items():
+            if key != "parameters" and state.get(key) != value:
+                raise Error(f"reshard_state: {key} of states[{place}] must be {value!r}, got {state.get(key)!r}")
+    if not states:
+        raise Error("reshard_state: states must hold the state of every rank, got none")
+    names = first["parameters"]
+    entries = {name: _joined([state["parameters"][name] for state in states]) for name in names}
+    return {**first, "rank": rank, "world_size": world_size, "parameters": entries}
+
+
+def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return one entry with the mean of the errors of `entries`."""
+    made = {key: tensor.clone() for key, tensor in entries[0].items()}
+    if "error" in made:
+        made["error"] = torch.stack([entry["error"].double() for entry in entries]).mean(0).float()
+    if "right" in made:
+        made["right"].zero_()
+    if "memory" in made:
+        rows, cols = made["memory"].shape
+        owed = [e["memory"].double() - e["left"][:, :rows].double().T @ e["right"][:, :cols].double() for e in entries]
+        made["memory"] = torch.stack(owed).mean(0).to(made["memory"].dtype)
+    return made

@@ -1,0 +1,134 @@
+"""Buckets that are averaged beside the backward: a thread a wrapper, which takes them in the order in which they come.
+
+The reducer hands a bucket over as soon as all its gradients lie in it, in index order; what is not complete by then, or used by
+other ranks alone, follows at the end of the backward, which waits for all of them. The thread exchanges over communicators of its
+own: the wrapper's may be needed by the backward meanwhile (SyncBatchNorm). All ranks hand over the same buckets in the same order,
+whenever each of them comes to it.
+
+A failure ends the round's other buckets on this rank, and is raised where the round is waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from .._engine import CommTimeoutError, HostComm
+
+#: beyond the deadline of the exchanges themselves, which know more about what failed
+_GRACE_S = 2.0
+#: how long a program that ends waits for threads in the middle of a bucket
+_LEAVE_S = 1.0
+#: threads with a bucket under way
+_busy: set[threading.Thread] = set()
+
+
+class Runner(Protocol):
+    """What is to be done with a bucket: see HookRunner."""
+
+    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]: ...
+
+    def finish_early(self, buckets: Iterable[int]) -> None: ...
+
+
+class _Round:
+    """What became of the buckets handed over since the last wait()."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self.under_way = 0
+        self.early: list[int] = []
+
+
+class BucketThread:
+    """Runs the buckets of `runner` on a thread, begun at the first one.
+
+    Parameters
+    ----------
+    runner : Runner
+    comm : HostComm
+        The wrapper's: its deadline is that of a wait, and it ends when one passes.
+    label : str
+        Of the model, in messages.
+    lease : object
+        What the buckets are exchanged over, held for as long as the thread may use it.
+    """
+
+    def __init__(self, runner: Runner, comm: HostComm, label: str, lease: object) -> None:
+        self._runner, self._comm, self._label, self._lease = runner, comm, label, lease
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._round = _Round()
+        self._thread: threading.Thread | None = None
+        end = weakref.finalize(self, self._jobs.put, None)
+        end.atexit = False
+
+    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
+        """Hands a bucket over; its gradients and its memory are the thread's until wait()."""
+        if self._thread is None:
+            self._thread = _begin(self._jobs, self._done, self._lease)
+        self._round.under_way += 1
+        self._round.early += [bucket] * is_early
+        self._jobs.put((self._round, self._runner.job(bucket, is_last, is_early)))
+
+    def is_under_way(self) -> bool:
+        """Whether buckets were handed over since the last wait()."""
+        return self._round.under_way > 0
+
+    def wait(self) -> None:
+        """Until all buckets handed over are averaged. Raises what failed, once, and then begins anew."""
+        while self._round.under_way:
+            try:
+                self._done.get(timeout=self._comm.timeout_s + _GRACE_S)
+            except queue.Empty:
+                message = (
+                    f"rank {self._comm.rank}: a compressed bucket of {self._label} was not exchanged within "
+                    f"{self._comm.timeout_s:g} s"
+                )
+                self._comm.abort(message)
+                raise CommTimeoutError(message) from None
+            self._round.under_way -= 1
+        ended, self._round = self._round, _Round()
+        if ended.failure is not None:
+            raise ended.failure
+        self._runner.finish_early(ended.early)
+
+
+def _begin(jobs: Any, done: Any, lease: object) -> threading.Thread:
+    thread = threading.Thread(target=_run, args=(jobs, done, lease), name="shardwright buckets", daemon=True)
+    thread.start()
+    return thread
+
+
+def _run(jobs: Any, done: Any, lease: object) -> None:
+    """Holds nothing of a wrapper between jobs, so that one that is dropped ends."""
+    me = threading.current_thread()
+    while (job := jobs.get()) is not None:
+        its_round, run = job
+        if its_round.failure is None:
+            _busy.add(me)
+            try:
+                run()
+            except BaseException as error:
+                its_round.failure = error
+            _busy.discard(me)
+        del job, run, its_round
+        done.put(None)
+
+
+@atexit.register
+def _leave() -> None:
+    """Of a program that ends while a bucket is under way: a thread that comes back from Gloo into an interpreter that is gone
+    ends the program by SIGABRT. Where peers are gone too, it comes back at once."""
+    deadline_s = time.monotonic() + _LEAVE_S
+    while _busy and time.monotonic() < deadline_s:
+        time.sleep(1e-3)
+
+
+os.register_at_fork(after_in_child=_busy.clear)  # it has no such thread

@@ -1,0 +1,268 @@
+"""The reducer of a GPU: torch's memory behind the engine's buckets, registered with NCCL where that is asked for.
+
+Rounds are the engine's, as on the host (docs/design/reduce.md). This class allocates the buckets; at zero >= 2 it
+allocates this rank's slices of the means and the two places in which buckets travel. csrc/python calls the methods with an underscore
+for the steps of a round that need torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .._engine import Error, Reducer
+from ..backend.device_link import DeviceLink
+from ..backend.registration import Registration
+from ..layout.memory import address_of
+from ..layout.shard_mesh import Slicing
+from ..torch_compat import cuda
+
+
+class DeviceReducer(Reducer):
+    """Buckets of gradients on a GPU and their mean, round by round. Making it is collective where memory is registered.
+
+    Parameters
+    ----------
+    link : DeviceLink
+    rows : list of (name, numel, dtype, requires_grad), or with a group as a fifth
+        One a parameter, in registration order.
+    like : Tensor
+        On the GPU.
+    bucket_cap_bytes : int
+    reduce : {"mean", "sum"}
+    deterministic : bool
+        The fold in rank order, with the host's bits, instead of the transport's own mean.
+    label : str
+        Of the model, in messages.
+    sliced : bool
+        Keep this rank's slices of the means alone.
+    slicing : Slicing
+        Which rank owns what, where slices are kept.
+    wire : {"float16", "bfloat16"}, optional
+        In what the mean travels.
+    registers : bool
+        What travels lies in memory that is registered with NCCL, where all ranks can.
+    """
+
+    def __init__(
+        self,
+        link: DeviceLink,
+        rows: Sequence[Any],
+        like: torch.Tensor,
+        *,
+        bucket_cap_bytes: int,
+        reduce: str,
+        deterministic: bool,
+        label: str,
+        sliced: bool,
+        slicing: Slicing,
+        wire: str | None = None,
+        registers: bool = False,
+    ) -> None:
+        lent = registers and (deterministic or sliced or wire is not None)
+        super().__init__(
+            link.comm,
+            rows,
+            bucket_cap_bytes=bucket_cap_bytes,
+            reduce=reduce,
+            deterministic=deterministic,
+            sliced=sliced,
+            wire=wire,
+            slices=slicing.for_engine() if sliced else None,
+            lent=lent,
+            label=label,
+        )
+        self._link, self._label, self._like, self.wire = link, label, like, wire
+        self._sliced, self._slice_count = sliced, slicing.count if sliced else 1
+        self._has_hook = False
+        self._adopted: set[int] = set()
+        self._kept: dict[int, torch.Tensor] = {}
+        self._registration: Registration | None = None
+        self._registered: list[torch.Tensor] = []  # memory of what travels, in order
+        self._ring: list[torch.Tensor] = []  # where buckets travel, in turn
+        trainable = [bucket for bucket in range(self.bucket_count) if self.bucket_shape(bucket)[3]]
+        if registers:
+            self._register(trainable, self._lent_sizes() if lent else [])
+        for bucket in trainable:
+            self._adopt(bucket)
+        self._make_places()
+
+    # memory ---------------------------------------------------------------------------------------------------------
+
+    def _nbytes(self, bucket: int) -> int:
+        _, numel, dtype, _ = self.bucket_shape(bucket)
+        return numel * _itemsize(dtype)
+
+    def _register(self, trainable: Sequence[int], lent: list[int]) -> None:
+        """Register one region for all that the engine passes to NCCL in a round, except use bytes. Collective."""
+        travelling: list[int] = []
+        if self.wire is None:
+            travelling = self._sizes_of_places(trainable) if self._sliced else list(map(self._nbytes, trainable))
+        self._registration = Registration(self._link, lent + travelling, self._like, f"buckets of {self._label}")
+        buffers = self._registration.buffers
+        self._registered = buffers[len(lent) :]
+        if lent:
+            zeros = cuda.runtime.zeros
+            self.lend(tuple(buffers[: len(lent)] or (zeros(size, torch.uint8, self._like) for size in lent)))
+
+    def _lent_sizes(self) -> list[int]:
+        """Return the sizes of memory for the others' contributions, where the engine folds or may fold, and for a bucket in `wire`."""
+        buckets = range(self.bucket_count)
+        sizes = [max(map(self._nbytes, buckets), default=1)]
+        if self.wire is not None:
+            most = max((self.bucket_shape(bucket)[1] for bucket in buckets), default=1)
+            sizes.append(most * _itemsize(self.wire))
+        return [max(size, 1) for size in sizes]
+
+    def _adopt(self, bucket: int) -> None:
+        """Allocate memory for a bucket that takes part from now on. A bucket without elements has an address, too."""
+        _, numel, name, _ = self.bucket_shape(bucket)
+        dtype: torch.dtype = getattr(torch, name)
+        if self._registered and not self._sliced:
+            memory = self._registered.pop(0).view(dtype)
+        else:
+            memory = cuda.runtime.zeros(max(numel // self._slice_count, 1), dtype, self._like)
+        self.adopt(bucket, memory)
+        self._adopted.add(bucket)
+
+    def _sizes_of_places(self, buckets: Sequence[int]) -> list[int]:
+        """Return the sizes of the places: two take turns. With a hook, buckets follow one another on torch's stream, in one."""
+        return heapq.nlargest(1 if self._has_hook else 2, map(self._nbytes, buckets))
+
+    def _make_places(self) -> None:
+        if not self._sliced:
+            return
+        sizes = self._sizes_of_places(list(self._adopted))
+        if not sizes or sizes == [place.numel() for place in self._ring]:
+            return
+        registered, self._registered = self._registered, []
+        zeros = cuda.runtime.zeros
+        self._ring = registered or [zeros(size, torch.uint8, self._like) for size in sizes]
+        self.set_places(tuple(self._ring))
+
+    def _end_registration(self, reason: str) -> None:
+        """End the registration: not all that travels from now on lies in the region. On all ranks, between two rounds."""
+        if self._registration is None or not self._registration.nbytes:
+            return
+        try:
+            self._registration.end(reason)
+        except Error as error:
+            self._link.fail(f"rank {self._link.rank}: {error}")
+            raise
+
+    def attach(self, parameters: Any, views: Any, *, renew: Callable[[int], None], **others: Any) -> None:
+        """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""
+        self._views, self._renew = views, renew
+        super().attach(parameters, views, renew=renew, stream=cuda.runtime.stream_reader(self._link.ordinal), **others)
+
+    def mark_unfrozen(self, index: int) -> None:
+        """Let the bucket of a parameter take part from the next round on."""
+        bucket = self.place(index)[0]
+        if bucket not in self._adopted:
+            self._end_registration(f"bucket {bucket} was frozen at first")
+            self._adopt(bucket)
+            self._make_places()
+            for member in self.bucket_parameters(bucket):
+                self._renew(member)
+        super().mark_unfrozen(index)
+
+    # rounds ---------------------------------------------------------------------------------------------------------
+
+    def set_bucket_callback(self, callback: Any, wait: Any = None) -> None:
+        """Let `callback(bucket, is_last, is_early)` average the buckets at the end of a backward, on torch's current stream.
+
+        The engine keeps what is left: which parameters were used, whether ranks are at the same step, and no bucket.
+        """
+        self._end_registration("buckets are averaged by a communication hook")
+        self.withdraw()
+        self._has_hook = True
+        super().set_bucket_callback(callback)
+        self._make_places()
+
+    def set_divide_by(self, active_only: bool) -> None:
+        """Set whether means divide by the number of ranks that still train, which set_active() gives."""
+        super().set_divide_by(active_only)
+        self.set_active(bytes([1] * self._link.world_size))
+
+    def shadow(self, standing: Sequence[int] = ()) -> None:
+        """Run a round without contributing. This rank goes on averaging its slices."""
+        self._link.check()
+        super().shadow(standing)
+
+    def _target(self, index: int) -> torch.Tensor:
+        """Return the memory that receives the mean of a parameter."""
+        view = self._views[index]
+        return view.piece if self._sliced else view
+
+    @torch.no_grad()
+    def _keep(self, index: int) -> None:
+        self._kept[index] = self._target(index).clone(memory_format=torch.preserve_format)
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Restore the gradients that no rank used."""
+        kept, self._kept = self._kept, {}
+        for index, before in kept.items():
+            if not self.used_by_any(index):
+                self._target(index).copy_(before)
+
+    def _blank(self, index: int) -> None:
+        _fill_with_nothing(from_dlpack(self.gradient(index, [self.place(index)[2]])))
+
+    def _blank_bucket(self, bucket: int) -> None:
+        _fill_with_nothing(from_dlpack(self.bucket(bucket)))
+
+    def _locate(self, like: torch.Tensor, gradient: torch.Tensor) -> int:
+        """Return the address of a gradient whose layout is that of `like`, so that its bytes can be copied; else 0."""
+        is_alike = (
+            address_of(gradient) != 0
+            and gradient.dtype is like.dtype
+            and gradient.device == like.device
+            and gradient.stride() == like.stride()
+            and not gradient.is_conj()
+            and not gradient.is_neg()
+        )
+        return gradient.data_ptr() if is_alike else 0
+
+    def _end(self, reason: str) -> None:
+        """End the communicators on every rank, and raise the reason."""
+        self._link.fail(reason)
+        self._link.check()
+
+    # what was chosen ------------------------------------------------------------------------------------------------
+
+    @property
+    def transport(self) -> str:  # type: ignore[override]
+        """Return the carrier of the bytes: "nccl", or "shm" or "ipc" for slots in memory of the host or of the GPUs."""
+        carrier: str = self._link.comm.describe()["transport"]
+        return carrier
+
+    @property
+    def transport_reason(self) -> str:  # type: ignore[override]
+        found = self._link.comm.describe()
+        places = {"shm": "slots in the host's memory", "ipc": "slots in the GPUs' memory"}
+        whose = ", torch's communicator" if self._link.borrows else ""
+        way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}{whose}")
+        why = f" ({self._link.transport_reason})" if self._link.transport_reason else ""
+        return f"GPU {found['ordinal']}, {found['name']}; {way}{why}{self._registration_text()}; kernels {found['kernels']}"
+
+    def _registration_text(self) -> str:
+        if self._registration is None:
+            return ""
+        if self._registration.nbytes:
+            return f", {self._registration.nbytes} bytes registered"
+        return f", nothing registered: {self._registration.reason}"
+
+
+def _fill_with_nothing(memory: torch.Tensor) -> None:
+    """Fill with what a sum does not see: of -0.0 and x it is x, for every x."""
+    real = torch.view_as_real(memory) if memory.is_complex() else memory
+    real.fill_(-0.0 if real.is_floating_point() else 0)
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize

@@ -1,0 +1,343 @@
+"""ShardedGradient: what `.grad` is at zero >= 2, where a rank keeps only its slice of each averaged gradient.
+
+It has its parameter's shape and dtype and no memory of its own, and answers rightly what training loops ask of gradients:
+norms (torch's clip_grad_norm_), scaling by a number, GradScaler's unscaling, zeroing, and the next backward's accumulation.
+Everything else raises and names sw.full_gradients: a slice must never be taken for the whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Error, HostComm, Reducer
+from ..comm.agreement import gather_answers
+
+aten = torch.ops.aten
+
+
+class GradientBoard:
+    """What the gradients of one module answer together: norms over all ranks, and votes.
+
+    Parameters
+    ----------
+    comm : HostComm
+    reducer : Reducer
+    label : str
+        Of the model, in messages.
+    speaks : bool
+        Whether norms count this rank's slices; else another owner's.
+    """
+
+    def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
+        self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
+        self._pieces: dict[int, torch.Tensor] = {}  # not the gradients: they hold the board, and autograd holds them
+        self._factors: list[list[Any]] = []
+        self._factors_of = -1
+        self._scalings = 0  # of factors that were accepted
+        self._norms: dict[float, dict[int, float]] = {}
+        self._norms_of: tuple[int, int] = (-1, -1)
+        self._factor: tuple[torch.Tensor, int, float] | None = None
+        self.announce: Callable[..., None] = lambda *_: None  # what ranks that joined must be told; see parallel/join.py
+
+    def join(self, index: int, piece: torch.Tensor) -> None:
+        """`piece` is this rank's slice of the gradient of parameter `index`, alike on all ranks."""
+        self._pieces[index] = piece
+
+    def scaled(self, index: int, name: str, factor: float) -> None:
+        """A gradient was scaled: norms that were asked before hold no longer, and ranks must have done the same."""
+        self.factors().append([index, name, factor])
+
+    def number(self, factor: Any) -> float:
+        """A factor's value. On a GPU the host waits for it, and gradients are as a rule scaled one by one by the same tensor."""
+        if not isinstance(factor, torch.Tensor):
+            return float(factor)
+        version = -1 if factor.is_inference() else factor._version
+        if self._factor is None or self._factor[0] is not factor or self._factor[1] != version or version < 0:
+            self._factor = factor, version, float(factor)
+        return self._factor[2]
+
+    def factors(self) -> list[list[Any]]:
+        """[index, "mul_" or "div_", factor] of what was scaled since accept_factors(): compared between ranks before a step.
+
+        A round keeps those that still count: of gradients on top of which some rank's contribution was.
+        """
+        rounds = self._reducer.stats()["rounds"]
+        if rounds != self._factors_of:
+            self._factors = [each for each in self._factors if self._reducer.standing_ranks(each[0])]
+            self._factors_of = rounds
+        return self._factors
+
+    def accept_factors(self) -> None:
+        """Ranks have compared their factors, which are the same."""
+        self._scalings += len(self._factors)
+        self._factors = []
+
+    def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
+        """Of one parameter's gradient. The first one asked after a round is one collective for all; the rest are kept.
+
+        `averaged` raises Error where the gradient is not averaged yet; then all ranks raise it.
+        """
+        state = (self._reducer.stats()["rounds"], self._scalings + len(self.factors()))
+        if state != self._norms_of:
+            self._norms, self._norms_of = {}, state
+        if order not in self._norms:
+            self.announce("norms", order)
+            self._norms[order] = self.gather_norms(order, averaged)
+        averaged()
+        return self._norms[order][index]
+
+    def gather_norms(self, order: float, averaged: Callable[[], object] = lambda: None) -> dict[int, float]:
+        """Of every gradient, by index. Collective."""
+        count = len(self._pieces)
+
+        def answer() -> bytes:
+            averaged()
+            shares = [_partial(piece if self._speaks else piece[:0], order) for piece in self._pieces.values()]
+            mine = torch.stack(shares).tolist()  # on a GPU the host waits once
+            return struct.pack(f"{count}d", *mine)
+
+        said = gather_answers(self._comm, answer, f"norms of the gradients of {self._label}")
+        rows = [struct.unpack(f"{count}d", each) for each in said]
+        return {index: _whole(column, order) for index, column in zip(self._pieces, zip(*rows))}
+
+    def any_rank(self, overflowed: Callable[[], bool]) -> bool:
+        """Whether a gradient overflowed on some rank. Collective. Where `overflowed` raises Error on some rank, all raise."""
+        said = gather_answers(self._comm, lambda: bytes([overflowed()]), "whether a gradient overflowed")
+        return b"\1" in said
+
+
+def _partial(piece: torch.Tensor, order: float) -> torch.Tensor:
+    """A rank's share of a norm, a float64 scalar: what adds up, or the extreme."""
+    wide = piece.abs().double()
+    if piece.numel() == 0:
+        return wide.new_full((), float("inf") if order == float("-inf") else 0.0)
+    if order == float("inf"):
+        return wide.max()
+    if order == float("-inf"):
+        return wide.min()
+    if order == 0:
+        return (wide != 0).sum().double()
+    return wide.pow(order).sum()
+
+
+def _whole(shares: Sequence[float], order: float) -> float:
+    if order in (float("inf"), float("-inf")):
+        extreme = max if order > 0 else min
+        return float("nan") if any(share != share for share in shares) else extreme(shares)
+    total = 0.0
+    for share in shares:
+        total += share
+    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64, device="cpu").pow(1 / order))
+
+
+class ShardedGradient(torch.Tensor):
+    """The gradient of a parameter of which this rank keeps its slice.
+
+    Attributes
+    ----------
+    piece : Tensor
+        This rank's elements of the averaged gradient, one-dimensional, in the parameter's memory order; may be empty.
+    """
+
+    piece: torch.Tensor
+    _held: torch.Tensor
+    _pending: torch.Tensor | None
+    _cleared: bool
+    _board: GradientBoard
+    _index: int
+
+    @staticmethod
+    def __new__(
+        cls,
+        index: int,
+        parameter: torch.Tensor,
+        piece: torch.Tensor,
+        board: GradientBoard,
+        held: torch.Tensor | None = None,
+    ) -> ShardedGradient:
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.piece = piece
+        # All of the average that this rank holds, `piece` included: more than it where gradients are staged.
+        made._held = piece if held is None else held
+        made._cleared = False  # zeroed since the last round: the average stands for nothing here
+        made._pending = None  # what backwards have added since the last round; the engine takes it
+        made._board, made._index = board, index
+        board.join(index, piece)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        pending = ", with gradients that are not averaged yet" if self._pending is not None else ""
+        return f"ShardedGradient(shape={tuple(self.shape)}, {self.piece.numel()} elements on this rank{pending})"
+
+    def averaged_piece(self) -> torch.Tensor:
+        """`piece`, if nothing was added since it was averaged."""
+        if self._pending is not None:
+            raise Error(
+                "a gradient holds what a backward inside no_sync() added, which is not averaged yet: run a backward outside of "
+                "it before stepping, clipping or reading gradients"
+            )
+        return torch.zeros_like(self.piece) if self._cleared else self.piece
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise Error("a gradient of which this rank keeps a slice cannot be copied: see sw.full_gradients")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Error("a gradient of which this rank keeps a slice cannot be pickled: see sw.full_gradients")
+
+    def share_memory_(self) -> Any:
+        """module.share_memory() comes here, past the dispatch of operations: torch would read memory that is not there."""
+        raise Error(
+            "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"
+        )
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Itself. Assigned, it would be changed past the dispatch of operations, and the slice would stay."""
+        return self
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if value is not self:
+            raise Error(
+                "the data of a gradient of which this rank keeps a slice cannot be replaced: see sw.full_gradients"
+            )
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise Error("a gradient of which this rank keeps a slice has no memory to lend: see sw.full_gradients")
+
+    def apply_(self, callable: Any) -> Any:
+        """It and its like read memory past the dispatch."""
+        raise Error("a gradient of which this rank keeps a slice has no elements to visit: see sw.full_gradients")
+
+    def map_(self, tensor: Any, callable: Any) -> Any:
+        return self.apply_(callable)
+
+    def map2_(self, x: Any, y: Any, callable: Any) -> Any:
+        return self.apply_(callable)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise Error(
+                f"{func} was asked of a gradient of which this rank keeps a slice (zero >= 2): "
+                "sw.full_gradients(module) gives whole gradients"
+            )
+        return handler(*args, **(kwargs or {}))
+
+
+def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
+    is_gradient = (
+        isinstance(other, torch.Tensor) and other.shape == grad.shape and not isinstance(other, ShardedGradient)
+    )
+    if not isinstance(grad, ShardedGradient) or not is_gradient or alpha != 1:
+        raise Error(
+            "a gradient of which this rank keeps a slice takes a backward's gradient and nothing else: see sw.full_gradients"
+        )
+    grad._pending = other.clone() if grad._pending is None else grad._pending + other
+    return grad
+
+
+def _scaled(name: str) -> Callable[..., Any]:
+    def scale(grad: Any, factor: Any) -> Any:
+        if isinstance(factor, torch.Tensor) and (isinstance(factor, ShardedGradient) or factor.numel() != 1):
+            raise Error(
+                "a gradient of which this rank keeps a slice is scaled by one number only: see sw.full_gradients"
+            )
+        getattr(grad._held, name)(factor)
+        if grad._pending is not None:
+            grad._pending = getattr(grad._pending.clone(), name)(factor)
+        grad._board.scaled(grad._index, name, grad._board.number(factor))
+        return grad
+
+    return scale
+
+
+def _zero(grad: Any) -> Any:
+    grad._cleared = True  # the slice stays: other ranks may not have cleared their share of it
+    grad._pending = None
+    return grad
+
+
+def _fill(grad: Any, value: Any) -> Any:
+    if value != 0:
+        raise Error("a gradient of which this rank keeps a slice is filled with 0 only: see sw.full_gradients")
+    return _zero(grad)
+
+
+def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    if dim is not None or keepdim:
+        raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
+    if grad._cleared and grad._pending is None:
+        nothing = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+        return torch.linalg.vector_norm(nothing, order, dtype=dtype)
+    real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
+    norm = grad._board.norm(grad._index, float(order), grad.averaged_piece)
+    return torch.full((), norm, dtype=dtype or real, device=grad.device)  # which copies nothing to a GPU: no wait
+
+
+def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return [
+        _norm(g, order, dtype=dtype) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order)
+        for g in grads
+    ]
+
+
+def _each(name: str) -> Callable[..., Any]:
+    """A foreach form: of the gradients one by one, ours or not."""
+
+    def apply(grads: Any, factors: Any = None) -> None:
+        several = isinstance(factors, (list, tuple))
+        for position, grad in enumerate(grads):
+            arguments = () if factors is None else (factors[position] if several else factors,)
+            getattr(grad, name)(*arguments)
+
+    return apply
+
+
+def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
+    board = sliced[0]._board
+
+    def overflowed() -> bool:
+        for grad in sliced:
+            grad.averaged_piece()
+        for grad in sliced:
+            board.scaled(grad._index, "mul_", board.number(inverse_scale))
+        plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
+        aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
+        return bool(found_inf.item())
+
+    board.announce("vote")
+    if board.any_rank(overflowed):
+        found_inf.fill_(1.0)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.add_.Tensor: _add,
+    aten.mul_.Tensor: _scaled("mul_"),
+    aten.mul_.Scalar: _scaled("mul_"),
+    aten.div_.Tensor: _scaled("div_"),
+    aten.div_.Scalar: _scaled("div_"),
+    aten.zero_.default: _zero,
+    aten.fill_.Scalar: _fill,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    aten._foreach_mul_.Scalar: _each("mul_"),
+    aten._foreach_mul_.Tensor: _each("mul_"),
+    aten._foreach_mul_.ScalarList: _each("mul_"),
+    aten._foreach_div_.Scalar: _each("div_"),
+    aten._foreach_div_.Tensor: _each("div_"),
+    aten._foreach_zero_.default: _each("zero_"),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.detach.default: lambda grad: grad,
+}

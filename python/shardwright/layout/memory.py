@@ -1,0 +1,45 @@
+"""Checks for memory behind a tensor. The address of a tensor that a program made is taken here, or after a check made here.
+
+Wrapper subclasses (quantised weights with tensors of codes and scales inside), meta and fake tensors, functorch's wrappers and
+tensors whose storage was freed have elements and no memory: data_ptr() is 0, or raises. A read there ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .._engine import Error
+
+__all__ = ["address_of", "check_sendable", "has_memory", "without_memory"]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of the first element; 0 where there is no memory."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a fake tensor, or of one of functorch's
+        return 0
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return True if there is memory behind each element."""
+    return tensor.numel() == 0 or address_of(tensor) != 0
+
+
+def without_memory(tensor: torch.Tensor) -> str:
+    """Describe such a tensor, for messages."""
+    return (
+        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without memory of its own (its data_ptr() is 0): "
+        "it wraps other tensors, is fake, or its storage was freed"
+    )
+
+
+def check_sendable(tensors: Iterable[torch.Tensor], label: str) -> None:
+    """Raise for a tensor without memory. Ranks have the same tensors, so all raise."""
+    for tensor in tensors:
+        if not has_memory(tensor):
+            raise Error(f"{label}: {without_memory(tensor)}; its bytes cannot be sent to the other ranks")

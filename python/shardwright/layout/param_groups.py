@@ -1,0 +1,226 @@
+"""Which parameters are gathered together: the cut of a module into units.
+
+A unit is a module, and holds the parameters of its subtree that no unit inside it holds; the outermost module is always one.
+A parameter that several modules hold belongs to the innermost unit around all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ..options.units import unit_types
+from .param_table import ParameterTable
+
+_MIB = 1024 * 1024
+#: bytes of parameters from which a module is a unit where units are cut by size
+_SIZE_BYTES = 32 * _MIB
+#: their forward is not what runs
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def mark_of(module: torch.nn.Module) -> Any:
+    """What fully_shard said of a module (fully_shard.Mark); None if nothing."""
+    return getattr(type(module), "_shardwright_mark", None)
+
+
+def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> None:
+    """ValueError for a module that fully_shard was called on, if it is wrapped as anything but what that means."""
+    marked = next((name for name, each in module.named_modules() if mark_of(each) is not None), None)
+    if marked is not None and (zero != 3 or share_parameters is not False):
+        raise ValueError(
+            f"sw.fully_shard was called on {marked or 'the module'!r}: it can be wrapped with zero=3 and share_parameters=False only"
+        )
+
+
+def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -> None:
+    """NotImplementedError for what fully_shard said of an inner module, if the outermost's engine would do something else in silence.
+
+    Parameters
+    ----------
+    module : Module
+        The outermost.
+    ranks : nested list of int
+        That slice it: one list, or one of rows. Global numbers.
+    ignored : collection of str
+        Names of the parameters that the engine leaves alone.
+    """
+    known = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    for name, each in module.named_modules():
+        mark = mark_of(each)
+        if mark is None or each is module or _is_apart(each, known, ignored):
+            continue
+        mesh = mark.options.get("device_mesh")
+        if mesh is not None and mesh.mesh.tolist() != ranks:
+            raise NotImplementedError(
+                f"sw.fully_shard of the inner module {name!r} names a device_mesh of other ranks than the outermost module's: all units are sliced "
+                "over the outermost one's ranks, which start with rank 0's values, so that what differs over ranks (experts) would be lost: leave the mesh out there; or pass "
+                f"its parameters as ignored_params to the outermost call, which leaves {name!r} an engine of its own over its own mesh"
+            )
+        own = {known[id(p)] for p in mark.options.get("ignored_params", ()) if id(p) in known}
+        if not own <= set(ignored):
+            raise NotImplementedError(
+                f"sw.fully_shard of the inner module {name!r} ignores parameter {sorted(own - set(ignored))[0]!r}, and the outermost call does not: pass "
+                "ignored_params to the outermost one"
+            )
+
+
+def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collection[str]) -> bool:
+    """Whether an inner module has parameters, and the outermost one's engine leaves all of them alone."""
+    own = [names[id(p)] for p in module.parameters()]
+    return bool(own) and all(name in ignored for name in own)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """One unit.
+
+    Attributes
+    ----------
+    name : str
+        Of the module in the outermost one; "" for that itself.
+    module : Module
+        Whose forward the parameters are whole for.
+    indices : tuple of int
+        Its parameters, in the table's numbers.
+    reshard_after_forward : bool
+        Whether it is released between its forward and its backward.
+    beside : tuple of (str, Module)
+        Other modules of the unit, and their names: those of a list that fully_shard was called on.
+    """
+
+    name: str
+    module: torch.nn.Module
+    indices: tuple[int, ...]
+    reshard_after_forward: bool
+    beside: tuple[tuple[str, torch.nn.Module], ...] = ()
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        return (self.module, *(each for _, each in self.beside))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *(name for name, _ in self.beside))
+
+
+def comparable(units: Any) -> Any:
+    """The option as ranks compare it: types by their names, in whatever order they were given."""
+    types = unit_types(units)
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in types) if types else units
+
+
+def cut(
+    module: torch.nn.Module, table: ParameterTable, units: Any = "auto", reshard_after_forward: bool = True
+) -> list[UnitPlan]:
+    """The units of `module`, the outermost first, then in the order of modules().
+
+    The outermost unit is whole from its forward to the end of its backward: it is needed last in the one, first in the other.
+    """
+    chosen = _choose(module, table, units)
+    first = _first_of_each(module, chosen)
+    owners: dict[int, list[list[torch.nn.Module]]] = {}
+    paths = _paths(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        path = paths[name.rpartition(".")[0]]
+        around = [first.get(id(each), each) for each in path if each is module or id(each) in chosen]
+        owners.setdefault(id(parameter), []).append(around)
+    members: dict[int, list[int]] = {}
+    for index, parameter in enumerate(table.parameters):
+        chains = owners[id(parameter)]
+        common = [each for each in chains[0] if all(any(each is other for other in chain) for chain in chains)]
+        members.setdefault(id(common[-1]), []).append(index)
+    plans = []
+    for name, each in module.named_modules():
+        if (each is not module and id(each) not in chosen) or first.get(id(each), each) is not each:
+            continue
+        mark = mark_of(each)
+        reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward
+        reshards = reshards and each is not module
+        beside = tuple(
+            pair for pair in module.named_modules() if pair[1] is not each and first.get(id(pair[1])) is each
+        )
+        plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards, beside))
+    return plans
+
+
+def _first_of_each(module: torch.nn.Module, chosen: Collection[int]) -> dict[int, torch.nn.Module]:
+    """The identity of each module of a list that fully_shard was called on -> the first of them, whose unit it is."""
+    found: dict[int, torch.nn.Module] = {}
+    lists: dict[int, torch.nn.Module] = {}
+    for each in module.modules():
+        mark = mark_of(each)
+        if mark is not None and mark.is_list and id(each) in chosen:
+            found[id(each)] = lists.setdefault(id(mark), each)
+    return found
+
+
+def _choose(module: torch.nn.Module, table: ParameterTable, units: Any) -> set[int]:
+    """Identities of the modules that are units, but for the outermost."""
+    if units == "auto":
+        held = {id(p) for p in table.parameters}
+        marked = {
+            id(each)
+            for each in module.modules()
+            if mark_of(each) is not None and each is not module and not _holds_none(each, held)
+        }
+        return marked or {id(each) for each in repeated_blocks(module)}
+    if units == "size" or isinstance(units, (int, float)):
+        return _by_size(module, _SIZE_BYTES if units == "size" else int(units * _MIB))
+    kinds = unit_types(units)
+    return {id(each) for each in module.modules() if isinstance(each, kinds) and not isinstance(each, _CONTAINERS)}
+
+
+def _holds_none(module: torch.nn.Module, held: Collection[int]) -> bool:
+    """Whether all of its parameters are left alone: it is no unit, and may have an engine of its own."""
+    own = list(module.parameters())
+    return bool(own) and not any(id(p) in held for p in own)
+
+
+def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules that have a sibling of the same class with parameters of the same names, shapes and dtypes."""
+    found: list[torch.nn.Module] = []
+    waiting = [module]
+    while waiting:
+        children = [child for child in waiting.pop(0).children() if any(True for _ in child.parameters())]
+        kinds = Counter(map(_kind, children))
+        for child in children:
+            repeated = kinds[_kind(child)] > 1 and not isinstance(child, _CONTAINERS)
+            (found if repeated else waiting).append(child)
+    return found
+
+
+def _kind(module: torch.nn.Module) -> Any:
+    return type(module), tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+
+
+def _by_size(module: torch.nn.Module, least_bytes: int) -> set[int]:
+    """Innermost first: a module is a unit once what no unit inside it holds reaches `least_bytes`."""
+    chosen: set[int] = set()
+    taken: set[int] = set()
+
+    def visit(each: torch.nn.Module) -> None:
+        for child in each.children():
+            visit(child)
+        if each is module or isinstance(each, _CONTAINERS):
+            return
+        own = [p for p in each.parameters() if id(p) not in taken]
+        if sum(p.numel() * p.element_size() for p in own) >= least_bytes:
+            taken.update(map(id, own))
+            chosen.add(id(each))
+
+    visit(module)
+    return chosen
+
+
+def _paths(module: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
+    """Name of each module, under every name that it has -> the modules from the outermost to it."""
+    found = {"": [module]}
+    for name, each in module.named_modules(remove_duplicate=False):
+        if name:
+            found[name] = [*found[name.rpartition(".")[0]], each]
+    return found

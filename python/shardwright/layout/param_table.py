@@ -1,0 +1,217 @@
+"""The table of a wrapped module's parameters and buffers, and the proof that all ranks have the same one.
+
+Ranks that disagree about names, order, shapes, dtypes or strides would average different things into each other without
+any error in sight. A digest is compared first (32 bytes a rank); only ranks that disagree exchange their tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..torch_compat import cuda
+from .memory import has_memory, without_memory
+from .views import dense_strides, dtype_name
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterTable:
+    """What takes part: parameters in registration order, tied ones once, and buffers.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Bare names, as in the module's own `named_parameters()`.
+    parameters : tuple of Parameter
+    buffers : dict of str to Tensor
+    """
+
+    names: tuple[str, ...]
+    parameters: tuple[torch.nn.Parameter, ...]
+    buffers: dict[str, torch.Tensor]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether all of it is on a GPU; it is on one device."""
+        return bool(cuda.runtime.holds(self.parameters[0]))
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, ignored: frozenset[str]) -> ParameterTable:
+        """Raises what cannot take part, by name."""
+        pairs = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        buffers = {name: b for name, b in module.named_buffers() if name not in ignored}
+        for name, parameter in pairs:
+            _check_kind("parameter", name, parameter)
+        for name, buffer in buffers.items():
+            _check_kind("buffer", name, buffer)
+        if not any(p.requires_grad for _, p in pairs):
+            raise Error(
+                "no parameter of this module requires a gradient: there is nothing to average, use the module as it is"
+            )
+        _check_one_device([*pairs, *buffers.items()])
+        return cls(tuple(name for name, _ in pairs), tuple(p for _, p in pairs), buffers)
+
+    def check_apart(self) -> None:
+        """Error where a parameter shares elements with another tensor of the module: parameters are about to move, each to
+        memory of its own, and what was one would be two in silence. (A parameter in several places is one.)"""
+        tensors: list[tuple[str, torch.Tensor]] = [*zip(self.names, self.parameters), *self.buffers.items()]
+        spans = sorted((*_span(tensor), at) for at, (_, tensor) in enumerate(tensors) if tensor.numel())
+        for position, (begin, end, at) in enumerate(spans):
+            for other_begin, _, other in spans[position + 1 :]:
+                if other_begin >= end:
+                    break
+                if min(at, other) < len(self.names) and _overlap(tensors[at][1], tensors[other][1]):
+                    one, two = tensors[min(at, other)][0], tensors[max(at, other)][0]
+                    raise Error(
+                        f"parameter {one!r} and {two!r} are two tensors over the same memory, which at zero >= 1 would be two: tie them as one "
+                        "Parameter, or give one of them a clone"
+                    )
+
+    def rows(self) -> list[tuple[str, int, str, bool]]:
+        """(name, numel, dtype, requires_grad) a parameter: what the reducer is made from."""
+        return [(n, p.numel(), dtype_name(p.dtype), p.requires_grad) for n, p in zip(self.names, self.parameters)]
+
+    def description(self, settings: Mapping[str, Any]) -> list[list[str]]:
+        """[what, value] lines that must be equal on every rank, the first difference first."""
+        lines = [
+            [f"parameter {i}", _sentence(n, p, with_gradient=True)]
+            for i, (n, p) in enumerate(zip(self.names, self.parameters))
+        ]
+        lines += [
+            [f"buffer {i}", _sentence(n, b, with_gradient=False)] for i, (n, b) in enumerate(self.buffers.items())
+        ]
+        return lines + [[f"option {name}", repr(value)] for name, value in sorted(settings.items())]
+
+
+def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
+        raise Error(
+            f"{what} {name!r} has no shape yet: run one forward before wrapping, so that lazy modules are initialised"
+        )
+    if type(tensor).__name__ == "DTensor":
+        raise NotImplementedError(
+            f"{what} {name!r} is a DTensor: data parallelism over sharded tensors is not there yet"
+        )
+    if tensor.is_meta:
+        raise Error(
+            f"{what} {name!r} is on the meta device: call sw.materialize(module) first, and make the optimizer after that"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"{what} {name!r} is on {tensor.device}: only CPU and CUDA tensors are there, move the module with .cpu() or .cuda()"
+        )
+    gradient_dtype = getattr(tensor, "grad_dtype", None)
+    if gradient_dtype not in (None, tensor.dtype):
+        raise NotImplementedError(
+            f"{what} {name!r} is {tensor.dtype} with grad_dtype={gradient_dtype}: a gradient of another dtype is not there yet; "
+            "precision= keeps float32 parameters and computes in low precision"
+        )
+    if tensor.layout is not torch.strided:
+        raise Error(f"{what} {name!r} has layout {tensor.layout}: only strided tensors can be wrapped")
+    if not has_memory(tensor):
+        raise Error(
+            f"{what} {name!r} is {without_memory(tensor)}. Name it in ignored_params, which leaves it as it is on each "
+            "rank, or wrap a module without it"
+        )
+
+
+def _check_one_device(pairs: list[tuple[str, torch.Tensor]]) -> None:
+    first_name, first = pairs[0]
+    for name, tensor in pairs:
+        if tensor.device != first.device:
+            raise Error(
+                f"{first_name!r} is on {first.device} and {name!r} on {tensor.device}: a wrapped module must be on one device, move "
+                f"it with .to({str(first.device if first.device.type != 'cpu' else tensor.device)!r}), or name what is to be left "
+                "alone in ignored_params"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses [begin, end) between which its elements lie."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (extent + 1) * tensor.element_size()
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors whose spans meet have a byte in common; both may have gaps, in which the other lies."""
+    first = min(a.data_ptr(), b.data_ptr())
+    touched = torch.zeros(max(_span(a)[1], _span(b)[1]) - first, dtype=torch.bool, device="cpu")
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        item = tensor.element_size()
+        strides = [stride * item for stride in tensor.stride()]
+        return touched.as_strided([*tensor.shape, item], [*strides, 1], tensor.data_ptr() - first)
+
+    bytes_of(a).fill_(True)
+    return bool(bytes_of(b).any())
+
+
+def _sentence(name: str, tensor: torch.Tensor, *, with_gradient: bool) -> str:
+    text = f"{name!r} {dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+    if not with_gradient:
+        return text
+    strides = dense_strides(tensor)
+    if strides is not None and not tensor.is_contiguous():
+        text += f" strides {strides}"
+    return text if tensor.requires_grad else text + " frozen"
+
+
+def verify(
+    description: list[list[str]],
+    gather: Callable[[bytes, str], list[bytes]],
+    what: str,
+    refusal: Exception | None = None,
+) -> None:
+    """Error, the same sentence on every rank, unless all ranks have the same description. Collective.
+
+    A rank that cannot describe anything passes why as `refusal`, which it gets back; the others get an Error that quotes
+    it. Cost: 32 bytes a rank when they agree.
+    """
+    encoded = json.dumps(description, separators=(",", ":")).encode()
+    digests = gather(hashlib.sha256(encoded).digest(), "digest of the parameter table")
+    if all(digest == digests[0] for digest in digests):
+        if refusal is not None:
+            raise refusal
+        return
+    tables = [json.loads(data) for data in gather(encoded, "parameter table")]
+    if refusal is not None:
+        raise refusal
+    for rank, table in enumerate(tables):
+        if table and table[0][0] == "failure":
+            verb = "wrap" if what.startswith("the wrapped ") else "begin"
+            raise Error(f"rank {rank} could not {verb} {what.removeprefix('the wrapped ')}: {table[0][1]}")
+    raise Error(_disagreement(tables, what))
+
+
+def _disagreement(tables: list[list[list[str]]], what: str) -> str:
+    other = next(rank for rank, table in enumerate(tables) if table != tables[0])
+    ours = [rank for rank, table in enumerate(tables) if table == tables[0]]
+    theirs = [rank for rank, table in enumerate(tables) if table == tables[other]]
+    count = next(
+        (i for i, (a, b) in enumerate(zip(tables[0], tables[other])) if a != b), min(len(tables[0]), len(tables[other]))
+    )
+    left, right = (_line(tables[rank], count) for rank in (0, other))
+    shape = f"{_count(tables[0])} on {_ranks(ours)}, {_count(tables[other])} on {_ranks(theirs)}"
+    return (
+        f"ranks disagree about {what}: {_ranks(ours)} has {left}, {_ranks(theirs)} has {right} "
+        f"(parameters: {shape}); build the same module on every rank"
+    )
+
+
+def _line(table: list[list[str]], index: int) -> str:
+    return " ".join(table[index]) if index < len(table) else "nothing more"
+
+
+def _count(table: list[list[str]]) -> int:
+    return sum(row[0].startswith("parameter ") for row in table)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

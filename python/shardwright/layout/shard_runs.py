@@ -1,0 +1,270 @@
+"""Which elements of a parameter a rank owns, and where they lie: what memories of parameters have in common.
+
+Parameters lie as their gradients do: a bucket has the gradients' layout, so a slice of the one is stepped on with a slice of
+the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .param_table import ParameterTable
+from .shard_mesh import Slicing
+from .views import dense_strides
+
+if TYPE_CHECKING:
+    from .._engine import Arena, Reducer
+
+
+#: cuts lie on such boundaries (csrc/tensor/layout.h)
+_SLICE_BYTES = 128
+#: that Outcomes takes a rank
+OUTCOME_BYTES = 2 * _SLICE_BYTES
+
+
+class Copies(Protocol):
+    """Low-precision copies of parameters (PrecisionPlan)."""
+
+    def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
+        """Make copies when modules are called, of the parameters that are whole then."""
+
+    def forget(self, parameters: Collection[torch.Tensor]) -> None:
+        """Drop the copies of released parameters."""
+
+
+class Storage:
+    """Parameters as the rest of the package sees them, whichever memory they lie in: at zero=0 just this, whole on each rank.
+
+    Attributes
+    ----------
+    reason : str
+        Why slices are broadcast instead of gathered; empty if they are not.
+    shared : bool
+        A host has one copy.
+    releases : bool
+        Parameters are whole only while they are used, in units that a schedule gathers.
+    """
+
+    reason = ""
+    shared = releases = one_copy = False
+    bytes_held = 0
+    _table: ParameterTable
+
+    def __init__(self, table: ParameterTable) -> None:
+        self._table = table
+
+    def like(self, index: int) -> torch.Tensor:
+        """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
+        return self._table.parameters[index]
+
+    def layouts(self) -> list[torch.Tensor] | None:
+        """like() of every parameter, where parameters do not have it themselves at all times."""
+        return None
+
+    def places(self) -> Callable[[], list[int]] | None:
+        """What tells where the data of every parameter should be now, if it moves."""
+        return None
+
+    def adopt(self, index: int) -> None:
+        """A parameter trains from now on."""
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, all parameters are whole."""
+        return contextlib.nullcontext()
+
+    def plan(self) -> dict[str, Any]:
+        """For describe()."""
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of what was gathered."""
+        return {}
+
+    def accept_writes(self) -> None:
+        """Parameters were written where that is allowed, or by the engine."""
+
+    def arrange_hooks(self) -> None:
+        """Parameters are whole in all hooks of the user's modules, whenever they were registered."""
+
+    def follow(self, copies: Copies) -> None:
+        """Make low-precision copies while parameters are whole."""
+
+    def announce_units(self, announce: Callable[[int], None] | None) -> None:
+        """Inside a join: what is called with a unit before it is gathered, where ranks that joined must gather it, too."""
+
+    def gather_anew(self) -> None:
+        """At the end of a join: units are as after a step, whatever each rank has gathered. Collective where gathering is."""
+
+    def give_back(self, together: bool = False) -> None:
+        """The parameters are this rank's own again. `together`: all ranks call it at once."""
+
+
+class SliceRuns:
+    """Which elements of each parameter a rank owns.
+
+    Parameters
+    ----------
+    reducer : Reducer
+        Its layout places parameters as it places their gradients.
+    slicing : Slicing
+    """
+
+    def __init__(self, reducer: Reducer, slicing: Slicing) -> None:
+        self._reducer = reducer
+        self._slicing = slicing
+        self._runs: dict[int, tuple[int, int]] = {}
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have
+
+    def is_stepped(self, index: int) -> bool:
+        """Whether a parameter trains, or has: one that is frozen later is stepped on for as long as it has a gradient."""
+        return self._reducer.place(index)[0] in self._stepped
+
+    def take_writes(self) -> None:
+        """Where slices are apart from the parameters that a program sees: those take what it has written to these."""
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
+        bucket, begin, numel = self._reducer.place(index)
+        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
+
+    def run_in_slice(self, index: int, rank: int) -> tuple[int, int, int]:
+        """Return (bucket, first element in the rank's slice of it, count) of the elements of a parameter that `rank` owns."""
+        bucket, begin, _ = self._reducer.place(index)
+        low, high = self.run(index, rank)
+        width = self._reducer.bucket_shape(bucket)[1] // self._slicing.count
+        first = begin + low - self._slicing.of_rank[rank] * width if low < high else 0
+        return bucket, first, high - low
+
+    def own_run(self, index: int) -> tuple[int, int]:
+        """run(index, this rank), kept."""
+        if index not in self._runs:
+            self._runs[index] = self.run(index, self._slicing.rank)
+        return self._runs[index]
+
+
+class ParameterSlices(Storage, SliceRuns):
+    """Parameters that lie in buckets, and their slices.
+
+    Parameters
+    ----------
+    reducer : Reducer
+        Its layout places parameters as it places their gradients.
+    table : ParameterTable
+    slicing : Slicing
+    label : str
+        Of the model, in messages.
+    """
+
+    def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
+        SliceRuns.__init__(self, reducer, slicing)
+        self._table, self._label = table, label
+        self._moved: set[int] = set()  # buckets
+        self._flat: dict[int, torch.Tensor] = {}  # of a parameter, where it lies now
+
+    def flat(self, index: int) -> torch.Tensor:
+        """All elements of a parameter in memory order: a one-dimensional alias of the memory that it was moved to."""
+        if index in self._flat:
+            return self._flat[index]
+        data = self._table.parameters[index].data
+        return data.as_strided((data.numel(),), (1,), data.storage_offset())
+
+    def is_moved(self, index: int) -> bool:
+        """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
+        return index in self._flat
+
+    def is_published(self, index: int) -> bool:
+        """Whether publish() makes this rank's slice of a parameter everybody's."""
+        return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
+
+    def slice(self, index: int) -> torch.Tensor | None:
+        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
+        low, high = self.own_run(index)
+        flat = self.flat(index)
+        return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
+
+    @property
+    def bytes_held(self) -> int:  # type: ignore[override]
+        """Of parameters, on this rank; where they are shared, on the host."""
+        return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
+
+    def _bucket_range(self, bucket: int) -> tuple[int, int]:
+        offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        return offset, numel * itemsize_of(dtype)
+
+
+class Outcomes:
+    """A byte a rank, at the end of an arena of parameters: whether its step failed. It travels with what publishes the step.
+
+    There are two sets, for two steps in turn: a rank writes one while a slower rank still reads the other.
+
+    Parameters
+    ----------
+    arena : Arena
+    offset : int
+        Behind the parameters; OUTCOME_BYTES a rank are free there.
+    rank, world_size : int
+    part : int
+        The rank in whose part of the arena they lie.
+    """
+
+    def __init__(self, arena: Arena, offset: int, rank: int, world_size: int, part: int) -> None:
+        self._offset, self._rank = offset, rank
+        self._bytes = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
+        self._turn = 0
+
+    def put(self, failed: bool) -> tuple[int, int]:
+        """Write this rank's; return (first byte, bytes) of the set, of which each rank has a slice."""
+        self._turn ^= 1
+        self._bytes[self._turn, self._rank, 0] = failed
+        size = self._bytes[0].numel()
+        return self._offset + self._turn * size, size
+
+    def read(self) -> list[int]:
+        """Return every rank's, once they were published."""
+        found: list[int] = self._bytes[self._turn, :, 0].tolist()
+        return found
+
+
+def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
+    """Pages behind (first byte, bytes) of this rank's part, huge ones where the kernel can: parameters are read in every step."""
+    pending: list[int] = []  # neighbours make one range: a huge page may lie across them
+    for offset, nbytes in sorted(ranges):
+        if pending and pending[1] == offset:
+            pending[1] = offset + nbytes
+            continue
+        if pending:
+            arena.populate(pending[0], pending[1] - pending[0])
+        pending = [offset, offset + nbytes]
+    if pending:
+        arena.populate(pending[0], pending[1] - pending[0])
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of an element."""
+    return getattr(torch, dtype).itemsize
+
+
+def make_dense(parameter: torch.Tensor) -> None:
+    """Make a parameter contiguous where its strides overlap or leave gaps."""
+    if dense_strides(parameter) is None:
+        parameter.data = parameter.data.contiguous()
+
+
+def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in the order in which those of `like`, of the same shape, lie in memory: one-dimensional.
+
+    An alias where the strides agree, else a copy.
+    """
+    strides = dense_strides(like)
+    if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
+        same = torch.empty_strided(
+            like.shape, strides or like.contiguous().stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        same.copy_(tensor)
+        tensor = same
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

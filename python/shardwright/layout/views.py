@@ -1,0 +1,66 @@
+"""Gradient views: tensors over the reducer's memory, each with a storage of exactly its own bytes.
+
+A view has its parameter's strides where these are dense (autograd gives gradients the parameter's strides, so adding in
+place stays one pass), else it is contiguous.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .._engine import Reducer
+
+_warned_of_sparse = False
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32: the engine's name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides in elements if they are non-overlapping and dense, else None."""
+    if tensor.is_contiguous():
+        return tuple(tensor.stride())
+    expected = 1
+    for stride, size in sorted((t, s) for s, t in zip(tensor.shape, tensor.stride()) if s != 1):
+        if stride != expected:
+            return None
+        expected *= size
+    return tuple(tensor.stride())
+
+
+def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torch.Tensor:
+    """A tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`. No copy.
+
+    The memory lives as long as the tensor.
+    """
+    shape, strides = list(parameter.shape), dense_strides(parameter)
+    return from_dlpack(reducer.gradient(index, shape, None if strides is None else list(strides)))
+
+
+def made_dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A strided gradient: itself, or what a sparse one holds, with one warning a process."""
+    global _warned_of_sparse
+    if gradient.layout is torch.strided:
+        return gradient
+    if not _warned_of_sparse:
+        _warned_of_sparse = True
+        warnings.warn(
+            "a sparse gradient was made dense to be averaged: use sparse=False, which costs less", stacklevel=2
+        )
+    return gradient.to_dense()
+
+
+def copy_gradient(view: torch.Tensor, gradient: torch.Tensor) -> None:
+    """view[:] = gradient, of any layout, strides or dtype, without history."""
+    with torch.no_grad():
+        view.copy_(made_dense(gradient.detach()))
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Pairs of reals for complex numbers; else the tensor."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,0 +1,152 @@
+"""Clip gradients by the global norm, with the same bits at every stage.
+
+The sum of squares is exact (docs/design/optim.md), so it does not depend on how gradients are cut, and every element is
+scaled by the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .. import _engine
+from ..backend.device_link import DeviceLink
+from ..gradients.sharded_gradient import ShardedGradient
+from ..layout.views import as_real
+from ..parallel.fully_shard import wrapper_of
+from ..parallel.replica import Replica, live_replicas
+from ..torch_compat import cuda
+from .fused import global_norm
+
+
+def clip_grad_norm_(
+    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale averaged gradients so that their 2-norm is at most `max_norm`. Collective at zero >= 1.
+
+    Parameters
+    ----------
+    module_or_parameters : Module, Tensor or iterable of Tensor
+        A wrapped module at any stage; or a bare module, a parameter, or several, whose gradients are not sliced.
+    max_norm : float
+        At least 0.
+    error_if_nonfinite : bool
+        Raise on every rank, instead of scaling by a norm that is infinite or NaN.
+
+    Returns
+    -------
+    Tensor
+        The norm before clipping, a float32 scalar. It is the same number at every stage, bucket size and world size for
+        equal gradients.
+
+    Raises
+    ------
+    ValueError
+        If max_norm is negative or NaN.
+    RuntimeError
+        If the norm is not finite and `error_if_nonfinite` is set.
+
+    Notes ----- Scale: max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass
+    over the gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is
+    below 1. On a GPU the host waits for the norm. If no wrapped module of this process uses a GPU, its gradients are
+    copied to the host for the norm.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
+    replica = _replica_of(module_or_parameters)
+    if replica is not None:
+        replica.close_pending()
+    if replica is not None and replica.zero:
+        norm = _norm_of_slices(replica)
+        gradients = [p.grad for p in replica.table.parameters if p.grad is not None]
+    else:
+        parameters: Iterable[torch.Tensor]
+        if replica is not None:
+            parameters = replica.table.parameters
+        elif isinstance(module_or_parameters, torch.nn.Module):
+            parameters = module_or_parameters.parameters()
+        elif isinstance(module_or_parameters, torch.Tensor):  # a tensor is iterable, but its rows have no gradients
+            parameters = [module_or_parameters]
+        else:
+            parameters = module_or_parameters
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = _norm_of_whole(gradients, replica)
+    if error_if_nonfinite and not abs(norm) < float("inf"):
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped")
+    scale = max_norm / (norm + 1e-6)
+    if not scale >= 1:
+        _scale(gradients, scale)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
+
+
+def local_norms(module: torch.nn.Module) -> dict[str, float]:
+    """Return the 2-norms of this rank's part of each averaged gradient, by the bare module's names. Not collective.
+
+    At zero=0 the part is the whole gradient, else this rank's slices of it, 0.0 if it owns none. Parameters without a
+    gradient are left out.
+    """
+    replica = _replica_of(module)
+    if replica is None:
+        raise _engine.Error("local_norms needs a wrapped module, or the outermost fully sharded one")
+    found = {}
+    for index, (name, parameter) in enumerate(zip(replica.table.names, replica.table.parameters)):
+        held = replica.gradient_slice(index) if replica.zero else parameter.grad
+        if held is not None:
+            found[name] = float(torch.linalg.vector_norm(held.detach().double() if held.is_floating_point() else held))
+    return found
+
+
+def _replica_of(module: Any) -> Replica | None:
+    wrapped = wrapper_of(module)
+    return None if wrapped is None else wrapped._engine()
+
+
+def _norm_of_slices(replica: Replica) -> float:
+    if replica.zero == 1 and replica.is_joining:  # a joined rank keeps no gradients; here they are not sliced
+        replica.gradient_slices()  # raises where they are not averaged
+        return _norm_of_whole([p.grad for p in replica.table.parameters if p.grad is not None], replica)
+    replica.announce("norm")
+    return replica.norm_of(replica.gradient_slices)
+
+
+def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:
+    """Return the norm by the GPU's kernels if a wrapped module of this process uses that GPU; else on the host."""
+    real = [_real(gradient) for gradient in gradients]
+    link = replica.link if replica is not None else _link_beside(real)
+    if link is not None:
+        return link.norm(real)
+    return global_norm(each.cpu() for each in real)
+
+
+def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
+    """Return the link of the one GPU that holds all gradients."""
+    there = {cuda.runtime.ordinal(each) if cuda.runtime.holds(each) else None for each in gradients}
+    links = (replica.link for replica in live_replicas())
+    return next((each for each in links if each is not None and there == {each.ordinal} and each.comm.is_alive), None)
+
+
+def _scale(gradients: list[torch.Tensor], factor: float) -> None:
+    """Scale all gradients, on a GPU many in one launch if that has mul_'s bits.
+
+    torch's own function for lists may first round the factor to the dtype of a half.
+    """
+    together: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        is_plain = type(gradient) is torch.Tensor and gradient.dtype in (torch.float32, torch.float64)
+        if is_plain and cuda.runtime.holds(gradient):
+            together.setdefault(gradient.dtype, []).append(gradient)
+        else:
+            gradient.mul_(factor)
+    for each in together.values():
+        torch._foreach_mul_(each, factor)
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    if isinstance(gradient, ShardedGradient):
+        raise _engine.Error("clip_grad_norm_ needs the wrapped module, not its parameters, at zero >= 2")
+    return as_real(gradient)

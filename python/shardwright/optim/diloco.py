@@ -1,0 +1,440 @@
+"""DiLoCo: ranks take local steps and average the resulting changes every H steps.
+
+    trainer = sw.DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=3e-4), every=50, fragments=4, wire="bf16")
+    for x, y in batches:
+        loss(model(x), y).backward()
+        trainer.step(); trainer.zero_grad()
+    trainer.synchronise()
+
+Over a mesh of two dimensions, (replicate, shard), each row steps as one at zero >= 1, and rows are averaged:
+
+    model, inner = sw.wrap(model, inner, zero=3, device_mesh=mesh["shard"])
+    trainer = sw.DiLoCo(model, inner, every=50, device_mesh=mesh)
+
+References ---------- Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023.
+Douillard et al., Streaming DiLoCo with overlapping communication, 2025 (fragments).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..comm.exchange import average_plain
+from ..comm.levels import Levels, leased_levels, levels_of
+from ..compress.blocks import BlockState
+from ..compress.hooks import average_half
+from ..gradients.comm_thread import BucketThread
+from ..layout.param_table import verify
+from .diloco_parameters import SlicedParameters, WholeParameters, creating_group
+from .sharded import ShardedOptimizer
+
+__all__ = ["DiLoCo"]
+
+_WIRES = ("float32", "bf16", "int8")
+_TIMEOUT_S = 1800.0
+
+
+def _nesterov(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class DiLoCo:
+    """An optimizer of local steps with an outer optimizer over ranks.
+
+    Parameters
+    ----------
+    model : Module
+        A bare module, or one wrapped by sw at zero=0, whose gradients are then no longer averaged. With `device_mesh`,
+        a module wrapped at zero >= 1 over mesh["shard"]. Parameters are float32 on the CPU. All ranks take rank 0's
+        parameters and buffers.
+    inner_optimizer : Optimizer
+        The optimizer of this rank alone. With `device_mesh`, the optimizer that sw.wrap returned, which its row shares.
+    every : int
+        H, at least 1: local steps between two exchanges of the same parameter.
+    fragments : int
+        In [1, every]: the number of parts of about equal size into which parameters are cut. Parts are exchanged at
+        different steps.
+    outer : callable
+        Makes an optimizer from parameters; the default is SGD with Nesterov momentum, lr 0.7, momentum 0.9. With
+        `device_mesh` it steps on one-dimensional slices and must be elementwise.
+    wire : {"bf16", "int8", "float32"}
+        The format in which changes of parameters travel.
+    overlap : int
+        In [0, every // fragments): an exchange ends this many local steps after its begin and runs on a thread
+        meanwhile.
+    process_group : ProcessGroup, optional
+        The group of a bare model; default: the default group.
+    device_mesh : DeviceMesh, optional
+        A mesh of two dimensions, (replicate, shard). A row takes inner steps together and averages its gradients as
+        usual. Outer steps average each slice between its owners, one a row.
+    timeout_s : float
+        The deadline of each wait, for a bare model and between rows.
+
+    Raises
+    ------
+    Error
+        If the model is wrapped with zero >= 1 and there is no `device_mesh`, or if ranks disagree about the arguments.
+    ValueError, TypeError
+        If a value is out of range, or another wrapper averages the model. If only one rank has such an error, all
+        others raise an Error that names this rank, at once.
+
+    Notes ----- Let θ be the parameter that all ranks last had in common, and θ_r this rank's. At an exchange the outer
+    optimizer steps on θ with the mean of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank.
+    Without `overlap` an exchange ends before step() returns. With it, θ_r is set to θ plus the change of the rank's own
+    steps since. Ranks then differ until synchronise(), and only θ is bitwise equal.
+
+    Cost: a copy of the parameters and the outer optimizer's state, with overlap also a copy of the largest fragment. On
+    the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh` the memory is
+    that of this rank's slices and W is the number of rows. An exchange then costs the row two barriers and one
+    publication of updated slices; blocks of int8 are counted from each slice's start.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        fragments: int = 1,
+        outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = _nesterov,
+        wire: str = "bf16",
+        overlap: int = 0,
+        process_group: Any = None,
+        device_mesh: Any = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
+        self.inner_optimizer = inner_optimizer
+        self.every = every
+        self.wire = wire
+        self.overlap = overlap
+        self.steps = 0
+        all_ranks = creating_group(
+            model, process_group, device_mesh, timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
+        )
+        description: list[list[str]] = []
+        refusal: Exception | None = None
+        try:
+            _check_arguments(inner_optimizer, every, fragments, wire, overlap, timeout_s)
+            if device_mesh is None:
+                self._held: WholeParameters = WholeParameters(model, process_group)
+            elif process_group is None:
+                self._held = SlicedParameters(model, inner_optimizer, device_mesh)
+            else:
+                raise ValueError("DiLoCo: process_group and device_mesh were both given; pass one of them")
+            self._anchors = [tensor.detach().clone() for tensor in self._held.tensors]
+            self.outer_optimizer = _made(outer, self._anchors)
+            self._held.check_outer(self.outer_optimizer)
+            settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire], ["overlap", str(overlap)]]
+            description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *self._held.description()]
+        except Exception as error:  # other ranks must see the error before they wait for this one
+            refusal, description = error, [["failure", f"{type(error).__name__}: {error}"]]
+        verify(description, all_ranks.comm.all_gather_bytes, "DiLoCo", refusal)
+        group = self._held.begin(all_ranks)
+        self._names, self._tensors = self._held.names, self._held.tensors
+        for anchor, tensor in zip(self._anchors, self._tensors):
+            anchor.copy_(tensor.detach())
+        self._fragments = _cut(self._held.numels, fragments)
+        self._sizes = [[self._tensors[i].numel() for i in part] for part in self._fragments]
+        largest = max(map(sum, self._sizes), default=0)
+        self._change = torch.empty(largest, dtype=torch.float32, device="cpu")
+        self._then = torch.empty(largest if overlap else 0, dtype=torch.float32, device="cpu")
+        on_thread = overlap > 0 and group.world_size > 1
+        levels, lease = leased_levels(group) if on_thread else (levels_of(group), None)
+        self._exchange = levels.exchange
+        mean = _Mean(levels, wire, [[self._tensors[i] for i in part] for part in self._fragments], self._change)
+        label = type(self._held.module).__name__
+        self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else _AtOnce(mean)
+        self._pending: tuple[int, int] | None = None  # a fragment in flight, and the step in which it ends
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the inner optimizer's groups, for schedulers."""
+        return self.inner_optimizer.param_groups
+
+    @property
+    def wire_bytes(self) -> int:
+        """Return the bytes that this rank has sent so far."""
+        return self._exchange.wire_bytes
+
+    @property
+    def is_sliced(self) -> bool:
+        """Return True on a mesh, where parameters are this rank's slices."""
+        return isinstance(self._held, SlicedParameters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the inner optimizer."""
+        self.inner_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a local step and exchange the fragments that are due. Collective once every / fragments steps."""
+        self._held.check_step()
+        result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
+        self.steps += 1
+        if self._pending is not None and self._pending[1] == self.steps:
+            self._end()
+        count = len(self._fragments)
+        for k in range(count):
+            due = (k + 1) * self.every // count  # the last fragment is due at a multiple of `every`
+            if self.steps % self.every == due % self.every:
+                self._begin(k)
+                if not self.overlap:
+                    self._end()
+        return result
+
+    def synchronise(self) -> None:
+        """Exchange every fragment now. Afterwards all ranks have the same parameters. Collective."""
+        self._held.check_step()
+        if self._pending is not None:
+            self._end()
+        for k in range(len(self._fragments)):
+            self._begin(k)
+            self._end(is_common=True)
+
+    @torch.no_grad()
+    def _begin(self, k: int) -> None:
+        """Start the exchange of fragment k's change."""
+        for index, change, then in zip(self._fragments[k], self._parts(self._change, k), self._parts(self._then, k)):
+            tensor = self._tensors[index].view(-1)
+            torch.sub(self._anchors[index].view(-1), tensor, out=change)
+            if self.overlap:
+                then.copy_(tensor)
+        self._runner(k, True, False)
+        self._pending = k, self.steps + self.overlap
+
+    def _wait(self) -> tuple[int, int]:
+        """Wait for the exchange in flight and return its fragment and end step. A failed exchange is over, too."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._runner.wait()
+        return pending
+
+    @torch.no_grad()
+    def _end(self, is_common: bool = False) -> None:
+        """Apply the mean change. `is_common`: no local step lies between."""
+        assert self._pending is not None
+        k = self._pending[0]
+        failure: Exception | None = None
+        fragment, changes = self._fragments[k], self._parts(self._change, k)
+        try:
+            self._wait()
+            self._check_finite(k)
+        except Exception as error:
+            failure = error
+        self._held.settle(failure)
+        for index, change in zip(fragment, changes):
+            self._anchors[index].grad = change.view(self._anchors[index].shape)
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad(set_to_none=True)
+        for index, then in zip(fragment, self._parts(self._then, k)):
+            tensor, anchor = self._tensors[index], self._anchors[index]
+            if self.overlap and not is_common:
+                tensor.sub_(then.view(tensor.shape)).add_(anchor)
+            else:
+                tensor.copy_(anchor)
+        self._held.publish()
+
+    def _check_finite(self, k: int) -> None:
+        """Raise if fragment k's mean change is not finite; all ranks that averaged it have the same bits."""
+        if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):
+            raise Error(
+                f"DiLoCo: the change of the fragment of {self._names[self._fragments[k][0]]!r} is not finite on some rank "
+                f"after {self.steps} steps: its parameters were not averaged"
+            )
+
+    def _parts(self, flat: torch.Tensor, k: int) -> list[torch.Tensor]:
+        """Return the part of each parameter of fragment k; an empty list if `flat` is empty."""
+        total = sum(self._sizes[k])
+        return list(flat[:total].split(self._sizes[k])) if flat.numel() else [flat] * len(self._sizes[k])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, since ranks differ between exchanges. The model saves the parameters.
+
+        Waits for an exchange in flight, which ends once all ranks have begun it.
+        """
+        inner = self.inner_optimizer
+        state = {
+            "steps": self.steps,
+            "inner": inner.own_slices() if isinstance(inner, ShardedOptimizer) else inner.state_dict(),
+            "outer": self.outer_optimizer.state_dict(),
+            "anchors": {name: anchor.clone() for name, anchor in zip(self._names, self._anchors)},
+        }
+        if self.is_sliced:
+            state["layout"] = self._held.layout()
+        if self._pending is not None:
+            self._pending = k, ends = self._wait()
+            total = sum(self._sizes[k])
+            tensors = {"change": self._change[:total].clone(), "then": self._then[:total].clone()}
+            state["pending"] = {"fragment": k, "ends": ends, **tensors}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state that state_dict() returned on this rank.
+
+        Raises
+        ------
+        Error
+            If the state belongs to another model.
+        """
+        missing = [key for key in ("steps", "inner", "outer", "anchors") if key not in state]
+        if missing:
+            raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {missing[0]!r}")
+        anchors = state["anchors"]
+        if state.get("layout") != self._held.layout():
+            raise Error(
+                "DiLoCo: load_state_dict: the state has other slices than this rank's: load each rank's own state, on a mesh "
+                "with rows of the same size and at the same bucket size"
+            )
+        for name, anchor in zip(self._names, self._anchors):
+            if name not in anchors or anchors[name].shape != anchor.shape:
+                raise Error(
+                    f"DiLoCo: load_state_dict: the state belongs to another model: it has no {name!r} of this shape"
+                )
+        for name in anchors:
+            if name not in self._names:
+                raise Error(
+                    f"DiLoCo: load_state_dict: the state belongs to another model: this one does not train {name!r}"
+                )
+        pending = state.get("pending")
+        if pending is not None:
+            self._check_pending(pending)
+        if self._pending is not None:
+            self._wait()  # an exchange of the abandoned run
+        self.inner_optimizer.load_state_dict(state["inner"])
+        self.outer_optimizer.load_state_dict(state["outer"])
+        self.steps = int(state["steps"])
+        for name, anchor in zip(self._names, self._anchors):
+            anchor.copy_(anchors[name])
+        if pending is not None:
+            total = pending["change"].numel()
+            self._change[:total].copy_(pending["change"])
+            self._then[:total].copy_(pending["then"])
+            self._pending = pending["fragment"], int(pending["ends"])
+
+    def _check_pending(self, pending: dict[str, Any]) -> None:
+        k, total = pending["fragment"], pending["change"].numel()
+        if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
+            raise Error(
+                f"DiLoCo: load_state_dict: fragment {k} of {total} elements was in flight, which needs the same fragments and "
+                f"overlap > 0; this trainer has {len(self._fragments)} fragments and overlap={self.overlap}"
+            )
+
+
+class _AtOnce:
+    """A runner with BucketThread's interface that runs a bucket on its caller's thread."""
+
+    def __init__(self, runner: _Mean) -> None:
+        self._runner = runner
+        self._failure: Exception | None = None
+
+    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
+        try:
+            self._runner.job(bucket, is_last, is_early)()
+        except Exception as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+class _Mean:
+    """The job of a BucketThread: average a fragment's change in place. It does not reference the trainer."""
+
+    def __init__(self, levels: Levels, wire: str, fragments: list[list[torch.Tensor]], change: torch.Tensor) -> None:
+        self._levels, self._wire, self._fragments, self._change = levels, wire, fragments, change
+        self._int8 = BlockState(None, 8, 256)
+        self._int8.use_exchange(levels.exchange)
+
+    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
+        """Return the job of fragment `bucket`."""
+        parameters = self._fragments[bucket]
+        sizes = [parameter.numel() for parameter in parameters]
+        flat = self._change[: sum(sizes)]
+        run = functools.partial(self._mean, flat, flat.split(sizes), parameters)
+        return functools.partial(self._levels.average, flat, run, "changes under DiLoCo")
+
+    def finish_early(self, buckets: Iterable[int]) -> None:
+        """Do nothing: no bucket finishes early."""
+
+    def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
+        if self._wire == "int8":
+            self._int8.average(_Fragment(flat, parts, parameters))
+        elif self._wire == "bf16":
+            average_half(self._levels.exchange, flat, torch.bfloat16)
+        else:
+            average_plain(self._levels.exchange, flat)
+
+
+class _Fragment:
+    """A fragment with the interface of a bucket that compressors use."""
+
+    def __init__(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
+        self._flat, self._parts, self._parameters = flat, parts, parameters
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._parts)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return True
+
+
+def _is_timeout(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e9
+
+
+def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any, overlap: Any, timeout_s: Any) -> None:
+    if not hasattr(inner_optimizer, "step") or not hasattr(inner_optimizer, "param_groups"):
+        raise TypeError(f"DiLoCo: inner_optimizer must be an optimizer, got {type(inner_optimizer).__name__}")
+    for name, value, most in (("every", every, 2**31), ("fragments", fragments, every)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"DiLoCo: {name} must be an integer in [1, {most}], got {value!r}")
+    if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every // fragments:
+        raise ValueError(
+            f"DiLoCo: overlap must be an integer in [0, {every // fragments}), every // fragments, so that one exchange ends before "
+            f"the next begins; got {overlap!r}"
+        )
+    if wire not in _WIRES:
+        raise ValueError(f"DiLoCo: wire must be one of {', '.join(_WIRES)}, got {wire!r}")
+    if not _is_timeout(timeout_s):
+        raise ValueError(f"DiLoCo: timeout_s must be above 0 and at most 1e+09 seconds, got {timeout_s!r}")
+
+
+def _made(
+    outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], anchors: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    if not callable(outer):
+        raise TypeError(f"DiLoCo: outer must be a callable that returns an optimizer, got {outer!r}")
+    made = outer(anchors)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"DiLoCo: outer must return a torch.optim.Optimizer, got {type(made).__name__}")
+    return made
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
+    plain = (int, float, str, tuple, type(None))  # the text of other types may differ between ranks
+    groups = [
+        {key: value for key, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _cut(sizes: list[int], count: int) -> list[list[int]]:
+    """Cut indices, in order, into at most `count` parts of about equal size."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    total, before = sum(sizes) or 1, 0
+    for index, size in enumerate(sizes):
+        parts[min((before + size // 2) * count // total, count - 1)].append(index)
+        before += size
+    return [part for part in parts if part]

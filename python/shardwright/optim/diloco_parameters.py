@@ -1,0 +1,284 @@
+"""The tensors that DiLoCo averages, and the ranks that average them.
+
+Without a mesh, all ranks average whole parameters. On a mesh (replicate, shard), the ranks of a column, which own the
+same slices, average them:
+
+    mesh          inner steps           outer steps
+      0 1         0 and 1 as one        0 and 2, on slice 0
+      2 3         2 and 3 as one        1 and 3, on slice 1
+
+A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column is
+therefore sent to every row before any parameter is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from .._engine import Error
+from ..comm.process_group import HostGroup, host_group, resolve_group
+from ..parallel.ddp import DistributedDataParallel
+from ..parallel.fully_shard import FullySharded, wrapper_of
+from .sharded import ELEMENTWISE
+
+#: seconds that a row waits for a column's news beyond the column's own deadline
+_GRACE_S = 2.0
+
+
+class WholeParameters:
+    """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank alone.
+
+    Attributes
+    ----------
+    module : Module
+    names : list of str
+        Names of the trained parameters.
+    tensors : list of Tensor
+        Targets of the outer optimizer, one a parameter; contiguous.
+    numels : list of int
+        Elements of each whole parameter, equal on all ranks.
+    """
+
+    def __init__(self, model: Any, process_group: Any) -> None:
+        self._model = model
+        self.module = _module_to_train(model, process_group)
+        trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.tensors = [parameter for _, parameter in trained]
+        self.numels = [parameter.numel() for parameter in self.tensors]
+        for name, parameter in trained:
+            _check_tensor(name, parameter, parameter.is_contiguous())
+        _check_buffers(self.module)
+
+    def description(self) -> list[list[str]]:
+        """Return the facts that must agree on all ranks."""
+        return _described([*zip(self.names, self.tensors), *self.module.named_buffers()])
+
+    def layout(self) -> list[list[int]] | None:
+        """Return [begin, end) of this rank's elements of each parameter, in memory order; None: all."""
+        return None
+
+    def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if the outer optimizer cannot step on `tensors`."""
+
+    def begin(self, all_ranks: HostGroup) -> HostGroup:
+        """Broadcast rank 0's values to `all_ranks` and return the ranks that average. Collective."""
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.set_requires_gradient_sync(False)
+        all_ranks.broadcast([*self.tensors, *self.module.buffers()], 0, "parameters and buffers under DiLoCo")
+        return all_ranks
+
+    def check_step(self) -> None:
+        """Raise an error if no step can be taken, the same on all ranks that would take it."""
+
+    def settle(self, failure: Exception | None) -> None:
+        """Agree before `tensors` are written: raise a failure on every rank whose parameters depend on it."""
+        if failure is not None:
+            raise failure
+
+    def publish(self) -> None:
+        """Publish `tensors` after they were written."""
+
+
+class SlicedParameters(WholeParameters):
+    """The slices of a model wrapped at zero >= 1 over the rows of `mesh`.
+
+    Parameters
+    ----------
+    model : Module
+    inner_optimizer : Optimizer
+        The optimizer that sw.wrap, or shard_optimizer, returned for it.
+    mesh : DeviceMesh
+        A mesh of two dimensions, (replicate, shard).
+    """
+
+    def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
+        wrapped = _wrapped_over_a_row(model, mesh)
+        self.module = wrapped.module
+        self._mesh, self._replica = mesh, wrapped._engine()
+        if getattr(inner_optimizer, "replica", None) is not self._replica:
+            raise ValueError(
+                f"DiLoCo: inner_optimizer must be the optimizer that sw.wrap(model, optimizer, zero={wrapped._zero}, ...) returned, got "
+                f"{type(inner_optimizer).__name__}"
+            )
+        table = self._replica.table
+        indices = {id(parameter): index for index, parameter in enumerate(table.parameters)}
+        trained = [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and id(parameter) in indices
+        ]
+        self._parameters = [parameter for _, parameter in trained]
+        self._indices = [indices[id(parameter)] for parameter in self._parameters]
+        self.names = [name for name, _ in trained]
+        self.numels = [parameter.numel() for parameter in self._parameters]
+        for name, parameter in trained:
+            _check_tensor(name, parameter, True)
+        _check_buffers(self.module)
+        pieces = map(self._replica.parameters().slice, self._indices)
+        self.tensors = [
+            torch.empty(0, dtype=torch.float32, device="cpu") if piece is None else piece for piece in pieces
+        ]
+
+    def description(self) -> list[list[str]]:
+        runs = [
+            [str(self._run(index, rank)) for index in self._indices] for rank in range(self._replica.group.world_size)
+        ]
+        slices = [["slices", f"{number}: {' '.join(row)}"] for number, row in enumerate(runs)]
+        tensors = [*zip(self.names, self._parameters), *self.module.named_buffers()]
+        return [["zero", str(self._replica.zero)], *_described(tensors), *slices]
+
+    def layout(self) -> list[list[int]] | None:
+        return [list(self._run(index, self._replica.group.rank)) for index in self._indices]
+
+    def _run(self, index: int, rank: int) -> tuple[int, int]:
+        return self._replica.parameters().run(index, rank)
+
+    def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if name not in ELEMENTWISE:
+            raise ValueError(
+                f"DiLoCo: outer returned a {name}, which is not known to be elementwise, but steps on slices here: use "
+                "one of torch's elementwise optimizers or of sw.optim"
+            )
+
+    def begin(self, all_ranks: HostGroup) -> HostGroup:
+        all_ranks.broadcast(list(self.module.buffers()), 0, "buffers under DiLoCo")
+        column = host_group(self._mesh.get_group(0), all_ranks.comm.timeout_s)
+        values = [tensor.clone() for tensor in self.tensors]  # ranks of the row may still read the shared memory
+        failure: Exception | None = None
+        try:
+            column.broadcast(values, 0, "slices of parameters under DiLoCo")
+        except Exception as error:
+            failure = error
+        self.settle(failure)
+        for tensor, value in zip(self.tensors, values):
+            tensor.copy_(value)
+        self.publish()
+        return column
+
+    def check_step(self) -> None:
+        if self._replica.retired:
+            raise Error("DiLoCo: the model has been wrapped again: create a DiLoCo of the newer wrapper and optimizer")
+        if self._replica.is_joining:
+            raise Error(
+                "DiLoCo over a mesh cannot step inside join(): ranks that ran out of inputs take no part in outer steps; give the "
+                "ranks of a row the same number of inputs"
+            )
+
+    def settle(self, failure: Exception | None) -> None:
+        """Run a barrier of the row, so that no rank reads parameters meanwhile. One rank's failure is raised on all."""
+        comm = self._replica.group.comm
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        before_s = comm.timeout_s
+        comm.timeout_s = before_s + _GRACE_S  # a wait in a column ends with the better message, so let it end first
+        try:
+            said = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
+        finally:
+            comm.timeout_s = before_s
+        if failure is not None:
+            raise failure
+        for rank, each in enumerate(said):
+            if each:
+                raise Error(f"DiLoCo: rank {rank} of this replica could not exchange its slices: {each}")
+
+    def publish(self) -> None:
+        with self._replica.writing():  # the write guard takes what the outer step wrote
+            self._replica.parameters().publish()
+            self._replica.count_writes(self._parameters)
+
+
+def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:
+    """Return all ranks that create a DiLoCo together. They exchange errors in its arguments, whatever these are."""
+    replica = model._replica if isinstance(model, DistributedDataParallel) else None
+    if device_mesh is not None:
+        fits = getattr(device_mesh, "ndim", 0) == 2 and dist.get_rank() in device_mesh.mesh.flatten().tolist()
+        return host_group(resolve_group(None, device_mesh if fits else None), timeout_s)
+    if replica is not None:
+        return replica.group
+    return host_group(resolve_group(process_group, None), timeout_s)
+
+
+def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
+    """Return the bare module, after a check that no wrapper averages its gradients from now on."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"DiLoCo: model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, FullySharded):
+        raise Error(_over_slices(3))
+    if not isinstance(model, TorchDDP):
+        return model
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "DiLoCo: torch's DistributedDataParallel averages the gradients of every step: pass the module itself"
+        )
+    if process_group is not None:
+        raise ValueError("DiLoCo: process_group is the wrapped model's own: leave it None")
+    if model._comm_hooks:
+        raise ValueError(
+            "DiLoCo: the model has a compressor or a communication hook, which would never run: use `wire` instead"
+        )
+    if model._zero:
+        raise Error(_over_slices(model._zero))
+    model._engine()  # raises if the wrapper is no longer in force
+    return model.module
+
+
+def _over_slices(zero: int) -> str:
+    return (
+        f"DiLoCo cannot run at zero={zero} between all ranks: ranks whose parameters differ between exchanges cannot share slices "
+        "of one optimizer state; wrap with zero=0, or over mesh['shard'] and pass device_mesh=mesh, of dimensions (replicate, shard)"
+    )
+
+
+def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
+    """Return the wrapper of `model`, whose ranks must be this rank's row of `mesh`."""
+    if getattr(mesh, "ndim", 0) != 2:
+        raise ValueError(
+            f"DiLoCo: device_mesh must be a DeviceMesh of two dimensions, (replicate, shard), got {mesh!r}"
+        )
+    rows = mesh.mesh.tolist()
+    row = next((each for each in rows if dist.get_rank() in each), None)
+    if row is None:
+        raise ValueError(f"DiLoCo: this rank, {dist.get_rank()}, is not part of the device_mesh given, {rows}")
+    if len({tuple(sorted(range(len(each)), key=each.__getitem__)) for each in rows}) > 1:
+        raise ValueError(
+            f"DiLoCo: device_mesh {rows} has columns whose ranks own different slices: order all of its rows alike"
+        )
+    wrapped = wrapper_of(model) if isinstance(model, torch.nn.Module) else None
+    if wrapped is None or not wrapped._zero:
+        got = type(model).__name__ if wrapped is None else "one at zero=0"
+        raise ValueError(
+            "DiLoCo: with device_mesh the model must be wrapped with zero >= 1, or fully sharded, over mesh['shard'], got "
+            f"{got}; zero=0 needs no mesh"
+        )
+    group = wrapped.process_group
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    if sorted(ranks) != sorted(row):
+        raise ValueError(
+            f"DiLoCo: the model is wrapped over ranks {sorted(ranks)}, but this rank's row of device_mesh is {row}: wrap it with "
+            "device_mesh=mesh['shard'], so that only the row shares inner steps"
+        )
+    return wrapped
+
+
+def _check_tensor(name: str, parameter: torch.Tensor, is_contiguous: bool) -> None:
+    if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not is_contiguous:
+        raise TypeError(
+            f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
+            f"{parameter.device.type}"
+        )
+
+
+def _check_buffers(module: torch.nn.Module) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.device.type != "cpu":
+            raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
+
+
+def _described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[list[str]]:
+    return [[name, f"{tuple(tensor.shape)} {tensor.dtype}"] for name, tensor in tensors]

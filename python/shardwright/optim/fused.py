@@ -1,0 +1,548 @@
+"""Fused optimizers on the engine's kernels, and the exact global norm.
+
+`AdamW`, `Adam` and `SGD` are torch's classes with another `step()`. Arguments, `param_groups` and `state_dict()` are
+torch's, and state dicts load into each other both ways. Tensors are on the CPU or on a GPU; docs/design/optim.md has
+the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .. import _engine
+from ..torch_compat import cuda
+from .master_weights import LOW, Masters, load_in_float32
+from .offload import StateStore
+
+if TYPE_CHECKING:
+    from .device_offload import HostStateStore
+
+__all__ = ["SGD", "Adam", "AdamW", "global_norm"]
+
+#: options of torch that exclude one fused pass
+_OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
+
+
+def _takes_many() -> bool:
+    """Return True if torch counts versions of a list in one call; older torch takes a single tensor."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_TAKES_MANY = _takes_many()
+
+
+class _Fused(torch.optim.Optimizer):
+    """The base of the three optimizers: float32 masters, layouts, loading.
+
+    state[p]["master"] is the float32 parameter behind a low-precision one; see optim/master_weights.py.
+    """
+
+    _master: bool
+    _masters: Masters
+    #: holds the state outside of the parameters' memory; None: beside the parameters. A copy of the optimizer has none
+    store: StateStore | HostStateStore | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_master": self._master}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._masters = Masters()
+        for each in self.state.values():  # torch accepts integers, too
+            step = each.get("step")
+            if isinstance(step, Tensor) and not step.is_floating_point():
+                each["step"] = step.to(torch.float32)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does.
+
+        Raises
+        ------
+        ValueError
+            If a parameter is not float32, bfloat16 or float16 on the CPU or a CUDA GPU, or if the group asks for a form
+            of the step that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, number = type(self).__name__, len(self.param_groups) - 1
+        for option, other in _OTHER_FORMS.items():
+            if group.get(option) is other:
+                raise ValueError(
+                    f"sw.optim.{name}: {option}={other} is not supported, since the step is one fused pass; use torch.optim.{name} for it"
+                )
+        for position, p in enumerate(group["params"]):
+            if p.dtype is not torch.float32 and p.dtype not in LOW:
+                raise ValueError(
+                    f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
+                    f"not {str(p.dtype).removeprefix('torch.')}; torch.optim.{name} supports it"
+                )
+            if p.device.type not in ("cpu", "cuda", "meta"):
+                raise ValueError(
+                    f"sw.optim.{name}: parameter {position} of group {number} must be on the CPU or a CUDA GPU, not on {p.device}; "
+                    f"torch.optim.{name}(fused=True) supports it"
+                )
+
+    def _has_master(self, p: Tensor) -> bool:
+        return self._master and p.dtype in LOW
+
+    def _state_like(self, p: Tensor) -> Tensor:
+        """Return zeros with the shape and strides of `p`, in the dtype of its state."""
+        dtype = torch.float32 if self._has_master(p) else p.dtype
+        if self.store is not None:
+            return self.store.zeros(p, dtype)
+        return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        return self._masters.of(p, state) if self.store is None else self._masters.of(p, state, self.store.empty)
+
+    def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
+        """Return the dtypes of the state tensors of `p` that have its shape."""
+        has_master = self._has_master(p)
+        return [torch.float32 if has_master else p.dtype] * self._moment_count(group) + [torch.float32] * has_master
+
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        raise NotImplementedError
+
+    def keep_in(self, store: StateStore | HostStateStore | None) -> None:
+        """Keep new state in `store`, and move old state there at its next step; None: beside the parameters."""
+        self.store = store
+
+    def _where(self, p: Tensor) -> dict[str, Any]:
+        """Return the engine's arguments for the place of a step of parameters beside `p`, and of their state."""
+        if self.store is None:
+            return {"gpu": cuda.place_of(p)}
+        return {"state_file": self.store.file, "gpu": self.store.place()}
+
+    def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
+        """Tell autograd about the write, and note that this write of low-precision parameters was the optimizer's."""
+        _increment_versions(params)
+        if masters:
+            _increment_versions(masters)
+            self._masters.written(params)
+
+    def _scale_of_scaler(self) -> float | None:
+        """Return the factor that torch's GradScaler leaves to a fused step; None: skip the step after an overflow."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            return None
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's format, from this class or from torch's own.
+
+        torch casts loaded state to the parameter's dtype; here moments and masters in float32 keep theirs. A master
+        that `state_dict` lacks is made from the parameter at the next step.
+        """
+        load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
+        self._masters.forget_all()
+
+
+class _Lists:
+    """The tensors of one call of the engine in parallel lists, with the state dict of each."""
+
+    def __init__(self, *keys: str) -> None:
+        self.params: list[Tensor] = []
+        self.targets: list[Tensor] = []  # masters, or the parameters themselves
+        self.grads: list[Tensor] = []
+        self.states: list[dict[str, Any]] = []
+        self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
+
+    def run(self, call: Callable[[], list[int]]) -> None:
+        """Run `call()`. If it reports mismatched layouts, it did nothing: rearrange those tensors and call again."""
+        mismatched = call()
+        if not mismatched:
+            return
+        for i in mismatched:
+            target = self.targets[i]
+            self.grads[i] = _with_strides_of(target, self.grads[i])
+            for key, tensors in self.lists.items():
+                tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
+        if mismatched := call():
+            raise ValueError(f"step: parameters {mismatched} have a layout that their gradients cannot take")
+
+
+def _check_beside(p: Tensor, state: dict[str, Any]) -> None:
+    """Raise ValueError if state is not on the GPU of its parameter, since kernels would read its address there."""
+    for key, value in state.items():
+        if key != "step" and isinstance(value, Tensor) and value.device != p.device:
+            raise ValueError(
+                f"step: the state {key!r} of a parameter on {p.device} is on {value.device}: state does not follow a module that moves; "
+                "create the optimizer after the move, or load its state again"
+            )
+
+
+def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
+
+
+def _increment_versions(tensors: list[Tensor]) -> None:
+    """Count the engine's writes as in-place operations, so that a backward through an old value fails."""
+    if _TAKES_MANY:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+class _AdamStep(_Fused):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one optimization step.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Reevaluates the model and returns the loss; runs with gradients enabled.
+
+        Returns
+        -------
+        object
+            The result of `closure`, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale = self._scale_of_scaler()
+        for group in self.param_groups:
+            if grad_scale is not None:
+                self._step_group(group, grad_scale)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+        amsgrad: bool = group["amsgrad"]
+        keys = ("exp_avg", "exp_avg_sq", "step", *(("max_exp_avg_sq",) if amsgrad else ()))
+        beta1, beta2 = group["betas"]
+        options = {
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "decoupled": isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay", False),
+            "maximize": group["maximize"],
+            "grad_scale": grad_scale,
+        }
+        calls: dict[tuple[bool, torch.device | None], _Lists] = {}
+        of_state, store = self.state, self.store
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None:
+                continue
+            state = of_state[p]
+            if "exp_avg" not in state:
+                self._init_state(p, state)
+            if amsgrad and "max_exp_avg_sq" not in state:
+                state["max_exp_avg_sq"] = self._state_like(p)
+            has_master = self._has_master(p)
+            if store is not None:
+                store.adopt(state)
+            elif not p.is_cpu:
+                _check_beside(p, state)
+            kind = (has_master, None if p.is_cpu else p.device)
+            lists = calls.get(kind)
+            if lists is None:
+                lists = calls[kind] = _Lists(*keys)
+            lists.params.append(p)
+            lists.targets.append(self._master_of(p, state) if has_master else p)
+            lists.grads.append(grad)
+            lists.states.append(state)
+            if not state["step"].is_cpu:  # torch's fused form keeps it on the GPU
+                state["step"] = state["step"].cpu()
+            for key, tensors in lists.lists.items():
+                tensors.append(state[key])
+        for (has_master, _), lists in calls.items():
+            masters = lists.targets if has_master else []
+            self._call(lists, lists.params if masters else None, {**options, **self._where(lists.params[0])})
+            self._written(lists.params, masters)
+
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        return 2 + group["amsgrad"]
+
+    def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
+        first, second = self._state_like(p), self._state_like(p)  # both, or neither if memory or disk space ends
+        state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=first, exp_avg_sq=second)
+
+    @staticmethod
+    def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
+        of = lists.lists
+        steps = of.pop("step")  # scalars have no layout
+        lists.run(
+            lambda: _engine.adam_step(
+                lists.targets,
+                lists.grads,
+                of["exp_avg"],
+                of["exp_avg_sq"],
+                of.get("max_exp_avg_sq"),
+                steps,
+                copies,
+                **options,
+            )
+        )
+
+
+class AdamW(_AdamStep, torch.optim.AdamW):
+    r"""AdamW in one pass over memory.
+
+    Parameters
+    ----------
+    params : iterable of Tensor or of dict
+        Dense tensors on the CPU or a CUDA GPU, float32, bfloat16 or float16, or groups of them.
+    lr, betas, eps, weight_decay, amsgrad, maximize
+        As in `torch.optim.AdamW`.
+    foreach, capturable, differentiable, fused
+        Accepted for compatibility. Forms other than the fused one raise ValueError.
+    master : bool, default True
+        Keep a float32 master (and float32 moments) for each bfloat16 or float16 parameter, in `state[p]["master"]`;
+        the parameter is its rounded copy, written in the same pass. False: the parameter itself is updated and its
+        moments have its dtype, as in torch.
+
+    Raises
+    ------
+    ValueError
+        For an option out of torch's range, or for a parameter or form of the step that this class does not support.
+
+    Notes ----- Each element gets the arithmetic of the vector body of `torch.optim.AdamW(fused=True)`. float32 results
+    have its bits, except where torch itself runs a scalar tail (at most one unit in the last place a step)::
+
+        p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
+        p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
+
+    Cost of a step: 16 bytes read and 12 written an element in float32. With torch's GradScaler and `fused=True` the
+    pass itself unscales the gradient, and `.grad` keeps its scaled value.
+
+    References
+    ----------
+    Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019, algorithm 2. Reddi, Kale and Kumar, *On the
+    Convergence of Adam and Beyond*, 2018, algorithm 2 (amsgrad).
+
+    Examples
+    --------
+    >>> import torch, shardwright as sw
+    >>> p = torch.nn.Parameter(torch.ones(4))
+    >>> optimizer = sw.optim.AdamW([p], lr=0.1)
+    >>> p.grad = torch.ones(4)
+    >>> optimizer.step()
+    >>> round(p[0].item(), 4)
+    0.899
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: bool = True,
+    ) -> None:
+        self._master, self._masters = master, Masters()
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad,
+            maximize=maximize, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+
+
+class Adam(_AdamStep, torch.optim.Adam):
+    """Adam in one pass over memory: like `AdamW`, but the weight decay is added to the gradient (L2).
+
+    Parameters
+    ----------
+    params, lr, betas, eps, weight_decay, amsgrad, maximize
+        As in `torch.optim.Adam`; `weight_decay` is 0 by default.
+    decoupled_weight_decay : bool, default False
+        True is AdamW. ValueError if the installed torch does not have it.
+    foreach, capturable, differentiable, fused, master
+        As in `AdamW`.
+
+    Raises
+    ------
+    ValueError
+        As in `AdamW`.
+
+    References
+    ----------
+    Kingma and Ba, *Adam: A Method for Stochastic Optimization*, 2015, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master: bool = True,
+    ) -> None:
+        self._master, self._masters = master, Masters()
+        newer: dict[str, Any] = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
+        try:
+            super().__init__(
+                params, lr, betas, eps, weight_decay, amsgrad,
+                foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused, **newer,
+            )  # fmt: skip
+        except TypeError:
+            if not newer:
+                raise
+            raise ValueError("sw.optim.Adam: decoupled_weight_decay needs a newer torch; use sw.optim.AdamW") from None
+
+
+class SGD(_Fused, torch.optim.SGD):
+    """Stochastic gradient descent with momentum in one pass over memory.
+
+    Parameters
+    ----------
+    params : iterable of Tensor or of dict
+        As in `AdamW`.
+    lr, momentum, dampening, weight_decay, nesterov, maximize
+        As in `torch.optim.SGD`.
+    foreach, differentiable, fused, master
+        As in `AdamW`.
+
+    Raises
+    ------
+    ValueError
+        As in `AdamW`. Sparse gradients are refused by `step()`.
+
+    Notes ----- Bits as `torch.optim.SGD(fused=True)`, with the same exception as in `AdamW`. At a parameter's first
+    step its gradient becomes its buffer. Cost of a step: 12 bytes read and 8 written an element, or 8 and 4 without
+    momentum.
+
+    References
+    ----------
+    Sutskever, Martens, Dahl and Hinton, *On the importance of initialization and momentum in deep learning*, 2013.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: bool = True,
+    ) -> None:
+        self._master, self._masters = master, Masters()
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov,
+            maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one optimization step; parameters and result as in `AdamW.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale = self._scale_of_scaler()
+        for group in self.param_groups:
+            if grad_scale is not None:
+                self._step_group(group, grad_scale)
+        return loss
+
+    def _moment_count(self, group: dict[str, Any]) -> int:
+        return int(group["momentum"] != 0)
+
+    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+        options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+        options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
+        buffered = group["momentum"] != 0
+        calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            has_master = self._has_master(p)
+            state = self.state[p] if buffered or has_master else {}
+            if self.store is not None:
+                self.store.adopt(state)
+            elif not p.is_cpu:
+                _check_beside(p, state)
+            buffer = state.get("momentum_buffer")
+            kind = (has_master, buffered and buffer is None, None if p.is_cpu else p.device)
+            lists = calls.get(kind)
+            if lists is None:
+                lists = calls[kind] = _Lists(*(("momentum_buffer",) if buffered else ()))
+            lists.params.append(p)
+            lists.targets.append(self._master_of(p, state) if has_master else p)
+            lists.grads.append(p.grad)
+            lists.states.append(state)
+            if buffered:
+                lists.lists["momentum_buffer"].append(self._state_like(p) if buffer is None else buffer)
+        for (has_master, first, _), lists in calls.items():
+            copies = lists.params if has_master else None
+            self._call(lists, copies, {**options, "first": first, **self._where(lists.params[0])})
+            self._written(lists.params, lists.targets if has_master else [])
+
+    @staticmethod
+    def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
+        buffers = lists.lists.get("momentum_buffer")
+        lists.run(lambda: _engine.sgd_step(lists.targets, lists.grads, buffers, copies, **options))
+        for state, buffer in zip(lists.states, buffers or ()):
+            state["momentum_buffer"] = buffer
+
+
+def global_norm(tensors: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm of all elements together: the exact sum of squares, rounded once.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+        float32, bfloat16, float16 or float64, on the CPU, any shapes.
+
+    Returns
+    -------
+    float
+        The same number for any order or cut of the same elements; NaN if one is NaN, else infinity if one is infinite.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is sparse, on another device or of another dtype.
+
+    Examples
+    --------
+    >>> import torch, shardwright as sw
+    >>> sw.optim.global_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    5.0
+    """
+    dense = [t if t.layout is not torch.strided or t.is_contiguous() else t.contiguous() for t in tensors]
+    return _engine.norm_value([_engine.norm_sum(dense)])

@@ -1,0 +1,289 @@
+"""float32 masters behind low-precision parameters.
+
+A step in bfloat16 is lost if it is smaller than half a unit of the parameter. The optimizer therefore steps on a
+float32 copy, the master, with float32 state, and the parameter is the rounded master. sw.optim does both in one pass.
+Around any other optimizer, masters replace the parameters during its step. In both cases a master is
+`state[p]["master"]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .._engine import Error
+
+__all__ = [
+    "LOW",
+    "MasterOptimizer",
+    "Masters",
+    "as_kept",
+    "check_groups",
+    "has_own_masters",
+    "kept_by",
+    "load_in_float32",
+    "load_with_hooks",
+    "without_masters",
+]
+
+LOW = (torch.bfloat16, torch.float16)
+_KEY = "master"
+#: makes the float32 tensor of a master with a parameter's shape and strides
+_Empty = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _empty(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+
+
+class Masters:
+    """The masters of one optimizer. They follow parameters that other code has written.
+
+    The object keeps, by id, each parameter's version after the optimizer's last write. If the version differs and the
+    master no longer rounds to the parameter, the master is rebuilt from the parameter.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[int, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_versions": {}}  # a copy has other parameters
+
+    def of(self, parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
+        """Return the master in `state`. Make it, match its layout to the parameter's, or rebuild it, if needed."""
+        master = master_in(state)
+        if master is None or master.stride() != parameter.stride():
+            made = state[_KEY] = empty(parameter).copy_(parameter if master is None else master)
+            if master is None:
+                return made
+            master = made
+        if self._versions.get(id(parameter)) != parameter._version:
+            if not torch.equal(master.to(parameter.dtype), parameter.to(master.device)):
+                master.copy_(parameter)
+        return master
+
+    def written(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that the masters of these parameters were just rounded into them."""
+        for parameter in parameters:
+            self._versions[id(parameter)] = parameter._version
+
+    def forget_all(self) -> None:
+        """Forget all versions, since other code may have written parameters or masters."""
+        self._versions.clear()
+
+    @contextlib.contextmanager
+    def in_place(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Replace low-precision parameters that have a gradient by their masters in the optimizer's groups, within the
+        context.
+
+        On exit the parameters are set to the rounded masters. Cost: a float32 copy of the gradients meanwhile.
+        """
+        taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        before = [group["params"] for group in optimizer.param_groups]
+        try:
+            for p in parameters:
+                if p.dtype in LOW and p.grad is not None:
+                    taken[id(p)] = (p, self._take(optimizer, p))
+            for group, members in zip(optimizer.param_groups, before):
+                group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
+            yield
+        finally:  # after an exception, too: completed updates stay, as without masters
+            for group, members in zip(optimizer.param_groups, before):
+                group["params"] = members
+            for parameter, master in taken.values():
+                self._give_back(optimizer, parameter, master)
+
+    def _take(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the master with the gradient and the state of its parameter.
+
+        If memory runs out, nothing has changed.
+        """
+        assert parameter.grad is not None
+        state = dict(optimizer.state.get(parameter, {}))
+        if master_in(state) is None:  # the state was made without masters
+            state = {key: _widened(value, parameter) for key, value in state.items()}
+        with torch.no_grad():
+            master = self.of(parameter, state)
+        gradient = parameter.grad.to(torch.float32)
+        del state[_KEY]  # an optimizer recognises a first step by an empty state
+        optimizer.state.pop(parameter, None)
+        if state:
+            optimizer.state[master] = state
+        master.grad = gradient
+        return master
+
+    def _give_back(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor) -> None:
+        master.grad = None
+        state = optimizer.state.pop(master, {})
+        state[_KEY] = master
+        optimizer.state[parameter] = state
+        with torch.no_grad():
+            parameter.copy_(master)
+        self.written([parameter])
+
+
+def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the master in `state`, unless torch's own loading has cast it to the parameter's dtype."""
+    master = state.get(_KEY)
+    return master if isinstance(master, torch.Tensor) and master.dtype is torch.float32 else None
+
+
+def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool) -> dict[str, Any]:
+    """Convert state that is being loaded to the kept form.
+
+    With a master, all floating-point state is float32. Without one, the master is dropped and floating-point state
+    takes the parameter's dtype, except for the step count, as in torch's own loading.
+    """
+    kept = {}
+    for key, value in state.items():
+        if key == _KEY and not has_master:
+            continue
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
+            if has_master:
+                value = value.to(torch.float32) if value.dtype in LOW else value
+            elif parameter.is_floating_point():
+                value = value.to(parameter.dtype)
+        kept[key] = value
+    return kept
+
+
+def _widened(value: Any, parameter: torch.Tensor) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype in LOW and value.shape == parameter.shape
+    return value.to(torch.float32) if low else value
+
+
+def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for an optimizer of sw.optim, which keeps its own masters as `master=` says."""
+    return any(kind.__module__ == "shardwright.optim" for kind in type(optimizer).__mro__)
+
+
+def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Raise an error unless both have the same groups, since a scheduler may change only one of them."""
+    ours, theirs = outer.param_groups, inner.param_groups
+    if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs)):
+        raise Error(
+            "the optimizer passed to sw.wrap no longer has the groups of the one that it returned (add_param_group or "
+            "load_state_dict was called on it): call them on the optimizer that sw.wrap returned"
+        )
+
+
+def load_with_hooks(
+    optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+) -> None:
+    """Run `load(state_dict)` with the hooks that users have registered on `optimizer`, as torch's own loading does."""
+    state_dict = dict(state_dict)
+    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    load(state_dict)
+    for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+        hook(optimizer)
+
+
+def load_in_float32(
+    optimizer: torch.optim.Optimizer,
+    load: Callable[[dict[str, Any]], Any],
+    state_dict: dict[str, Any],
+    has_master: Callable[[torch.Tensor], bool],
+) -> None:
+    """Run `load(state_dict)`, torch's own loading of `optimizer`, but keep masters and their state in float32.
+
+    torch's loading casts state to the parameter's dtype.
+    """
+    loaded: list[dict[str, Any]] = []
+    # This pre-hook runs last, so it sees the dict after the user's own hooks.
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    saved = chain.from_iterable(group["params"] for group in loaded[0]["param_groups"])
+    for number, p in zip(saved, chain.from_iterable(group["params"] for group in optimizer.param_groups)):
+        given = loaded[0]["state"].get(number, {})
+        if not given:
+            continue
+        state = optimizer.state[p]
+        if not has_master(p):
+            state.pop(_KEY, None)
+        for key, value in as_kept(given, p, has_master(p)).items():
+            if torch.is_tensor(value) and key != "step" and value.is_floating_point():
+                like = p if value.shape == p.shape else value
+                state[key] = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False).copy_(
+                    value
+                )
+
+
+class MasterOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps on float32 masters of low-precision parameters.
+
+    `sw.wrap(module, optimizer)` returns it at zero=0 for an optimizer without its own masters.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The user's optimizer, which does the arithmetic on masters. Its groups are shared, not copied.
+    without : iterable of Tensor
+        Parameters that a policy denies a master (Precision(master=False)).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, without: Iterable[torch.Tensor] = ()) -> None:
+        self._inner = optimizer
+        self._masters, self._without = Masters(), list(without)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = optimizer.state
+
+    def __repr__(self) -> str:
+        return f"MasterOptimizer({self._inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"_inner": self._inner, "_masters": self._masters, "_without": self._without}
+        return {**super().__getstate__(), **kept}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does. The user's own class sees it first and may refuse it."""
+        if all(group is not param_group for group in self._inner.param_groups):
+            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
+
+    def has_master(self, parameter: torch.Tensor) -> bool:
+        """Return True if the optimizer steps on a master of `parameter`."""
+        return parameter.dtype in LOW and all(parameter is not each for each in self._without)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step on the masters; `closure` runs before it, once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        check_groups(self, self._inner)
+        denied = {id(parameter) for parameter in self._without}
+        members = [p for group in self._inner.param_groups for p in group["params"] if id(p) not in denied]
+        with self._masters.in_place(self._inner, members):
+            self._inner.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's format. A master that it lacks is made from the parameter at the next step."""
+        load_with_hooks(self, self._load, state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        load_in_float32(self._inner, self._inner.load_state_dict, state_dict, self.has_master)
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self._masters.forget_all()
+
+
+def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parameter's state that is being restored in the form that `optimizer` keeps."""
+    if has_own_masters(optimizer):
+        return as_kept(state, parameter, optimizer._has_master(parameter))  # type: ignore[attr-defined]
+    has_master = isinstance(optimizer, MasterOptimizer) and optimizer.has_master(parameter)
+    return as_kept(state, parameter, True) if has_master else state
+
+
+def without_masters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the user's optimizer inside a MasterOptimizer, which shares its state and masters; any other unchanged."""
+    return optimizer._inner if isinstance(optimizer, MasterOptimizer) else optimizer

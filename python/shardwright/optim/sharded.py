@@ -1,0 +1,663 @@
+"""An optimizer whose state and work are sliced over ranks: ZeRO-1 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", section 5).
+
+The user's own optimizer does the arithmetic, on one-dimensional tensors: the slices that this rank owns. What is
+elementwise gives every element the same bits on a slice as on the whole, because slices are cut on 128-byte boundaries.
+Around it, this class keeps what others see: `param_groups` are the user's own dictionaries over whole parameters, so
+schedulers, zero_grad and clipping work as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..layout.shard_runs import memory_order
+from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
+from ..parallel.optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, plain, rows_of
+from ..parallel.replica import Replica
+from ..torch_compat.autograd import unguarded
+from ..torch_compat.optimizers import on_meta
+from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
+from .sliced_state import MARK, SlicedState
+
+#: torch's optimizers that treat each element by itself, so that a slice steps as the whole does
+ELEMENTWISE = frozenset(
+    f"torch.optim.{module}.{name}"
+    for module, name in [
+        ("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW"), ("adagrad", "Adagrad"), ("adadelta", "Adadelta"),
+        ("adamax", "Adamax"), ("nadam", "NAdam"), ("radam", "RAdam"), ("rmsprop", "RMSprop"), ("asgd", "ASGD"),
+        ("rprop", "Rprop"),
+    ]
+) | {f"shardwright.optim.{name}" for name in ("AdamW", "Adam", "SGD")}  # fmt: skip
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What `sw.wrap(module, optimizer, zero=1)` returns as the optimizer.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The user's. Its groups are taken over as they are; state that it has is sliced.
+    replica : Replica
+        Of the wrapped module, which must hold every parameter of the optimizer.
+    partition : {"auto", "flat"}
+        "auto" takes torch's elementwise optimizers; "flat" takes any: the caller vouches that it is elementwise. For "tensor" see
+        optim/whole_tensors.py.
+
+    without_master : collection of Tensor
+        Low-precision parameters that a policy denies a float32 master; the others have one, behind every optimizer but
+        sw.optim's, which decide for themselves.
+
+    Notes
+    -----
+    Memory: 1 / world_size of the optimizer's state. step() is collective: one exchange of 16 bytes a rank, then
+    ParameterMemory.publish().
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        replica: Replica,
+        partition: str = "auto",
+        without_master: Collection[torch.Tensor] = (),
+    ) -> None:
+        check_sliceable(optimizer, partition)
+        self.partition = partition
+        self._inner = optimizer
+        self.replica = self._replica = replica
+        self._memory: Any = replica.parameters()
+        self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
+        self._masters = None if has_own_masters(optimizer) else Masters()
+        self._without_master = {id(parameter) for parameter in without_master}
+        self._slices: dict[int, torch.Tensor | None] = {}
+        self._unmoved: set[int] = set()
+        self._versions: dict[int, int] = {}
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until it changes
+        for position, group in enumerate(optimizer.param_groups):
+            self._check_members(group["params"], position)
+        whole = dict(optimizer.state)
+        if any(id(parameter) not in self._index for parameter in whole):
+            raise ValueError(
+                "optimizer: it has state of tensors that are not its parameters, as one has that was sliced before: carry the state "
+                "over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
+            )
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        optimizer.state.clear()
+        self.state = optimizer.state
+        for parameter, state in whole.items():
+            self._take_state(self._index[id(parameter)], state)
+        #: how many rounds there were when it stepped last
+        self.rounds_at_step = 0
+        self._position = replica.serve(self)
+
+    def _check_members(self, parameters: Any, position: int) -> None:
+        for parameter in parameters:
+            if id(parameter) not in self._index:
+                is_meta = parameter.is_meta
+                raise ValueError(
+                    on_meta(parameter, position) if is_meta else not_of(self._replica.label, parameter, position)
+                )
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it steps on a parameter."""
+        index = self._index.get(id(parameter))
+        return index is not None and index in self._group_of
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's: the user's own class takes it first, and may refuse it."""
+        if all(group is not param_group for group in self._inner.param_groups):
+            self._check_members(_members(param_group), len(self.param_groups))
+            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
+        self._consolidated = None
+        self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
+
+    def __getstate__(self) -> Any:
+        raise Error("a sliced optimizer cannot be copied or pickled: use sw.full_optimizer_state_dict")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__getstate__()
+
+    # stepping -----------------------------------------------------------------------------------------------------
+
+    def slice_of(self, index: int) -> torch.Tensor | None:
+        """This rank's slice of a parameter: the tensor that the user's optimizer steps on and keys its state by."""
+        memory = self._memory
+        if index in self._slices and not (index in self._unmoved and memory.is_moved(index)):
+            return self._slices[index]
+        old = self._slices.get(index)
+        piece = self._slices[index] = self._make_piece(index)
+        if memory.is_moved(index):
+            self._unmoved.discard(index)
+        else:
+            self._unmoved.add(index)  # a frozen parameter moves when it is unfrozen
+        if old is not None and piece is not None and old in self._inner.state:
+            self._inner.state[piece] = self._inner.state.pop(old)
+        return piece
+
+    def _make_piece(self, index: int) -> torch.Tensor | None:
+        return self._memory.slice(index)
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """[begin, end) of the elements of a parameter, in memory order, that `rank` updates."""
+        return self._memory.run(index, rank)
+
+    @contextlib.contextmanager
+    def _on_slices(self) -> Iterator[list[torch.Tensor]]:
+        """The user's optimizer, over slices instead of whole parameters; gives those that have masters here."""
+        whole = [group["params"] for group in self._inner.param_groups]
+        try:
+            with_master = []
+            for group in self._inner.param_groups:
+                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]
+                group["params"] = [each for _, each in pairs if each is not None]
+                if self._masters is not None:
+                    with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
+            yield with_master
+        finally:
+            for group, parameters in zip(self._inner.param_groups, whole):
+                group["params"] = parameters
+
+    def has_master(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has a float32 master because of this class."""
+        return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
+
+    def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
+        """State that is being loaded, with a master of this class or of sw.optim's, or without. `exactly`: from where what others keep
+        beside their parameters was taken as it was; else in torch's format, which torch's own loading casts."""
+        if self._masters is None:
+            return kept_by(self._inner, parameter, state)
+        has_master = self.has_master(parameter)
+        return as_kept(state, parameter, has_master) if has_master or not exactly else state
+
+    def _loaded(self) -> None:
+        """The user's class sees what was loaded as after torch's own loading: older formats are brought up to date. Who wrote to
+        parameters before is not known any longer, so a master that does not round to its parameter is taken anew."""
+        self._consolidated = None
+        with self._on_slices():
+            self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})  # type: ignore[attr-defined]
+        if self._masters is not None:
+            self._masters.forget_all()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        with unguarded():
+            super().zero_grad(set_to_none)
+
+    def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
+        with unguarded():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    index = self._index[id(parameter)]
+                    piece = self.slice_of(index)
+                    self._take_gradient(index, piece, gradient_of(index))
+                    if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
+                        torch.autograd.graph.increment_version(piece)  # written by others: masters follow
+
+    def _own_gradient(self, index: int) -> torch.Tensor | None:
+        return self._replica.gradient_slice(index)
+
+    def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        if piece is not None:
+            piece.grad = gradient
+
+    def _complete_gradients(self) -> None:
+        """What is left to do when all ranks are known to step."""
+
+    def _publish(self, failed: bool) -> list[int] | None:
+        """Make this rank's slices visible to all. Return which ranks failed; None if it takes an exchange of its own to say so."""
+        return self._memory.publish(failed=failed)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on this rank's slices; then every rank has every update. Collective.
+
+        Raises
+        ------
+        Error
+            Ranks whose hyperparameters differ, each group and name on both sides.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self._replica.close_pending()
+        check_groups(self, self._inner)
+        self._replica.announce("step", self._position, [hyperparameters(group) for group in self.param_groups])
+        if self._replica.zero == 1 and self._replica.is_joining:
+            exchange_slices(self._replica, self.run)
+        with unguarded():
+            states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
+        self._step_together(self._own_gradient, states)
+        return loss
+
+    def shadow_step(
+        self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None], states: Sequence[int]
+    ) -> None:
+        """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
+        was told. `states`: see state_of, of every parameter of the module. Collective."""
+        self._replica.before_writes()
+        for group, theirs in zip(self.param_groups, groups):
+            _adopt(group, theirs)
+        check_groups(self, self._inner)
+        told = {p: states[self._index[id(p)]] for group in self.param_groups for p in group["params"]}
+        self._step_together(gradients.__getitem__, told)
+
+    def _step_together(
+        self, gradient_of: Callable[[int], torch.Tensor | None], states: Mapping[torch.Tensor, int]
+    ) -> None:
+        """Step on this rank's slices and publish them. `states`: see state_of, of this optimizer's parameters. Collective."""
+        self._consolidated = None
+        refusal: Exception | None = None
+        try:
+            self._replica.backend.refuse_capture("an optimizer's step")
+            self._take_gradients(gradient_of)
+        except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
+            refusal = error
+        self._agree(refusal, states)
+        self.rounds_at_step = self._replica.reducer.stats()["rounds"]
+        with self._replica.writing():
+            failure = self._step_on_slices()
+            outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
+        self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
+        if outcomes is None or any(outcomes):
+            self._tell(failure)
+
+    def _tell(self, failure: Exception | None) -> None:
+        """Raise what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
+        mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+        said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise Error(
+                    f"rank {rank}: the optimizer's step failed, so that some slices are as before it: {text.decode()}"
+                )
+
+    def _step_on_slices(self) -> Exception | None:
+        """What was raised in between, if the ranks can go on together after it."""
+        comm = self._replica.group.comm
+        try:
+            self._replica.parameters().take_writes()
+            self._complete_gradients()
+            with self._on_slices() as low:
+                with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
+                    self._inner.step()
+        except BaseException as error:
+            if isinstance(error, Exception) and comm.is_alive:
+                return error
+            if comm.is_alive:  # the peers, which wait for this rank's slices, must hear of it
+                comm.abort(f"the optimizer's step was broken off: {error!r}")
+            raise
+        finally:
+            for piece in self._slices.values():
+                if piece is not None:
+                    piece.grad = None
+        return None
+
+    def _count_writes(self, stepped: list[torch.Tensor]) -> None:
+        self._replica.count_writes(stepped)
+        with unguarded():
+            self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
+
+    def _facts(self, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
+        """What ranks must agree on before a step, beside the groups."""
+        names = self._replica.table.names
+        without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
+        return {
+            "factors that gradients were scaled by": self._replica.gradient_factors(),
+            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
+            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
+        }
+
+    def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
+        """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
+        rows: list[Row] = rows_of(self, self._index)
+        rows.append((GRADIENTS, [], self._facts(states)))
+        agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
+        self._replica.accept_factors()
+
+    # state --------------------------------------------------------------------------------------------------------
+
+    def _take_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Keeps this rank's slices of a whole parameter's state."""
+        piece = self.slice_of(index)
+        if piece is None:
+            return
+        parameter = self._replica.layout_of(index)
+        low, high = self._replica.parameters().run(index, self._replica.group.rank)
+        kept: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                value = memory_order(value, parameter)[low:high].clone()
+            elif (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.numel() == 1
+                and key != "step"
+            ):
+                value = value.reshape(1).clone()
+            elif isinstance(value, torch.Tensor):
+                value = value.clone()
+            kept[key] = value
+        self._inner.state[piece] = self._placed(index, kept, piece)
+
+    def _placed(self, index: int, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
+        """State that comes from elsewhere, where a step needs it; what is offloaded moves as it is stepped on."""
+        if getattr(self._inner, "store", None) is not None:
+            return dict(state)
+        return beside(state, piece, self._group_of[index])
+
+    def _layout(self) -> list[Any]:
+        group = self._replica.group
+        memory = self._replica.parameters()
+        runs = [[i, *memory.run(i, group.rank)] for i in sorted(self._index.values())]
+        return [group.rank, group.world_size, runs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's slices, which load_state_dict() takes back at the same rank, world size and bucket size.
+
+        Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
+        Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
+        rank), and after consolidate_state_dict() until the next step.
+        """
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):  # type: ignore[attr-defined]
+            hook(self)
+        if self._consolidated is not None:
+            made = self._in_torchs_format(self._consolidated.__getitem__)
+        elif self._replica.slicing.count == 1:
+            made = self._in_torchs_format(self._whole_state)
+        else:
+            made = {MARK: SlicedState(self._slices_of_state())}
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):  # type: ignore[attr-defined]
+            changed = hook(self, made)
+            made = made if changed is None else changed
+        return made
+
+    def own_slices(self) -> dict[str, Any]:
+        """Return what load_state_dict() takes back on this rank, for a file that only this rank reads."""
+        return {MARK: self._slices_of_state()}
+
+    def _slices_of_state(self) -> dict[str, Any]:
+        indices = [[self._index[id(p)] for p in group["params"]] for group in self.param_groups]
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "indices": each}
+            for group, each in zip(self.param_groups, indices)
+        ]
+        state = {}
+        for index in sorted({i for each in indices for i in each}):
+            piece = self.slice_of(index)
+            if piece is not None and piece in self._inner.state:
+                state[index] = dict(self._inner.state[piece])
+        return {"layout": self._layout(), "groups": groups, "state": state}
+
+    def _whole_state(self, index: int) -> dict[str, Any]:
+        """Return a parameter's state, whose tensors are not copied, where this rank has all of it."""
+        piece = self.slice_of(index)
+        if piece is None:
+            return {}
+        like = self._replica.layout_of(index)
+        return {
+            key: value.as_strided(like.shape, like.stride(), value.storage_offset())
+            if isinstance(value, torch.Tensor) and key != "step" and value.shape == piece.shape
+            else value
+            for key, value in self._inner.state.get(piece, {}).items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() gave at this rank, or a whole optimizer's ordinary state, the same on every rank.
+
+        Raises
+        ------
+        ValueError
+            Slices of another rank, world size or layout; groups of other sizes.
+        """
+        load_with_hooks(self, self._load, state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        if MARK not in state_dict:
+            self._load_whole(state_dict)
+            return
+        saved = state_dict[MARK]
+        saved = saved.content if isinstance(saved, SlicedState) else saved
+        if saved["layout"] != self._layout():
+            raise ValueError(
+                f"optimizer state: slices of rank {saved['layout'][0]} of {saved['layout'][1]} do not fit rank "
+                f"{self._replica.group.rank} of {self._replica.group.world_size} (or another bucket size): use "
+                "sw.full_optimizer_state_dict to save what loads anywhere"
+            )
+        self._load_groups(saved["groups"], "indices")
+        self._inner.state.clear()
+        for index, state in saved["state"].items():
+            piece = self.slice_of(int(index))
+            assert piece is not None
+            parameter = self._replica.table.parameters[int(index)]
+            kept = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
+            self._inner.state[piece] = self._placed(int(index), kept, piece)
+        self._loaded()
+
+    def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
+        check_saved(self._inner, groups)
+        if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                f"optimizer state: groups of {[len(group[members]) for group in groups]} parameters do not fit "
+                f"{[len(group['params']) for group in self.param_groups]}"
+            )
+        for group, saved in zip(self.param_groups, groups):
+            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "indices")})
+
+    def _load_whole(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        self._load_groups(groups, "params")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in groups for name in group["params"]]
+        self._inner.state.clear()
+        for name, parameter in zip(names, parameters):
+            if name in state_dict["state"]:
+                state = self._as_kept(parameter, state_dict["state"][name], exactly=False)
+                self._take_state(self._index[id(parameter)], state)
+        self._loaded()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on rank `to`, whose state_dict() is torch's ordinary format from now until the next step. Collective.
+
+        The name and the argument are those of torch's ZeroRedundancyOptimizer.
+
+        Cost: the state's bytes to every rank, one tensor at a time; memory of the whole state on rank `to` alone.
+        """
+        group = self._replica.group
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
+            raise ValueError(f"consolidate_state_dict: to must be a rank in [0, {group.world_size}), got {to!r}")
+        whole = {}
+        for index in self._positions():
+            state = self._gather_state(index)
+            if group.rank == to:
+                whole[index] = state
+        self._consolidated = whole if group.rank == to else None
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
+
+        Cost: the state's bytes to every rank, and as much memory.
+        """
+        made = self._in_torchs_format(self._gather_state)
+        return {**made, "param_groups": copy.deepcopy(made["param_groups"])}
+
+    def _positions(self) -> dict[int, int]:
+        """Return the number of each parameter in torch's state dicts, by its index in the table."""
+        positions: dict[int, int] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                positions.setdefault(self._index[id(parameter)], len(positions))
+        return positions
+
+    def _in_torchs_format(self, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+        positions = self._positions()
+        groups = [
+            {
+                **{k: v for k, v in g.items() if k != "params"},
+                "params": [positions[self._index[id(p)]] for p in g["params"]],
+            }
+            for g in self.param_groups
+        ]
+        state = {position: state_of(index) for index, position in positions.items()}
+        return {"state": {position: each for position, each in state.items() if each}, "param_groups": groups}
+
+    # slices, for checkpoints --------------------------------------------------------------------------------------
+
+    def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """[begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None: of none."""
+        index = self._index[id(parameter)]
+        return None if self.slice_of(index) is None else self.run(index, self._replica.group.rank)
+
+    def layout_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A tensor with the shape and strides of a parameter, which itself may be released. Not to be read."""
+        return self._replica.layout_of(self._index[id(parameter)])
+
+    def held_state(self, parameter: torch.Tensor) -> tuple[str, Mapping[str, Any], int]:
+        """(how each entry travels, as JSON; the state of this rank's slice; the slice's first element)."""
+        piece, run = self.slice_of(self._index[id(parameter)]), self.held_run(parameter)
+        state = self._inner.state.get(piece, {}) if piece is not None else {}
+        return _describe(state, piece), state, run[0] if run else 0
+
+    def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """The elements of held_run(), as the state keeps them."""
+        return flat
+
+    def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
+        store = getattr(self._inner, "store", None)
+        return (
+            torch.empty(numel, dtype=dtype, device="cpu")
+            if store is None
+            else store.empty(torch.empty(numel, dtype=dtype, device="meta"), dtype)
+        )
+
+    def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The parameter's whole state. Collective."""
+        return self._gather_state(self._index[id(parameter)])
+
+    def load_held_state(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Takes the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
+        self._load_groups(groups, "params")
+        self._inner.state.clear()
+        for parameter, state in states.items():
+            piece = self.slice_of(self._index[id(parameter)])
+            assert piece is not None
+            kept = self._as_kept(parameter, state, exactly=True)
+            self._inner.state[piece] = self._placed(self._index[id(parameter)], kept, piece)
+        self._loaded()
+
+    def _gather_state(self, index: int) -> dict[str, Any]:
+        comm, memory = self._replica.group.comm, self._replica.parameters()
+        parameter = self._replica.layout_of(index)
+        piece = self.slice_of(index)
+        mine = self._inner.state.get(piece, {}) if piece is not None else {}
+        label = f"optimizer state of {self._replica.table.names[index]}"
+        owners = [json.loads(each) for each in comm.all_gather_bytes(_describe(mine, piece).encode(), label)]
+        described = next((each for each in owners if each), {})
+        whole: dict[str, Any] = {}
+        for key, (kind, dtype, value) in described.items():
+            if kind != "sliced":
+                whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
+                continue
+            held = key in mine and self._replica.slicing.speaks
+            data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
+            pieces = comm.all_gather_bytes(data, label)
+            result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
+            flat = memory_order(result, parameter)
+            for rank, each in enumerate(pieces):
+                low, high = memory.run(index, rank)
+                if low < high and each:
+                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+            whole[key] = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+        return whole
+
+
+def _from_memory_order(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return flat.as_strided(like.shape, like.contiguous().stride()).clone()
+
+
+def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
+    """JSON: how each entry travels: as slices, as a small tensor's value, or as it is."""
+    described = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            sliced = piece is not None and value.shape == piece.shape and key != "step"
+            described[key] = ("sliced", dtype, None) if sliced else ("tensor", dtype, value.tolist())
+        else:
+            described[key] = ("value", "", value)
+    return json.dumps(described)
+
+
+def small_tensor(value: Any, dtype: str) -> torch.Tensor:
+    """What _describe() wrote of one."""
+    return torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
+
+
+def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with its tensors on the device of `piece`; as in torch's own loading a count of steps stays where it is, but in forms of
+    the step that have it on the GPU."""
+    counts_there = group.get("capturable") or group.get("fused")
+    return {
+        key: value.to(piece.device) if isinstance(value, torch.Tensor) and (key != "step" or counts_there) else value
+        for key, value in state.items()
+    }
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _members(param_group: Any) -> list[torch.Tensor]:
+    """The tensors of a group that is about to be added, with names or without; what can be read once is a list afterwards."""
+    given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if not isinstance(given, (list, tuple, set)):
+        given = param_group["params"] = list(given)
+    named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
+    return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses what is none
+
+
+def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if partition not in ("auto", "flat", "tensor"):
+        raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise Error("this optimizer is sliced already: pass the one that it was made from")
+    if partition == "tensor" and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"optimizer {name} joins all tensors to one: partition='tensor' cannot give them to different ranks"
+        )
+    if partition == "auto" and name not in ELEMENTWISE:
+        raise ValueError(
+            f"optimizer {name} is not known to treat each element by itself, so that it cannot be sliced by itself: pass "
+            "partition='tensor' to give whole tensors to ranks, or partition='flat' if it does (what it computes for an element "
+            "depends on that element alone)"
+        )
+
+
+def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Another rank's hyperparameters; what a tensor holds is written into it."""
+    for key, value in theirs.items():
+        mine = group.get(key)
+        if plain(mine) == value:
+            continue
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(torch.tensor(value, dtype=mine.dtype, device="cpu"))
+        else:
+            group[key] = tuple(value) if isinstance(mine, tuple) else value

@@ -1,0 +1,226 @@
+"""partition="tensor": whole tensors instead of slices, balanced over ranks, for optimizers that look at a tensor as a whole
+(Adafactor's row and column averages, Muon's orthogonalised momentum, norms a tensor, third-party classes).
+
+Each parameter has one owner, which alone keeps its optimizer state and steps on it as a tensor of its own shape; then everybody gets the
+owner's. Gradients are averaged and sliced as ever: at zero >= 2 an owner puts those of its tensors together before the step.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..parallel.replica import Replica
+from .sharded import ShardedOptimizer
+
+_CHUNK_BYTES = 8 << 20
+
+
+class TensorPartitionedOptimizer(ShardedOptimizer):
+    """What `sw.wrap(module, optimizer, zero=1, partition="tensor")` returns as the optimizer.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Any whose update of a tensor depends on that tensor, its gradient and its state alone.
+    replica : Replica
+
+    Notes
+    -----
+    Memory: state about 1 / world_size, at worst one tensor more than that; at zero=3 without sharing also a copy of the tensors that
+    this rank owns, read from slices before a step and written to them after it. Else a step writes every tensor to world_size - 1
+    ranks (none at zero=3); at zero >= 2 the gradients' bytes go to every rank before it, 8 MiB at a time.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        replica: Replica,
+        partition: str = "tensor",
+        without_master: Collection[torch.Tensor] = (),
+    ) -> None:
+        self._owners: dict[int, int] = {}
+        self._loads = [0] * replica.slicing.count
+        self._gradient_slices: dict[int, torch.Tensor] = {}
+        super().__init__(optimizer, replica, partition, without_master)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._give_owners(param_group["params"])
+
+    def _give_owners(self, parameters: list[torch.Tensor]) -> None:
+        """The largest first, each to the rank of a replica that has least: the same on every rank. Ranks go by their slices."""
+        new = {self._index[id(p)]: p.numel() * p.element_size() for p in parameters}
+        for index in sorted(new, key=lambda index: (-new[index], index)):
+            if index not in self._owners:
+                owner = min(range(len(self._loads)), key=lambda owner: (self._loads[owner], owner))
+                self._owners[index] = owner
+                self._loads[owner] += new[index]
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """All elements of a parameter for its owner."""
+        return (
+            (0, self._replica.table.parameters[index].numel())
+            if self._owners.get(index) == self._replica.slicing.of_rank[rank]
+            else (0, 0)
+        )
+
+    def _make_piece(self, index: int) -> torch.Tensor | None:
+        if self._owners.get(index) != self._replica.slicing.own:
+            return None
+        memory, like = self._replica.parameters(), self._replica.layout_of(index)
+        if memory.releases:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        flat = memory.flat(index)
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+    def _held_whole(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Parameters of which this rank steps on a copy, and the copy in memory order."""
+        for index in self._owners:
+            piece = self.slice_of(index)
+            if piece is not None:
+                yield index, piece.as_strided((piece.numel(),), (1,))
+
+    # stepping -----------------------------------------------------------------------------------------------------
+
+    def _own_gradient(self, index: int) -> torch.Tensor | None:
+        piece = super()._own_gradient(index)  # or why there cannot be a step
+        gradient = self._replica.table.parameters[index].grad
+        return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
+
+    def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
+        self._gradient_slices = {}
+        super()._take_gradients(gradient_of)
+
+    def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
+        if self._replica.zero >= 2:
+            if gradient is not None:
+                self._gradient_slices[index] = gradient
+        elif piece is not None:
+            piece.grad = None if gradient is None else _shaped(gradient, piece)
+
+    def _complete_gradients(self) -> None:
+        """Owners get the gradients of their tensors from everybody's slices, and the tensors if they are cut too. Collective."""
+        slices, self._gradient_slices = self._gradient_slices, {}
+        memory, group = self._replica.parameters(), self._replica.group
+        if memory.releases:
+            for index, flat in self._held_whole():
+                memory.read_whole(index, flat)
+        for piece in map(self.slice_of, slices):
+            if piece is not None:
+                piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="cpu")
+        for chunk in self._chunks(sorted(slices)):
+            mine = b"".join(slices[index].contiguous().view(torch.uint8).numpy().tobytes() for index in chunk)
+            label = f"gradients of the tensors that ranks own, of {self._replica.label}"
+            for rank, data in enumerate(group.comm.all_gather_bytes(mine, label)):
+                at = 0
+                for index in chunk:
+                    low, high = memory.run(index, rank)
+                    size = (high - low) * slices[index].element_size()
+                    piece = self.slice_of(index)
+                    if piece is not None and piece.grad is not None and size:
+                        flat = piece.grad.as_strided((piece.numel(),), (1,))
+                        flat[low:high] = torch.frombuffer(bytearray(data[at : at + size]), dtype=piece.dtype)
+                    at += size
+
+    def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
+        chunk: list[int] = []
+        size = 0
+        for index in indices:
+            parameter = self._replica.table.parameters[index]
+            chunk.append(index)
+            size += parameter.numel() * parameter.element_size()
+            if size >= _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def _publish(self, failed: bool) -> None:
+        memory, comm = self._replica.parameters(), self._replica.group.comm
+        if memory.releases:
+            for index, flat in self._held_whole():
+                memory.write_whole(index, flat)
+            for index, flat in self._from_other_hosts():
+                memory.write_whole(index, flat)
+            memory.publish(sliced=False)
+            return
+        if memory.shared:
+            for index, flat in self._from_other_hosts():
+                memory.flat(index).copy_(flat)
+            comm.barrier(f"updated tensors of {self._replica.label}")
+            return
+        for root, owned in self._owned():
+            self._broadcast(root, [memory.flat(index) for index in owned])
+
+    def _owned(self) -> Iterator[tuple[int, list[int]]]:
+        """(rank, what it owns and may have updated)."""
+        memory, slicing = self._replica.parameters(), self._replica.slicing
+        for owner in range(slicing.count):
+            owned = [index for index, its_owner in sorted(self._owners.items()) if its_owner == owner]
+            yield slicing.first_owner(owner), [index for index in owned if memory.is_stepped(index)]
+
+    def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:
+        ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]
+        if ranges:
+            self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
+
+    def _from_other_hosts(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Tensors that ranks elsewhere have updated, in memory order, for the rank that has the host's copy (on a mesh of two dimensions,
+        its replica's on this host). Collective.
+
+        Cost: the bytes of a tensor, on top of the copy, for the time.
+        """
+        group = self._replica.group
+        slicing = self._replica.slicing
+        if not group.is_apart(slicing):
+            return
+        mine = dict(self._held_whole())
+        beside = [rank for rank in slicing.replica() if group.host_of[rank] == group.host_of[group.rank]]
+        here = {slicing.of_rank[rank] for rank in beside}
+        for root, owned in self._owned():
+            for index in owned:
+                like = self._replica.layout_of(index)
+                flat = mine[index] if index in mine else torch.empty(like.numel(), dtype=like.dtype, device="cpu")
+                self._broadcast(root, [flat])
+                if group.rank == beside[0] and slicing.of_rank[root] not in here:
+                    yield index, flat
+
+    # state --------------------------------------------------------------------------------------------------------
+
+    def _take_state(self, index: int, state: Mapping[str, Any]) -> None:
+        piece = self.slice_of(index)
+        if piece is not None:
+            copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            self._inner.state[piece] = self._placed(index, copied, piece)
+
+    def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        like = self._replica.layout_of(self._index[id(parameter)])
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+    def _layout(self) -> list[Any]:
+        group = self._replica.group
+        return [group.rank, group.world_size, "tensor", sorted(self._owners.items())]
+
+    def _gather_state(self, index: int) -> dict[str, Any]:
+        piece = self.slice_of(index)
+        packed = io.BytesIO()
+        if piece is not None:
+            state = self._inner.state.get(piece, {})
+            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            on_gpu = [key for key, value in tensors.items() if not value.is_cpu]  # others' have other numbers
+            torch.save([{**state, **{key: tensors[key].cpu() for key in on_gpu}}, on_gpu], packed)
+        label = f"optimizer state of {self._replica.table.names[index]}"
+        owner = self._replica.slicing.first_owner(self._owners[index])
+        sent = self._replica.group.comm.all_gather_bytes(packed.getvalue(), label)[owner]
+        found, on_gpu = torch.load(io.BytesIO(sent), weights_only=True)
+        where = self._replica.layout_of(index).device
+        return {key: value.to(where) if key in on_gpu else value for key, value in found.items()}
+
+
+def _shaped(gradient: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """As it is; or, from another rank, one-dimensional in memory order, in the shape of `piece`."""
+    return gradient if gradient.shape == piece.shape else gradient.as_strided(piece.shape, piece.stride())

@@ -1,0 +1,5 @@
+"""What a user declares. Imports nothing of the package but the engine."""
+
+from .options import Options
+
+__all__ = ["Options"]

@@ -1,0 +1,68 @@
+"""The dtypes in which a module computes: sw.Precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+__all__ = ["LOW_DTYPES", "Precision"]
+
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes in which a module computes; fields as in FSDP2's MixedPrecisionPolicy.
+
+    Parameters
+    ----------
+    param_dtype : torch.dtype, optional
+        The dtype of parameters during forward and backward. None: their own.
+    reduce_dtype : torch.dtype, optional
+        The dtype in which gradients travel. None: the parameters' own dtype, which is float32 with `master`. bfloat16
+        and float16 work like compress=sw.Bf16() and sw.Fp16().
+    output_dtype : torch.dtype, optional
+        The dtype of floating-point outputs. None: unchanged; for a module inside another policy, that policy's
+        param_dtype.
+    cast_forward_inputs : bool
+        Cast floating-point inputs to param_dtype.
+    master : bool
+        Make low-precision parameters float32 when wrapped, for the optimizer to update. False: keep their dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    master: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise TypeError(f"Precision: {field} must be a floating dtype or None, got {value!r}")
+        if self.reduce_dtype not in (None, torch.float32, *LOW_DTYPES):
+            raise ValueError(
+                f"Precision: reduce_dtype must be float32, bfloat16, float16 or None, got {self.reduce_dtype}"
+            )
+        if self.reduce_dtype is torch.float32 and not self.master:
+            raise ValueError(
+                "Precision: reduce_dtype=float32 needs master=True: gradients of low-precision parameters travel in their own dtype"
+            )
+        for field in ("cast_forward_inputs", "master"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"Precision: {field} must be True or False, got {getattr(self, field)!r}")
+
+    @staticmethod
+    def of(value: Any, where: str = "precision") -> Precision:
+        """Return the policy for "bf16", "fp16", "fp32", a dtype, or a policy."""
+        if isinstance(value, Precision):
+            return value
+        if isinstance(value, str) and value in _NAMES:
+            return Precision(param_dtype=_NAMES[value])
+        raise ValueError(
+            f"{where} must be None, 'bf16', 'fp16', 'fp32', a sw.Precision or a dict of them, got {value!r}"
+        )

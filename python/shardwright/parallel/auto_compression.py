@@ -1,0 +1,107 @@
+"""compress="auto": no compressor inside one host or between GPUs; between hosts the choice of the first rounds'
+measurement.
+
+Buckets travel during the backward, plain and compressed ones alike. A compressor must therefore shorten the remaining
+wait at the end of a backward. The first rounds are plain and timed. Then all ranks time the codecs once and make the
+same choice, which assumes that a compressed bucket overlaps the backward as much as a plain one.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from ..comm.levels import levels_of
+from ..compress.costs import LEAST_GAIN, hidden_beside, measure_bandwidth, measure_codecs, slowest
+
+#: a DistributedDataParallel, whose module imports this one
+_Wrapper = Any
+_logger = logging.getLogger("shardwright")
+_ROUNDS = 5  # the first is not typical: it sends nothing early, and allocates
+
+
+def begin_auto(wrapped: _Wrapper) -> None:
+    """Start wrap(compress="auto"). Rank 0 logs the choice in one line."""
+    replica = wrapped._engine()
+    group = replica.group
+    if not replica.backend.capabilities.sends_beside_backward:
+        _say(group.rank, "none, because nothing is measured between GPUs: see docs/design/gpu.md")
+    elif group.host_count == 1:
+        _say(
+            group.rank,
+            f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec",
+        )
+    elif replica.zero:
+        _say(group.rank, f"none, because only zero=0 is measured, and this is zero={replica.zero}")
+    elif wrapped._options.reduce != "mean":
+        _say(
+            group.rank,
+            f"none, because a compressor computes the mean over ranks, and reduce is {wrapped._options.reduce!r}",
+        )
+    else:
+        replica.watcher = AutoCompression(wrapped)
+
+
+class AutoCompression:
+    """Time the rounds of a model, then compress it or not.
+
+    Attributes
+    ----------
+    waits, steps : list of float
+        Seconds of each round so far: from the end of the backward to its averages; from the round before to this one.
+    """
+
+    def __init__(self, wrapped: _Wrapper) -> None:
+        self._wrapped = weakref.ref(wrapped)
+        self._rounds = self._first = wrapped._engine().reducer.stats()["rounds"]
+        self._ended_s = time.perf_counter()
+        self.waits: list[float] = []
+        self.steps: list[float] = []
+
+    def after_round(self, wait_s: float) -> None:
+        """Count a possible round. All ranks count alike, also those that took no part. Collective when it decides."""
+        wrapped = self._wrapped()
+        if wrapped is None or wrapped._engine().reducer.stats()["rounds"] == self._rounds:
+            return
+        self._rounds = wrapped._engine().reducer.stats()["rounds"]
+        now_s = time.perf_counter()
+        self.waits.append(wait_s)
+        self.steps.append(now_s - self._ended_s)
+        self._ended_s = now_s
+        if self._rounds - self._first >= _ROUNDS:
+            wrapped._engine().watcher = None
+            if not wrapped._comm_hooks:
+                self._decide(wrapped)
+
+    @torch.no_grad()
+    def _decide(self, wrapped: _Wrapper) -> None:
+        replica = wrapped._engine()
+        comm, levels = replica.group.comm, levels_of(replica.group)
+        # The last rank to arrive waits for communication alone, the others also for that rank: take the shortest wait.
+        mine = [statistics.median(each[1:] or each) for each in (self.waits, self.steps)]
+        shortest, step_s = slowest(comm, [-mine[0], mine[1]])
+        wait_s = -shortest
+        numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
+        bandwidth = measure_bandwidth(replica.group, levels)
+        codecs = measure_codecs(replica.group, levels, numel, bandwidth)
+        beside_s = hidden_beside(replica.overlaps_compression, levels, numel, bandwidth, wait_s)
+        best = min(codecs, key=lambda codec: codec.seconds(bandwidth, beside_s))
+        best_s = best.seconds(bandwidth, beside_s)
+        why = (
+            f"the end of a backward waits {1e3 * wait_s:.1f} ms of {1e3 * step_s:.1f} ms a step for plain gradients, and would wait "
+            f"{1e3 * best_s:.1f} ms for {best.compress!r} at {bandwidth / 1e9:.3g} GB/s"
+        )
+        pays = best_s < wait_s - LEAST_GAIN * step_s
+        _say(replica.group.rank, f"{best.compress!r}, because {why}" if pays else f"none, because {why}")
+        if pays:
+            wrapped.compress_gradients(best.compress)
+
+
+def _say(rank: int, choice: str) -> None:
+    if rank == 0:
+        _logger.info("compress='auto': %s", choice)

@@ -1,0 +1,13 @@
+"""The choice of a module's backend."""
+
+from __future__ import annotations
+
+from ..backend.base import Backend
+from ..layout.param_table import ParameterTable
+from .cuda_backend import CudaBackend
+from .host_backend import HostBackend
+
+
+def choose_backend(table: ParameterTable) -> type[Backend]:
+    """Return the backend of a module's parameters."""
+    return CudaBackend if table.is_on_gpu else HostBackend

@@ -1,0 +1,210 @@
+"""CudaBackend: modules on one GPU a rank, over NCCL or slots, in the order of torch's streams.
+
+What the host alone has is an error with a name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+
+from .._engine import Reducer
+from ..backend.base import Capabilities, Request
+from ..backend.device_link import DeviceLink, alias, device_link
+from ..backend.registration import Registration
+from ..comm.levels import Lease, Levels
+from ..comm.process_group import HostGroup
+from ..compress.device_exchange import DeviceExchange
+from ..gradients.device_reducer import DeviceReducer
+from ..layout.param_table import ParameterTable
+from ..layout.shard_runs import Storage, itemsize_of
+from ..options.compressors import Bf16, Compressor, Fp16
+from ..parameters.device_groups import DeviceUnitMemory, rows_in_groups
+from ..torch_compat import cuda
+
+
+class CudaBackend:
+    """See Backend. Making it is collective."""
+
+    capabilities = Capabilities(
+        one_copy=False,
+        abandons_rounds=False,
+        free_unit_order=False,
+        tells_standing=False,
+        verdict_on_device=True,
+        sends_beside_backward=False,
+        rank_order_only=False,
+        state_is_there=False,
+    )
+
+    def __init__(self, group: HostGroup, request: Request) -> None:
+        self.group = group
+        self._like, self._timeout_s = request.table.parameters[0], request.options.timeout_s
+        self._registers = request.options.communicator == "register"
+        borrows = request.options.communicator == "borrow"
+        self.link = device_link(group, self._like, self._timeout_s, borrows=borrows)
+        #: of the ranks that own all slices together
+        self.row = self.link
+        if request.zero and (request.plans is not None or request.slicing.is_replicated):
+            # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
+            self.row = device_link(group, self._like, self._timeout_s, request.slicing.rows(), borrows)
+
+    @staticmethod
+    def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
+        options = request.options
+        if request.zero == 3 and (
+            options.share_parameters is True
+            or options.gather is not None
+            or options.write_guard in ("samples", "read-only")
+        ):
+            raise NotImplementedError(
+                "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
+            )
+        if options.communicator == "borrow" and group.world_size > 1:
+            _check_borrowing(module, group)
+        wire_of(request.compress, request.table)
+
+    def reducer(self, request: Request) -> Reducer:
+        options = request.options
+        return DeviceReducer(
+            self.link,
+            request.table.rows() if request.plans is None else rows_in_groups(request.table, request.plans),
+            self._like,
+            bucket_cap_bytes=options.bucket_cap_bytes,
+            reduce=options.reduce,
+            deterministic=options.deterministic,
+            label=request.label,
+            sliced=request.zero >= 2,
+            slicing=request.slicing,
+            wire=wire_of(request.compress, request.table),
+            registers=self._registers,
+        )
+
+    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> CudaBuckets:
+        return CudaBuckets(
+            self.row, reducer, buckets, self._like.data, request.label, self._registers and request.plans is None
+        )
+
+    def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
+        assert request.plans is not None
+        made = DeviceUnitMemory(self, self.row, reducer, request)
+        reducer.set_order(_digest_of(weakref.ref(made)))
+        return made
+
+    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
+        if wire_of(compress, request.table) is not None:
+            raise NotImplementedError(
+                f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
+            )
+        return Levels(DeviceExchange(self.link, like)), None
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
+        self.link.broadcast(tensors, root)
+
+    def norm_sums(self, tensors: Iterable[torch.Tensor]) -> bytes:
+        return b"".join(self.link.norm_sums(tensors))
+
+    def fence(self, label: str) -> None:
+        """Nothing: streams order what ranks write."""
+
+    def refuse_capture(self, what: str) -> None:
+        self.link.refuse_capture(what)
+
+    def check(self) -> None:
+        self.link.check()
+
+    def abort(self, reason: str) -> None:
+        if self.link.comm.is_alive:
+            self.link.fail(reason)
+
+
+class CudaBuckets:
+    """Buckets in tensors of torch's, or registered with NCCL, gathered in the order of torch's current stream. See Buckets."""
+
+    reason = ""
+    is_home, is_copied = True, False
+
+    def __init__(
+        self,
+        row: DeviceLink,
+        reducer: Reducer,
+        buckets: Collection[int],
+        like: torch.Tensor,
+        label: str,
+        registers: bool,
+    ) -> None:
+        self._row, self._reducer, self._like = row, reducer, like
+        self._memory: dict[int, torch.Tensor] = {}
+        self._registered: dict[int, torch.Tensor] = {}
+        if registers:  # gathering each is an operation of its own: those that come later lie elsewhere
+            ordered = sorted(buckets)
+            made = Registration(row, [self._nbytes(bucket) for bucket in ordered], like, f"parameters of {label}")
+            self._registered = dict(zip(ordered, made.buffers))
+
+    def _nbytes(self, bucket: int) -> int:
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        return numel * itemsize_of(dtype)
+
+    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor:
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        if bucket not in self._memory:
+            registered = self._registered.pop(bucket, None)
+            made = (
+                cuda.runtime.zeros(self._nbytes(bucket), torch.uint8, self._like) if registered is None else registered
+            )
+            self._memory[bucket] = made.view(getattr(torch, dtype))
+        flat = self._memory[bucket]
+        return alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
+
+    def publish(
+        self,
+        buckets: Collection[int],
+        failed: bool | None,
+        owned: Callable[[int], Sequence[tuple[int, int]]],
+    ) -> None:
+        """Cost: of the parameters, (world_size - 1) / world_size to and from each rank. Waits for nothing, so what `failed` is told
+        by hosts."""
+        shapes = [(self._memory[bucket].data_ptr(), self._reducer.bucket_shape(bucket)) for bucket in sorted(buckets)]
+        if shapes:
+            ranges = [(address, numel, dtype) for address, (_, numel, dtype, _) in shapes]
+            self._row.comm.all_gather(ranges, self._row.current_stream())
+
+    def protect(self, writable: bool) -> None:
+        """Nothing guards a GPU's memory."""
+
+
+def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
+    """Raise NotImplementedError where a batch normalisation over the same ranks would use torch's communicator inside a backward.
+
+    It would in the forward and in the backward, in which ours is using it on a stream of its own.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm) and group.is_of(part.process_group):
+            raise NotImplementedError(
+                f"communicator='borrow' with {type(part).__name__} {name!r}: it exchanges over torch's communicator of the same ranks "
+                "inside forward and backward, beside gradients: pass communicator='own', or give it a process_group of its own"
+            )
+
+
+def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
+    """Return in what gradients travel between GPUs; None: as they are, or as a hook has it (compress/device_exchange.py)."""
+    if not isinstance(compress, (Fp16, Bf16)):
+        return None
+    for name, parameter in zip(table.names, table.parameters):
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise NotImplementedError(
+                f"compress={compress!r} on GPUs: parameter {name!r} must be float32, float16 or bfloat16, not {parameter.dtype}"
+            )
+    return "float16" if isinstance(compress, Fp16) else "bfloat16"
+
+
+def _digest_of(memory: weakref.ref[DeviceUnitMemory]) -> Callable[[], int]:
+    """Return what the reducer asks for the order of units. Weak: the memory holds the reducer."""
+
+    def digest() -> int:
+        alive = memory()
+        return 0 if alive is None else alive.digest
+
+    return digest

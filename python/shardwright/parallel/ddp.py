@@ -1,0 +1,593 @@
+"""DistributedDataParallel: torch's wrapper over our engine.
+
+It *is a* torch.nn.parallel.DistributedDataParallel, so everything that tests for one finds one, but runs none of its
+constructor and none of its reducer. forward() counts itself, hooks its outputs and calls the module; the rounds are the
+engine's (docs/design/reduce.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from .._engine import Error
+from ..comm.exchange import Exchange
+from ..comm.levels import Lease
+from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
+from ..compress.make import make_hook
+from ..compress.state import CompressionState
+from ..layout.param_groups import check_marks, comparable
+from ..layout.param_table import verify
+from ..layout.shard_mesh import Slicing
+from ..options.compressors import Compressor, check_compressor
+from ..options.offload import offload_kind
+from ..options.options import Options, check_zero
+from ..parameters.drift import DriftCheck
+from ..parameters.mixed_precision import PrecisionPlan, remove_plan
+from ..torch_compat import autograd as _hooks
+from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_device_ids, to_device
+from .join import ShadowHook
+from .replica import Replica, live_replicas
+
+_RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_drift", "_retire", "__weakref__")
+
+
+class DistributedDataParallel(TorchDDP):
+    """Averages the gradients of `module` over ranks, as torch's DistributedDataParallel does, on CPU or CUDA tensors.
+
+    Parameters
+    ----------
+    module : Module
+        On the CPU, or at zero=0, 1 or 2 on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view
+        of a bucket.
+    process_group, device_mesh, bucket_cap_mb, init_sync, broadcast_buffers, forward_sync_buffers
+        As torch's; see Options.
+    find_unused_parameters, static_graph, gradient_as_bucket_view
+        Accepted; see Options.
+    device_ids, output_device
+        None; or, for a module on a GPU, that GPU: inputs of forward() are then moved to it.
+    mixed_precision, bucket_cap_mb_list, delay_all_reduce_named_params, param_to_hook_all_reduce
+        Refused with a sentence naming what to use.
+    check_reduction, skip_all_reduce_unused_params, batched_grad_copy
+        Accepted; what they ask for holds anyway.
+    zero : {0, 1, 2, 3}
+        What is sliced over ranks (see wrap).
+    precision : str, Precision or dict
+        In what the module computes, and gradients travel (see wrap).
+    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
+        See wrap.
+    **options
+        Further fields of Options: timeout_s, transport, ignored_params, ...
+
+    Raises
+    ------
+    Error
+        Ranks that disagree about the module: the same sentence on each, naming both sides.
+    CommError, CommTimeoutError
+        A rank died, left or did not come.
+    NotImplementedError
+        What the engine does not do yet; a driver or NCCL that cannot be used.
+
+    Notes
+    -----
+    Collective. Costs one digest exchange of 32 bytes a rank, one broadcast of parameters and buffers, and gradient
+    memory of the parameters' size (rounded up to 128 bytes each).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        zero: int = 0,
+        precision: Any = None,
+        offload: Any = None,
+        compress: Any = None,
+        **options: Any,
+    ) -> None:
+        given = dict(locals())
+        torch.nn.Module.__init__(self)
+        check_arguments(given)
+        self._options = Options.from_keywords(
+            dict(
+                options,
+                process_group=process_group,
+                device_mesh=device_mesh,
+                init_sync=init_sync,
+                static_graph=static_graph,
+                bucket_cap_mb=25 if bucket_cap_mb is None else bucket_cap_mb,
+                broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+            ),
+            also_known=[name for name in given if name not in ("self", "options", "module")],
+        )
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
+        if isinstance(module, TorchDDP):
+            raise Error("this module is wrapped already: pass sw.unwrap(module)")
+        check_zero(zero)
+        self.module = module
+        self._zero = zero
+        self._offload, _ = offload, offload_kind(offload)
+        self._options.check_stage(zero)
+        check_marks(module, zero, self._options.share_parameters)
+        self._precision = self._plan_precision(precision)
+        check_compressor(compress, self._options.reduce)
+        travels_in = compress if self._precision is None else compress or self._precision.compressor()
+        self._compressor = travels_in if isinstance(travels_in, Compressor) else None
+        self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
+        check_device_ids(device_ids, output_device, self.device)
+        self._inputs_to = self.device if device_ids else None
+        try:
+            self._build(
+                init_sync=init_sync,
+                sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers,
+                compress=compress,
+            )
+        except BaseException:
+            if self._precision is not None:
+                self._precision.undo()
+            raise
+        if self._precision is not None:
+            self._precision.keep()
+        if self._compressor is not None:
+            self.compress_gradients(self._compressor)
+        elif compress is not None:
+            from .auto_compression import begin_auto  # which measures such wrappers
+
+            begin_auto(self)
+
+    def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
+        """Every attribute of torch's class that other code reads."""
+        options, parameters = self._options, list(self.module.parameters())
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self.parameters_to_ignore = self._ignored_names()
+        self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        self.device_type = self.device.type
+        self.device_ids = self.output_device = self.mixed_precision = None
+        self.is_multi_device_module = False
+        self.dim = 0
+        self.static_graph = options.static_graph
+        self.find_unused_parameters = options.find_unused_parameters
+        self.gradient_as_bucket_view = options.gradient_as_bucket_view
+        self.skip_all_reduce_unused_params = skip_unused
+        self.batched_grad_copy = batched_copy
+        self.forward_sync_buffers = options.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self.bucket_bytes_cap = options.bucket_cap_bytes
+        self.bucket_bytes_cap_list: list[int] = []
+        self.bucket_bytes_cap_default = False
+        self.use_side_stream_for_tensor_copies = False
+        self._use_python_reducer = False
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = True
+        self._ddp_sink_clone = False
+        self._static_graph_delay_allreduce_enqueued = True
+        self._delay_all_reduce_params: list[Any] = []
+        self._delay_all_reduce_all_params = False
+        self._delay_grad_buffer = None
+        self._delay_grad_views: list[Any] = []
+        self._accum_grad_hooks: list[Any] = []
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self.compression_state: CompressionState | None = None
+        self._divide_by_initial_world_size = True
+        self._reset_engine()
+
+    def _reset_engine(self) -> None:
+        self._replica: Replica | None = None
+        self._drift: DriftCheck | None = None
+        self.process_group = self._options.process_group
+        self.reducer = ReducerFacade(self)  # type: ignore[assignment]
+        self.logger = LoggerFacade()
+        self._assign_modules_buffers()
+
+    def _plan_precision(self, precision: Any) -> PrecisionPlan | None:
+        """Makes masters, before anybody looks at the parameters."""
+        if precision is None:
+            remove_plan(self.module)
+            return None
+        plan = PrecisionPlan(self.module, precision, self._ignored_names())
+        check_compressor(plan.compressor(), self._options.reduce)
+        for replica in live_replicas():  # what an earlier wrapper released is whole again
+            if replica.wraps(self.module) and replica.releases_parameters:
+                replica.retire(together=True)
+        plan.install()
+        return plan
+
+    def _ignored_names(self) -> set[str]:
+        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored.update(self._options.ignored_names(self.module))
+        identities = {id(item) for item in self._options.ignored_params}
+        ignored.update(name for name, p in self.module.named_parameters(remove_duplicate=False) if id(p) in identities)
+        return ignored
+
+    def _build(self, *, init_sync: bool, sync_buffers: bool, compress: Any = None) -> None:
+        """Makes the engine. Collective."""
+        options = self._options
+        self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
+        group = host_group(self.process_group, options.timeout_s)
+        slicing = self._slice_over(group)
+        settings = {
+            "bucket_cap_mb": options.bucket_cap_mb,
+            "transport": options.chosen_transport,
+            "reduce": options.reduce,
+            "deterministic": options.deterministic,
+            "communicator": options.communicator,
+            "timeout_s": options.timeout_s,
+            "zero": self._zero,
+            "device_mesh": slicing.rows(),
+            "share_parameters": options.share_parameters,
+            "gather": options.gather,
+            "write_guard": options.write_guard,
+            "units": comparable(options.units),
+            "reshard_after_forward": options.reshard_after_forward,
+            "compress": compress,
+            "init_sync": init_sync,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "precision": repr(self._precision),
+            "offload": offload_kind(self._offload),
+        }
+        self._replica = Replica(
+            self.module,
+            group,
+            options,
+            frozenset(self.parameters_to_ignore),
+            _reads_sync_flag(self),
+            settings,
+            self._zero,
+            slicing,
+            compress=self._compressor,
+        )
+        if self._precision is not None:
+            self._replica.give_copies_to(self._precision)
+        self._drift = self._replica.watch(self.module, frozenset(self.parameters_to_ignore))
+        self._retire = weakref.finalize(self, self._replica.retire)
+        self._retire.atexit = False
+        if init_sync:
+            self._assign_modules_buffers()
+            self._replica.broadcast_state(0, self.modules_buffers if sync_buffers else ())
+
+    def _slice_over(self, group: HostGroup) -> Slicing:
+        """Who owns which slice."""
+        mesh = self._options.device_mesh
+        if mesh is None or getattr(mesh, "ndim", 1) == 1:
+            return Slicing.one_a_rank(group.rank, group.world_size)
+        rows = mesh_rows(mesh, self.process_group)
+        return Slicing.of_rows(group.rank, rows)
+
+    def _engine(self) -> Replica:
+        """The engine; made now, collectively, if this is a copy that has none yet."""
+        if self._replica is None:
+            self._build(init_sync=False, sync_buffers=False)
+            assert self._replica is not None
+        if self._replica.retired:
+            raise Error("this wrapper is no longer in force: its module was wrapped again; use the newer wrapper")
+        return self._replica
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    # forward ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        training = torch.is_grad_enabled()
+        if self._replica is None and not (training and any(p.requires_grad for p in self.module.parameters())):
+            return  # a copy that is not trained needs no peers
+        replica = self._engine()
+        replica.arrange_hooks()
+        if replica.is_joining:
+            replica.announce("forward")
+        elif self._join_config.enable:
+            work = Join.notify_join_context(self)
+            if work is not None:
+                work.wait()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._agree_on_sync(training and self.require_backward_grad_sync)
+        if training:
+            replica.before_forward(self.require_backward_grad_sync)
+        else:
+            replica.before_evaluation()
+
+    def _after_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        training = torch.is_grad_enabled()
+        synchronises = training and self.require_backward_grad_sync
+        if self.require_forward_param_sync is not synchronises:
+            self.require_forward_param_sync = synchronises
+        if training and self._replica is not None:
+            self._replica.after_forward()
+            _hooks.hook_outputs(output, self._replica.on_output_gradient)
+        return output
+
+    _pre_forward = _hooks.disable_compile(_before_forward)
+    _post_forward = _hooks.disable_compile(_after_forward)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._pre_forward()
+        if self._inputs_to is not None:
+            inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
+        if self._precision is None:
+            return self._post_forward(self.module(*inputs, **kwargs))
+        inputs, kwargs = self._precision.enter(inputs, kwargs)
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            self._precision.leave()
+        return self._post_forward(self._precision.cast_output(output))
+
+    # buffers ------------------------------------------------------------------------------------------------------
+
+    def _sync_buffers(self, candidate: bool = True) -> None:
+        """Buffers of rank 0, or inside join of the highest rank that still trains, to all. Collective."""
+        replica = self._engine()
+        root = 0
+        if self._join_config.enable:
+            root = replica.group.highest_rank_where(candidate, "rank that has buffers")
+        self._assign_modules_buffers()
+        if hasattr(self, "buffer_hook"):
+            futures = self.buffer_hook.buffer_comm_hook(
+                self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers
+            )
+            for future in futures or ():
+                future.wait()
+            return
+        replica.broadcast(self.modules_buffers, root, f"buffers of {replica.label}")
+
+    # when gradients are averaged ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add to `.grad` locally; the next one outside averages the sum."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards from now on average gradients. `recurse` is accepted for FSDP2's sake."""
+        self.require_backward_grad_sync = bool(requires_gradient_sync)
+
+    # uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Any:
+        """A context in which ranks may run out of inputs at different times. See torch's.
+
+        At zero >= 1 a rank that ran out goes on updating the slices that it owns, with the hyperparameters of the lowest rank that
+        still trains; collectives of one's own inside (full_gradients, full_parameters, checkpoints) wait for it in vain.
+        """
+        if self.process_group is None and self._engine().group.world_size == 1:
+            return contextlib.nullcontext(self)
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
+        divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self, divide_by_initial_world_size)
+
+    def _agree_on_sync(self, required: bool, *, trains: bool = True) -> bool:
+        """Whether some rank that still trains synchronises in its next backward. Collective."""
+        replica = self._engine()
+        mine = bytes([trains, required])
+        said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
+        if not replica.backend.capabilities.tells_standing:  # else the round itself says which ranks contribute
+            replica.reducer.set_active(b"".join(each[:1] for each in said))
+        return any(each[1] for each in said)
+
+    # communication hooks ------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """`hook(state, bucket)` averages each bucket instead of the engine, in torch's GradBucket protocol.
+
+        Raises
+        ------
+        Error
+            A hook is registered already.
+        TypeError, ValueError
+            Not a communication hook, by torch's own checks.
+        NotImplementedError
+            torch's post-local SGD at zero >= 1.
+
+        Notes
+        -----
+        Buckets are handed over at the end of the backward, in order. The hook's own collectives decide cost and bits.
+
+        At zero >= 2 a bucket (of 8 MiB at most) holds this rank's whole contributions all the same, and the hook averages all of it; this
+        rank keeps its slice of the result. So the bits are those of zero=0 with equal buckets, and so are the bytes on the wire. A standing average, of which no
+        rank has more than a slice, is not in the bucket: it is added to the result. On a GPU at zero=3 a bucket is of one unit.
+        """
+        self._check_comm_hook(hook)
+        if self._zero and type(state).__name__ == "PostLocalSGDState":
+            raise NotImplementedError(
+                f"a communication hook with a {type(state).__name__} averages over a part of the ranks: at zero={self._zero} state is sliced "
+                "over all of them, so that replicas cannot drift apart; it needs zero=0"
+            )
+        self._run_buckets_by(state, hook, is_ours=False)
+
+    def _run_buckets_by(
+        self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
+    ) -> None:
+        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on. `is_ours`: see Replica.hook_runner."""
+        replica = self._engine()
+        if self._comm_hooks or replica.compression is not None:
+            raise Error("register_comm_hook can only be called once: a communication hook is registered already")
+        runner = replica.hook_runner(state, hook, is_ours=is_ours)
+        if lease is None:
+            replica.reducer.set_bucket_callback(runner)
+        else:
+            from ..gradients.comm_thread import BucketThread
+
+            thread = BucketThread(runner, replica.group.comm, replica.label, lease)
+            replica.reducer.set_bucket_callback(thread, thread.wait)
+            if isinstance(state, CompressionState):
+                state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
+        self._comm_hooks.append((hook, state))
+
+    def compress_gradients(self, compress: Compressor) -> None:
+        """What wrap(..., compress=compress) does: its hook, over the engine's communicator. Collective.
+
+        Raises
+        ------
+        Error
+            A hook or compressor is registered already, or ranks disagree about it.
+        NotImplementedError
+            The options want a sum instead of a mean.
+        """
+        check_compressor(compress, self._options.reduce)
+        if self._comm_hooks:
+            raise Error("compress_gradients can only be called once: a communication hook is registered already")
+        replica = self._engine()
+        verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
+        if getattr(replica.reducer, "wire", None) is not None:  # the reducer's own
+            replica.compression = (repr(compress), None)
+            return
+        levels, lease = replica.levels(compress)
+        state, hook = make_hook(compress, levels.exchange)
+        if isinstance(state, CompressionState):
+            state.set_names(zip(replica.table.names, replica.table.parameters))
+        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease, is_ours=True)
+        self.compression_state = state if isinstance(state, CompressionState) else None
+        replica.compression = (repr(compress), levels.exchange)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hook = default_hooks.fp16_compress_hook if "FP16" in str(comm_hook_type) else default_hooks.allreduce_hook
+        self.register_comm_hook(self.process_group, hook)
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        raise err_type(err_msg)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """World size, rank, buckets and counts, under torch's names where it has them."""
+        replica = self._engine()
+        return {
+            "world_size": replica.group.world_size,
+            "rank": replica.group.rank,
+            "backend_name": "shardwright",
+            "module_name": replica.label,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "num_parameter_tensors": len(replica.table.parameters),
+            **replica.reducer.stats(),
+        }
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        raise NotImplementedError(
+            "the process group cannot be changed: wrap again, sw.wrap(sw.unwrap(model), process_group=group)"
+        )
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        raise NotImplementedError("sparse gradients are made dense: there is no sparse metadata to set")
+
+    def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("an optimizer inside the backward is not there: call optimizer.step() after it")
+
+    # copies: weights without an engine, which is made collectively at the copy's first forward with gradients -------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not is_default_group(self.process_group):
+            raise Error(
+                "a wrapper over a group of its own cannot be pickled, since the group cannot: pickle sw.unwrap(model)"
+            )
+        return self._portable_state()
+
+    def _portable_state(self) -> dict[str, Any]:
+        if self._comm_hooks:
+            raise Error(
+                "a wrapper with a communication hook cannot be copied, the hook's state belongs to its group: "
+                "copy sw.unwrap(model)"
+            )
+        state = {name: value for name, value in self.__dict__.items() if name not in _RANK_LOCAL}
+        state.update(_options=self._options.without_group(), _join_config=_JoinConfig.construct_disabled_join_config())
+        del state["modules_buffers"], state["named_module_buffers"], state["_module_parameters"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.nn.Module.__setstate__(self, state)
+        self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        self._reset_engine()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self._portable_state(), memo))
+        made._options = self._options  # a group is shared, not copied
+        made.process_group = self._options.process_group
+        return made
+
+
+def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
+    """The hook, and the bytes of each bucket counted."""
+
+    @functools.wraps(hook)
+    def run(state: Any, bucket: Any) -> Any:
+        if bucket.index() == 0:
+            exchange.begin_round()
+        result = hook(state, bucket)
+        exchange.end_bucket(bucket.is_last())
+        return result
+
+    return run
+
+
+def _is_under_way(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], bool]:
+    """Weak: a state that is kept does not keep the thread, nor what it has leased."""
+
+    def ask() -> bool:
+        alive = method()
+        return alive is not None and alive()
+
+    return ask
+
+
+def _reads_sync_flag(wrapper: DistributedDataParallel) -> Callable[[], bool]:
+    reference = weakref.ref(wrapper)
+
+    def synchronises() -> bool:
+        alive = reference()
+        return alive is not None and alive.require_backward_grad_sync
+
+    return synchronises

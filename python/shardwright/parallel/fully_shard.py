@@ -1,0 +1,248 @@
+"""fully_shard: zero=3 with private parameters, composed by hand and in place, as torch's FSDP2 does it.
+
+    for block in model.blocks:
+        sw.fully_shard(block)
+    sw.fully_shard(model)
+    optimizer = sw.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
+
+The instance's class becomes a subclass made for it, which is the only mark that is left. The outermost module makes the engine
+when it is first needed: by shard_optimizer, by its first forward, or by whatever asks for whole parameters.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import weakref
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+
+from .._engine import Error
+from ..layout.param_groups import mark_of
+from ..options.offload import offload_kind
+from ..options.precision import Precision
+from ..parameters.unshard_schedule import Unit, UnitSchedule
+from .ddp import DistributedDataParallel
+
+
+@dataclasses.dataclass
+class Mark:
+    """What fully_shard said of a module, and what became of it.
+
+    Attributes
+    ----------
+    is_list : bool
+        Whether several modules were given, which are one unit and have this mark in common.
+    wrapper : DistributedDataParallel or None
+        Of the outermost module, once it is made.
+    """
+
+    reshard_after_forward: bool
+    options: dict[str, Any]
+    precision: Precision | None = None
+    is_list: bool = False
+    wrapper: DistributedDataParallel | None = None
+    _schedule: weakref.ref[UnitSchedule] | None = None
+    _unit: int = 0
+
+    def join(self, schedule: UnitSchedule, unit: int) -> None:
+        """The module became a unit."""
+        self._schedule, self._unit = weakref.ref(schedule), unit
+
+    def place(self) -> tuple[UnitSchedule, Unit] | None:
+        """The module's unit; None before there is one, and after its end."""
+        schedule = self._schedule() if self._schedule is not None else None
+        return (schedule, schedule.units[self._unit]) if schedule is not None and schedule.units else None
+
+    def make(self, module: torch.nn.Module) -> None:
+        """The engine, with `module` the outermost, unless it is inside of one that has an engine. Collective then."""
+        if self.place() is None and self.is_list:
+            raise Error(
+                f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "
+                "outermost module too, which makes it, and run that first"
+            )
+        if self.place() is None:
+            self.wrapper = None
+            precision = _policies(module)
+            self.wrapper = DistributedDataParallel(
+                module, zero=3, share_parameters=False, precision=precision, **self.options
+            )
+
+
+def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
+    """What fully_shard said of precision, of `module` and of those inside it."""
+    marks = {name: mark_of(each) for name, each in module.named_modules()}
+    return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
+
+
+class FullySharded(torch.nn.Module):
+    """What the class of a module inherits from after fully_shard."""
+
+    _shardwright_mark: Mark
+    _shardwright_original: type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mark = self._shardwright_mark
+        mark.make(self)
+        if mark.wrapper is None:
+            return super().__call__(*args, **kwargs)
+        wrapper = mark.wrapper
+        wrapper._pre_forward()
+        if wrapper._precision is None:
+            return wrapper._post_forward(super().__call__(*args, **kwargs))
+        args, kwargs = wrapper._precision.enter(args, kwargs)
+        try:
+            output = super().__call__(*args, **kwargs)
+        finally:
+            wrapper._precision.leave()
+        return wrapper._post_forward(wrapper._precision.cast_output(output))
+
+    def _placed(self) -> tuple[UnitSchedule, Unit]:
+        mark = self._shardwright_mark
+        mark.make(self)
+        place = mark.place()
+        assert place is not None
+        return place
+
+    def unshard(self) -> None:
+        """Makes the parameters of this module's unit whole until reshard(). Of an inner unit: after the outermost is made."""
+        schedule, unit = self._placed()
+        schedule.pin(unit)
+
+    def reshard(self) -> None:
+        """Releases this module's unit, now or once nothing runs in it."""
+        schedule, unit = self._placed()
+        schedule.unpin(unit)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add to `.grad` locally. Of the outermost module."""
+        return self._outermost("no_sync").no_sync()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards from now on average gradients. Of the outermost module; `recurse` is accepted for FSDP2's sake."""
+        self._outermost("set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
+
+    def _outermost(self, what: str) -> DistributedDataParallel:
+        wrapper = wrapper_of(self)
+        if wrapper is None:
+            raise Error(f"{what}() is asked of the outermost module that sw.fully_shard was called on")
+        return wrapper
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is of the class that was before; our hooks refuse it while the module is released."""
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
+        return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
+
+
+@overload
+def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module: ...
+@overload
+def fully_shard(module: Sequence[torch.nn.Module], **options: Any) -> Sequence[torch.nn.Module]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    device_mesh: Any = None,
+    reshard_after_forward: bool = True,
+    precision: Any = None,
+    offload: Any = None,
+    ignored_params: Collection[Any] = (),
+    **options: Any,
+) -> Any:
+    """Makes `module` a unit: its parameters are whole while it runs, and each rank has its slices otherwise. In place.
+
+    Call it on inner modules first, and last on the outermost one, whose unit is what is left. The outermost unit is whole
+    from its forward to the end of its backward.
+
+    Parameters
+    ----------
+    module : Module or sequence of Module
+        Several are one unit: each is whole while any of them runs. The outermost module is given by itself.
+    mesh, device_mesh
+        See Options; `mesh` is FSDP2's name for the same. That of the outermost module counts: an inner one of other ranks is an error.
+    ignored_params, **options
+        See Options; those of the outermost module count. An inner module of which the outermost one ignores all parameters is no unit of it: it has
+        an engine of its own, over its own mesh, and wants an optimizer of its own.
+    reshard_after_forward : bool
+        Whether the unit is released between its forward and its backward.
+    precision : {"bf16", "fp16", "fp32"} or Precision, optional
+        In what the module computes, and modules inside it that have none of their own; see wrap.
+    offload : {"cpu", "nvme:<folder>"}, optional
+        Of the outermost module: where shard_optimizer puts the optimizer's state; see wrap.
+
+    Returns
+    -------
+    Module or sequence of Module
+        `module`; its class is now a subclass with unshard(), reshard(), no_sync() and set_requires_gradient_sync().
+
+    Raises
+    ------
+    Error
+        fully_shard was called on it before.
+    NotImplementedError
+        On all ranks, as the engine is made: an inner module with another mesh, or that ignores parameters that the outermost does not.
+
+    Notes
+    -----
+    Not collective. The engine is made, collectively, when the outermost module is first run, or given to shard_optimizer,
+    full_parameters or the like; parameters then have rank 0's values.
+    """
+    modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
+    for each in modules:
+        if not isinstance(each, torch.nn.Module) or isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(each).__name__}")
+    if mesh is not None and device_mesh is not None:
+        raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
+    offload_kind(offload)
+    policy = None if precision is None else Precision.of(precision)
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+    for each in modules:
+        if mark_of(each) is not None:
+            raise Error(f"fully_shard was called on this {type(each).__name__} already")
+    chosen = device_mesh if mesh is None else mesh
+    kept = {"device_mesh": chosen, "ignored_params": ignored_params, "offload": offload, **options}
+    mark = Mark(reshard_after_forward, kept, policy, is_list=not isinstance(module, torch.nn.Module))
+    for each in modules:
+        original = type(each)
+        body = {
+            "_shardwright_mark": mark,
+            "_shardwright_original": original,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+        }
+        each.__class__ = type(original.__name__, (FullySharded, original), body)
+    return module
+
+
+def _listed(modules: Any) -> list[Any]:
+    """The modules of a list that are one unit. ValueError where that cannot be."""
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"fully_shard needs a torch.nn.Module that is run itself, or a list of such, got {type(modules).__name__}"
+        )
+    inner = {id(part) for each in modules if isinstance(each, torch.nn.Module) for part in list(each.modules())[1:]}
+    if not modules or len(set(map(id, modules))) < len(modules) or any(id(each) in inner for each in modules):
+        raise ValueError(
+            f"fully_shard needs a list of different modules, none of them inside another, got {len(modules)} modules"
+        )
+    return list(modules)
+
+
+def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """The wrapper of a module that was wrapped, or fully_shard was called on last; None for any other.
+
+    Collective where it makes the engine of the latter.
+    """
+    module = getattr(module, "_orig_mod", module)
+    if isinstance(module, DistributedDataParallel):
+        return module
+    if not isinstance(module, FullySharded):
+        return None
+    module._shardwright_mark.make(module)
+    return module._shardwright_mark.wrapper

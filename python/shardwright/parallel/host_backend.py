@@ -1,0 +1,181 @@
+"""HostBackend: modules in the memory of a host, which its ranks map; hosts exchange what they lack over the bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .._engine import Arena, Reducer, norm_sum
+from ..backend.base import Capabilities, Request
+from ..comm.levels import Lease, Levels, leased_levels, levels_of
+from ..comm.process_group import HostGroup
+from ..layout.shard_mesh import Slicing
+from ..layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, populate
+from ..layout.views import as_real, dense_strides
+from ..options.compressors import Compressor
+from ..parameters.sharded_groups import UnitMemory
+
+#: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
+_SLICED_CAP_BYTES = 8 << 20
+#: between hosts the wire is what takes time: it starts with the first bucket, which is therefore small, and stands still for
+#: up to 4 ms between batches. Compressed buckets that leave at the end of the backward (zero >= 2) are best few and large
+_HOSTS_CAP_BYTES, _HOSTS_FIRST_CAP_BYTES = 8 << 20, 1 << 20
+
+
+class HostBackend:
+    """See Backend."""
+
+    capabilities = Capabilities(
+        one_copy=True,
+        abandons_rounds=True,
+        free_unit_order=True,
+        tells_standing=True,
+        verdict_on_device=False,
+        sends_beside_backward=True,
+        rank_order_only=True,
+        state_is_there=True,
+    )
+    link = None
+
+    def __init__(self, group: HostGroup, request: Request) -> None:
+        self.group = group
+
+    @staticmethod
+    def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
+        if request.options.communicator != "own":
+            raise NotImplementedError(
+                f"communicator={request.options.communicator!r} is of GPUs, and {request.label} is on the CPU"
+            )
+
+    def reducer(self, request: Request) -> Reducer:
+        options, over_hosts = request.options, self.group.host_count > 1 and request.sends_early
+        limits = [_SLICED_CAP_BYTES] * (request.zero >= 2) + [_HOSTS_CAP_BYTES] * over_hosts
+        return Reducer(
+            self.group.comm,
+            request.table.rows(),
+            bucket_cap_bytes=min(options.bucket_cap_bytes, *limits) if limits else options.bucket_cap_bytes,
+            transport=options.chosen_transport,
+            reduce=options.reduce,
+            sliced=request.zero >= 2,
+            slices=request.slicing.for_engine() if request.zero else None,
+            label=request.label,
+            first_cap_bytes=_HOSTS_FIRST_CAP_BYTES if over_hosts else 0,
+        )
+
+    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> HostBuckets:
+        return HostBuckets(self.group, reducer, buckets, request.slicing, request.label, shared)
+
+    def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
+        slicing, label = request.slicing, request.label
+        coded = request.options.gather == "int8"
+        if coded and (self.group.host_count > 1 or slicing.is_replicated):
+            raise NotImplementedError(
+                f"gather='int8' runs inside one host and without a mesh of two dimensions; {label} is over {self.group.host_count} "
+                f"hosts, and slices are kept {'by each replica' if slicing.is_replicated else 'once'}"
+            )
+        return UnitMemory(self, reducer, request, coded=coded)
+
+    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
+        if self.group.host_count > 1 and request.zero < 2:
+            return leased_levels(self.group)
+        return levels_of(self.group), None
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
+        self.group.broadcast(tensors, root, label)
+
+    def norm_sums(self, tensors: Iterable[torch.Tensor]) -> bytes:
+        return norm_sum([as_real(tensor) for tensor in tensors])
+
+    def fence(self, label: str) -> None:
+        self.group.comm.barrier(label)
+
+    def refuse_capture(self, what: str) -> None:
+        """Nothing is captured on a host."""
+
+    def check(self) -> None:
+        """Nothing: each call says what has ended it."""
+
+    def abort(self, reason: str) -> None:
+        if self.group.comm.is_alive:
+            self.group.comm.abort(reason)
+
+
+class HostBuckets:
+    """Buckets in an arena that the ranks of a host map: one copy a rank, or (`shared`) a host. See Buckets."""
+
+    def __init__(
+        self,
+        group: HostGroup,
+        reducer: Reducer,
+        buckets: Collection[int],
+        slicing: Slicing,
+        label: str,
+        shared: bool,
+    ) -> None:
+        self._group, self._reducer, self._slicing, self._label, self._shared = group, reducer, slicing, label, shared
+        self._home = group.home_of(slicing) if shared else group.rank
+        self.is_home = group.rank == self._home
+        self.is_copied = slicing.is_replicated or group.host_count > 1
+        self.reason = ""
+        self._arena: Arena | None = None
+        self._outcomes: Outcomes | None = None
+        self._nbytes = max(sum(self._range(bucket)) for bucket in range(reducer.bucket_count))
+        outcome_bytes = OUTCOME_BYTES * group.world_size
+        try:
+            self._arena = group.comm.arena(self._nbytes + outcome_bytes, f"parameters of {label}", of_hosts=True)
+        except MemoryError as error:  # the same on every rank
+            if shared:
+                raise
+            self.reason = str(error)
+            return
+        if not slicing.is_replicated:  # else a rank may not see all others'
+            self._outcomes = Outcomes(self._arena, self._nbytes, group.rank, group.world_size, self._home)
+        if self.is_home:
+            populate(self._arena, map(self._range, buckets))
+
+    def _range(self, bucket: int) -> tuple[int, int]:
+        offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        return offset, numel * itemsize_of(dtype)
+
+    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
+        if self._arena is None:
+            return None
+        offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
+        strides = dense_strides(like)
+        first = offset + begin * itemsize_of(dtype)
+        return from_dlpack(self._arena.tensor(first, dtype, list(like.shape), strides and list(strides), self._home))
+
+    def words(self) -> torch.Tensor:
+        """All of it, as words of 4 bytes."""
+        if self._arena is None:
+            return torch.empty(0, dtype=torch.int32, device="cpu")
+        return from_dlpack(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
+
+    def publish(
+        self,
+        buckets: Collection[int],
+        failed: bool | None,
+        owned: Callable[[int], Sequence[tuple[int, int]]],
+    ) -> list[int] | None:
+        """Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier. Over hosts, each sends the
+        others what its ranks have updated, once."""
+        comm, label = self._group.comm, f"updated parameters of {self._label}"
+        outcomes = [] if self._outcomes is None or failed is None else [self._outcomes.put(failed)]
+        is_apart = self._group.is_apart(self._slicing)
+        if self._shared and (not is_apart or not buckets):
+            comm.barrier(label)
+            outcomes *= not is_apart
+        elif self._arena is not None:
+            ranges = [*map(self._range, sorted(buckets)), *outcomes]
+            comm.all_gather(self._arena, ranges, label, one_copy=self._shared, slices=self._slicing.for_engine())
+        else:
+            for root in map(self._slicing.first_owner, range(self._slicing.count)):
+                if owned(root):
+                    comm.broadcast(owned(root), root, label)
+        return self._outcomes.read() if self._outcomes is not None and outcomes else None
+
+    def protect(self, writable: bool) -> None:
+        if self._arena is not None:
+            self._arena.protect(writable)

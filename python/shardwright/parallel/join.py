@@ -1,0 +1,352 @@
+"""Uneven inputs: what a rank does that ran out of them, in torch's Join protocol.
+
+A joined rank shadows each iteration of the others, collective for collective, in the order in which forward and
+backward issue them: buffers, the flag that says whether this backward synchronises, the round. At the end all take the
+model of the rank that trained longest.
+
+At zero >= 1 a joined rank still owns slices, so it has more to take part in: the optimizer's step and, where gradients are sliced
+too, their norms and votes. How many of these an iteration has is the others' affair, so each is *announced*: the ranks that still
+train say what comes, and with it all that a joined rank lacks (hyperparameters, which gradients there are, what they were scaled
+by), which it takes from the lowest of them.
+
+Several modules in one Join: torch's context counts announcements by its first member alone, so whichever module has something to say, the
+first one's hook listens, and what was heard is the named member's. As one communicator serves them all, a rank that has joined follows one
+round at a time: each module's backward ends before anything else is announced.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+
+from .._engine import Error
+from ..gradients.sharded_gradient import ShardedGradient
+from ..layout.shard_runs import memory_order
+
+if TYPE_CHECKING:
+    from .replica import Replica
+
+#: a DistributedDataParallel, whose module imports this one
+_Wrapper = Any
+
+
+class ShadowHook(JoinHook):
+    """The join hook of a wrapped module.
+
+    Parameters
+    ----------
+    wrapper : DistributedDataParallel
+    divide_by_initial_world_size : bool
+        True: the mean divides by all ranks; False: by those that still train.
+    """
+
+    def __init__(self, wrapper: _Wrapper, divide_by_initial_world_size: bool) -> None:
+        self._wrapper = wrapper
+        wrapper._divide_by_initial_world_size = divide_by_initial_world_size
+        replica = wrapper._engine()
+        replica.reducer.set_divide_by(not divide_by_initial_world_size)
+        replica.join_through(Announcer(wrapper))
+        _remember(wrapper)
+
+    def main_hook(self) -> None:
+        """One iteration of the others; at zero >= 1 one of the things that they announce."""
+        announcer = self._wrapper._engine().announcer
+        assert announcer is not None
+        if not announcer.is_on:
+            _shadow_forward(self._wrapper)
+        elif self._wrapper._join_config.is_first_joinable:  # the others' hooks have nothing to add
+            member, heard = announcer.listen()
+            if heard["kind"] == "forward":
+                _shadow_forward(member)
+            else:
+                _SHADOWS[heard["kind"]](member._engine(), heard)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Everybody takes the model of the last rank that joined; among several, the highest."""
+        wrapper = self._wrapper
+        replica = wrapper._engine()
+        replica.join_through(None)
+        replica.gather_anew()
+        _forget(wrapper)
+        root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
+        wrapper._authoritative_rank = root
+        replica.before_writes()
+        wrapper._assign_modules_buffers()
+        replica.broadcast_state(root, wrapper.modules_buffers if wrapper.forward_sync_buffers else ())
+        replica.reducer.set_divide_by(False)
+        replica.reducer.forget_steps()
+        wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def _shadow_forward(wrapper: _Wrapper) -> None:
+    """A forward of the others and, where they synchronise, its round."""
+    if wrapper._check_sync_bufs_pre_fwd():
+        wrapper._sync_buffers(candidate=False)
+    synchronises = wrapper._agree_on_sync(False, trains=False)
+    wrapper.require_forward_param_sync = synchronises
+    if synchronises and not wrapper._engine().announces_rounds:
+        wrapper._engine().shadow()
+
+
+#: wrappers whose join hook was made and has not ended, in that order: those of one Join lie side by side
+_joining: list[weakref.ref[_Wrapper]] = []
+
+
+def _forget(wrapper: _Wrapper) -> None:
+    _joining[:] = [each for each in _joining if each() not in (None, wrapper)]
+
+
+def _remember(wrapper: _Wrapper) -> None:
+    _forget(wrapper)
+    _joining.append(weakref.ref(wrapper))
+
+
+class Announcer:
+    """How ranks that still train tell joined ones what comes, at zero >= 1.
+
+    Attributes
+    ----------
+    joined : list of int
+        Ranks that had joined at the last announcement.
+    lowest : int
+        The lowest rank that still trained then.
+    """
+
+    def __init__(self, wrapper: _Wrapper) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self.joined: list[int] = []
+        self.lowest = 0
+        self._owed: int | None = None
+
+    def _members(self) -> list[_Wrapper]:
+        """The wrappers of this Join, in its order; none if it begins with somebody else's module."""
+        everyone = [wrapper for each in _joining if (wrapper := each()) is not None]
+        wrapper = self._wrapper()
+        at = next((i for i, each in enumerate(everyone) if each is wrapper), None)
+        if at is None:
+            return []
+        firsts = [i for i, each in enumerate(everyone) if each._join_config.is_first_joinable]
+        begin = max((i for i in firsts if i <= at), default=None)
+        return [] if begin is None else everyone[begin : min((i for i in firsts if i > at), default=len(everyone))]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a join is under way in which something is sliced; one with enable=False is not."""
+        wrapper = self._wrapper()
+        if wrapper is None or not wrapper._join_config.enable:
+            return False
+        return bool(wrapper._zero) or any(each._zero for each in self._members())
+
+    def announce(self, kind: str, number: float, groups: Any) -> None:
+        """What every rank that trains calls before what joined ranks must take part in. Collective.
+
+        `number`: which optimizer, or the order of the norm.
+        """
+        members = self._members()
+        if not members:
+            raise NotImplementedError(
+                "a Join at zero >= 1 begins with a module that shardwright wrapped, and holds no others: put wrapped modules alone in it"
+            )
+        for each in members if kind not in _INSIDE else ():
+            _check_ended(each, kind)
+        work = Join.notify_join_context(members[0])
+        if work is not None:
+            work.wait()
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        replica = wrapper._engine()
+        position = next(i for i, each in enumerate(members) if each is wrapper)
+        said: dict[str, Any] = {"kind": kind, "member": position, "number": number, "groups": groups}
+        if kind not in ("forward", *_INSIDE):
+            said["gradients"] = [state_of(parameter.grad) for parameter in replica.table.parameters]
+            said["factors"] = replica.gradient_factors()
+        self._exchange(members, json.dumps(said).encode())
+        if kind == "forward" and torch.is_grad_enabled() and wrapper.require_backward_grad_sync and self.joined:
+            self._owed = replica.reducer.stats()["rounds"]
+
+    @property
+    def owes(self) -> int | None:
+        """How many rounds had ended when ranks that joined began to wait for the next one; None where none does."""
+        return self._owed
+
+    def listen(self) -> tuple[_Wrapper, dict[str, Any]]:
+        """What the lowest rank that trains announced, and of which module."""
+        members = self._members()
+        heard: dict[str, Any] = self._exchange(members, b"")
+        return members[heard["member"]], heard
+
+    def announce_round(self, standing: bytes) -> None:
+        """On GPUs at zero >= 2 a round is announced as it opens, with which contributions are on top of a mean that stands, a byte a parameter:
+        on the host these bits travel with the data. Collective where a rank has joined."""
+        self._announce_to_joined("round", 0, list(standing))
+
+    def announce_unit(self, unit: int) -> None:
+        """On GPUs at zero=3 gathering a unit is a collective. Collective where a rank has joined."""
+        self._announce_to_joined("unit", unit, None)
+
+    def _announce_to_joined(self, kind: str, number: int, groups: Any) -> None:
+        """Who joins later takes part itself: since the last announcement no rank has left out anything."""
+        if self.joined and self.is_on:
+            self.announce(kind, number, groups)
+
+    def _exchange(self, members: Sequence[_Wrapper], mine: bytes) -> dict[str, Any]:
+        first = members[0]._engine()
+        said = first.group.comm.all_gather_bytes(mine, f"what comes next in the join of {first.label}")
+        trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
+        lowest = min(trains)
+        heard: dict[str, Any] = trains[lowest]
+        for rank, other in trains.items():
+            if any(other[key] != heard[key] for key in ("kind", "member", "number")):
+                one, two = (
+                    f"{_WORDS[each['kind']]} of {members[each['member']]._engine().label}" for each in (heard, other)
+                )
+                raise Error(
+                    f"ranks disagree inside join: rank {lowest} comes to {one}, rank {rank} to {two} "
+                    f"({heard['number']:g}, {other['number']:g})"
+                )
+        for each in members:
+            announcer = each._engine().announcer
+            if announcer is not None:
+                announcer.joined = [rank for rank, text in enumerate(said) if not text]
+                announcer.lowest = lowest
+        return heard
+
+
+def _check_ended(wrapper: _Wrapper, kind: str) -> None:
+    """Error where a round that joined ranks wait in has not ended."""
+    replica = wrapper._engine()
+    owed = replica.announcer.owes if replica.announcer is not None else None
+    if owed is None or replica.reducer.stats()["rounds"] != owed:
+        return
+    message = (
+        f"inside join, {_WORDS[kind]} begins before the backward of the last forward of {replica.label}, while a rank that has run out of "
+        "inputs waits in that backward: run each forward's backward before anything else, or wrap what is trained together as one module"
+    )
+    if replica.group.comm.is_alive:
+        replica.group.comm.abort(message)
+    raise Error(message)
+
+
+#: part of a forward or a backward
+_INSIDE = ("round", "unit")
+_WORDS = {
+    "round": "a backward",
+    "unit": "a unit",
+    "forward": "a forward",
+    "step": "a step of an optimizer",
+    "norm": "clipping by the norm",
+    "norms": "the norms of gradients",
+    "vote": "unscaling gradients",
+}
+#: what a gradient is on a rank that trains
+NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
+
+
+def state_of(gradient: torch.Tensor | None) -> int:
+    """NO_GRADIENT, ZEROED (known of sliced ones only) or A_GRADIENT."""
+    if gradient is None:
+        return NO_GRADIENT
+    return ZEROED if isinstance(gradient, ShardedGradient) and gradient._cleared else A_GRADIENT
+
+
+# what a joined rank does -------------------------------------------------------------------------------------------
+
+
+def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
+    """This rank's slices of sliced averages, as ranks that train would have them."""
+    found: list[torch.Tensor | None] = []
+    for view, state in zip(replica.views, states):
+        assert isinstance(view, ShardedGradient)
+        found.append(None if state == NO_GRADIENT else torch.zeros_like(view.piece) if state == ZEROED else view.piece)
+    return found
+
+
+def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.follow_factors(heard["factors"])
+    replica.norm_of(lambda: _own_slices(replica, heard["gradients"]))
+
+
+def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.follow_factors(heard["factors"])
+    replica.board().gather_norms(heard["number"])
+
+
+def _shadow_vote(replica: Replica, heard: dict[str, Any]) -> None:
+    slices = _own_slices(replica, heard["gradients"])
+    overflowed = any(piece is not None and not bool(piece.isfinite().all()) for piece in slices)
+    replica.follow_factors(heard["factors"])
+    replica.board().any_rank(lambda: overflowed)
+
+
+def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.follow_factors(heard["factors"])
+    optimizer = replica.optimizers()[int(heard["number"])]
+    states = heard["gradients"]
+    whole = replica.zero == 1
+    gradients = exchange_slices(replica, optimizer.run, states) if whole else _own_slices(replica, states)
+    optimizer.shadow_step(heard["groups"], gradients, states)
+
+
+def _shadow_round(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.shadow(heard["groups"])
+
+
+def _shadow_unit(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.gather_beside(int(heard["number"]))
+
+
+_SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
+    "round": _shadow_round,
+    "unit": _shadow_unit,
+    "norm": _shadow_norm,
+    "norms": _shadow_norms,
+    "vote": _shadow_vote,
+    "step": _shadow_step,
+}
+
+
+def exchange_slices(
+    replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
+) -> list[torch.Tensor | None]:
+    """zero=1: joined ranks' slices of the gradients, from the lowest rank that trains, which may have scaled or cut them as it
+    liked. Collective; what a joined rank gets back is what it steps with, `states` says which gradients there are, and
+    run(index, rank) what a rank steps on.
+
+    Cost: the bytes of the joined ranks' slices; on GPUs through their hosts, which wait for them.
+    """
+    announcer = replica.announcer
+    assert announcer is not None
+    if not announcer.joined:
+        return []
+    table, rank = replica.table, replica.group.rank
+    mine = []
+    if rank == announcer.lowest:
+        for to in announcer.joined:
+            for index, parameter in enumerate(table.parameters):
+                low, high = run(index, to)
+                if parameter.grad is not None and low < high:
+                    flat = memory_order(parameter.grad.detach(), parameter)[low:high]
+                    mine.append(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    label = f"gradients for ranks that have joined, of {replica.label}"
+    data = replica.group.comm.all_gather_bytes(b"".join(mine), label)[announcer.lowest]
+    if states is None:
+        return []
+    found: list[torch.Tensor | None] = [None] * len(table.parameters)
+    at = 0
+    for to in announcer.joined:
+        for index, parameter in enumerate(table.parameters):
+            low, high = run(index, to)
+            if states[index] == NO_GRADIENT:
+                continue
+            size = (high - low) * parameter.element_size()
+            if to == rank:
+                piece = bytearray(data[at : at + size])
+                flat = torch.frombuffer(piece, dtype=parameter.dtype) if size else parameter.new_empty(0)
+                found[index] = flat.to(parameter.device)
+            at += size
+    return found

@@ -1,0 +1,802 @@
+"""The engine's side of one wrapped module: table, reducer, gradient views and hooks, made and taken down together."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+from torch.utils.hooks import RemovableHandle
+
+from .._engine import Error, Reducer
+from ..backend.base import Backend, Capabilities, Request
+from ..comm.agreement import gather_answers, norm_over_ranks
+from ..comm.exchange import Exchange
+from ..comm.levels import Lease, Levels
+from ..comm.process_group import HostGroup, group_ranks
+from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
+from ..gradients.sharded_gradient import GradientBoard, ShardedGradient
+from ..layout.param_groups import check_inner, cut
+from ..layout.param_table import ParameterTable, verify
+from ..layout.shard_mesh import Slicing
+from ..layout.shard_runs import Storage, memory_order
+from ..layout.views import copy_gradient, gradient_view
+from ..options.compressors import Compressor
+from ..options.options import Options
+from ..parameters.drift import DriftCheck
+from ..parameters.storage import ParameterMemory
+from ..parameters.write_guard import ReadOnlyParameters, SampledParameters
+from ..torch_compat import autograd as _hooks
+from .backends import choose_backend
+from .optimizer_agreement import StepNotes
+
+if TYPE_CHECKING:
+    from ..backend.device_link import DeviceLink
+    from ..parameters.mixed_precision import PrecisionPlan
+
+_logger = logging.getLogger("shardwright")
+_serials = itertools.count()
+_NOT_AVERAGED = (
+    "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
+    "stepping, clipping or reading gradients"
+)
+_BY_HAND = (
+    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... past the hooks), so that it "
+    "is this rank's alone: call sw.average_gradients(module) before the step"
+)
+_BY_HAND_AT_0 = ", or run such forwards inside no_sync() where each rank is to step on its own"
+_UNENDED_FORWARD = (
+    "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks pair "
+    "their backwards by counting them: unless the other ranks leave this batch out too, or it is repeated here, they average it with "
+    "the next one of this rank from now on"
+)
+_live: weakref.WeakSet[Replica] = weakref.WeakSet()
+
+
+class Replica:
+    """One rank's copy of a module, ready for rounds. Making it is collective.
+
+    Holds its owner, the wrapper, weakly: the parameters' hooks lead here, and would keep the wrapper alive for ever.
+
+    Attributes
+    ----------
+    group : HostGroup
+    slicing : Slicing
+        Who owns which slice at zero >= 1.
+    table : ParameterTable
+    reducer : Reducer
+    views : list of Tensor
+        Gradient memory, one a parameter.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: HostGroup,
+        options: Options,
+        ignored: frozenset[str],
+        synchronises: Callable[[], bool],
+        settings: dict[str, Any],
+        zero: int = 0,
+        slicing: Slicing | None = None,
+        *,
+        compress: Compressor | None = None,
+    ) -> None:
+        self.serial = next(_serials)
+        self.label = type(module).__name__
+        self.zero = zero
+        self.group = group
+        self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
+        self.settings = settings
+        self._module = weakref.ref(module)
+        refusal = None
+        try:
+            self.table = ParameterTable.of(module, ignored)
+            self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
+            choose_backend(self.table).check_request(module, self._request, group)
+            self._supersede(module)
+            if zero:
+                self.table.check_apart()
+            check_inner(module, _ranks_of(options, group), ignored)
+            description = self.table.description(settings)
+        except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
+            refusal, description = error, [["failure", str(error)]]
+        verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
+        make_backend = choose_backend(self.table)
+        plans = None
+        if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
+            plans = cut(module, self.table, options.units, options.reshard_after_forward)
+        sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
+        request = dataclasses.replace(self._request, plans=plans, sends_early=sends_early)
+        self.backend: Backend = make_backend(group, request)
+        self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
+        self.reducer: Any = self.backend.reducer(request)
+        self._board: GradientBoard | None = None
+        self._storage = self._make_storage(request)
+        #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
+        self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
+        self._guard = self._make_guard(options.write_guard)
+        self.step_notes = StepNotes()
+        try:
+            self._attach(synchronises)
+        except BaseException as error:  # of this rank alone: the others must not wait for it
+            if group.comm.is_alive:
+                group.comm.abort(f"wrapping {self.label} failed: {error}")
+            raise
+        self._drift: weakref.ref[DriftCheck] | None = None
+        self._identities = frozenset(map(id, self.table.parameters))
+        self.on_output_gradient = _output_hook(self.reducer)
+        self._in_forward = self._warned_of_forward = False
+        self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
+        self.announcer: Any = None
+        self.watcher: Any = None
+        self._closed_without_backward = False  # the last round: of a forward that no backward followed
+        self._stepped_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
+        self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
+        _live.add(self)
+        _hooks.watch_steps(self)
+
+    def _make_storage(self, request: Request) -> Any:
+        if not self.zero:
+            return Storage(self.table)
+        if request.plans is not None:
+            return self.backend.unshard_store(self.reducer, request)
+        return ParameterMemory(self.backend, self.reducer, request, shared=self.zero == 3)
+
+    @property
+    def link(self) -> DeviceLink | None:
+        """Of a GPU."""
+        return self.backend.link
+
+    def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
+        memory = self._storage
+        if kind is None or not memory.shared:
+            return None
+        if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
+            return None  # no rank shares them
+        if kind != "read-only":
+            return SampledParameters(memory, self.table.names, self.group.comm)
+        return ReadOnlyParameters(memory)
+
+    @property
+    def write_guard(self) -> str | None:
+        """For describe()."""
+        return None if self._guard is None else self._guard.kind
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
+        return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
+
+    def layout_of(self, index: int) -> torch.Tensor:
+        """A tensor with the strides of a parameter, which itself may be released. Not to be read."""
+        like: torch.Tensor = self._storage.like(index)
+        return like
+
+    def _attach(self, synchronises: Callable[[], bool]) -> None:
+        if self.zero >= 2:
+            self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
+        count = len(self.table.parameters)
+        self.views = [self._make_view(i) if self.reducer.has_memory(i) else None for i in range(count)]
+        self.reducer.attach(
+            self.table.parameters,
+            self.views,
+            copy=copy_gradient if self.zero < 2 else _weakly(self._write_contribution),
+            open=_opener(weakref.ref(self), synchronises),
+            renew=_weakly(self.renew_view),
+            task_id=_hooks.graph_task_id,
+            layouts=self._storage.layouts(),
+            unlike=_weakly(self._explain_steps),
+            describe=_weakly(self._describe_steps, ""),
+        )
+        self._handles: list[Any] = []
+        self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        for index, parameter in enumerate(self.table.parameters):
+            if parameter.requires_grad:
+                self._hook(index)
+
+    def _make_view(self, index: int) -> torch.Tensor:
+        """What `.grad` of a parameter becomes: a view of its bucket, or at zero >= 2 of this rank's slice of the mean."""
+        like = self.layout_of(index)
+        if self._board is None:
+            return gradient_view(like, self.reducer, index)
+        held = gradient_view(like, self.reducer, index) if self.reducer.transport == "staged" else None
+        return ShardedGradient(index, like, from_dlpack(self.reducer.result(index)), self._board, held)
+
+    def _overlaps_compression(self, capabilities: Capabilities) -> bool:
+        """Whether compressed buckets cross while the backward goes on: between hosts, where the network is the bottleneck, not a core;
+        at zero >= 2 buckets share slots, and leave at its end."""
+        return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
+
+    @property
+    def overlaps_compression(self) -> bool:
+        return self._overlaps_compression(self.backend.capabilities)
+
+    def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
+        """Over what a compressor's hook exchanges, leased where that is a thread's of its own. Collective at first use across hosts."""
+        return self.backend.exchange(compress, self._request, self.layout_of(0))
+
+    def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
+        """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
+        not of this rank's slice out; a user's has the last word on both."""
+        parameters = self.table.parameters
+        like = [self.layout_of(index) for index in range(len(parameters))]
+        if self.zero >= 2 and self.reducer.transport != "staged":
+            pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
+            wanted = Wanted(in_slots=True, slice_alone=is_ours and not self.slicing.is_replicated)
+            return SlicedHookRunner(
+                self.reducer, parameters, like, self.slicing, pieces, state, hook, wanted, over_all=is_ours
+            )
+        return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook, over_all=is_ours)
+
+    def _supersede(self, module: torch.nn.Module) -> None:
+        """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
+        for other in live_replicas():
+            shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
+            if shared is None:
+                continue
+            if not other.wraps(module):
+                raise Error(
+                    f"parameter {shared!r} belongs to a wrapped {other.label} already: "
+                    "wrap one module that contains both"
+                )
+            other.retire(together=True)
+
+    def wraps(self, module: torch.nn.Module) -> bool:
+        """Whether it is of this very module."""
+        return self._module() is module
+
+    @property
+    def retired(self) -> bool:
+        """Whether a later wrapper has taken over the module."""
+        return self not in _live
+
+    def _hook(self, index: int) -> None:
+        parameter = self.table.parameters[index]
+        self._handles.append(parameter.register_post_accumulate_grad_hook(self.reducer.hook(index)))
+        hooks = _hooks.gradient_hooks(parameter)
+        if hooks is not None:
+            self.reducer.watch_hooks(index, hooks)
+
+    def watch(self, module: torch.nn.Module, ignored: frozenset[str]) -> DriftCheck:
+        """Checks the module from now on, for as long as the caller keeps what is returned.
+
+        The wrapper keeps it. The end of the wrapper calls retire(): whatever held the module from here would hold the hooks of its
+        submodules too, which may hold the wrapper, and nothing would end.
+        """
+        storage = self._storage
+        drift = DriftCheck(
+            module, self.table, ignored, pinned=bool(self.zero), shared=storage.shared, places=storage.places()
+        )
+        self._drift = weakref.ref(drift)
+        return drift
+
+    def _drift_check(self) -> DriftCheck | None:
+        return self._drift() if self._drift is not None else None
+
+    def _unfreeze(self, index: int) -> None:
+        self.reducer.mark_unfrozen(index)
+        self._storage.adopt(index)
+        drift = self._drift_check()
+        if self.zero and drift is not None:
+            drift.forget_address(index)
+        self._hook(index)
+
+    def before_forward(self, synchronises: bool) -> None:
+        """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
+        self._notice_unended_forward()
+        self._closed_without_backward = False
+        drift = self._check_drift()
+        if self._guard is not None:
+            self._guard.check("before a forward")
+        for index in drift.take_unfrozen() if drift is not None else ():
+            self._unfreeze(index)
+        self.backend.check()
+        self.reducer.forward(synchronises)
+
+    def before_evaluation(self) -> None:
+        """Called before each forward without gradients."""
+        if self._guard is not None:
+            self._guard.check("before a forward")
+
+    def after_forward(self) -> None:
+        """Called after each forward with gradients that ended without an exception."""
+        self._in_forward = False
+        if self._guard is not None:
+            self._guard.check("after a forward")
+
+    def _notice_unended_forward(self) -> None:
+        if _hooks.graph_task_id() >= 0:  # recomputed inside a backward, which may break off when it has what it needs
+            return
+        if self._in_forward and not self._warned_of_forward and self.group.world_size > 1:
+            self._warned_of_forward = True
+            _logger.warning(_UNENDED_FORWARD, self.group.rank, self.label)
+        self._in_forward = True
+
+    def _check_drift(self) -> DriftCheck | None:
+        module, drift = self._module(), self._drift_check()
+        if module is None or drift is None:
+            return None
+        try:
+            drift.check(module)
+        except Error as error:
+            if self.releases_parameters:  # on this rank alone, perhaps
+                self._abort(str(error))
+            raise
+        return drift
+
+    def _abort(self, reason: str) -> None:
+        """The others, which would wait for this rank, get the sentence too."""
+        self.backend.abort(reason)
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is in the table."""
+        return id(parameter) in self._identities
+
+    def parameters(self) -> Any:
+        """Where the parameters lie."""
+        return self._storage
+
+    def parameter_plan(self) -> dict[str, Any]:
+        """For describe()."""
+        storage = self._storage
+        if not self.zero:
+            return {}
+        key = "shared_parameter_bytes" if storage.shared or storage.one_copy else "parameter_bytes"
+        plan: dict[str, Any] = {key: storage.bytes_held, **storage.plan()}
+        return {**plan, "parameters_reason": storage.reason} if storage.reason else plan
+
+    def stats(self) -> dict[str, Any]:
+        """The reducer's counts, those of units, and what this rank has sent to others: in all, a step and a bucket of the last round.
+
+        A compressor's bytes are counted where they are handed over; plain buckets fold in place, of which a rank's share is
+        W - 1 slices read (and at zero 0 and 1 as many written).
+        """
+        counts = {**self.reducer.stats(), **self._storage.stats()}
+        name, exchange = self.compression or ("", None)
+        if exchange is None:
+            halves = self.compression is not None  # between GPUs: in place of what is wider
+            world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
+            slices = self.slicing.count if self.zero >= 2 else world
+            shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
+            sizes = [
+                numel * (2 if halves else getattr(torch, dtype).itemsize)
+                for _, numel, dtype, trains in shapes
+                if trains
+            ]
+            buckets = tuple(shots * (world - 1) * (size // slices) for size in sizes)
+            total = sum(buckets) * counts["rounds"] if halves else shots * (world - 1) * (counts["bytes"] // slices)
+            wire = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
+            return {**counts, **({"compress": name} if halves else {}), **wire}
+        buckets = exchange.bucket_wire_bytes
+        wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
+        return {**counts, "compress": name, **wire}
+
+    def norm_of(self, slices: Callable[[], Sequence[torch.Tensor | None]]) -> float:
+        """Return the exact 2-norm of what all ranks hold together, of which `slices` gives this rank's. Collective.
+
+        Raises
+        ------
+        Error
+            On all ranks, where `slices` raises it on some.
+        """
+
+        def sums() -> bytes:
+            found = slices()
+            return self.backend.norm_sums([each for each in found if each is not None] if self.slicing.speaks else [])
+
+        return norm_over_ranks(self.group.comm, sums, self.label)
+
+    def gradient_slices(self) -> list[torch.Tensor | None]:
+        """Return gradient_slice() of every parameter."""
+        return [self.gradient_slice(index) for index in range(len(self.table.parameters))]
+
+    def gradient_slice(self, index: int) -> torch.Tensor | None:
+        """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
+        parameter = self.table.parameters[index]
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            plain = gradient._pending is None and not gradient._cleared
+            return gradient.piece if plain else gradient.averaged_piece()
+        if gradient is None:
+            return None
+        if self.reducer.is_used(index):
+            raise Error(_NOT_AVERAGED)
+        if not self.parameters().is_stepped(index):
+            raise Error(
+                f"parameter {self.table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
+                "a step would change it on this rank alone: zero_grad() before the step"
+            )
+        if self.zero >= 2 or not self._is_averaged(index, gradient, self._last_step_on(parameter)):
+            raise Error(_BY_HAND.format(name=self.table.names[index]))
+        low, high = self.parameters().own_run(index)
+        if gradient is self.views[index]:
+            kept, address = self._gradient_slices.get(index), gradient.data_ptr()
+            if kept is None or kept[0]() is not gradient or kept[1] != address:
+                own = memory_order(gradient.detach(), parameter)[low:high]
+                # weak: a view that somebody holds is taken for kept by the user
+                kept = self._gradient_slices[index] = (weakref.ref(gradient), address, own)
+            return kept[2]
+        return memory_order(gradient.detach(), parameter)[low:high]
+
+    # gradients that users set ----------------------------------------------------------------------------------------
+
+    def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
+        """Whether a whole gradient is what a round left, or what the user made of it: as far as can be known. `since`: the number of rounds
+        at the last step on the parameter.
+
+        What a round left is our view, and its values may be changed in place (clipping, noise). Another tensor is one that the user made of it if
+        some round since the last step averaged the parameter; or it was stepped on before; or it is zero. A view is what a round left unless a
+        forward was followed by no backward: then it is looked at as another tensor is.
+        """
+        if self.group.world_size == 1:
+            return True
+        averaged = self.reducer.averaged_in(index) > since
+        if gradient is self.views[index] and not self._closed_without_backward:
+            return True
+        if averaged:
+            self._accepted[index] = weakref.ref(gradient)
+        kept = self._accepted.get(index)
+        return (kept is not None and kept() is gradient) or not bool(gradient.any())
+
+    def _last_step_on(self, parameter: torch.Tensor) -> int:
+        """The number of rounds when the optimizer of a parameter stepped last."""
+        holders = (each for each in self.optimizers() if each is not None and each.holds(parameter))
+        return max((each.rounds_at_step for each in holders), default=0)
+
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Error at zero=0 for a gradient that nobody averaged, where a forward of this step was to synchronise. Inside no_sync() alone each rank
+        steps on its own, as it was asked to."""
+        rounds, since = self.reducer.stats()["rounds"], self._stepped_in.get(optimizer, 0)
+        self._stepped_in[optimizer] = rounds
+        if rounds == since or self.group.world_size == 1:
+            return
+        suspects = range(len(self.views)) if self._closed_without_backward else self.reducer.foreign()
+        if not suspects:
+            return
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for index in suspects:
+            parameter = self.table.parameters[index]
+            gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None
+            if gradient is not None and not self._is_averaged(index, gradient, since):
+                message = _BY_HAND.format(name=self.table.names[index]) + _BY_HAND_AT_0
+                self._abort(message)
+                raise Error(message)
+
+    def average_gradients(self) -> None:
+        """A round over what stands in `.grad`. Collective."""
+        self._check_drift()
+        self._end_round(self.reducer.average)
+        self._in_forward = False
+
+    def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
+        """`hook()` is called before parameters are written by another way than a step of this rank: full_parameters(writable=True), and
+        steps of others that this rank follows, in which their hooks are not called."""
+        handle = RemovableHandle(self._before_writes)
+        self._before_writes[handle.id] = hook
+        return handle
+
+    def before_writes(self) -> None:
+        for hook in list(self._before_writes.values()):
+            hook()
+
+    @contextlib.contextmanager
+    def writable_parameters(self) -> Iterator[None]:
+        """See full_parameters."""
+        self.before_writes()
+        if not self.zero:
+            try:
+                yield
+            finally:
+                self.broadcast_state(0, ())
+            return
+        try:
+            with self.writing(), self._storage.writable():
+                yield
+        finally:
+            self.count_writes(self.table.parameters)
+
+    def give_copies_to(self, precision: PrecisionPlan) -> None:
+        """Where parameters are released, low-precision copies are made while they are whole."""
+        self._storage.follow(precision)
+
+    @property
+    def releases_parameters(self) -> bool:
+        """Whether parameters are whole only while they are used."""
+        releases: bool = self._storage.releases
+        return releases
+
+    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """See full_parameters."""
+        if self._guard is not None:
+            self._guard.check("before all parameters are read")
+        whole: contextlib.AbstractContextManager[None] = self._storage.whole()
+        return whole
+
+    def gradient_factors(self) -> list[list[Any]]:
+        """What sliced gradients were scaled by since ranks compared that last."""
+        return self._board.factors() if self._board is not None else []
+
+    def accept_factors(self) -> None:
+        """All ranks have scaled their gradients by the same."""
+        if self._board is not None:
+            self._board.accept_factors()
+
+    # uneven inputs, see parallel/join.py -------------------------------------------------------------------------------------
+
+    def join_through(self, announcer: Any) -> None:
+        """Inside join at zero >= 1 collectives of ranks that train are announced to those that have joined."""
+        self.announcer = announcer
+        if self._board is not None:
+            self._board.announce = self.announce if announcer is not None else lambda *_: None
+        if self.announces_rounds:
+            self.reducer.set_announcer(announcer.announce_round if announcer is not None else None)
+        if not self.backend.capabilities.free_unit_order:
+            self._storage.announce_units(announcer.announce_unit if announcer is not None else None)
+
+    @property
+    def announces_rounds(self) -> bool:
+        """Whether a rank that has joined must be told of a round as it opens."""
+        return self.zero >= 2 and not self.backend.capabilities.tells_standing
+
+    def gather_beside(self, unit: int) -> None:
+        """Of a rank that has joined, on GPUs: its part in a gathering of the others."""
+        self.parameters().gather_beside(unit)
+
+    def gather_anew(self) -> None:
+        """At the end of a join: units are as after a step, whatever each rank has gathered. Collective on GPUs at zero=3."""
+        self._storage.gather_anew()
+
+    @property
+    def is_joining(self) -> bool:
+        return self.announcer is not None and self.announcer.is_on
+
+    def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
+        """Inside join, tells ranks that have joined what comes; else nothing."""
+        if self.announcer is not None and self.announcer.is_on:
+            self.announcer.announce(kind, number, groups)
+
+    def follow_factors(self, factors: list[list[Any]]) -> None:
+        """Scales what this rank holds of the gradients as ranks that train have scaled theirs."""
+        done = self.gradient_factors()
+        for index, name, factor in factors[len(done) :]:
+            view = self.views[index]
+            assert isinstance(view, ShardedGradient)
+            getattr(view._held, name)(factor)
+            done.append([index, name, factor])
+
+    def board(self) -> GradientBoard:
+        """At zero >= 2 only."""
+        assert self._board is not None
+        return self._board
+
+    def serve(self, optimizer: torch.optim.Optimizer) -> int:
+        """Its position among the optimizers of this module, in order of their making: the same on every rank."""
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """At zero=0, where it steps by itself: for describe()."""
+        if all(reference() is not optimizer for reference in self._steppers):
+            self._steppers.append(weakref.ref(optimizer))
+
+    def steppers(self) -> list[Any]:
+        """Optimizers that step on this module, as far as they are known."""
+        return [reference() for reference in [*self._optimizers, *self._steppers]]
+
+    def optimizers(self) -> list[Any]:
+        return [reference() for reference in self._optimizers]
+
+    def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Parameters were written through other tensors: autograd and others that watch versions are told."""
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
+        drift = self._drift_check()
+        if drift is not None:
+            drift.accept_writes()
+        self._storage.accept_writes()
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
+        self.close_pending()
+        if self._board is not None:
+            self._agree_on_gradients()
+        found: dict[str, torch.Tensor | None] = {}
+        for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
+            gradient = parameter.grad
+            if gradient is not None and self.reducer.is_used(index):
+                raise Error(_NOT_AVERAGED)
+            if not isinstance(gradient, ShardedGradient):
+                found[name] = gradient
+                continue
+            piece = gradient.averaged_piece()
+            data = piece.view(torch.uint8).cpu().numpy().tobytes() if self.slicing.speaks else b""
+            flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
+            for rank, each in enumerate(self.group.comm.all_gather_bytes(data, f"gradient of {name}")):
+                low, high = self.parameters().run(index, rank)
+                if low < high and each:
+                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+            found[name] = flat.as_strided(parameter.shape, self.layout_of(index).stride())
+        return found
+
+    def _agree_on_gradients(self) -> None:
+        """Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors. Collective."""
+
+        def answer() -> bytes:
+            for index, parameter in enumerate(self.table.parameters):
+                if isinstance(parameter.grad, ShardedGradient):
+                    parameter.grad.averaged_piece()
+                elif parameter.grad is not None and self.reducer.is_used(index):
+                    raise Error(_NOT_AVERAGED)
+            return json.dumps(self.gradient_factors()).encode()
+
+        said = gather_answers(self.group.comm, answer, f"factors of the gradients of {self.label}")
+        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+        if other is not None:
+            ours, theirs = (self._describe_factors(json.loads(said[rank])) for rank in (0, other))
+            raise Error(
+                f"ranks disagree about what the averaged gradients of {self.label} were scaled by: rank 0 by {ours}, rank {other} by "
+                f"{theirs}; each rank keeps slices of them: scale them alike on all ranks"
+            )
+        self.accept_factors()
+
+    def _describe_factors(self, factors: list[list[Any]]) -> str:
+        return (
+            ", ".join(f"{name}({factor:g}) of {self.table.names[i]!r}" for i, name, factor in factors[:3]) or "nothing"
+        )
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before the step of an optimizer that holds one of our parameters."""
+        owner = getattr(optimizer, "replica", None)
+        if self.zero and isinstance(owner, Replica) and owner is not self:
+            raise Error(
+                f"this optimizer was sliced for an earlier wrapper of the {self.label}: give sw.wrap(module, optimizer, zero=...) "
+                "the optimizer too when wrapping again"
+            )
+        if self.zero and owner is None:
+            raise Error(
+                f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which "
+                "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
+            )
+        self._check_drift()
+        if self._guard is not None:
+            self._guard.check("before a step")
+        self.close_pending()
+        if not self.zero:
+            self._check_gradients(optimizer)
+        if not self.zero and self.group.world_size > 1:
+            self.reducer.note_step(self.step_notes.note(optimizer))
+        self.reducer.count_step()
+        self._in_forward = False  # a step has its round, whatever became of the forward
+
+    # rounds, by whatever way they end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """At the end of a backward."""
+        self._end_round(self.reducer.close)
+
+    def close_pending(self) -> None:
+        """A synchronised forward that no backward followed: before gradients are used."""
+        was_pending = self.reducer.pending_forward
+        self._end_round(self.reducer.close_pending)
+        if was_pending:
+            self._closed_without_backward = True
+
+    def shadow(self, standing: Sequence[int] | None = None) -> None:
+        """Of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
+        self._end_round(self.reducer.shadow if standing is None else functools.partial(self.reducer.shadow, standing))
+
+    def _end_round(self, end: Callable[[], None]) -> None:
+        begin_s = time.perf_counter()
+        end()
+        if self.watcher is not None:
+            self.watcher.after_round(time.perf_counter() - begin_s)
+
+    def renew_view(self, index: int) -> None:
+        """Make the view of a gradient. An old one, which somebody kept, moves to memory of its own."""
+        kept = self.views[index]
+        if kept is not None:
+            kept.data = kept.detach().clone(memory_format=torch.preserve_format)
+        self.views[index] = self._make_view(index)
+
+    def _write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> None:
+        """Write a gradient that the engine cannot read by itself (other strides, sparse), at zero >= 2."""
+        memory = gradient_view(self.layout_of(index), self.reducer, index)
+        if add:
+            whole = torch.empty_like(memory)
+            copy_gradient(whole, gradient)
+            memory.add_(whole)
+        else:
+            copy_gradient(memory, gradient)
+
+    def _explain_steps(self) -> None:
+        """Raise an error that names the hyperparameters that differ between ranks. Collective."""
+        self.step_notes.explain(self.group.comm.all_gather_bytes)
+
+    def _describe_steps(self) -> str:
+        """Return what this rank's optimizer stepped with last, for the end of a sentence."""
+        return f" (rank {self.group.rank}: {self.step_notes.describe()})"
+
+    def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
+        """Parameters and `buffers` of rank `root` to all. Collective."""
+        parameters = (
+            () if self.zero == 3 else self.table.parameters
+        )  # what is sliced or shared has rank 0's values already
+        self.broadcast([*parameters, *buffers], root, f"state of {self.label}")
+
+    def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
+        """Values of rank `root` to all. Collective."""
+        self.backend.broadcast(tensors, root, label)
+
+    def retire(self, together: bool = False) -> None:
+        """Takes the hooks off the parameters. Gradients stay where they are. `together`: all ranks do so at once, which is what
+        lets a GPU's released parameters be gathered."""
+        _live.discard(self)
+        _hooks.ignore_steps(self)
+        for parameter in self.table.parameters if self.zero >= 2 else ():
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
+        self._storage.give_back(together)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
+    """Return the global numbers of the ranks that slice the module: one list, or a list of rows."""
+    if options.device_mesh is not None:
+        ranks: list[Any] = options.device_mesh.mesh.tolist()
+        return ranks
+    return group_ranks(group.torch_group)
+
+
+def live_replicas() -> list[Replica]:
+    """Every wrapped module of this process that has an engine, in order of wrapping."""
+    return sorted(_live, key=lambda replica: replica.serial)
+
+
+def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:
+    """What the reducer calls when a round opens. Weak: the reducer holds it, and the replica holds the reducer."""
+
+    def open_round() -> bool:
+        alive = replica()
+        if alive is None:
+            return False
+        close = alive.reducer.close if alive.watcher is None else alive.close
+        _hooks.queue_at_end(close, alive.reducer.fail)
+        return synchronises()
+
+    return open_round
+
+
+def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """Return `method` without its object, which the reducer must not hold: `otherwise` once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        return otherwise if alive is None else alive(*arguments)
+
+    return call
+
+
+def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
+    open_round = reducer.open_round
+
+    def on_output_gradient(_: torch.Tensor) -> None:
+        open_round()
+
+    return on_output_gradient

@@ -1,0 +1,162 @@
+"""Drift: a module that is no longer the one that was wrapped.
+
+The engine's table holds the parameters of one moment. A parameter added, replaced, moved or cast afterwards would train
+without its gradient being averaged, silently. So each forward and each step walk the module's own dictionaries and
+compare identities and the addresses of the data: passes of C speed, about 43 us for 400 parameters in 400 modules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..layout.param_table import ParameterTable
+from ..torch_compat.autograd import unguarded
+
+_requires_grad = operator.attrgetter("requires_grad")
+_REMEDY = "wrap again after such a change: sw.wrap(sw.unwrap(model), ...), with its optimizer at zero >= 1"
+
+
+class DriftCheck:
+    """Compares a module with the table it was wrapped with.
+
+    Parameters
+    ----------
+    module : Module
+    table : ParameterTable
+    ignored : frozenset of str
+        Names left out of the table.
+    pinned : bool
+        Whether the data of parameters must stay where it is, because slices of it are stepped on.
+    shared : bool
+        Whether the data is the host's one copy: what one rank writes to it, all ranks have.
+    places : callable, optional
+        Says where the data of every parameter should be, if the engine itself moves it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        table: ParameterTable,
+        ignored: frozenset[str],
+        *,
+        pinned: bool = False,
+        shared: bool = False,
+        places: Callable[[], list[int]] | None = None,
+    ) -> None:
+        self._table = table
+        self._ignored = ignored
+        self._pinned = pinned
+        self._places = places
+        self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
+        self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
+        self._addresses = self._read_addresses()
+        self._versions = self._read_versions() if shared else None
+        self._take_snapshot(module)
+
+    def _take_snapshot(self, module: torch.nn.Module) -> None:
+        modules = list(module.modules())
+        dictionaries: list[dict[str, Any]] = [each for m in modules for each in (m._parameters, m._modules)]
+        self._empty = [each for each in dictionaries if not each]
+        self._views = [each.values() for each in dictionaries if each]  # live views
+        self._members = [*chain.from_iterable(self._views)]
+        # Equality of lists tests identity first. Where it must go on to compare two tensors it raises or is False,
+        # but for tensors of one element, which may be equal and not the same.
+        self._single = [
+            (d, name, p)
+            for d in dictionaries
+            for name, p in d.items()
+            if isinstance(p, torch.Tensor) and p.numel() == 1
+        ]
+
+    def take_unfrozen(self) -> list[int]:
+        """The indices of frozen parameters that require a gradient since the last call."""
+        if not self._frozen or not any(map(_requires_grad, self._frozen.values())):
+            return []
+        return [index for index, p in list(self._frozen.items()) if p.requires_grad and self._frozen.pop(index) is p]
+
+    def check(self, module: torch.nn.Module) -> None:
+        """Raises Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
+        if not self._same_members():
+            self._compare_names(module)
+        addresses = self._read_addresses()
+        if self._places is not None:
+            self._addresses = self._places()
+        if addresses != self._addresses:
+            self._compare_kinds()
+            if self._pinned:
+                self._compare_addresses(addresses)
+            self._addresses = addresses
+        if self._versions is not None and self._versions != self._read_versions():
+            self._compare_versions()
+
+    def _same_members(self) -> bool:
+        try:
+            same = [*chain.from_iterable(self._views)] == self._members
+        except RuntimeError:  # two tensors were compared: they are not the same one
+            return False
+        return same and not any(self._empty) and all(d.get(name) is p for d, name, p in self._single)
+
+    def _read_addresses(self) -> list[int]:
+        with unguarded():
+            return list(map(torch.Tensor.data_ptr, self._table.parameters))
+
+    def _compare_names(self, module: torch.nn.Module) -> None:
+        known = dict(zip(self._table.names, self._table.parameters))
+        found = {name: p for name, p in module.named_parameters() if name not in self._ignored}
+        for name, parameter in found.items():
+            if name not in known:
+                raise Error(
+                    f"parameter {name!r} was added after the module was wrapped and would not be averaged; {_REMEDY}"
+                )
+            if parameter is not known[name]:
+                raise Error(
+                    f"parameter {name!r} was replaced by another Parameter after the module was wrapped "
+                    f"(as load_state_dict(assign=True) does) and would not be averaged; {_REMEDY}"
+                )
+        for name in known:
+            if name not in found:
+                raise Error(f"parameter {name!r} is no longer in the module that was wrapped; {_REMEDY}")
+        self._take_snapshot(module)  # the module was rearranged, but its parameters are the same
+
+    def accept_writes(self) -> None:
+        """Parameters were written where that is allowed."""
+        if self._versions is not None:
+            self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._table.parameters]
+
+    def _compare_versions(self) -> None:
+        before, self._versions = self._versions, self._read_versions()
+        for name, old, new in zip(self._table.names, before or (), self._versions):
+            if old != new:
+                raise Error(
+                    f"parameter {name!r} was written to, and the host's ranks share it: each rank that wrote has changed it for "
+                    "all; write inside `with sw.full_parameters(module, writable=True)`"
+                )
+
+    def forget_address(self, index: int) -> None:
+        """The engine itself has moved a parameter."""
+        self._addresses[index] = self._table.parameters[index].data_ptr()
+
+    def _compare_addresses(self, addresses: list[int]) -> None:
+        for name, before, now in zip(self._table.names, self._addresses, addresses):
+            if before != now:
+                raise Error(
+                    f"the data of parameter {name!r} was replaced (p.data = ...) after the module was wrapped, and slices of the "
+                    f"old are stepped on: write into it instead, p.data.copy_(...), or {_REMEDY}"
+                )
+
+    def _compare_kinds(self) -> None:
+        for name, parameter, (dtype, shape, device) in zip(self._table.names, self._table.parameters, self._kinds):
+            if (parameter.dtype, parameter.shape, parameter.device) != (dtype, shape, device):
+                raise Error(
+                    f"parameter {name!r} was {dtype} {tuple(shape)} on {device} when the module was wrapped and is now "
+                    f"{parameter.dtype} {tuple(parameter.shape)} on {parameter.device}; {_REMEDY}"
+                )

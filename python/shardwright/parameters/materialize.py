@@ -1,0 +1,95 @@
+"""materialize: memory and first values for a module that was built on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .._engine import Error
+from .mixed_precision import refresh_weights
+
+__all__ = ["materialize"]
+
+
+def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
+    """Gives parameters and buffers that are on the meta device memory on the CPU, and their modules' own first values. In place.
+
+    Parameters
+    ----------
+    module : Module
+        Not wrapped yet, and without an optimizer (wrap refuses one that was made before): meta parameters are replaced by new ones, tied ones by one. What has memory stays.
+    init : callable, optional
+        Called with each module that holds what was on the meta device, inner ones first, instead of its reset_parameters().
+
+    Returns
+    -------
+    Module
+        `module`.
+
+    Raises
+    ------
+    Error
+        A module that holds meta tensors of its own has no reset_parameters(), and there is no `init`: its values would be
+        whatever lay in memory. Nothing has changed then.
+
+    Notes
+    -----
+    Not collective; sw.wrap gives all ranks rank 0's values. A parent's own initialisation of its children (scaled output layers,
+    say) is not repeated: that is what `init` is for. Memory: the whole module's on each rank, until it is wrapped.
+
+    Examples
+    --------
+    >>> import torch, shardwright as sw
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(4, 1)
+    >>> sw.materialize(model).weight.device
+    device(type='cpu')
+    """
+    waiting = [each for each in reversed(list(module.modules())) if any(t.is_meta for t in _own(each))]
+    if init is None:
+        names = {each: name for name, each in module.named_modules()}
+        without = [each for each in waiting if _reset_of(each) is None]
+        if without:
+            raise Error(
+                f"materialize: {names[without[0]] or 'the module'!r}, a {type(without[0]).__name__}, has tensors on the meta device and no "
+                f"reset_parameters() ({len(without)} such modules): pass init=, which is called with each module"
+            )
+    made: dict[int, torch.Tensor] = {}
+    kept = [tensor for each in waiting for tensor in _own(each)]  # so that no identity is used twice
+    for each in waiting:
+        for places in (each._parameters, each._buffers):
+            for name, tensor in places.items():
+                if tensor is not None and tensor.is_meta:
+                    places[name] = made.setdefault(id(tensor), _with_memory(tensor))  # type: ignore[assignment]
+    del kept
+    for each in waiting:
+        refresh_weights(each)
+        reset = init or _call_reset
+        with torch.no_grad():
+            reset(each)
+    return module
+
+
+def _own(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+
+
+def _reset_of(module: torch.nn.Module) -> Callable[[], object] | None:
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def _call_reset(module: torch.nn.Module) -> None:
+    reset = _reset_of(module)
+    assert reset is not None
+    reset()
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same class, strides and attributes, on the CPU; uninitialised."""
+    memory = torch.empty_like(tensor, device="cpu", requires_grad=False, memory_format=torch.preserve_format)
+    if isinstance(tensor, torch.nn.Parameter):
+        memory = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    memory.__dict__.update(tensor.__dict__)
+    return memory

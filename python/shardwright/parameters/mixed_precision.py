@@ -1,0 +1,363 @@
+"""Mixed precision: forward and backward run in low-precision copies; parameters stay float32 and are their own masters.
+
+While the wrapper's forward runs, each parameter's slot in its module holds `parameter.to(param_dtype)`, a node of the
+autograd graph. Gradients therefore arrive in the parameter's dtype. Accumulation, averages, clipping, loss scaling,
+optimizers and checkpoints work as for a float32 model, at every stage.
+
+Activation checkpointing runs parts of the forward again inside the backward; each module then takes its copies for its
+own call. If parameters are released (zero=3 with private parameters), a copy is made when its unit is gathered. Outside
+of the wrapper the module computes in float32. docs/design/precision.md has the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from ..layout.views import made_dense
+from ..options.compressors import Bf16, Compressor, Fp16
+from ..options.precision import LOW_DTYPES, Precision
+from ..torch_compat import autograd as _hooks
+
+__all__ = ["PrecisionPlan"]
+
+#: modules, and the names of their parameters whose slots hold copies
+_Taken = list[tuple[torch.nn.Module, list[str]]]
+
+
+class PrecisionPlan:
+    """The policies of one module and its submodules, and the copies that are in place.
+
+    Parameters
+    ----------
+    module : Module
+        The module that is wrapped.
+    precision : str, Precision or mapping of module names to them
+        "" is the module itself. The nearest name above a submodule applies to it; without one nothing is cast.
+    ignored : collection of str
+        Names of parameters that are not cast.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no such policy, or no such module.
+    """
+
+    def __init__(self, module: torch.nn.Module, precision: Any, ignored: Collection[str] = ()) -> None:
+        given = precision if isinstance(precision, Mapping) else {"": precision}
+        submodules = dict(module.named_modules())
+        for name in given:
+            if name not in submodules:
+                near = difflib.get_close_matches(str(name), submodules, 1)
+                offer = f", did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"precision: no module is called {name!r}{offer}")
+        where = "precision[{!r}]" if given is precision else "precision"
+        self._policies = {name: Precision.of(value, where.format(name)) for name, value in given.items()}
+        self._module = module
+        self._root = self._nearest("")
+        self._boundaries: dict[torch.nn.Module, tuple[Precision, torch.dtype | None]] = {
+            submodules[name]: (policy, policy.output_dtype or self._dtype_around(name))
+            for name, policy in self._policies.items()
+            if name
+        }
+        self._slots = {each: self._slots_of(name, each, set(ignored)) for name, each in submodules.items()}
+        self._active = False
+        self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # the parameters that copies have replaced
+        self._copies: dict[tuple[int, torch.dtype, bool], torch.Tensor] = {}
+        self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
+        self._is_whole: Callable[[torch.Tensor], bool] | None = None
+        self._handles: list[Any] = []
+        self._made: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # parameters that became float32 and their old data; until keep()
+
+    def _nearest(self, name: str) -> Precision | None:
+        while name and name not in self._policies:
+            name = name.rpartition(".")[0]
+        return self._policies.get(name)
+
+    def _dtype_around(self, name: str) -> torch.dtype | None:
+        around = self._nearest(name.rpartition(".")[0])
+        return None if around is None else around.param_dtype
+
+    def _slots_of(self, name: str, module: torch.nn.Module, ignored: set[str]) -> dict[str, torch.dtype]:
+        """Return the names of the module's own parameters that are cast, with their dtypes."""
+        policy = self._nearest(name)
+        if policy is None or policy.param_dtype is None:
+            return {}
+        own = {each: p for each, p in module._parameters.items() if p is not None and p.is_floating_point()}
+        return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has no units and is not running."""
+        return {**self.__dict__, "_is_whole": None, "_made": [], "_copies": {}}
+
+    def __repr__(self) -> str:
+        return f"PrecisionPlan({self._policies})"
+
+    def compressor(self) -> Compressor | None:
+        """Return the compressor for reduce_dtype.
+
+        Raise ValueError if policies differ, since buckets mix their parameters.
+        """
+        asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
+        if len(asked) > 1:
+            raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
+        made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
+        return made.get(next(iter(asked), None))
+
+    def without_master(self) -> list[torch.Tensor]:
+        """Return the low-precision parameters that keep their dtype because a policy says master=False."""
+        denied = []
+        for name, submodule in self._module.named_modules():
+            policy = self._nearest(name)
+            if policy is not None and not policy.master:
+                denied += [p for p in submodule._parameters.values() if p is not None and p.dtype in LOW_DTYPES]
+        return denied
+
+    # installing ---------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Create masters and register hooks; replace an earlier plan of the same module."""
+        remove_plan(self._module)
+        _plans[id(self._module)] = self
+        for name, submodule in self._module.named_modules():
+            policy = self._nearest(name)
+            for each in self._slots[submodule] if policy is not None and policy.master else ():
+                parameter = submodule._parameters[each]
+                if parameter is not None and parameter.dtype in LOW_DTYPES:
+                    self._made.append((parameter, parameter.data))
+                    parameter.data = parameter.data.float()
+            if submodule is self._module:
+                self._handles.append(submodule.register_forward_pre_hook(self._before_outermost, prepend=True))
+            else:
+                self._hook(submodule)
+
+    def keep(self) -> None:
+        """Forget the data for undo(), once the module is wrapped."""
+        self._made.clear()
+
+    def undo(self) -> None:
+        """Restore the module to its state before install(), if it could not be wrapped."""
+        remove_plan(self._module)
+        for parameter, data in self._made:
+            parameter.data = data
+        self._made.clear()
+
+    def _hook(self, module: torch.nn.Module) -> None:
+        self._handles.append(module.register_forward_pre_hook(self._before_module, prepend=True))
+        if module in self._boundaries:
+            self._handles.append(module.register_forward_pre_hook(self._cast_inputs_of, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._cast_output_of))
+        # always_call: a recomputation ends with an exception as soon as it has all that it needs.
+        self._handles.append(module.register_forward_hook(self._after_module, always_call=True))
+
+    def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
+        """Make copies when modules are called, of the parameters that are gathered then, because units come and go."""
+        self._is_whole = is_whole
+
+    def forget(self, parameters: Collection[torch.Tensor]) -> None:
+        """Drop the copies of released parameters. Copies that a backward needs stay alive."""
+        if not self._active or torch.is_grad_enabled():
+            return
+        ended = {id(parameter) for parameter in parameters}
+        for submodule, before in self._swapped.items():
+            back = {name: each for name, each in before.items() if id(each) in ended}
+            if back:
+                self._put_back(submodule, list(back))
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in ended}
+
+    def remove(self) -> None:
+        """Remove the hooks; parameters stay float32."""
+        self._give_back_places()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # the wrapper's forward ----------------------------------------------------------------------------------------
+
+    def enter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put copies in the parameters' slots and return the inputs for the module."""
+        self._take_places()
+        return _cast_inputs(self._root, inputs, kwargs) or (inputs, kwargs)
+
+    def leave(self) -> None:
+        """Put the parameters back in their slots."""
+        self._give_back_places()
+
+    def cast_output(self, output: Any) -> Any:
+        """Cast the wrapper's result."""
+        return output if self._root is None else _cast(output, self._root.output_dtype)
+
+    def _take(self) -> None:
+        self._restore_all()
+        self._active = True
+        if self._is_whole is None:
+            self._swap(self._module)
+
+    def _give_back(self) -> None:
+        self._active = False
+        self._restore_all()
+        self._copies.clear()
+
+    _take_places = _hooks.disable_compile(_take)
+    _give_back_places = _hooks.disable_compile(_give_back)
+
+    def _swap(self, module: torch.nn.Module) -> _Taken:
+        """Put copies in the slots of all parameters below `module` that have none; return the changed slots."""
+        taken: _Taken = []
+        for submodule in module.modules():
+            slots = self._slots.get(submodule)
+            if not slots:
+                continue
+            before = self._swapped.setdefault(submodule, {})
+            names = []
+            for name, dtype in slots.items():
+                parameter = submodule._parameters[name]
+                if name in before or parameter is None or parameter.dtype is dtype:
+                    continue
+                if self._is_whole is None or self._is_whole(parameter):
+                    before[name] = parameter
+                    cast = _CastOfSparse.apply if getattr(submodule, "sparse", False) else torch.Tensor.to
+                    submodule._parameters[name] = self._copy(parameter, dtype, cast)  # type: ignore[assignment]
+                    names.append(name)
+            if names:
+                taken.append((submodule, names))
+                refresh_weights(submodule)
+        return taken
+
+    _take_places_below = _hooks.disable_compile(_swap)
+
+    def _copy(self, parameter: torch.Tensor, dtype: torch.dtype, cast: Callable[..., torch.Tensor]) -> torch.Tensor:
+        if not self._active:
+            return cast(parameter, dtype)
+        key = (id(parameter), dtype, cast is torch.Tensor.to)  # tied parameters share one copy
+        if key not in self._copies:
+            self._copies[key] = cast(parameter, dtype)
+        return self._copies[key]
+
+    def _put_back(self, submodule: torch.nn.Module, names: list[str]) -> None:
+        before = self._swapped[submodule]
+        submodule._parameters.update({name: before.pop(name) for name in names if name in before})
+        refresh_weights(submodule)
+
+    def _restore(self, taken: _Taken) -> None:
+        for submodule, names in taken:
+            self._put_back(submodule, names)
+
+    def _restore_all(self) -> None:
+        for submodule, before in self._swapped.items():
+            if before:
+                self._put_back(submodule, list(before))
+        self._swapped.clear()
+        self._recomputing.clear()
+
+    # hooks on submodules ------------------------------------------------------------------------------------------
+
+    def _before_outermost(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._is_whole is not None and self._active:
+            self._take_places_below(module)
+
+    def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Put copies in a module's slots if its parameters were not gathered before, or if a backward runs it again.
+
+        A backward does so to recompute activations; the copies then stay for the call alone.
+        """
+        if self._is_whole is not None and self._active:
+            self._take_places_below(module)
+        elif not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
+            taken = self._swap(module)
+            if taken or not self._recomputing:  # always for the outermost module: inputs and outputs are cast inside it
+                self._recomputing.append((module, taken))
+
+    def _after_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not _is_compiling() and self._recomputing and self._recomputing[-1][0] is module:
+            self._restore(self._recomputing.pop()[1])
+
+    def _cast_inputs_of(self, module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
+        return _cast_inputs(self._boundaries[module][0], inputs, kwargs) if self._is_in_force() else None
+
+    def _cast_output_of(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        return _cast(output, self._boundaries[module][1]) if self._is_in_force() else None
+
+    def _is_in_force(self) -> bool:
+        return self._active or bool(self._recomputing)
+
+
+#: id of a wrapped module -> its plan, which holds the module
+_plans: weakref.WeakValueDictionary[int, PrecisionPlan] = weakref.WeakValueDictionary()
+_is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+
+
+class _CastOfSparse(torch.autograd.Function):
+    """A cast like Tensor.to(dtype) with a backward for sparse gradients, which torch's lacks."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = parameter.dtype
+        return parameter.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return made_dense(gradient).to(ctx.dtype), None
+
+
+def remove_plan(module: torch.nn.Module) -> None:
+    """Remove the plan of an earlier wrapping of `module`."""
+    earlier = _plans.pop(id(module), None)
+    if earlier is not None:
+        earlier.remove()
+
+
+def refresh_weights(module: torch.nn.Module) -> None:
+    """Refresh the list of weights that recurrent layers keep beside their parameters."""
+    names = getattr(module, "_flat_weights_names", None)
+    if names is not None:
+        module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+
+
+def _cast_inputs(policy: Precision | None, inputs: Any, kwargs: Any) -> Any:
+    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return None
+    return _cast(inputs, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Cast floating-point tensors in nested tuples, lists, dicts and dataclasses to `dtype`.
+
+    A container without a tensor of another dtype is returned itself, so that a cache filled in place stays the
+    caller's.
+    """
+    if dtype is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        cast = {key: _cast(each, dtype) for key, each in value.items()}
+        if all(cast[key] is each for key, each in value.items()):
+            return value
+        return cast if type(value) is dict else _rebuilt(value, cast)
+    if isinstance(value, (list, tuple)):
+        several = [_cast(each, dtype) for each in value]
+        if all(new is old for new, old in zip(several, value)):
+            return value
+        return type(value)(*several) if hasattr(value, "_fields") else type(value)(several)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        fields = {name: _cast(each, dtype) for name, each in given.items()}
+        changed = any(fields[name] is not each for name, each in given.items())
+        return dataclasses.replace(value, **fields) if changed else value
+    return value
+
+
+def _rebuilt(value: Mapping[Any, Any], cast: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class, such as a model output that is both a dict and a dataclass."""
+    try:
+        return type(value)(**cast)
+    except TypeError:
+        return type(value)(cast)  # type: ignore[call-arg]

@@ -1,0 +1,313 @@
+"""When units are gathered and released on a GPU: as on the host, and one ahead.
+
+Gathering is a collective there, enqueued and not waited for. While a unit is computed with, the one that followed it the last
+time is gathered into another place. Ranks therefore run the same units in the same order; a digest of it travels with each round.
+
+A unit always comes to lie in the same place, since autograd keeps views of it. Where its place is taken by one that must stay
+whole (both run at once, full_parameters(), unshard()), it is gathered apart, into memory of its own for the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import DeviceUnits, Error
+from ..torch_compat import autograd as _hooks
+from .unshard_schedule import Pin, Unit, UnitSchedule
+
+_NO_TASK = -1
+
+
+class Places:
+    """The engine's units, in the order of torch's current stream. With the methods of Units that a schedule calls.
+
+    Parameters
+    ----------
+    engine : DeviceUnits
+    stream : callable
+        torch's current stream.
+    make_apart : WeakMethod
+        (address, tensors) of memory of its own for a unit.
+
+    Attributes
+    ----------
+    apart, coming : set of int
+        Units that lie in memory of their own; that are being gathered ahead of time.
+    digest : int
+        Of the units that were gathered so far, in their order.
+    """
+
+    def __init__(
+        self,
+        engine: DeviceUnits,
+        stream: Callable[[], int],
+        make_apart: weakref.WeakMethod[Callable[[int], tuple[int, list[torch.Tensor]]]],
+    ) -> None:
+        self._engine, self._stream, self._make_apart = engine, stream, make_apart
+        self.apart: set[int] = set()
+        self.coming: set[int] = set()
+        self.digest = 0
+        #: inside a join: what tells ranks that have joined, which then gather the same
+        self.announce: Callable[[int], None] | None = None
+
+    def _note(self, unit: int) -> None:
+        if self.announce is not None:
+            self.announce(unit)
+        self.digest = zlib.crc32(unit.to_bytes(4, "little"), self.digest)
+
+    def holder(self, place: int) -> int | None:
+        return self._engine.holder(place)
+
+    def begin(self, unit: int) -> None:
+        """Ahead of time."""
+        self._note(unit)
+        self._engine.gather(unit)
+        self.coming.add(unit)
+
+    def gather(self, unit: int) -> None:
+        if unit not in self.coming:
+            self.begin(unit)
+        self._engine.take(unit, self._stream())  # refused inside a capture: then it is still coming
+        self.coming.discard(unit)
+
+    def gather_apart(self, unit: int) -> list[torch.Tensor]:
+        """The unit's tensors, in memory of its own."""
+        make = self._make_apart()
+        assert make is not None
+        address, tensors = make(unit)
+        self._note(unit)
+        self._engine.gather_apart(unit, address, self._stream())
+        self.apart.add(unit)
+        return tensors
+
+    def release(self, unit: int) -> None:
+        if unit in self.apart:
+            self.apart.discard(unit)  # torch's allocator orders the memory's end
+        else:
+            self._engine.release(unit, self._stream())
+
+    def drop_coming(self) -> None:
+        """What was gathered ahead of time and not needed."""
+        for unit in sorted(self.coming):
+            self.gather(unit)
+            self.release(unit)
+
+    def take_write(self, unit: int) -> int:
+        """A write through an older view is not seen on a GPU."""
+        return -1
+
+    def update(self) -> None:
+        """Slices were written."""
+        self._engine.update(self._stream())
+
+    def stats(self) -> dict[str, int]:
+        return self._engine.stats()
+
+
+class DeviceUnit(Unit):
+    """A unit on a GPU.
+
+    Attributes
+    ----------
+    place : int
+    ran_apart : set of int
+        When forwards began whose graphs hold views of it apart, and keep that memory.
+    needs_place : bool
+        Whether a graph that is about to run holds views of it in its place.
+    """
+
+    place = 0
+    needs_place = False
+
+    def _make_placeholders(self) -> None:
+        """As on the host; nobody reads them, since that would be a wait."""
+        self.ran_apart: set[int] = set()
+        counts: dict[torch.dtype, int] = {}
+        for parameter in self.parameters:
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + 1
+        device = self.parameters[0].device if self.parameters else None
+        scalars = {
+            dtype: iter(torch.full((count,), float("nan"), dtype=dtype, device=device).unbind())
+            for dtype, count in counts.items()
+        }
+        self.placeholders = [next(scalars[p.dtype]).expand(p.shape) for p in self.parameters]
+        self._addresses = [each.data_ptr() for each in self.placeholders]
+        self._in_place = self.whole
+        self.lie_in(self.whole)
+
+    def lie_in(self, whole: list[torch.Tensor] | None) -> None:
+        """What its parameters are when it is whole; None: those of its place."""
+        self.whole = self._in_place if whole is None else whole
+        self._whole_addresses = [each.data_ptr() for each in self.whole]
+
+    def note_samples(self) -> None:
+        """Remember nothing: reading the GPU would make the host wait."""
+
+    def take_written(self) -> str | None:
+        """The name of a parameter whose data was replaced while it was released; what was written into it is not seen."""
+        found = self.data_pointers()
+        if found == self._addresses:
+            return None
+        self.show_released()
+        return next(name for name, now, address in zip(self.names, found, self._addresses) if now != address)
+
+
+class DeviceUnitSchedule(UnitSchedule):
+    """The units of one module on a GPU. See UnitSchedule.
+
+    Parameters
+    ----------
+    places : sequence of int
+        Of each unit.
+    """
+
+    unit_class = DeviceUnit
+    units: list[Any]
+
+    def __init__(self, units: Places, *arguments: Any, places: Sequence[int]) -> None:
+        super().__init__(units, *arguments)
+        for unit, place in zip(self.units, places):
+            unit.place = place
+        self._before: dict[str, DeviceUnit | None] = {"forward": None, "backward": None}
+        self._after: dict[str, dict[int, DeviceUnit]] = {"forward": {}, "backward": {}}
+
+    # gathering and releasing --------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Any) -> None:
+        if unit.is_whole:
+            if not (unit.needs_place and unit.number in self._units.apart):
+                return
+            self._release(unit)
+        self._check_released(unit)
+        if unit.number in self._units.coming or (self._may_lie_in_place(unit) and self._make_room(unit)):
+            self._units.gather(unit.number)
+        else:
+            unit.lie_in(self._units.gather_apart(unit.number))
+        unit.is_whole = True
+        unit.show_whole()
+        unit.note_versions()
+
+    def _may_lie_in_place(self, unit: DeviceUnit) -> bool:
+        return unit.needs_place or not (self._keepers or unit.pin is Pin.BY_USER)
+
+    def _make_room(self, unit: DeviceUnit) -> bool:
+        """Whether the place of `unit` is free, or can be made so."""
+        number = self._units.holder(unit.place)
+        if number is None:
+            return True
+        other = self.units[number]
+        if number in self._units.coming:
+            self._units.drop_coming()
+            return True
+        if not (other.running or other.opened) and other.pin is not Pin.UNTIL_STEP:
+            self._release(other)
+            if self._keepers or other.pin is Pin.BY_USER:
+                self._gather(other)  # apart
+            return True
+        if unit.needs_place:
+            raise Error(
+                f"units {unit.name or 'the outermost'!r} and {other.name or 'the outermost'!r} share memory on a GPU, and the backward "
+                "needs both whole at once (create_graph=True, outputs in which no tensor is found, or outputs that are views of a "
+                "parameter): pass reshard_after_forward=False, which gives each memory of its own"
+            )
+        return False
+
+    def _release(self, unit: Any) -> None:
+        try:
+            super()._release(unit)
+        finally:
+            unit.lie_in(None)
+
+    def forget_order(self) -> None:
+        """What followed what is learned anew."""
+        self._before = {"forward": None, "backward": None}
+        self._after = {"forward": {}, "backward": {}}
+
+    def gather_beside(self, number: int) -> None:
+        """The collective of a gathering, for others' sake: nothing is whole here afterwards."""
+        self.release_all()
+        self._units.gather(number)
+        self._units.release(number)
+
+    def release_all(self) -> None:
+        self._units.drop_coming()
+        for unit in self.units:
+            unit.ran_apart.clear()
+        super().release_all()
+
+    def pin(self, unit: Unit) -> None:
+        """As on the host; it lies apart, so that others have its place."""
+        if not (unit.running or unit.opened):
+            self._release(unit)
+        super().pin(unit)
+
+    def surrender(self, together: bool = False) -> None:
+        """`together`: on all ranks at once. Else nothing can be gathered any more: what is released stays so."""
+        if together:
+            self._units.drop_coming()
+            self.release_all()
+            super().surrender()
+            return
+        with contextlib.suppress(Error):  # of a GPU that has failed, or nobody would take the hooks off
+            self._units.drop_coming()
+        self.detach()
+        units, self.units = self.units, []
+        for unit in units:
+            unit.give_up(whole=False)
+            if unit.is_whole:
+                unit.show_released()
+                with contextlib.suppress(Error):
+                    self._units.release(unit.number)
+
+    # what happens in a module -------------------------------------------------------------------------------------
+
+    def _look_ahead(self, phase: str, unit: DeviceUnit) -> None:
+        """Begins to gather what followed `unit` the last time, if its place is free."""
+        before = self._before[phase]
+        if before is not None and before is not unit:
+            self._after[phase][before.number] = unit
+        self._before[phase] = unit
+        following = self._after[phase].get(unit.number)
+        if following is None or self._keepers or not following.indices:
+            return
+        if following.pin is not Pin.NONE:
+            return
+        is_released = not following.is_whole and following.number not in self._units.coming
+        if is_released and self._units.holder(following.place) is None:
+            self._units.begin(following.number)
+
+    def _before_forward(self, unit: Any, *arguments: Any) -> None:
+        super()._before_forward(unit, *arguments)
+        if _hooks.graph_task_id() == _NO_TASK:
+            if unit is self.units[0]:
+                self._before["forward"] = None
+            self._look_ahead("forward", unit)
+
+    def _after_forward(self, unit: Any, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if unit.running and unit.number in self._units.apart:
+            unit.ran_apart.add(unit.running[-1])
+        super()._after_forward(unit, module, args, output)
+        if unit is self.units[0] and not unit.running and _hooks.graph_task_id() == _NO_TASK:
+            self._units.drop_coming()
+
+    def _before_backward(self, unit: Any, begin: int, end: int) -> None:
+        if not self._tasks:
+            self._before["backward"] = None
+        unit.needs_place = begin not in unit.ran_apart
+        try:
+            super()._before_backward(unit, begin, end)
+        finally:
+            unit.needs_place = False
+        self._look_ahead("backward", unit)
+
+    def _end_tasks(self, tasks: Any) -> None:
+        super()._end_tasks(tasks)
+        if not self._tasks:
+            with contextlib.suppress(Error):  # a communicator that has ended says so at the next forward
+                self._units.drop_coming()

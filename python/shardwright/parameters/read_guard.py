@@ -1,0 +1,213 @@
+"""Reads of released parameters (zero=3, private): an error with the parameter's name, where the values would be NaN.
+
+While a parameter is released its class is a subclass made for its unit, whose __torch_function__ torch calls for every operation on it.
+Metadata, gradients and hooks answer as ever; whatever needs values, or writes them, raises. Gathering gives the parameter its own class
+back, so whole parameters cost nothing. Reading `.grad` costs 0.3 us more than on a plain parameter, other metadata 1.2 us; code of ours that
+goes over many parameters does it inside unguarded(), where nothing is added.
+
+Reading could gather instead, on one host without a message. It does not: on GPUs gathering is a collective that a rank which reads alone
+would wait in for ever, and a program that reads all its parameters once would hold all of them until the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from .._engine import Error
+from ..torch_compat.autograd import CAN_BE_UNGUARDED, unguarded
+
+__all__ = ["ReadGuard"]
+
+#: attributes that need values, or give a tensor that has them
+_VALUES = ("data", "H", "T", "imag", "mH", "mT", "real", "__cuda_array_interface__", "_cdata")
+_METHODS = (
+    *("_is_view", "_use_count", "data_ptr", "dim", "dim_order", "element_size", "get_device", "is_complex", "is_conj"),
+    *(
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_pinned",
+        "is_same_size",
+        "is_set_to",
+        "is_shared",
+    ),
+    *(
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "numel",
+    ),
+    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset"),
+    *("stride", "untyped_storage", "__len__"),
+)
+_FUNCTIONS = (
+    *(
+        "empty_like",
+        "full_like",
+        "is_complex",
+        "is_conj",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_same_size",
+    ),
+    *("is_signed", "numel", "ones_like", "rand_like", "randint_like", "randn_like", "result_type", "zeros_like"),
+)
+#: that go through autograd's graph, in which this parameter is gathered when it is used
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward)
+
+
+def _allowed() -> frozenset[Any]:
+    found: set[Any] = set()
+    for name in dir(torch.Tensor):
+        attribute = torch.Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name, None))
+        if name not in _VALUES and hasattr(attribute, "__set__"):
+            found |= {attribute.__get__, attribute.__set__}
+    found |= {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
+    return frozenset(found | {getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)})
+
+
+_ALLOWED = _allowed()
+_gradient: Any = torch.Tensor.grad
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _Guarded(torch.nn.Parameter):
+    """Base of the class of a released parameter."""
+
+    _shardwright_guard: ReadGuard
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _ALLOWED:
+            with unguarded():
+                return function(*args, **(kwargs or {}))
+        if function == _SET_DATA and args[0]._shardwright_guard.is_orphan:
+            args[0]._shardwright_guard.lower([args[0]])
+            args[0].data = args[1]
+            return None
+        if function in _BACKWARDS:
+            return _run_plainly(function, args, kwargs or {})
+        _refuse(function, args, kwargs or {})
+
+    # Read and written for every parameter in each step: without the way through __torch_function__.
+
+    @property
+    def grad(self) -> Any:
+        with unguarded():
+            return _gradient.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        with unguarded():
+            _gradient.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with unguarded():
+            _gradient.__delete__(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter {_name_of(self)!r} of shape {tuple(self.shape)}, {self.dtype}, released"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _refuse(torch.Tensor.__deepcopy__, (self,), {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse(torch.Tensor.__reduce_ex__, (self,), {})
+
+
+class ReadGuard:
+    """Guards the parameters of one unit while they are released.
+
+    Parameters
+    ----------
+    names : sequence of str
+    parameters : sequence of Parameter
+        Whole.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        self._names = {id(parameter): name for name, parameter in zip(names, parameters)}
+        #: a parameter's own class -> the one that it has while it is released
+        self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
+        self._own = {guarded: kind for kind, guarded in self._guarded.items()}
+        #: whether nothing gathers the parameters any longer
+        self.is_orphan = False
+
+    def _subclass(self, original: type) -> type:
+        if not CAN_BE_UNGUARDED:
+            return original
+        body = {"_shardwright_guard": self, "__module__": original.__module__, "__qualname__": original.__qualname__}
+        bases = (_Guarded,) if original is torch.nn.Parameter else (_Guarded, original)
+        return type(original)(original.__name__, bases, body)
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return self._names.get(id(parameter), "")
+
+    def raise_(self, parameters: Sequence[torch.Tensor]) -> None:
+        """All parameters of the unit are guarded from now on."""
+        for parameter in parameters:
+            parameter.__class__ = self._guarded.get(type(parameter), type(parameter))
+
+    def lower(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They have their own classes again."""
+        for parameter in parameters:
+            parameter.__class__ = self._own.get(type(parameter), type(parameter))
+
+
+def _run_plainly(function: Any, args: Any, kwargs: Any) -> Any:
+    """A backward runs as ever, for code inside it too: released parameters that are named to it have their own classes for the time, and
+    after it, if they are released still, those that they had."""
+    lent = [(p, p._shardwright_guard, p.data_ptr()) for p in _found([args, kwargs])]
+    for parameter, guard, _ in lent:
+        guard.lower([parameter])
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for parameter, guard, address in lent:
+            if parameter.data_ptr() == address:
+                guard.raise_([parameter])
+
+
+def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__"):
+        name = f".{getattr(getattr(function, '__self__', None), '__name__', '')}"
+    which = next(_found([args, kwargs]))
+    remedy = (
+        "its wrapper is gone, and no rank has the others' slices: assign new values, p.data = ..., or load_state_dict(..., assign=True)"
+        if which._shardwright_guard.is_orphan
+        else "it has them in its module's forward and backward, and inside `with sw.full_parameters(module)` (writable=True to write); "
+        "sw.full_state_dict(module) has copies"
+    )
+    raise Error(
+        f"parameter {_name_of(which)!r} is released, so that this rank keeps a slice of it, and {name} needs all of its values: {remedy}"
+    )
+
+
+def _name_of(parameter: _Guarded) -> str:
+    return parameter._shardwright_guard.name_of(parameter)
+
+
+def _found(value: Any) -> Iterator[_Guarded]:
+    """Released parameters in nested lists, tuples and dicts."""
+    if isinstance(value, _Guarded):
+        yield value
+    elif isinstance(value, dict):
+        yield from _found(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _found(each)

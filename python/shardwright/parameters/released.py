@@ -1,0 +1,140 @@
+"""Parameters that are whole only while they are used: the part that the host and GPUs share."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..layout.param_groups import UnitPlan, mark_of
+from ..layout.shard_runs import Copies, SliceRuns, Storage, memory_order
+from .unshard_schedule import UnitSchedule
+
+if TYPE_CHECKING:
+    from ..backend.base import Backend
+    from ..layout.param_table import ParameterTable
+
+#: parameters of at most this many bytes are never released: a gather costs more than the memory is worth
+_SMALL_BYTES = 128
+
+
+class ReleasedParameters(Storage, SliceRuns):
+    """Parameters in units, which a schedule gathers and releases.
+
+    Attributes
+    ----------
+    schedule : UnitSchedule
+    """
+
+    releases = True
+    schedule: UnitSchedule
+    _backend: Backend
+    _label: str
+    #: tensors of parameters that can be released, where they lie when they are whole
+    _whole: dict[int, torch.Tensor]
+    #: this rank's elements of parameters, which may be none
+    _slices: dict[int, torch.Tensor]
+    #: (name, bytes) of each unit
+    _unit_sizes: list[tuple[str, int]]
+    #: bytes of the memory that units share
+    _unit_bytes: int
+
+    def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
+        return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
+
+    def _tell_marks(self, plans: Sequence[UnitPlan]) -> None:
+        """What fully_shard was called on knows its unit from now on."""
+        for number, plan in enumerate(plans):
+            for module in plan.modules:
+                mark = mark_of(module)
+                if mark is not None:
+                    mark.join(self.schedule, number)
+
+    def like(self, index: int) -> torch.Tensor:
+        """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
+        return self._whole.get(index, self._table.parameters[index])
+
+    def layouts(self) -> list[torch.Tensor]:
+        """like() of every parameter."""
+        return [self.like(index) for index in range(len(self._table.parameters))]
+
+    def places(self) -> Callable[[], list[int]]:
+        return self.addresses
+
+    def addresses(self) -> list[int]:
+        """Where the data of every parameter should be now."""
+        expected = self.schedule.addresses()
+        return [expected.get(i, p.data_ptr()) for i, p in enumerate(self._table.parameters)]
+
+    def stats(self) -> dict[str, Any]:
+        return self.schedule.stats()
+
+    def accept_writes(self) -> None:
+        self.schedule.accept_writes()
+
+    def arrange_hooks(self) -> None:
+        self.schedule.arrange_hooks()
+
+    def follow(self, copies: Copies) -> None:
+        copies.follow(self.schedule.holds_whole)
+        self.schedule.on_release = weakref.WeakMethod(copies.forget)
+
+    def plan(self) -> dict[str, Any]:
+        """For describe()."""
+        return {
+            "units": [f"{name or self._label}: {size} bytes" for name, size in self._unit_sizes],
+            "unit_bytes": self._unit_bytes,
+        }
+
+    def _write_slices(self) -> None:
+        """Copy this rank's elements out of whole parameters."""
+        for index, piece in self._slices.items():
+            low, high = self.own_run(index)
+            if low < high:
+                data = self._table.parameters[index].data
+                piece.copy_(memory_order(data, data)[low:high])
+
+    def _gather_pinned_anew(self) -> None:
+        """Gather the units that stay whole. Collective where gathering is."""
+        self.schedule.gather_pinned()
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Give each rank whole parameters to write to inside; afterwards all have rank 0's. Collective.
+
+        Cost: the parameters' bytes on each rank, and a broadcast.
+        """
+        backend, label = self._backend, f"written parameters of {self._label}"
+        with self.schedule.everything():
+            backend.fence(label)  # all ranks have read the slices before any rank writes them
+            try:
+                yield
+            finally:
+                backend.broadcast(self._table.parameters, 0, label)
+                self._write_slices()
+                self.schedule.accept_writes()
+        backend.fence(label)
+        self._gather_pinned_anew()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, all parameters are whole."""
+        try:
+            with self.schedule.everything():
+                yield
+        finally:
+            self.schedule.gather_pinned()
+
+
+def releasable(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[list[int]]:
+    """Return the parameters that each unit releases."""
+    return [[index for index in plan.indices if _can_be_released(table.parameters[index])] for plan in plans]
+
+
+def _can_be_released(parameter: torch.Tensor) -> bool:
+    """Return whether releasing saves memory, and a NaN can take the parameter's place meanwhile."""
+    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+    return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES

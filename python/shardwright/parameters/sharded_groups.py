@@ -1,0 +1,302 @@
+"""Parameters of which a rank keeps its slices, gathered in units while they are used: private parameters at zero=3.
+
+What stands behind a parameter: its slices, one a rank, in an arena that the host's ranks map; and a range of addresses of its
+own, which are pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape.
+Over several hosts each (on a mesh of two dimensions, each replica that spans some) has a copy of all slices, in the part of its lowest
+rank: a unit is gathered without a message.
+When units are gathered and released is the schedule's (parameters/unshard_schedule.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .._engine import Arena, Reducer, Units, block_encode, block_record_bytes
+from ..layout.param_groups import UnitPlan
+from ..layout.shard_runs import OUTCOME_BYTES, Outcomes, SliceRuns, itemsize_of, make_dense, memory_order, populate
+from ..layout.views import dense_strides, dtype_name
+from .released import ReleasedParameters, releasable
+from .unshard_schedule import UnitSchedule
+
+if TYPE_CHECKING:
+    from ..backend.base import Backend, Request
+
+_ALIGNMENT = 128
+#: in which units' pages are counted
+_CHUNK_BYTES = 2 << 20
+#: elements of a record of 8-bit integers: what cuts between slices are multiples of, so that values do not depend on them
+_BLOCK, _BITS = 32, 8
+
+
+class UnitMemory(ReleasedParameters):
+    """Slices the parameters of a table and releases them. Making it is collective; values are rank 0's.
+
+    Parameters
+    ----------
+    backend : Backend
+    reducer : Reducer
+        Its layout says which elements a rank owns.
+    request : Request
+        With plans of units.
+    coded : bool
+        Units are gathered from records of 8-bit integers, which each rank makes of its float32 slices after every step.
+
+    Attributes
+    ----------
+    schedule : UnitSchedule
+
+    Notes
+    -----
+    Memory a rank: its slices, and their records; the pages of units that are whole at once; and, kept warm between uses, pages for the outermost
+    unit and the largest other one.
+    """
+
+    def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
+        group, table, plans, label = backend.group, request.table, request.plans, request.label
+        slicing = request.slicing
+        assert plans is not None
+        SliceRuns.__init__(self, reducer, slicing)
+        self._backend, self._group, self._table, self._label = backend, group, table, label
+        self.one_copy = group.is_apart(slicing)
+        self._home = group.home_of(slicing)
+        self._plan_slices()
+        what = f"slices of the parameters of {label}"
+        self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
+        self._outcomes: Outcomes | None = None
+        if group.host_count == 1 and not slicing.is_replicated:  # else a barrier carries nothing
+            self._outcomes = Outcomes(self._arena, self._part_bytes, group.rank, group.world_size, 0)
+        self._populate()
+        self._codes = self._make_codes() if coded else None
+        group.broadcast(table.parameters, 0, f"parameters of {label}")
+        self._whole: dict[int, torch.Tensor] = {}
+        for parameter in table.parameters:
+            make_dense(parameter)
+        self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
+        self._write_slices()
+        members = releasable(table, plans)
+        released = {index for each in members for index in each}
+        self._refreshed = [
+            (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
+        ]
+        self._units = self._make_units(plans, members)
+        self.schedule = UnitSchedule(
+            self._units, plans, [self._members(each) for each in members], backend.abort, coded=coded
+        )
+        self._tell_marks(plans)
+        group.comm.barrier(f"slices of the parameters of {label}")
+
+    def _plan_slices(self) -> None:
+        """Where buckets begin: in a rank's part, that has its slice of each; or in the host's copy."""
+        self._offsets: list[int] = []
+        self._part_bytes = self._slice_bytes = 0
+        for bucket in range(self._reducer.bucket_count):
+            begin, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            self._offsets.append(begin if self.one_copy else self._slice_bytes)
+            self._slice_bytes += numel // self._slicing.count * itemsize_of(dtype)
+            self._part_bytes = begin + numel * itemsize_of(dtype) if self.one_copy else self._slice_bytes
+        for index, parameter in enumerate(self._table.parameters):
+            if parameter.requires_grad:
+                self.adopt(index)
+
+    def _populate(self) -> None:
+        buckets = [self._reducer.bucket_shape(bucket)[:3] for bucket in range(self._reducer.bucket_count)]
+        if not self.one_copy:
+            populate(self._arena, [(0, self._part_bytes)])
+        elif self._group.rank == self._home:
+            populate(self._arena, [(offset, numel * itemsize_of(dtype)) for offset, numel, dtype in buckets])
+
+    def _place(self, bucket: int, rank: int) -> tuple[int, int]:
+        """In whose part the slice of a rank lies, and its first byte there."""
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        if not self.one_copy:
+            return rank, self._offsets[bucket]
+        width = numel // self._slicing.count
+        return self._home, self._offsets[bucket] + self._slicing.of_rank[rank] * width * itemsize_of(dtype)
+
+    def _make_codes(self) -> Arena:
+        count = -(-self._slice_bytes // (4 * _BLOCK))
+        size = max(count * block_record_bytes(_BLOCK, _BITS), _ALIGNMENT)
+        return self._group.comm.arena(size, f"records of the parameters of {self._label}")
+
+    def _encode(self) -> None:
+        """Records of what this rank's float32 slices hold now. Nobody may be gathering."""
+        if self._codes is None:
+            return
+        places = [
+            from_dlpack(arena.tensor(0, "uint8", [1], None, self._group.rank)).data_ptr()
+            for arena in (self._arena, self._codes)
+        ]
+        for bucket, offset in enumerate(self._offsets):
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            if dtype == "float32":
+                record = offset // (4 * _BLOCK) * block_record_bytes(_BLOCK, _BITS)
+                numel //= self._slicing.count
+                block_encode(_BLOCK, _BITS, places[1] + record, places[0] + offset, 0, numel)
+
+    def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
+        """The elements of a parameter that a rank owns, this one if not said; may be empty."""
+        rank = self._group.rank if rank is None else rank
+        bucket, first, count = self.run_in_slice(index, rank)
+        dtype = self._reducer.bucket_shape(bucket)[2]
+        part, offset = self._place(bucket, rank)
+        return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
+
+    def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """(low, high, slice) of every rank of this replica that owns some of a parameter."""
+        runs = [(rank, *self.run(index, rank)) for rank in self._slicing.replica()]
+        return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
+
+    def _write_slices(self) -> None:
+        """Copy this rank's elements out of whole parameters; the rank that has the host's one copy fills all of it."""
+        if not self.one_copy:
+            super()._write_slices()
+        elif self._group.rank == self._home:
+            for index, parameter in enumerate(self._table.parameters):
+                self.write_whole(index, memory_order(parameter.data, parameter.data))
+        self._encode()
+
+    def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
+        specs, places = [], []
+        for number, (plan, indices) in enumerate(zip(plans, members)):
+            size, runs, offsets = self._plan_unit(indices)
+            specs.append((plan.name or self._label, size, runs))
+            places += [(index, number, offset) for index, offset in offsets.items()]
+        sizes = [size for _, size, _ in specs]
+        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
+        spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
+        kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
+        self._unit_bytes = spans[0] + max([kept, *spans[1:]])
+        codes = {} if self._codes is None else {"codes": self._codes}
+        units = Units(self._arena, specs, self._unit_bytes, f"units of {self._label}", **codes)
+        for index, number, offset in places:
+            data = self._table.parameters[index].data
+            strides = dense_strides(data)
+            assert strides is not None
+            capsule = units.tensor(
+                number, offset, data.numel(), dtype_name(data.dtype), list(data.shape), list(strides)
+            )
+            self._whole[index] = from_dlpack(capsule)
+        return units
+
+    def _plan_unit(self, indices: list[int]) -> tuple[int, list[tuple[int, int, int, int, bool]], dict[int, int]]:
+        """Bytes of a unit, its runs, and where each parameter begins. What lies side by side in a bucket does so here too."""
+        size, offsets = 0, {}
+        pieces: list[list[int]] = []  # bucket, first and last element, where the first one goes
+        for index in sorted(indices, key=lambda index: self._reducer.place(index)[:2]):
+            bucket, begin, numel = self._reducer.place(index)
+            item = itemsize_of(self._reducer.bucket_shape(bucket)[2])
+            if pieces and pieces[-1][0] == bucket and _aligned(pieces[-1][2] * item) == begin * item:
+                pieces[-1][2] = begin + numel
+            else:
+                pieces.append([bucket, begin, begin + numel, size])
+            offsets[index] = size
+            size += _aligned(numel * item)
+        runs = []
+        for bucket, begin, end, target in pieces:
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            item, width = itemsize_of(dtype), numel // self._slicing.count
+            coded = self._codes is not None and dtype == "float32"
+            for rank in self._slicing.replica():
+                first = self._slicing.of_rank[rank] * width
+                low, high = max(begin, first), min(end, first + width)
+                if low < high:
+                    part, offset = self._place(bucket, rank)
+                    source = offset + (low - first) * item
+                    runs.append((target + (low - begin) * item, part, source, (high - low) * item, coded))
+        return size, runs, offsets
+
+    # what the optimizer and the replica ask of either kind of memory ----------------------------------------------------
+
+    def adopt(self, index: int) -> None:
+        """Frozen parameters are sliced from the start; now it trains."""
+        self._stepped.add(self._reducer.place(index)[0])
+
+    def is_moved(self, index: int) -> bool:
+        return True
+
+    def slice(self, index: int) -> torch.Tensor | None:
+        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
+        piece = self._slices[index]
+        empty = self._table.parameters[index].numel() == 0
+        return piece if piece.numel() or (empty and self._slicing.own == 0) else None
+
+    def take_writes(self) -> None:
+        """What this rank's slices hold of parameters that are never released becomes what these hold: a program may have written to them,
+        alike on all ranks (a temperature that is clamped), as it may at zero 0 to 2. As a step begins, when no rank reads slices.
+        """
+        with torch.no_grad():
+            for index, parameter, _ in self._refreshed:
+                low, high = self.own_run(index)
+                if low < high and self.is_stepped(index):
+                    self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
+
+    def read_whole(self, index: int, flat: torch.Tensor) -> None:
+        """All elements of a parameter in memory order, to `flat`: from every rank's slices, where it is released."""
+        if index not in self._whole:
+            data = self._table.parameters[index].data
+            flat.copy_(memory_order(data, data))
+            return
+        for low, high, piece in self._owned(index):
+            flat[low:high] = piece
+
+    def write_whole(self, index: int, flat: torch.Tensor) -> None:
+        """The reverse; over hosts, in this host's copy. Between the two barriers of a step, of one rank alone for each parameter."""
+        for low, high, piece in self._owned(index):
+            piece.copy_(flat[low:high])
+
+    def publish(self, *, sliced: bool = True, failed: bool | None = None) -> list[int] | None:
+        """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Return which ranks
+        said `failed`; None if that does not travel along. Collective. `sliced`: hosts lack one another's updates still.
+
+        Cost: one barrier, two with records, and the bytes of what is never released. Over hosts, each sends the others what its
+        ranks have updated, once.
+        """
+        comm, label = self._group.comm, f"updated parameters of {self._label}"
+        outcomes = self._outcomes if failed is not None else None
+        if outcomes is not None:
+            outcomes.put(bool(failed))
+        self.schedule.release_all()
+        if self._codes is not None:
+            comm.barrier(f"updated slices of {self._label}")  # whoever's they are
+            self._encode()
+        if self.one_copy and sliced and self._stepped:
+            ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
+            comm.all_gather(self._arena, ranges, label, one_copy=True, slices=self._slicing.for_engine())
+        else:
+            comm.barrier(label)
+        self._refresh()
+        return outcomes.read() if outcomes is not None else None
+
+    def _bucket_range(self, bucket: int) -> tuple[int, int]:
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        return self._offsets[bucket], numel * itemsize_of(dtype)
+
+    def _refresh(self) -> None:
+        with torch.no_grad():
+            for index, parameter, owned in self._refreshed:
+                if not self.is_stepped(index):
+                    continue
+                flat = memory_order(parameter.data, parameter.data)
+                for low, high, piece in owned:
+                    flat[low:high].copy_(piece)
+        self.schedule.gather_pinned()
+
+    @property
+    def bytes_held(self) -> int:
+        """Of slices, on this rank; of all of them, where the host has a copy."""
+        return self._part_bytes
+
+    def plan(self) -> dict[str, Any]:
+        return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}
+
+    def give_back(self, together: bool = False) -> None:
+        """The parameters become this rank's own again, whole. Not collective: slices are read where they are."""
+        self.schedule.surrender()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,142 @@
+"""Parameters in the layout of their gradients' buckets, and the slice of each that a rank owns (zero >= 1).
+
+Owning means updating: a rank's optimizer steps on its slices alone, and publish() makes the others' updates visible. Two forms:
+*private*, each rank has all parameters and slices are gathered after the step; *shared*, a host has one copy, and publish() is a
+barrier, in which the slices of other hosts arrive if there are any. Where buckets lie, and how slices travel, is the backend's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Reducer
+from ..backend.base import Backend, Request
+from ..layout.shard_runs import ParameterSlices, itemsize_of, make_dense
+
+
+class ParameterMemory(ParameterSlices):
+    """Moves the parameters of a table into buckets. Making it is collective.
+
+    Parameters
+    ----------
+    backend : Backend
+    reducer : Reducer
+        Its layout places parameters as it places their gradients.
+    request : Request
+    shared : bool
+        One copy a host (on a mesh of two dimensions, a replica on it), rank 0's values; else one a rank.
+
+    Notes
+    -----
+    A parameter keeps its identity, shape and strides (or is contiguous from then on, where its strides overlapped or left
+    gaps), and has a storage of exactly its bytes; its data moves. Memory: the layout's size, once a rank or once a host.
+    """
+
+    def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, shared: bool) -> None:
+        super().__init__(reducer, request.table, request.slicing, request.label)
+        self.shared, self._backend = shared, backend
+        moving = self._moving()
+        buckets = {reducer.place(index)[0] for index in moving}
+        self._buckets: Any = backend.empty(reducer, buckets, request, shared=shared)
+        self.reason = self._buckets.reason
+        if shared and self._buckets.is_copied:  # each is made out of what its first rank has
+            backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
+        for index in moving:
+            self.adopt(index)
+        if shared:
+            backend.fence(f"parameters of {self._label} shared")
+
+    def _moving(self) -> list[int]:
+        """Parameters that lie in buckets from the start."""
+        return [index for index, p in enumerate(self._table.parameters) if p.requires_grad or self.shared]
+
+    def adopt(self, index: int) -> None:
+        """Moves a parameter, and its whole bucket into what publish() gathers."""
+        parameter = self._table.parameters[index]
+        bucket, begin, _ = self._reducer.place(index)
+        self._moved.add(bucket)
+        if parameter.requires_grad:
+            self._stepped.add(bucket)
+        moved = self._buckets.tensor(bucket, begin, parameter)
+        if moved is None:
+            make_dense(parameter)
+            return
+        if self._buckets.is_home:
+            moved.copy_(parameter.data)
+        parameter.data = moved
+        self._flat[index] = moved.as_strided((moved.numel(),), (1,))
+
+    def give_back(self, together: bool = False) -> None:
+        """Parameters that the host shares become this rank's own again."""
+        for index in self._flat if self.shared else ():
+            parameter = self._table.parameters[index]
+            if parameter.data_ptr() == self._flat[index].data_ptr():
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def words(self) -> torch.Tensor:
+        """All memory that parameters were moved to, as words of 4 bytes."""
+        found: torch.Tensor = self._buckets.words()
+        return found
+
+    def span(self, index: int) -> tuple[int, int]:
+        """(first, count) of the words that a parameter lies in; it fills all of them, but for the last one of halves or bytes."""
+        bucket, begin, numel = self._reducer.place(index)
+        offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
+        if index not in self._flat:
+            return 0, 0
+        return (offset + begin * itemsize_of(dtype)) // 4, -(-numel * itemsize_of(dtype) // 4)
+
+    def protect(self, *, writable: bool) -> None:
+        """Whether this process may write to the memory that parameters were moved to."""
+        self._buckets.protect(writable)
+
+    def is_moved(self, index: int) -> bool:
+        """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
+        return bool(self.reason) or super().is_moved(index)
+
+    def publish(self, *, failed: bool | None = None) -> list[int] | None:
+        """Every rank has updated its slices: make them visible to all. Return which ranks said `failed`; None if that does not travel
+        along. Collective; its cost is the backend's (Buckets.publish)."""
+        outcomes: list[int] | None = self._buckets.publish(self._stepped, failed, self._ranges_of)
+        return outcomes
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
+
+        Cost: shared, a copy of the parameters a rank for the time; private, a broadcast.
+        """
+        backend, label = self._backend, f"written parameters of {self._label}"
+        kept = [(parameter, parameter.data) for parameter in self._table.parameters]
+        backend.fence(label)
+        if self.shared:
+            for parameter, data in kept:
+                parameter.data = data.clone(memory_format=torch.preserve_format)
+            backend.fence(label)  # no rank writes before each has its own
+        try:
+            yield
+            if self.shared and self._buckets.is_copied:
+                backend.broadcast(self._table.parameters, 0, label)
+            if self.shared and self._buckets.is_home:
+                for parameter, data in kept:
+                    data.copy_(parameter.data)
+        finally:
+            if self.shared:
+                for parameter, data in kept:
+                    parameter.data = data
+                backend.fence(label)
+            else:
+                backend.broadcast(self._table.parameters, 0, label)
+
+    def _ranges_of(self, rank: int) -> Sequence[tuple[int, int]]:
+        ranges = []
+        for index, parameter in enumerate(self._table.parameters):
+            low, high = self.run(index, rank)
+            if low < high and self._reducer.place(index)[0] in self._moved:
+                size = parameter.element_size()
+                ranges.append((parameter.data_ptr() + low * size, (high - low) * size))
+        return ranges

@@ -1,0 +1,556 @@
+"""When units are gathered and released: around their modules' forwards, and again around their backwards.
+
+Each forward of a unit has a beginning and an end, counted by one clock. Autograd runs the nodes of a graph in the reverse of
+the order in which they were made; so when the backward reaches the outputs of a forward, that of every forward which began after
+this one's end is over, and their units are released. What is left is released at the end of the graph task. Releasing is
+always safe: whoever needs a unit gathers it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from .._engine import Error, sample_crc32c
+from ..layout.memory import address_of
+from ..layout.param_groups import UnitPlan
+from ..torch_compat import autograd as _hooks
+from .read_guard import ReadGuard
+
+_NO_TASK = -1
+#: of a parameter, beside its first and last bytes
+_SAMPLES = 8
+_COPY = (
+    "this module's parameters are released, and each rank keeps slices of them: {what} inside "
+    "`with sw.full_parameters(module)`, or use sw.full_state_dict(module)"
+)
+
+
+class Pin(enum.Enum):
+    """Why a unit stays whole though nothing runs in it."""
+
+    NONE = 0
+    #: a second backward may come, or one that no hook announces; or an output is a view of a parameter
+    UNTIL_STEP = 1
+    #: unshard()
+    BY_USER = 2
+
+
+class Unit:
+    """Parameters that are whole or released together.
+
+    Attributes
+    ----------
+    running : list of int
+        When each forward that is running began.
+    opened : list of (int, int)
+        Of each backward that has begun: when its forward began, and its graph task.
+    is_whole : bool
+        Set by the schedule as it gathers and releases; nobody asks the engine.
+    """
+
+    def __init__(
+        self, number: int, plan: UnitPlan, members: Sequence[tuple[int, str, torch.nn.Parameter, torch.Tensor]]
+    ) -> None:
+        self.number = number
+        self.name = plan.name
+        self.module = weakref.ref(plan.module)
+        self.reshard_after_forward = plan.reshard_after_forward
+        self.indices = [index for index, _, _, _ in members]
+        self.names = [name for _, name, _, _ in members]
+        self.parameters = [parameter for _, _, parameter, _ in members]
+        self.whole = [whole for _, _, _, whole in members]
+        self._guard = ReadGuard(self.names, self.parameters)
+        self.running: list[int] = []
+        self.opened: list[tuple[int, int]] = []
+        self.pin = Pin.NONE
+        self.is_whole = False
+        self._make_placeholders()
+        self._samples: list[int] | None = None
+        self.note_versions()
+
+    def _make_placeholders(self) -> None:
+        """One NaN a parameter, expanded to its shape."""
+        dtypes = {parameter.dtype for parameter in self.parameters}
+        self._bytes = {  # what lies behind them: compared without a torch operation
+            dtype: bytearray(b"\xff" * (dtype.itemsize * sum(p.dtype == dtype for p in self.parameters)))
+            for dtype in dtypes
+        }
+        self._blank = {dtype: bytes(each) for dtype, each in self._bytes.items()}
+        self._scalars = {dtype: torch.frombuffer(each, dtype=dtype) for dtype, each in self._bytes.items()}
+        following = {dtype: iter(scalars) for dtype, scalars in self._scalars.items()}
+        self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
+        self._addresses = [each.data_ptr() for each in self.placeholders]
+        self._whole_addresses = [each.data_ptr() for each in self.whole]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in this unit's pages."""
+        address = address_of(tensor) if self.whole else 0
+        return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
+
+    def show_whole(self) -> None:
+        """The parameters are whole, and can be read."""
+        self._guard.lower(self.parameters)
+        for parameter, each in zip(self.parameters, self.whole):
+            parameter.data = each
+
+    def show_released(self) -> None:
+        """The parameters are NaN, and whoever reads them gets an error."""
+        self._guard.lower(self.parameters)
+        for parameter, each in zip(self.parameters, self.placeholders):
+            parameter.data = each
+        self._guard.raise_(self.parameters)
+
+    def give_up(self, *, whole: bool = True) -> None:
+        """The parameters are no longer the unit's: they can be read; or are released for good."""
+        self._guard.is_orphan = True
+        if whole:
+            self._guard.lower(self.parameters)
+
+    def data_pointers(self) -> list[int]:
+        """Where each parameter's data is now."""
+        with _hooks.unguarded():
+            return list(map(torch.Tensor.data_ptr, self.parameters))
+
+    def addresses(self) -> list[int]:
+        """Where the data of each parameter should be now."""
+        return self._whole_addresses if self.is_whole else self._addresses
+
+    def all_addresses(self) -> set[int]:
+        """Where it may be, whole or released."""
+        return {*self._whole_addresses, *self._addresses}
+
+    def take_written(self) -> str | None:
+        """The name of a parameter whose placeholder somebody wrote to or replaced while it was released; it is released again."""
+        found = self.data_pointers()
+        if self._bytes == self._blank and found == self._addresses:
+            return None
+        written = [
+            name
+            for name, now, placeholder, address in zip(self.names, found, self.placeholders, self._addresses)
+            if now != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
+        ]
+        for dtype, blank in self._blank.items():
+            self._bytes[dtype][:] = blank
+        self.show_released()
+        return written[0] if written else None  # another NaN than ours is no write that anybody would miss
+
+    def note_versions(self) -> None:
+        self._versions = self._read_versions()
+        if self._samples is not None:
+            self._samples = self._read_samples()
+
+    def note_samples(self) -> None:
+        """Remember samples of the whole values, which a program can reach through `.data` until the step."""
+        if self._samples is None:
+            self._samples = self._read_samples()
+
+    def forget_samples(self) -> None:
+        """Drop the samples of values that were released."""
+        self._samples = None
+
+    def _read_samples(self) -> list[int]:
+        return [
+            sample_crc32c(address, whole.nbytes, max(whole.nbytes // _SAMPLES, 64))
+            for address, whole in zip(self._whole_addresses, self.whole)
+        ]
+
+    def _read_versions(self) -> list[int]:
+        with _hooks.unguarded():
+            return [parameter._version for parameter in self.parameters]
+
+    def find_written(self) -> str | None:
+        """Return the name of a parameter that was written to since note_versions(); through `.data` since note_samples() alone."""
+        before, now = [self._versions], [self._read_versions()]
+        if self._samples is not None:
+            before.append(self._samples)
+            now.append(self._read_samples())
+        if before == now:
+            return None
+        changes = zip(self.names * len(now), itertools.chain(*before), itertools.chain(*now))
+        return next(name for name, old, new in changes if old != new)
+
+    def name_at(self, offset: int) -> str:
+        """The parameter at a byte of the unit."""
+        first = min(self._whole_addresses)
+        places = sorted((address - first, name) for address, name in zip(self._whole_addresses, self.names))
+        return next(name for begin, name in reversed(places) if begin <= offset)
+
+
+class UnitSchedule:
+    """The units of one module, and what runs in each.
+
+    Parameters
+    ----------
+    units : Units
+        Or what has its methods.
+    plans : sequence of UnitPlan
+        The outermost unit first.
+    members : sequence of list
+        Of each unit: (number in the table, name, parameter, its whole data).
+    abort : callable
+        Tells the other ranks why this one will not go on.
+    coded : bool
+        What runs sees parameters as their records say; inside everything() they are exact.
+    """
+
+    unit_class = Unit
+
+    def __init__(
+        self,
+        units: Any,
+        plans: Sequence[UnitPlan],
+        members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]],
+        abort: Callable[[str], None],
+        *,
+        coded: bool = False,
+    ) -> None:
+        self._units = units
+        self._coded = coded
+        self._abort = abort
+        self.units = [self.unit_class(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
+        self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+        self._clock = itertools.count()
+        self._tasks: set[int] = set()
+        self._keepers = 0  # how many everything() are entered
+        self._latest: Unit | None = None  # whose forward ended last
+        self._turning: Unit | None = None  # whose forward is the last before the backward, as it was the last time
+        self._handles: list[Any] = []
+        self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []  # a module, and its two hooks of ours
+        #: told which parameters are about to be released
+        self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _nobody
+        for unit in self.units:
+            unit.show_released()
+        for unit, plan in zip(self.units, plans):
+            for module in plan.modules:
+                self._hook_forward(unit, module)
+        self._hook_states(plans[0].module)
+        self._hook_holders(plans[0].module)
+
+    def _hook_forward(self, unit: Unit, module: torch.nn.Module) -> None:
+        before = _ModuleHook(self, type(self)._before_forward, unit.number)
+        after = _ModuleHook(self, type(self)._after_forward, unit.number)
+        handles = [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+        self._handles += handles
+        self._hooked.append((weakref.ref(module), handles[0].id, handles[1].id))
+
+    def arrange_hooks(self) -> None:
+        """Ours run before all others and after all others, also after ones that came later: those see whole parameters."""
+        for reference, before, after in self._hooked:
+            module = reference()
+            if module is None:
+                continue
+            if next(iter(module._forward_pre_hooks), before) != before and before in module._forward_pre_hooks:
+                module._forward_pre_hooks.move_to_end(before, last=False)
+            if next(reversed(module._forward_hooks), after) != after and after in module._forward_hooks:
+                module._forward_hooks.move_to_end(after)
+
+    def _hook_states(self, module: torch.nn.Module) -> None:
+        released = {id(p): unit.number for unit in self.units for p in unit.parameters}
+        for each in module.modules():
+            numbers = {released[id(p)] for p in each.parameters(recurse=False) if id(p) in released}
+            for number in sorted(numbers):
+                hook = _ModuleHook(self, UnitSchedule._before_state_dict, number)
+                self._handles.append(each.register_state_dict_pre_hook(hook))
+
+    def _hook_holders(self, module: torch.nn.Module) -> None:
+        """Modules whose own parameters are the outermost unit's may be called by themselves: an encoder before its decoder (generate())."""
+        members = {id(p) for p in self.units[0].parameters}
+        for each in module.modules():
+            if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
+                hook = _ModuleHook(self, UnitSchedule._before_holder, 0)
+                self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
+
+    def detach(self) -> None:
+        """Takes the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    # gathering and releasing --------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        if not unit.is_whole:
+            self._check_released(unit)
+            if self._coded and not self._keepers:
+                self._units.gather_codes(unit.number)
+            else:
+                self._units.gather(unit.number)
+            unit.is_whole = True
+            unit.show_whole()
+            unit.note_versions()
+
+    def _check_released(self, unit: Unit) -> None:
+        """Error, on all ranks, if somebody wrote to a parameter while it was released."""
+        name, how = unit.take_written(), "was written to while it was released"
+        offset = self._units.take_write(unit.number)
+        if name is None and offset < 0:
+            return
+        if name is None:
+            name, how = unit.name_at(offset), "was written to, through an older view of it, while it was released"
+        self._refuse_write(name, how)
+
+    def _refuse_write(self, name: str, how: str) -> NoReturn:
+        message = f"parameter {name!r} {how}, and what was written is lost: write inside `with sw.full_parameters(module, writable=True)`"
+        self._abort(message)  # the others would wait for this rank's gradients
+        raise Error(message)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.is_whole:
+            written = unit.find_written()
+            listener = self.on_release()
+            if listener is not None:
+                listener(unit.parameters)
+            unit.forget_samples()
+            unit.show_released()
+            self._units.release(unit.number)
+            unit.is_whole = False
+            if written is not None:
+                self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
+
+    def accept_writes(self) -> None:
+        """Parameters were written where that is allowed, or by the engine."""
+        for unit in self.units:
+            unit.note_versions()
+
+    def _release_if_idle(self, unit: Unit) -> None:
+        if not (unit.running or unit.opened or self._keepers) and unit.pin is Pin.NONE:
+            self._release(unit)
+
+    def release_all(self) -> None:
+        """The slices are about to be others: nothing that was gathered before is used again."""
+        self._tasks.clear()
+        for unit in self.units:
+            unit.running.clear()
+            unit.opened.clear()
+            if unit.pin is Pin.UNTIL_STEP:
+                unit.pin = Pin.NONE
+            self._release(unit)
+
+    def gather_pinned(self) -> None:
+        """What is whole at all times is whole again."""
+        for unit in self.units:
+            if self._keepers or unit.pin is Pin.BY_USER:
+                self._gather(unit)
+
+    @contextlib.contextmanager
+    def everything(self) -> Iterator[None]:
+        """Inside, all units are whole, and exact."""
+        if self._coded and not self._keepers:
+            self._release_coded()
+        self._keepers += 1
+        try:
+            for unit in self.units:
+                self._gather(unit)
+            yield
+        finally:
+            self._keepers -= 1
+            for unit in self.units:
+                if self._coded and not self._keepers:
+                    self._release(unit)  # gather_pinned() follows
+                self._release_if_idle(unit)
+
+    def _release_coded(self) -> None:
+        """What is whole now is not exact."""
+        busy = next((unit for unit in self.units if unit.running or unit.opened or unit.pin is Pin.UNTIL_STEP), None)
+        if busy is not None:
+            raise Error(
+                f"whole parameters of {busy.name or 'the outermost unit'!r} were asked for while it runs, or before the backward of its "
+                "forward: with gather='int8' it computes with rounded ones, and a backward must see what its forward saw"
+            )
+        for unit in self.units:
+            self._release(unit)
+
+    def surrender(self, together: bool = False) -> None:
+        """The parameters get memory of their own, but for those whose data was replaced; from then on nothing is ours."""
+        self.detach()
+        units, self.units = self.units, []
+        for unit in units:
+            if self._coded and unit.is_whole:
+                self._units.release(unit.number)
+                unit.is_whole = False
+            if not unit.is_whole:
+                self._units.gather(unit.number)
+            unit.give_up()
+            ours = unit.all_addresses()
+            for parameter, whole in zip(unit.parameters, unit.whole):
+                if parameter.data_ptr() in ours:
+                    parameter.data = whole.clone(memory_format=torch.preserve_format)
+            self._units.release(unit.number)
+
+    def pin(self, unit: Unit) -> None:
+        unit.pin = Pin.BY_USER
+        self._gather(unit)
+
+    def unpin(self, unit: Unit) -> None:
+        unit.pin = Pin.NONE
+        self._release_if_idle(unit)
+
+    def holds_whole(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter can be read now."""
+        unit = self._unit_of.get(id(parameter))
+        return unit is None or unit.is_whole
+
+    def addresses(self) -> dict[int, int]:
+        """Number of each parameter that can be released -> where its data should be now."""
+        return {index: address for unit in self.units for index, address in zip(unit.indices, unit.addresses())}
+
+    def stats(self) -> dict[str, Any]:
+        return {"units": len(self.units), **self._units.stats()}
+
+    # what happens in a module -------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit, *_: Any) -> None:
+        if unit is self.units[0]:
+            self.arrange_hooks()
+        unit.running.append(next(self._clock))
+        if _hooks.graph_task_id() == _NO_TASK:
+            if self._tasks:  # no backward runs: those that have not ended were broken off by an exception
+                self._end_tasks(self._tasks.copy())
+        self._gather(unit)
+
+    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not unit.running:
+            return  # another hook raised before ours
+        begin, end = unit.running.pop(), next(self._clock)
+        failed = output is None and sys.exc_info()[0] is not None
+        differentiable = not failed and torch.is_grad_enabled()
+        hooked = differentiable and self._hook_outputs(unit, begin, end, output)
+        unannounced = differentiable and not hooked and any(p.requires_grad for p in unit.parameters)
+        if unannounced or any(map(unit.holds, _hooks.find_tensors(output))):
+            self._pin_until_step(unit)
+        self._note_order(unit)
+        if not hooked or (unit.reshard_after_forward and unit is not self._turning):
+            self._release_if_idle(unit)
+
+    def _note_order(self, unit: Unit) -> None:
+        """The unit that runs last in a forward is the one that the backward begins with: it is not released between them."""
+        if unit is self.units[0]:
+            self._turning, self._latest = self._latest, None
+        elif not unit.running:
+            self._latest = unit
+
+    def _hook_outputs(self, unit: Unit, begin: int, end: int, output: Any) -> bool:
+        hook = _TensorHook(self, unit.number, begin, end)
+        hooked = False
+        for tensor in _hooks.find_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+                hooked = True
+        return hooked
+
+    def _before_backward(self, unit: Unit, begin: int, end: int) -> None:
+        task = _hooks.graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            _hooks.queue_at_end(functools.partial(_end_task, weakref.ref(self), task))
+        for other in self.units:
+            if other.opened and min(other.opened)[0] > end:
+                other.opened.clear()
+                self._release_if_idle(other)
+        if (begin, task) not in unit.opened:
+            unit.opened.append((begin, task))
+        self._gather(unit)
+        if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: the backward of this backward is to come
+            self._pin_until_step(unit)
+
+    def _pin_until_step(self, unit: Unit) -> None:
+        if unit.pin is not Pin.BY_USER:
+            unit.pin = Pin.UNTIL_STEP
+            unit.note_samples()
+
+    def _end_tasks(self, tasks: Iterable[int]) -> None:
+        ended = set(tasks)
+        self._tasks -= ended
+        for unit in self.units:
+            if unit.opened:
+                unit.opened = [each for each in unit.opened if each[1] not in ended]
+                self._release_if_idle(unit)
+
+    def _before_holder(self, unit: Unit, *_: Any) -> None:
+        """A module is called, in its unit's forward or outside of it. Then its pages, which are kept in any case, are filled until the step."""
+        if not unit.is_whole:
+            self._gather(unit)
+            self._pin_until_step(unit)
+
+    def _before_state_dict(self, unit: Unit, *_: Any) -> None:
+        self.refuse(unit, "take the state_dict")
+
+    def refuse(self, unit: Unit, what: str) -> None:
+        """Error if `unit` is released."""
+        if not unit.is_whole:
+            raise Error(_COPY.format(what=what))
+
+
+def _nobody() -> None:
+    return None
+
+
+def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:
+    alive = schedule()
+    if alive is not None:
+        alive._end_tasks([task])
+
+
+class _ModuleHook:
+    """A hook that lies in a module's own dictionaries. It refuses to be copied with it while the module is released; a copy of
+    a whole module gets one that does nothing."""
+
+    def __init__(self, schedule: UnitSchedule, method: Callable[..., None], number: int) -> None:
+        self._schedule = weakref.ref(schedule)
+        self._method = method
+        self._number = number
+
+    @_hooks.disable_compile
+    def __call__(self, *arguments: Any) -> None:
+        schedule = self._schedule()
+        if schedule is not None and schedule.units:
+            self._method(schedule, schedule.units[self._number], *arguments)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._copy("copy it")
+
+    def __reduce__(self) -> Any:
+        return self._copy("pickle it").__reduce__()
+
+    def _copy(self, what: str) -> _NoHook:
+        schedule = self._schedule()
+        if schedule is not None and schedule.units:
+            schedule.refuse(schedule.units[self._number], what)
+        return _NoHook()
+
+
+class _NoHook:
+    """What stands in a copied module where the original has a hook of ours."""
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        return (_NoHook, ())
+
+
+class _TensorHook:
+    """A hook on the outputs of one forward."""
+
+    def __init__(self, schedule: UnitSchedule, number: int, begin: int, end: int) -> None:
+        self._schedule = weakref.ref(schedule)
+        self._arguments = (number, begin, end)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        schedule = self._schedule()
+        if schedule is not None and schedule.units:
+            number, begin, end = self._arguments
+            schedule._before_backward(schedule.units[number], begin, end)

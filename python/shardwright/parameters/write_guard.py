@@ -1,0 +1,118 @@
+"""What finds writes to parameters that a host's ranks share, where their versions do not tell of them.
+
+A write through `.data`, or by foreign code, changes the parameter for every rank of the host, in the middle of their forwards: averages of
+weights that are swapped in and out (EMA, SWA) leave wrong weights on all ranks, without a word. *samples*, the default, compares some elements of each
+parameter before and after each forward and before each step; *read-only*, for debugging, takes the right to write away between steps, so that a
+write gets a SIGSEGV where it happens (`python -X faulthandler` prints the line).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .._engine import Error, HostComm
+from .storage import ParameterMemory
+
+#: words of a parameter, spread evenly; where they begin moves with each step
+_SAMPLES = 8
+
+
+class SampledParameters:
+    """Finds writes by comparing samples.
+
+    Parameters
+    ----------
+    memory : ParameterMemory
+        Shared.
+    names : sequence of str
+        Of its parameters.
+    comm : HostComm
+        Ended when a write is found: the values are wrong for all ranks, and all of them get the sentence.
+
+    Notes
+    -----
+    Cost of a comparison: two of torch's operations, over 8 words of 4 bytes of each parameter.
+    """
+
+    kind = "samples"
+
+    def __init__(self, memory: ParameterMemory, names: Sequence[str], comm: HostComm) -> None:
+        self._names, self._comm = names, comm
+        self._words = memory.words()
+        spans = [memory.span(index) for index in range(len(names))]
+        first: list[int] = []
+        stride: list[int] = []
+        of: list[int] = []
+        for index, (begin, count) in enumerate(spans):
+            step = max(count // _SAMPLES, 1)
+            taken = range(begin, begin + count, step)[:_SAMPLES]
+            first += taken
+            stride += [step] * len(taken)
+            of += [index] * len(taken)
+        self._first = torch.tensor(first, dtype=torch.int64, device="cpu")
+        self._stride = torch.tensor(stride, dtype=torch.int64, device="cpu")
+        self._of = of  # the parameter of each sample
+        self._phase = 0
+        self._take()
+
+    def _take(self) -> None:
+        self._phase += 1
+        self._places = self._first + self._phase % self._stride if self._of else self._first
+        self._samples = self._words[self._places]
+
+    def check(self, when: str) -> None:
+        """Error if a sample is not what it was when the last step, or full_parameters(writable=True), ended."""
+        now = self._words[self._places]
+        if not torch.equal(now, self._samples):
+            self._fail(self._of[int((now != self._samples).nonzero()[0])], when)
+
+    def _fail(self, index: int, when: str) -> None:
+        message = (
+            f"parameter {self._names[index]!r} was written to outside of the step (found {when}, by write_guard='samples'), and the "
+            "host's ranks share it, so that it has changed for all: write inside `with sw.full_parameters(module, writable=True)`, where averages "
+            "of weights (EMA, SWA) are swapped in and out too"
+        )
+        if self._comm.is_alive:
+            self._comm.abort(message)
+        raise Error(message)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what may write. All ranks are past a barrier as it ends."""
+        yield
+        self._take()
+
+
+class ReadOnlyParameters:
+    """Makes the mapping of the shared parameters read-only but for the time in which this rank may write.
+
+    Parameters
+    ----------
+    memory : ParameterMemory
+        Shared.
+    """
+
+    kind = "read-only"
+
+    def __init__(self, memory: ParameterMemory) -> None:
+        self._memory = memory
+        self._depth = 0
+        memory.protect(writable=False)
+
+    def check(self, when: str) -> None:
+        """Nothing: the kernel looks."""
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what may write."""
+        self._depth += 1
+        self._memory.protect(writable=True)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._memory.protect(writable=False)

@@ -1,0 +1,240 @@
+"""Every hook into autograd, the optimizers and the compiler. The only file that uses private names of torch.
+
+Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
+`torch._C._current_graph_task_id` (else one number for every backward: reentrant checkpointing is then not told apart),
+`torch._C.DisableTorchFunctionSubclass` (else a read of a released parameter is NaN, and no error),
+`torch._C._cuda_getCurrentRawStream` (else a slower public way), `torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
+gradients must be registered before wrapping), `Tensor._use_count` (else joining a group does not wait for torch's threads), the compiler's tracer (else fullgraph=True ends in its own error).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._engine import Error
+from .optimizers import check_steppable
+
+__all__ = [
+    "CAN_BE_UNGUARDED",
+    "disable_compile",
+    "gradient_hooks",
+    "find_tensors",
+    "graph_task_id",
+    "hook_outputs",
+    "ignore_steps",
+    "queue_at_end",
+    "raw_stream",
+    "stream_reader",
+    "unguarded",
+    "watch_steps",
+]
+
+
+_FULL_GRAPH = (
+    "fullgraph=True is impossible here: a wrapped module synchronises, and at zero=3 gathers parameters, outside of the graph; leave "
+    "fullgraph out, or compile what runs inside: block.forward = torch.compile(block.forward, fullgraph=True)"
+)
+
+
+def _no_graph_task() -> int:
+    node = getattr(torch._C, "_current_autograd_node", None)
+    return 0 if node is not None and node() is not None else -1
+
+
+def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
+    """Where torch keeps the post-accumulate-grad hooks of `parameter`, in the order in which they run."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return hooks if isinstance(hooks, dict) else None
+
+
+#: id of the graph task that runs now; -1 outside of a backward
+graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
+
+
+class _End:
+    """What torch calls at the end of a graph task, and drops if the task fails: then nothing else tells us so."""
+
+    def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None) -> None:
+        self._callback, self._failed = callback, failed
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._callback()
+
+    def __del__(self) -> None:
+        if not self._called and self._failed is not None:
+            with contextlib.suppress(Exception):  # what is wrong with the peers is said by the next call
+                self._failed()
+
+
+def queue_at_end(callback: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+    """Runs `callback` when the graph task that runs now has ended, while backward() still waits: on the thread that ran its last node
+    (the caller's, or torch's own for a GPU), where the caller's streams are the current ones then.
+
+    Its exceptions come out of backward(). If the backward fails, `failed` runs instead; its own exceptions are dropped. On the
+    caller's thread that is before the exception comes out; a GPU's thread may drop the task some milliseconds later.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(_End(callback, failed))
+
+
+def raw_stream(ordinal: int) -> int:
+    """The address of the stream that torch enqueues on now, in this thread, on GPU `ordinal`."""
+    if _raw_stream is not None:
+        return int(_raw_stream(ordinal))
+    return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def stream_reader(ordinal: int) -> Callable[[], int]:
+    """Return raw_stream(ordinal) as a callable without a frame of Python's where torch has one."""
+    return functools.partial(raw_stream if _raw_stream is None else _raw_stream, ordinal)
+
+
+#: a context inside which subclasses of Tensor are taken for what they are made of: no __torch_function__ is called
+unguarded: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext
+)
+CAN_BE_UNGUARDED = unguarded is not contextlib.nullcontext
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:
+    """`function`, run as it is under torch.compile. recursive=False: what it calls may be compiled.
+
+    A program that compiles nothing does not pay for the compiler: importing it takes seconds. Where it is there, what is called
+    from outside a compiled region is kept from it too: it may have given this very frame up (all such functions share its code,
+    and the compiler recompiles a frame a few times only), and then looks at the frames below.
+    """
+    lazy = getattr(torch, "_disable_dynamo", None)
+    if lazy is not None:
+        disabled: Callable[..., Any] = lazy(function, recursive=recursive)  # the compiler is imported at the first call
+    else:
+        disabled = torch.compiler.disable(function, recursive=recursive)
+
+    @functools.wraps(function)
+    def as_it_is(*args: Any, **kwargs: Any) -> Any:
+        if _is_compiling():
+            _check_breaks()
+            return disabled(*args, **kwargs)
+        if "torch._dynamo.eval_frame" in sys.modules:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return as_it_is
+
+
+_is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+
+
+def _check_breaks() -> None:
+    """Run by the compiler as it traces: Error where it must not break the graph here."""
+    try:
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        whole = InstructionTranslator.current_tx().one_graph
+    except Exception:  # another torch: its own error follows
+        return
+    if whole:
+        # the compiler passes on none but its own exceptions as they are
+        raise type("FullGraphError", (Error, Unsupported), {})(_FULL_GRAPH)
+
+
+_check_breaks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested mappings, sequences, dataclasses and registered pytree nodes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, field.name, None))
+    elif value is not None and not isinstance(value, (str, bytes, int, float, complex)):
+        yield from _registered_tensors(value)
+
+
+def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:
+    try:
+        from torch.utils._pytree import tree_leaves
+    except ImportError:
+        return
+    leaves = tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return
+    for leaf in leaves:
+        yield from find_tensors(leaf)
+
+
+def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> None:
+    """`on_gradient` is called by the first gradients of a backward through `output`.
+
+    Leaves are left out: a hook on a parameter would stay for ever.
+    """
+    if isinstance(output, torch.Tensor):
+        if output.grad_fn is not None:
+            output.register_hook(on_gradient)
+        return
+    for tensor in find_tensors(output):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(on_gradient)
+
+
+class StepListener(Protocol):
+    """Told before an optimizer that holds one of its parameters steps; the lowest `serial` first, on every rank."""
+
+    serial: int
+
+    def holds(self, parameter: torch.Tensor) -> bool: ...
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch_steps(listener: StepListener) -> None:
+    """Calls `listener.before_step(optimizer)` before each step of its optimizers, for as long as it lives."""
+    _listeners.add(listener)
+    _install_step_hook()
+
+
+def ignore_steps(listener: StepListener) -> None:
+    _listeners.discard(listener)
+
+
+@functools.cache
+def _install_step_hook() -> None:
+    register_optimizer_step_pre_hook(disable_compile(_before_any_step))
+
+
+_serial = operator.attrgetter("serial")
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    listeners = [each for each in sorted(_listeners, key=_serial) if _holds_some(each, optimizer)]
+    if _listeners and not listeners:
+        check_steppable(optimizer)
+    for listener in listeners:
+        listener.before_step(optimizer)
+
+
+def _holds_some(listener: StepListener, optimizer: torch.optim.Optimizer) -> bool:
+    holds = listener.holds
+    return any(holds(p) for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,138 @@
+"""torch.cuda as the engine uses it, and where the libraries are that torch has brought."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._engine import DeviceComm
+from . import autograd
+
+
+class CudaRuntime:
+    """torch.cuda as the engine uses it."""
+
+    #: whether a thread looks after the communicator
+    watches = True
+
+    def __init__(self) -> None:
+        self.kernels: dict[int, DeviceComm] = {}  # by GPU, of those that step on tensors outside of any wrapper
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on a GPU."""
+        return tensor.device.type == "cuda"
+
+    def stages(self, tensor: torch.Tensor) -> bool:
+        """Whether the CUDA driver can copy from it: torch calls other vendors' GPUs cuda, too."""
+        return self.holds(tensor) and torch.version.cuda is not None
+
+    def ordinal(self, tensor: torch.Tensor) -> int:
+        """The GPU's number, as the driver counts in this process."""
+        index = tensor.device.index
+        return torch.cuda.current_device() if index is None else index
+
+    def current_stream(self, ordinal: int) -> int:
+        """The address of the stream that torch enqueues on now, in this thread."""
+        return autograd.raw_stream(ordinal)
+
+    def stream_reader(self, ordinal: int) -> Callable[[], int]:
+        """current_stream(ordinal), without a frame of Python's: the engine asks at every gradient."""
+        return autograd.stream_reader(ordinal)
+
+    def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a bucket, on the GPU of `like`, from torch's allocator."""
+        return torch.zeros(numel, dtype=dtype, device=like.device)
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over memory of the engine's own, on a GPU, which torch has just written."""
+        return tensor
+
+    def backend(self, group: Any) -> Any:
+        """torch's own for GPU tensors of a process group. RuntimeError: it has none."""
+        return group._get_backend(torch.device("cuda"))
+
+    def communicator(self, backend: Any, ordinal: int) -> int:
+        """The address of a backend's communicator for a GPU; 0: there is none yet. RuntimeError: it was ended."""
+        with torch.cuda.device(ordinal):
+            address: int = backend._comm_ptr()
+        return address
+
+    def make_room(self, ordinal: int) -> None:
+        """Give back GPU memory that torch's allocator holds and does not use: the engine's own did not get what it asked for."""
+        with torch.cuda.device(ordinal):
+            torch.cuda.empty_cache()
+
+    def libraries(self) -> dict[str, str | None]:
+        """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
+        nvrtc, builtins = find_nvrtc(nvidia_folders(), torch.version.cuda)
+        return {"packaged": _image_folder(), "cache": _cache_folder(), "nvrtc": nvrtc, "builtins": builtins}
+
+
+#: A test puts a stand-in here, for simulated GPUs.
+runtime: Any = CudaRuntime()
+
+
+def nvidia_folders() -> list[Path]:
+    """Where pip puts NVIDIA's libraries, and where a toolkit does."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(part) for part in (spec.submodule_search_locations or ())] if spec is not None else []
+    return [*folders, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+
+
+def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str | None, str | None]:
+    """(compiler, its companion) for torch's CUDA version; a bare name for the loader where no file is found."""
+    major = (cuda_version or "").split(".")[0]
+    name = "libnvrtc.so.11.2" if major == "11" else f"libnvrtc.so.{major}"  # so called from 11.2 to 11.8
+    for folder in folders if major else ():
+        for pattern in (f"*/lib/{name}", f"lib/{name}", f"lib64/{name}"):
+            for path in sorted(folder.glob(pattern)):
+                return str(path), nvrtc_companion(path)
+    return (name if major else None), None
+
+
+def nvrtc_companion(path: Path) -> str | None:
+    """The library that the compiler loads by name, which the loader may not find where pip puts it."""
+    return next((str(found) for found in sorted(path.parent.glob("libnvrtc-builtins.so.*"))), None)
+
+
+def _image_folder() -> str | None:
+    """Where images lie that were made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, else the package's own."""
+    own = Path(__file__).parents[1] / "images"
+    return os.environ.get("SHARDWRIGHT_KERNELS") or (str(own) if own.is_dir() else None)
+
+
+def _cache_folder() -> str | None:
+    """Made here: the engine makes the last folder only. None, so a compilation at each start, for a user without a home."""
+    try:
+        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and no line in passwd: a container that runs under a number
+        return None
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError:  # the engine then compiles at each start, and says where it looked
+        pass
+    return str(parent / "shardwright")
+
+
+def open_gpu(ordinal: int, libraries: dict[str, str | None], host: Any = None) -> DeviceComm:
+    """Open a GPU for this rank alone. Where its memory is short, torch's allocator is asked to give back what it does not use."""
+    return DeviceComm(ordinal, host=host, make_room=lambda: runtime.make_room(ordinal), **libraries)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
+    """(what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
+
+    Raises NotImplementedError where the GPU cannot be used.
+    """
+    if not runtime.holds(tensor):
+        return None
+    ordinal = runtime.ordinal(tensor)
+    found = runtime.kernels.get(ordinal)
+    if found is None:
+        found = runtime.kernels[ordinal] = open_gpu(ordinal, runtime.libraries())
+    return found, runtime.current_stream(ordinal)

@@ -1,0 +1,23 @@
+"""Checks of optimizers that are torch's or the user's own."""
+
+from __future__ import annotations
+
+import torch
+
+from .._engine import Error
+
+
+def on_meta(parameter: torch.Tensor, position: int) -> str:
+    """Return why an optimizer trains nothing that was made before its module had memory."""
+    return (
+        f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is on the meta device, where nothing can be stepped "
+        "on: sw.materialize replaces such parameters by new ones, so make the optimizer after it"
+    )
+
+
+def check_steppable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that holds no parameter of a wrapped module and some on the meta device."""
+    for position, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.is_meta:
+                raise Error(on_meta(parameter, position))
