@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .._engine import Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
 from ..layout.views import as_real, dense_strides, dtype_name

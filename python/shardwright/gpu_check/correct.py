@@ -89,7 +89,8 @@ class Product(nn.Module):
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))))
+        generator = torch.Generator().manual_seed(len(shape))
+        self.weight = nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu"))
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return (self.weight * given).sum()
@@ -111,7 +112,8 @@ class Given(nn.Module):
 
 def gradients(rank: int, step: int, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    return [torch.randn(shape, generator=generator).to(device) for shape in _SHAPES]
+    made = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in _SHAPES)
+    return [each.to(device) for each in made]
 
 
 def _train(module: nn.Module, rank: int, device: torch.device, **options: Any) -> list[torch.Tensor]:
@@ -151,7 +153,7 @@ def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterat
     for zero in (0, 1, 2, 3):
         found = _train(place.put(Given()), rank, place.device, zero=zero)
         with place.aside():
-            wrong = torch.tensor([_differing(found, expected)])
+            wrong = torch.tensor([_differing(found, expected)], dtype=torch.int64, device="cpu")
             dist.all_reduce(wrong)
             count = int(wrong)
         note = f"{len(expected)} tensors after {STEPS} steps, clipped"

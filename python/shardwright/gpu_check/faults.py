@@ -34,7 +34,8 @@ def _wrapped(place: Any, rank: int) -> Any:
 def _fill_queue(place: Any, model: Any) -> None:
     """Enqueue collectives, and copies behind them, as a host that is far ahead of its GPU; it ends with an exception."""
     link = model._engine().link
-    memory = [place.memory(torch.zeros(8 * link.world_size)) for _ in range(2)]
+    size = 8 * link.world_size
+    memory = [place.memory(torch.zeros(size, dtype=torch.float32, device="cpu")) for _ in range(2)]
     to, source = (each.data_ptr() for each in memory)
     place.synchronize()
     with place.short_queue():

@@ -56,7 +56,7 @@ class Gpu:
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Return pinned float32 memory on the host."""
-        return torch.empty(size_bytes // 4, dtype=torch.float32, pin_memory=True)
+        return torch.empty(size_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=True)
 
     def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
         """Return the milliseconds of one `work`, as the GPU sees it."""

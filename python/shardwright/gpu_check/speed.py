@@ -27,10 +27,11 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
     numel = 1 << 10 if is_quick else 64 << 20
     link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine().link
     comm, stream = link.comm, link.current_stream()
-    wide, back = (place.memory(torch.randn(numel)) for _ in range(2))
-    half = place.memory(torch.zeros(numel, dtype=torch.bfloat16))
-    records = place.memory(torch.zeros(numel // _BLOCK * _engine.block_record_bytes(_BLOCK, _BITS), dtype=torch.uint8))
-    room = [place.memory(torch.zeros(14 * numel // 4, dtype=torch.float32)) for _ in range(2)]
+    wide, back = (place.memory(torch.randn(numel, dtype=torch.float32, device="cpu")) for _ in range(2))
+    half = place.memory(torch.zeros(numel, dtype=torch.bfloat16, device="cpu"))
+    record_bytes = numel // _BLOCK * _engine.block_record_bytes(_BLOCK, _BITS)
+    records = place.memory(torch.zeros(record_bytes, dtype=torch.uint8, device="cpu"))
+    room = [place.memory(torch.zeros(14 * numel // 4, dtype=torch.float32, device="cpu")) for _ in range(2)]
     piece = 4 * numel // _PIECES
     pairs = [(back.data_ptr() + k * piece, wide.data_ptr() + k * piece, piece) for k in range(_PIECES)]
 
@@ -93,7 +94,7 @@ _OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
 
 def _adamw(place: Any, numel: int, make: Callable[[list[torch.nn.Parameter]], Any]) -> Callable[[], Any]:
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(numel // _PIECES, generator=generator) for _ in range(2 * _PIECES)]
+    made = [torch.randn(numel // _PIECES, dtype=torch.float32, device="cpu", generator=generator) for _ in range(2 * _PIECES)]
     parameters = [torch.nn.Parameter(place.memory(value)) for value in made[::2]]
     for parameter, gradient in zip(parameters, made[1::2]):
         parameter.grad = place.memory(gradient)

@@ -109,7 +109,9 @@ def arm(place: Any, rank: int, world_size: int, *, name: str, is_quick: bool) ->
         numel = sum(each.numel() for each in module.parameters())
         model, optimizer = wrap(where.put(module), where.device)
         generator = torch.Generator().manual_seed(0)
-        tokens = where.memory(torch.randint(size.words, (size.batch, size.sequence), generator=generator))
+        shape = (size.batch, size.sequence)
+        tokens = torch.randint(size.words, shape, generator=generator, dtype=torch.int64, device="cpu")
+        tokens = where.memory(tokens)
         losses: list[torch.Tensor] = []
 
         def step() -> None:
