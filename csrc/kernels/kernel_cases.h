@@ -59,9 +59,9 @@ size_t sw_kernel_case_count(sw_kernel kernel);
 void sw_kernel_case_make(sw_kernel kernel, size_t index, unsigned char *arena,
                          sw_kernel_case *made);
 
-/* Make equal what is equal in meaning, in memory that a kernel or a reference has written: the
- * digits of a sum are carried, and each NaN becomes the same NaN, since the sign and the payload of
- * a computed NaN are the processor's. `args` point into host memory. */
+/* Make equal what is equal in meaning, in memory that a kernel or a reference has written. The
+ * digits of a sum are carried. Each NaN becomes the same NaN: the sign and the payload of a computed
+ * one are the processor's. `args` point into host memory. */
 void sw_kernel_case_settle(sw_kernel kernel, const void *args);
 
 /* Make arguments that point into the arena at `from` point to the same places of the arena at `to`.

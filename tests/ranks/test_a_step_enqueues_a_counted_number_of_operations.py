@@ -20,8 +20,14 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 PARAMETERS, UNITS, WIDTH = 303, 34, 4
 COUNTED = ("launches", "copies", "records", "stream_waits", "host_waits", "allocations")
-#: of a step, at most: those of COUNTED, and all calls
-BOUNDS: dict[int, tuple[int, ...]] = {}
+#: of a step, at most: those of COUNTED (of the communicator that averages), and all calls of the rank. A copy and its event, in which ranks
+#: compare their steps, are left out where the one before is still on its way
+BOUNDS: dict[int, tuple[int, ...]] = {
+    0: (6, 1, 5, 3, 0, 0, 31),
+    1: (6, 1, 8, 5, 0, 0, 38),
+    2: (7, 1, 9, 6, 0, 0, 41),
+    3: (7, 1, 6, 4, 0, 0, 451),
+}
 
 
 class Block(nn.Module):
@@ -48,7 +54,7 @@ class Model(nn.Module):
         return self.ends[1](x).square().sum()
 
 
-@pytest.mark.parametrize("zero", sorted(BOUNDS) or (0, 1, 2, 3))
+@pytest.mark.parametrize("zero", sorted(BOUNDS))
 def test_a_steps_operations(teams: Any, paths: dict[str, str], zero: int) -> None:
     run(teams, 2, paths, counted, zero, policy="on demand")
 
@@ -76,5 +82,4 @@ def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
     if rank == 0:
         names = (*COUNTED, "calls")
         print(f"zero={zero}", ", ".join(f"{n} {name}" for n, name in zip(found, names)), f"{1e3 * taken:.0f} ms")
-    if BOUNDS:
-        assert all(n <= bound for n, bound in zip(found, BOUNDS[zero], strict=True)), (zero, found)
+    assert all(n <= bound for n, bound in zip(found, BOUNDS[zero], strict=True)), (zero, found)
