@@ -151,7 +151,7 @@ ADDRESSES = {
             "optim/offload",
             "parameters/read_guard",
             "parameters/released",
-            "parallel/replica",
+            "gradients/module_gradients",
         ),
         *("optim/sharded", "parameters/unshard_schedule"),
     ],

@@ -10,8 +10,10 @@ typedef struct verdict {
     uint64_t size_bytes;
     sw_memory_need need;
     uint32_t failed;
-    char message[244];
+    char message[220];
 } verdict;
+
+_Static_assert(sizeof(verdict) == 256, "one chunk, also where hosts gather it of 16,384 ranks");
 
 static sw_status compare(const sw_comm *comm, const char *noun, const char *label,
                          const verdict *all, sw_error *err)
@@ -41,7 +43,7 @@ sw_status sw_agree(sw_comm *comm, const char *noun, const char *label, size_t si
     if (noun)
         sw_limits_read_need(size_bytes, &mine.need);
     if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.240s", cause->message);
+        snprintf(mine.message, sizeof mine.message, "%.219s", cause->message);
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
     if (status == SW_OK)
         status = compare(comm, noun, label, all, err);

@@ -95,6 +95,13 @@ sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t
                         sw_comm_name(comm, rank), (unsigned long long)size_bytes);
 }
 
+void sw_comm_count(sw_comm *comm, const sw_op *op)
+{
+    comm->stats.operations[op->kind]++;
+    if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
+        comm->stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
+}
+
 const char *sw_op_kind_name(sw_op_kind kind)
 {
     static const char *const names[SW_OP_KIND_COUNT] = {"barrier", "all_reduce", "reduce_scatter",

@@ -213,6 +213,9 @@ sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const 
 sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t first_bytes,
                                 int rank, uint64_t size_bytes, sw_error *err);
 
+/* Adds an operation that begins to the communicator's stats. */
+void sw_comm_count(sw_comm *comm, const sw_op *op);
+
 const char *sw_op_kind_name(sw_op_kind kind);
 
 #endif

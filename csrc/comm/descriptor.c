@@ -23,9 +23,15 @@ void sw_descriptor_fill(sw_descriptor *d, const sw_op *op, uint32_t form)
     memcpy(d->label, op->label, (size_t)sw_text_fit(op->label, SW_COMM_LABEL_BYTES - 1));
 }
 
+void sw_descriptor_name(const sw_descriptor *d, char *text, size_t capacity)
+{
+    snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind),
+             SW_COMM_LABEL_BYTES - 1, d->label);
+}
+
 void sw_descriptor_describe(const sw_descriptor *d, char *text, size_t capacity)
 {
-    char detail[96] = "";
+    char detail[96] = "", name[128];
     if (d->kind == SW_OP_ALL_REDUCE || d->kind == SW_OP_REDUCE_SCATTER)
         snprintf(detail, sizeof detail, ", %s of %llu %s", sw_redop_name((sw_redop)d->redop),
                  (unsigned long long)d->numel, sw_dtype_name((sw_dtype)d->dtype));
@@ -42,8 +48,8 @@ void sw_descriptor_describe(const sw_descriptor *d, char *text, size_t capacity)
         snprintf(place, sizeof place, ", chunk %llu", (unsigned long long)d->chunk);
     if (d->round)
         snprintf(round, sizeof round, ", backward %u of step %u", d->round, d->step);
-    snprintf(text, capacity, "%s '%.*s'%s%s%s", sw_op_kind_name((sw_op_kind)d->kind),
-             SW_COMM_LABEL_BYTES - 1, d->label, detail, place, round);
+    sw_descriptor_name(d, name, sizeof name);
+    snprintf(text, capacity, "%s%s%s%s", name, detail, place, round);
 }
 
 const sw_descriptor *sw_descriptor_contradicted(const sw_descriptor *lowest,
@@ -94,4 +100,23 @@ sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err)
                 sw_op_kind_name(op->kind), op->label, op->offset_bytes, bytes,
                 op->arena->size_bytes);
     return SW_OK;
+}
+
+sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error *err)
+{
+    SW_TRY(sw_op_check(op, world_size, err));
+    if (!op->arena)
+        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
+                sw_op_kind_name(op->kind), op->label);
+    return SW_OK;
+}
+
+sw_op sw_op_gather(const void *mine, size_t size_bytes, const char *label)
+{
+    sw_op op = {.kind = SW_OP_ALL_GATHER,
+                .dtype = SW_DTYPE_UINT8,
+                .numel = size_bytes,
+                .data = (void *)(uintptr_t)mine};
+    snprintf(op.label, sizeof op.label, "%s", label);
+    return op;
 }

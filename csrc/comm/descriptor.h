@@ -36,6 +36,9 @@ void sw_descriptor_fill(sw_descriptor *descriptor, const sw_op *op, uint32_t for
 /* "all_reduce 'bucket 0 of Mlp', mean of 640 float32, backward 1 of step 3". */
 void sw_descriptor_describe(const sw_descriptor *descriptor, char *text, size_t capacity);
 
+/* "all_reduce 'bucket 0 of Mlp'": as it is named where ranks wait for it. */
+void sw_descriptor_name(const sw_descriptor *descriptor, char *text, size_t capacity);
+
 /* One rank's descriptor beside the lowest rank's, and beside that of the lowest rank that counts
  * rounds (NULL: none does). Returns the one that it contradicts, or NULL. */
 const sw_descriptor *sw_descriptor_contradicted(const sw_descriptor *lowest,
@@ -48,5 +51,10 @@ sw_status sw_descriptor_disagree(uint32_t ticket, int first_rank, const sw_descr
 
 /* SW_E_INVALID for an operation that no transport of `world_size` ranks could run. */
 SW_MUST_USE sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err);
+/* The same, and SW_E_STATE for one on private memory, which cannot be posted. */
+SW_MUST_USE sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error *err);
+
+/* The operation of sw_comm_ops.gather. */
+sw_op sw_op_gather(const void *mine, size_t size_bytes, const char *label);
 
 #endif

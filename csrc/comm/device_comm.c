@@ -69,7 +69,7 @@ sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int ra
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
     c->lookout.minds_leaving = true;
-    sw_status status = sw_nccl_peers_create(&c->library, c->device, id, rank, world_size,
+    sw_status status = sw_nccl_create(&c->library, c->device, id, rank, world_size,
                                             timeout_ns, &c->lookout, &c->peers, err);
     c->lookout.minds_leaving = false;
     return status;
@@ -100,7 +100,7 @@ sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank
     SW_TRY(refuse_connected(c, err));
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
-    return sw_nccl_peers_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns,
+    return sw_nccl_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns,
                                 &c->lookout, &c->peers, err);
 }
 
@@ -111,7 +111,7 @@ static void return_borrowed(sw_device_comm *c)
     const sw_device_ops *ops = c->device->ops;
     if (!sw_peers_has_failed(c->peers) &&
         ops->event_record(c->device, c->met, c->stream, NULL) == SW_OK)
-        (void)sw_peers_wait(c->peers, c->met, "our last operation", NULL);
+        (void)!sw_peers_wait(c->peers, c->met, "our last operation", NULL);
 }
 
 void sw_device_comm_disconnect(sw_device_comm *c)

@@ -19,7 +19,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
-#include "comm/peers.h"
+#include "comm/nccl.h"
 #include "comm/slot_transport.h"
 #include "kernels/device_kernels.h"
 #include "kernels/optim_kernels.h"

@@ -11,19 +11,41 @@
 #include "platform/futex.h"
 #include "platform/process.h"
 
-enum { SPIN_WITH_SPARE_CORES = 2000, DEATHS_A_LOOK = 64 };
+enum { SPIN_WITH_SPARE_CORES = 2000, DEATHS_A_LOOK = 64, PAGE_BYTES = 4096 };
 
 /* A chunk is folded piece by piece, so that each rank reads 2 of it instead of W, where that saves
  * more than one more wait costs. */
 static const size_t pieces_save_bytes = 256 * 1024;
 
-sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, sw_control *control,
-                         sw_error *err)
+static size_t whole_pages(size_t size_bytes)
+{
+    return (size_bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+static size_t control_bytes(int world_size)
+{
+    return whole_pages((size_t)world_size * sizeof(sw_control));
+}
+
+static size_t ring_bytes(int world_size)
+{
+    return whole_pages((size_t)world_size * SW_FABRIC_RING * sizeof(sw_fabric_entry));
+}
+
+size_t sw_fabric_pages_bytes(int world_size)
+{
+    return control_bytes(world_size) + ring_bytes(world_size) +
+           (size_t)world_size * SW_FABRIC_SLOTS * SW_FABRIC_SLOT_BYTES;
+}
+
+sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *pages, sw_error *err)
 {
     size_t count = (size_t)world_size;
     fabric->comm.rank = rank;
     fabric->comm.world_size = world_size;
-    fabric->control = control;
+    fabric->control = (sw_control *)(void *)pages;
+    fabric->ring = (sw_fabric_entry *)(void *)(pages + control_bytes(world_size));
+    fabric->slots = pages + control_bytes(world_size) + ring_bytes(world_size);
     fabric->asked = (uint32_t)rank;
     atomic_store(&fabric->is_open, true);
     fabric->spin_count = world_size <= sw_process_cores() ? SPIN_WITH_SPARE_CORES : 0;
@@ -103,11 +125,11 @@ void sw_fabric_fini(sw_fabric *fabric)
 
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
 {
-    const sw_control *control = &((sw_fabric *)comm)->control[rank];
+    const sw_control *control = ((sw_fabric *)comm)->control;
     int used = snprintf(text, SW_COMM_PEER_BYTES, "rank %d", sw_comm_name(comm, rank));
-    if (control->pid) /* else it has not joined yet */
+    if (control && control[rank].pid) /* else it has not joined yet */
         snprintf(text + used, SW_COMM_PEER_BYTES - (size_t)used, " (pid %d on host %.40s)",
-                 control->pid, control->host);
+                 control[rank].pid, control[rank].host);
 }
 
 /* Looking at the peers
@@ -179,11 +201,10 @@ static void publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
 {
-    size_t at = ticket % SW_FABRIC_RING;
-    const sw_descriptor *lowest = &fabric->control[0].ring[at], *counting = NULL;
+    const sw_descriptor *lowest = sw_fabric_descriptor(fabric, 0, ticket), *counting = NULL;
     int counting_rank = 0; /* the lowest that counts rounds */
     for (int r = 0; r < fabric->comm.world_size; ++r) {
-        const sw_descriptor *other = &fabric->control[r].ring[at];
+        const sw_descriptor *other = sw_fabric_descriptor(fabric, r, ticket);
         if (other->round != 0 && !counting) {
             counting = other;
             counting_rank = r;
@@ -254,10 +275,10 @@ sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending, uint32_t
     if (fills && pending->count && pending->op.data) {
         size_t bytes = pending->count * sw_dtype_size_bytes(pending->op.dtype);
         if (pending->op.kind != SW_OP_BROADCAST || pending->op.root == fabric->comm.rank)
-            memcpy(own->slot[next % SW_FABRIC_SLOTS], pending->op.data, bytes);
+            memcpy(sw_fabric_slot(fabric, fabric->comm.rank, next), pending->op.data, bytes);
         fabric->comm.stats.bytes_staged += bytes;
     }
-    own->ring[next % SW_FABRIC_RING] = pending->descriptor;
+    *sw_fabric_descriptor(fabric, fabric->comm.rank, next) = pending->descriptor;
     fabric->posted = next;
     publish(&own->posted, next, own);
     *ticket = next;
@@ -271,29 +292,21 @@ static void fill_pending(sw_pending *pending, const sw_op *op, uint32_t form)
     sw_descriptor_fill(&pending->descriptor, op, form);
 }
 
-static void count_operation(sw_fabric *fabric, const sw_op *op)
-{
-    fabric->comm.stats.operations[op->kind]++;
-    if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
-        fabric->comm.stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
-}
-
 sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
     sw_pending pending;
-    SW_TRY(sw_op_check(op, fabric->comm.world_size, err));
-    if (!op->arena)
-        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
-                sw_op_kind_name(op->kind), op->label);
+    SW_TRY(sw_op_check_post(op, fabric->comm.world_size, err));
     fill_pending(&pending, op, SW_FORM_POOL);
-    count_operation(fabric, op);
+    sw_comm_count(comm, op);
     SW_TRY(sw_fabric_issue(fabric, &pending, ticket, err));
     return sw_fabric_progress(fabric, err);
 }
 
-/* One chunk after the other through the slots; up to SW_FABRIC_SLOTS of them in flight. */
-static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, sw_error *err)
+/* One chunk after the other through the slots; up to SW_FABRIC_SLOTS of them in flight. `gathered`:
+ * of an all_gather. */
+static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, void *gathered,
+                                   sw_error *err)
 {
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
     size_t chunk = SW_FABRIC_SLOT_BYTES / element_bytes;
@@ -309,6 +322,7 @@ static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, sw_error 
         pending.begin = begin;
         pending.count = count;
         pending.descriptor.chunk = begin / chunk;
+        pending.gathered = gathered;
         if (op->data)
             pending.op.data = (uint8_t *)op->data + begin * element_bytes;
         SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
@@ -334,31 +348,16 @@ sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *err)
     if (op->kind == SW_OP_REDUCE_SCATTER || op->kind == SW_OP_ALL_GATHER)
         SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs memory of an arena",
                 sw_op_kind_name(op->kind), op->label);
-    count_operation(fabric, op);
-    return run_through_slots(fabric, op, err);
+    sw_comm_count(comm, op);
+    return run_through_slots(fabric, op, NULL, err);
 }
 
 sw_status sw_fabric_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                            const char *label, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
-    size_t begin = 0;
-    uint32_t ticket;
-    sw_op op = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8, .numel = size_bytes};
-    snprintf(op.label, sizeof op.label, "%s", label);
+    sw_op op = sw_op_gather(mine, size_bytes, label);
     SW_TRY(sw_op_check(&op, fabric->comm.world_size, err));
-    count_operation(fabric, &op);
-    do {
-        sw_pending pending;
-        fill_pending(&pending, &op, SW_FORM_SLOT);
-        pending.begin = begin;
-        pending.count = sw_size_min(SW_FABRIC_SLOT_BYTES, size_bytes - begin);
-        pending.descriptor.chunk = begin / SW_FABRIC_SLOT_BYTES;
-        pending.op.data = (void *)((uintptr_t)mine + begin);
-        pending.gathered = all;
-        SW_TRY(sw_fabric_issue(fabric, &pending, &ticket, err));
-        SW_TRY(sw_fabric_progress(fabric, err));
-        begin += pending.count;
-    } while (begin < size_bytes);
-    return sw_fabric_wait(comm, ticket, err);
+    sw_comm_count(comm, &op);
+    return run_through_slots(fabric, &op, all, err);
 }

@@ -7,6 +7,11 @@
  * The pages may be a process's own (comm/local: ranks are threads) or mapped memfds (comm/shm). See
  * docs/design/comm.md. Each control block is written by its owner alone, except `waiters`.
  *
+ *   pages: control blocks by rank | descriptors by ticket, then rank | slots by rank
+ *
+ * A rank looks at the words of all ranks, and at all descriptors of one ticket: each lie together,
+ * so that it touches O(W / 64) pages for the first time instead of O(W).
+ *
  * Thread rule: one at a time a fabric; the control blocks are shared, every field below says how.
  */
 #ifndef SW_COMM_FABRIC_H
@@ -38,9 +43,11 @@ typedef struct sw_control { /* zeroed at first; world_size of them, one behind t
     int32_t pid;
     char host[64];
     sw_ending ending; /* by its owner's threads */
-    _Alignas(128) sw_descriptor ring[SW_FABRIC_RING];
-    _Alignas(4096) uint8_t slot[SW_FABRIC_SLOTS][SW_FABRIC_SLOT_BYTES];
 } sw_control;
+
+typedef struct sw_fabric_entry { /* of a ring of descriptors */
+    _Alignas(64) sw_descriptor descriptor;
+} sw_fabric_entry;
 
 typedef struct sw_pending {
     sw_op op;
@@ -51,7 +58,9 @@ typedef struct sw_pending {
 
 typedef struct sw_fabric {
     sw_comm comm;        /* first: a fabric is a communicator */
-    sw_control *control; /* borrowed from the transport: world_size blocks */
+    sw_control *control; /* borrowed from the transport, as the next two: world_size blocks */
+    sw_fabric_entry *ring;
+    uint8_t *slots;
     bool (*peer_ended)(struct sw_fabric *fabric,
                        int rank); /* transport's: whether the process is gone */
     _Atomic bool is_open;         /* control is there: for threads beside the one that joins */
@@ -66,10 +75,13 @@ typedef struct sw_fabric {
     bool *contributes;
 } sw_fabric;
 
-/* Takes rank, world_size and blocks; the transport has filled pid and host of its own. On failure
+/* Bytes of the pages that `world_size` ranks share. They begin with the control blocks. */
+size_t sw_fabric_pages_bytes(int world_size);
+
+/* Takes rank, world_size and pages; the transport has filled pid and host of its own. On failure
  * peers get the same sentence. */
-SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size,
-                                     sw_control *control, sw_error *err);
+SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *pages,
+                                     sw_error *err);
 /* Leaves the group (peers that wait for this rank are told) and frees the scratch. */
 void sw_fabric_fini(sw_fabric *fabric);
 
@@ -124,6 +136,19 @@ sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err
 static inline bool sw_ticket_reached(uint32_t value, uint32_t ticket)
 {
     return (int32_t)(value - ticket) >= 0;
+}
+
+static inline sw_descriptor *sw_fabric_descriptor(const sw_fabric *fabric, int rank,
+                                                  uint32_t ticket)
+{
+    size_t row = ticket % SW_FABRIC_RING;
+    return &fabric->ring[row * (size_t)fabric->comm.world_size + (size_t)rank].descriptor;
+}
+
+static inline uint8_t *sw_fabric_slot(const sw_fabric *fabric, int rank, uint32_t ticket)
+{
+    size_t slot = (size_t)rank * SW_FABRIC_SLOTS + ticket % SW_FABRIC_SLOTS;
+    return fabric->slots + slot * SW_FABRIC_SLOT_BYTES;
 }
 
 static inline _Atomic uint32_t *sw_fabric_word(const sw_fabric *fabric, int rank, bool for_post)

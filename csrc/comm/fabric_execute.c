@@ -27,19 +27,18 @@ static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t tick
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
     int sources = 0, destinations = 0;
     for (int r = 0; r < fabric->comm.world_size; ++r) {
-        uint8_t *part = range->slots
-                            ? fabric->control[r].slot[ticket % SW_FABRIC_SLOTS] +
-                                  (begin - pending->begin) * element_bytes
-                            : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
+        uint8_t *part =
+            range->slots
+                ? sw_fabric_slot(fabric, r, ticket) + (begin - pending->begin) * element_bytes
+                : op->arena->base[r] + op->offset_bytes + begin * element_bytes;
         if (fabric->contributes[r])
             fabric->source[sources++] = part;
         if (!range->slots && !op->result && (range->everywhere || r == fabric->comm.rank))
             fabric->destination[destinations++] = part;
     }
     if (range->slots && range->pieces)
-        fabric->destination[destinations++] =
-            fabric->control[fabric->comm.rank].slot[ticket % SW_FABRIC_SLOTS] +
-            (begin - pending->begin) * element_bytes;
+        fabric->destination[destinations++] = sw_fabric_slot(fabric, fabric->comm.rank, ticket) +
+                                              (begin - pending->begin) * element_bytes;
     else if (range->slots)
         fabric->destination[destinations++] =
             (uint8_t *)op->data + (begin - pending->begin) * element_bytes;
@@ -150,7 +149,7 @@ static void collect(sw_fabric *fabric, const sw_pending *pending, uint32_t ticke
     const sw_fold_plan *plan = op->plan;
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
     for (int r = 0; r < fabric->comm.world_size; ++r) {
-        const uint8_t *slot = fabric->control[r].slot[(ticket - 1) % SW_FABRIC_SLOTS];
+        const uint8_t *slot = sw_fabric_slot(fabric, r, ticket - 1);
         fold_range piece = piece_of(fabric, pending, r);
         for (size_t cursor = piece.begin, begin = cursor, numel = piece.end - cursor;
              cursor < piece.end &&
@@ -165,7 +164,6 @@ static void collect(sw_fabric *fabric, const sw_pending *pending, uint32_t ticke
 static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
 {
     const sw_op *op = &pending->op;
-    size_t slot = ticket % SW_FABRIC_SLOTS;
     size_t bytes = pending->count * sw_dtype_size_bytes(op->dtype);
     if (pending->descriptor.form == SW_FORM_PIECE) {
         fold_range piece = piece_of(fabric, pending, fabric->comm.rank);
@@ -180,11 +178,11 @@ static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     } else if (bytes == 0) {
         return;
     } else if (op->kind == SW_OP_BROADCAST && op->root != fabric->comm.rank) {
-        memcpy(op->data, fabric->control[op->root].slot[slot], bytes);
+        memcpy(op->data, sw_fabric_slot(fabric, op->root, ticket), bytes);
     } else if (op->kind == SW_OP_ALL_GATHER) {
         for (int r = 0; r < fabric->comm.world_size; ++r)
             memcpy((uint8_t *)pending->gathered + (size_t)r * op->numel + pending->begin,
-                   fabric->control[r].slot[slot], bytes);
+                   sw_fabric_slot(fabric, r, ticket), bytes);
     }
 }
 

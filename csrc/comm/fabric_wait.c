@@ -9,13 +9,11 @@
  * by then, as a rule, so W ranks wake log2(W) times each. With the lowest, which comes next where
  * ranks come in order, all would wake W times. */
 #include <stdio.h>
-#include <string.h>
 
 #include "comm/fabric.h"
 #include "comm/wait.h"
 #include "platform/clock.h"
 #include "platform/futex.h"
-#include "platform/process.h"
 
 enum { DEATHS_A_SLICE = 16 };
 
@@ -33,9 +31,7 @@ typedef struct fabric_wait {
 static void describe_operation(const sw_fabric *fabric, uint32_t ticket, char *text,
                                size_t capacity)
 {
-    const sw_descriptor *d = &fabric->control[fabric->comm.rank].ring[ticket % SW_FABRIC_RING];
-    snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind),
-             SW_COMM_LABEL_BYTES - 1, d->label);
+    sw_descriptor_name(sw_fabric_descriptor(fabric, fabric->comm.rank, ticket), text, capacity);
 }
 
 /* From rank `from` on; -1: none. */
@@ -54,21 +50,11 @@ static void describe_wait(void *context, sw_wait_text *text)
 {
     const fabric_wait *w = context;
     sw_fabric *fabric = w->fabric;
-    size_t used = 0;
     describe_operation(fabric, w->awaited.ticket, text->what, sizeof text->what);
-    for (int r = 0; r < fabric->comm.world_size && used + 1 < sizeof text->missing; ++r) {
-        char peer[SW_COMM_PEER_BYTES];
-        if (!sw_fabric_is_missing(fabric, r, &w->awaited))
-            continue;
-        if (text->rank < 0)
-            text->rank = sw_comm_name(&fabric->comm, r);
-        sw_fabric_peer(&fabric->comm, r, peer);
-        char state = sw_process_state(fabric->control[r].pid);
-        int wrote =
-            snprintf(text->missing + used, sizeof text->missing - used, "%s%s%s", used ? ", " : "",
-                     peer, state == 'T' || state == 't' ? " (stopped)" : "");
-        used += wrote > 0 ? (size_t)wrote : 0;
-    }
+    for (int r = 0; r < fabric->comm.world_size; ++r)
+        if (sw_fabric_is_missing(fabric, r, &w->awaited) &&
+            !sw_wait_add_missing(text, &fabric->comm, r, fabric->control[r].pid))
+            return;
 }
 
 static sw_status end_without(sw_fabric *fabric, int rank, const char *how, uint32_t ticket,

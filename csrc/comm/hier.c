@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
+#include "comm/agree.h"
 #include "comm/hier_state.h"
 #include "platform/clock.h"
 #include "platform/futex.h"
@@ -72,35 +73,6 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
     }
 }
 
-typedef struct verdict {
-    uint64_t size_bytes;
-    uint32_t failed;
-    char message[244];
-} verdict;
-
-/* What one host cannot do, no host does; ranks of one have compared sizes, and hosts do it here. */
-static sw_status agree(sw_hier *hier, const char *label, size_t size_bytes, sw_status local,
-                       const sw_error *cause, sw_error *err)
-{
-    sw_comm *comm = &hier->comm;
-    verdict mine = {.size_bytes = size_bytes, .failed = local != SW_OK};
-    verdict *all = calloc((size_t)comm->world_size, sizeof *all);
-    if (!all)
-        return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on arena '%s'", label);
-    if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.240s", cause->message);
-    sw_status status = sw_hier_gather(comm, &mine, sizeof mine, all, label, err);
-    for (int r = 1; status == SW_OK && r < comm->world_size; ++r)
-        if (all[r].size_bytes != all[0].size_bytes)
-            status =
-                sw_comm_arena_differs(comm, label, all[0].size_bytes, r, all[r].size_bytes, err);
-    for (int r = 0; status == SW_OK && r < comm->world_size; ++r)
-        if (all[r].failed)
-            status = sw_error_set(err, SW_E_MEMORY, r, "%s", all[r].message);
-    free(all);
-    return status;
-}
-
 static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, bool mirrored,
                         sw_arena **arena, sw_error *err)
 {
@@ -112,7 +84,8 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
     sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
     if (local != SW_OK && local != SW_E_MEMORY)
         return sw_hier_end_here(hier, &cause, err);
-    sw_status status = agree(hier, label, size_bytes, local, &cause, err);
+    /* Ranks of one host have agreed; hosts do it here. */
+    sw_status status = sw_agree(&hier->comm, NULL, label, size_bytes, local, &cause, err);
     if (status != SW_OK) {
         destroy_inside(hier, made);
         return status;
@@ -161,21 +134,11 @@ static void abort_all(sw_comm *comm, const sw_error *reason)
 static void leave(sw_comm *comm)
 {
     sw_hier *hier = (sw_hier *)comm;
-    sw_page *own = sw_hier_page(hier, hier->local_rank);
     if (hier->carrier)
-        sw_carrier_stop(hier->carrier, !atomic_load(&hier->ended));
-    pthread_mutex_lock(&hier->lock);
-    if (!atomic_load(&hier->ended)) {
-        sw_error_set(&hier->reason, SW_E_STATE, -1, "the communicator of rank %d was closed",
-                     comm->rank);
-        atomic_store(&hier->ended, true);
-        atomic_store(&own->state, SW_MEMBER_LEFT);
-    }
-    pthread_mutex_unlock(&hier->lock);
-    hier->end_is_known = true;
-    sw_futex_wake_all(&own->posted);
-    sw_futex_wake_all(&own->wired);
+        sw_carrier_stop(hier->carrier, sw_hier_is_active(hier));
     hier->inside->ops->leave(hier->inside);
+    sw_hier_await_untouched(hier);
+    hier->end_is_known = true;
 }
 
 static void free_tables(sw_hier *hier)

@@ -26,11 +26,10 @@ sw_status sw_carrier_touch_begin(sw_carrier *carrier, sw_error *err)
 {
     sw_hier *hier = carrier->hier;
     pthread_mutex_lock(&hier->lock);
-    if (!atomic_load(&hier->ended))
-        return SW_OK;
-    *err = hier->reason;
-    pthread_mutex_unlock(&hier->lock);
-    return err->status;
+    sw_status status = sw_ending_read(sw_hier_ending(hier), err);
+    if (status != SW_OK)
+        pthread_mutex_unlock(&hier->lock);
+    return status;
 }
 
 void sw_carrier_touch_end(sw_carrier *carrier)
@@ -65,28 +64,33 @@ sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char
 
 /* SW_E_STATE when this rank leaves; what ended the communicator; what `need` says of this host. */
 static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool deaths,
-                            int *missing, sw_error *err)
+                            sw_error *err)
 {
     if (atomic_load(&carrier->stop))
         SW_FAIL(err, SW_E_STATE, "this rank leaves");
-    SW_TRY(sw_carrier_touch_begin(carrier, err));
-    sw_carrier_touch_end(carrier);
-    return sw_hier_check_host(carrier->hier, need, deaths, missing, err);
+    SW_TRY(sw_ending_read(sw_hier_ending(carrier->hier), err));
+    return sw_hier_check_host(carrier->hier, need, deaths, err);
+}
+
+/* `idles`: no rank has to be there yet. */
+static sw_status await_word(sw_carrier *carrier, const sw_hier_need *need, bool idles,
+                            _Atomic uint32_t *word, uint32_t value, sw_error *err)
+{
+    int64_t begun_ns = sw_clock_now_ns();
+    for (;;) {
+        uint32_t seen = atomic_load(word);
+        if (sw_ticket_reached(seen, value))
+            return SW_OK;
+        bool deaths = !idles && sw_clock_now_ns() - begun_ns > busy_slice_ns;
+        SW_TRY(check_here(carrier, need, deaths, err));
+        sw_futex_wait(word, seen, idles ? idle_slice_ns : busy_slice_ns);
+    }
 }
 
 sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_need *need,
                                  _Atomic uint32_t *word, uint32_t value, sw_error *err)
 {
-    int64_t begun_ns = sw_clock_now_ns();
-    for (;;) {
-        int missing;
-        uint32_t seen = atomic_load(word);
-        if (sw_ticket_reached(seen, value))
-            return SW_OK;
-        bool deaths = sw_clock_now_ns() - begun_ns > busy_slice_ns;
-        SW_TRY(check_here(carrier, need, deaths, &missing, err));
-        sw_futex_wait(word, seen, busy_slice_ns);
-    }
+    return await_word(carrier, need, false, word, value, err);
 }
 
 /* Until all ranks of this host have posted `ticket`. */
@@ -94,26 +98,10 @@ static sw_status await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err
 {
     sw_hier *hier = carrier->hier;
     const sw_hier_need need = {.ticket = ticket, .filler = -1};
-    int64_t begun_ns = 0;
-    for (;;) {
-        int missing;
-        int64_t now = sw_clock_now_ns();
-        bool waits = begun_ns > 0;
-        SW_TRY(check_here(carrier, &need, waits && now - begun_ns > busy_slice_ns, &missing, err));
-        if (missing < 0)
-            return SW_OK;
-        _Atomic uint32_t *own = &sw_hier_page(hier, 0)->posted;
-        if (!sw_ticket_reached(atomic_load(own), ticket)) {
-            if (!atomic_load(&carrier->stop))
-                sw_futex_wait(own, ticket - 1, idle_slice_ns);
-            continue;
-        }
-        begun_ns = waits ? begun_ns : now;
-        _Atomic uint32_t *word = &sw_hier_page(hier, missing)->posted;
-        uint32_t value = atomic_load(word);
-        if (!sw_ticket_reached(value, ticket))
-            sw_futex_wait(word, value, busy_slice_ns);
-    }
+    SW_TRY(check_here(carrier, &need, false, err));
+    for (int l = 0; l < hier->local_count; ++l)
+        SW_TRY(await_word(carrier, &need, l == 0, &sw_hier_page(hier, l)->posted, ticket, err));
+    return SW_OK;
 }
 
 void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket)
@@ -160,10 +148,8 @@ static void *carry(void *argument)
     while (status == SW_OK)
         status = carry_next(carrier, &ticket, &reason);
     bool leaves = status == SW_E_STATE && atomic_load(&carrier->stop);
-    if (!leaves) {
-        sw_hier_end(hier, &reason);
-        sw_carrier_say_last_word(carrier, &reason);
-    }
+    if (!leaves)
+        sw_hier_request_end(&hier->comm, &reason);
     sw_carrier_take_leave(carrier, leaves ? NULL : &reason);
     if (wire && wire->leave)
         wire->leave(wire->context, kept);

@@ -55,13 +55,6 @@ static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
     return SW_OK;
 }
 
-static void count_operation(sw_hier *hier, const sw_op *op)
-{
-    hier->comm.stats.operations[op->kind]++;
-    if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
-        hier->comm.stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
-}
-
 static sw_status check_supported(const sw_hier *hier, const sw_op *op, sw_error *err)
 {
     SW_TRY(sw_op_check(op, hier->comm.world_size, err));
@@ -76,13 +69,11 @@ sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_erro
     sw_hier *hier = (sw_hier *)comm;
     sw_descriptor descriptor;
     SW_TRY(check_supported(hier, op, err));
-    if (!op->arena)
-        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
-                sw_op_kind_name(op->kind), op->label);
+    SW_TRY(sw_op_check_post(op, comm->world_size, err));
     sw_hier_pending pending = {
         .op = *op, .arena = (sw_arena *)(uintptr_t)op->arena, .at_bytes = op->offset_bytes};
-    sw_descriptor_fill(&descriptor, op, false);
-    count_operation(hier, op);
+    sw_descriptor_fill(&descriptor, op, SW_FORM_POOL);
+    sw_comm_count(&hier->comm, op);
     return issue(hier, &pending, &descriptor, ticket, err);
 }
 
@@ -91,8 +82,8 @@ sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
     sw_hier_pending pending = {.op = *op};
     sw_descriptor descriptor;
     SW_TRY(sw_op_check(op, hier->comm.world_size, err));
-    sw_descriptor_fill(&descriptor, op, true);
-    count_operation(hier, op);
+    sw_descriptor_fill(&descriptor, op, SW_FORM_SLOT);
+    sw_comm_count(&hier->comm, op);
     return issue(hier, &pending, &descriptor, ticket, err);
 }
 
@@ -127,7 +118,7 @@ static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t 
         pending->arena = hier->bounce;
     if (bytes)
         memcpy(own_chunk(hier, pending), (const uint8_t *)op->data + begin * element_bytes, bytes);
-    sw_descriptor_fill(&descriptor, op, true);
+    sw_descriptor_fill(&descriptor, op, SW_FORM_SLOT);
     descriptor.chunk = begin * element_bytes / chunk_bytes(hier, op->kind);
     hier->comm.stats.bytes_staged += bytes;
     SW_TRY(issue(hier, pending, &descriptor, &ticket, err));
@@ -138,7 +129,7 @@ sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err)
 {
     sw_hier_pending pending;
     SW_TRY(check_supported(hier, op, err));
-    count_operation(hier, op);
+    sw_comm_count(&hier->comm, op);
     SW_TRY(run_chunk(hier, op, 0, op->numel, &pending, err));
     memcpy(op->data, own_chunk(hier, &pending), op->numel * sw_dtype_size_bytes(op->dtype));
     return SW_OK;
@@ -159,7 +150,7 @@ sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
         return sw_hier_broadcast(comm, &whole, 1, op->root, op->label, err);
     }
     SW_TRY(check_supported(hier, op, err));
-    count_operation(hier, op);
+    sw_comm_count(&hier->comm, op);
     size_t element_bytes = sw_dtype_size_bytes(op->dtype), begin = 0;
     if (op->kind == SW_OP_BARRIER || op->numel == 0)
         return run_chunk(hier, op, 0, 0, &pending, err);
@@ -179,13 +170,9 @@ sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, voi
     sw_hier *hier = (sw_hier *)comm;
     sw_hier_pending pending;
     size_t begin = 0, count;
-    sw_op op = {.kind = SW_OP_ALL_GATHER,
-                .dtype = SW_DTYPE_UINT8,
-                .numel = size_bytes,
-                .data = (void *)(uintptr_t)mine};
-    snprintf(op.label, sizeof op.label, "%s", label);
+    sw_op op = sw_op_gather(mine, size_bytes, label);
     SW_TRY(sw_op_check(&op, comm->world_size, err));
-    count_operation(hier, &op);
+    sw_comm_count(comm, &op);
     do {
         count = sw_size_min(chunk_bytes(hier, op.kind), size_bytes - begin);
         SW_TRY(run_chunk(hier, &op, begin, count, &pending, err));

@@ -7,7 +7,11 @@
  *
  * Memory: `pending` is written by the posting thread before `posted`, and read by the carrier's
  * thread after it. The carrier touches the memory and the plan of an operation under `lock`, and
- * only while the communicator has not ended; so a thread that ended it may give both away.
+ * only while the communicator has not ended; so a thread that ended it, and has then held `lock`
+ * once, may give both away.
+ *
+ * End: the communicator of this host's ranks, `inside`, ends with this one, and keeps its state and
+ * its reason for the ranks of this host (ending.h). The carriers tell the other hosts.
  *
  * Thread rule: as above; pages are shared between processes, each field below says how.
  */
@@ -37,10 +41,9 @@ enum {
 typedef struct sw_page { /* one a rank of this host, in memory that they all map */
     _Alignas(128) _Atomic uint32_t posted; /* futex word; by its owner */
     _Alignas(128) _Atomic uint32_t wired;  /* futex word; by the carrier's thread, in its page */
-    _Alignas(128) _Atomic uint32_t state;  /* sw_member_state; released after `reason` */
-    sw_error reason;                       /* before state becomes ENDED */
-    _Atomic int32_t awaiting;              /* carrier's: the rank of another host, or -1 */
-    _Atomic uint64_t sent, received;       /* carrier's: bytes over the bridge */
+    /* Carrier's: the rank of another host that it waits for, or -1; bytes over the bridge. */
+    _Alignas(128) _Atomic int32_t awaiting;
+    _Atomic uint64_t sent, received;
     /* Broadcast (hier_stream.c): futex words. `filled` and `sent_pieces` in the carrier's page. */
     _Alignas(128) _Atomic uint32_t filled;
     _Alignas(128) _Atomic uint32_t taken;
@@ -75,7 +78,7 @@ typedef struct sw_host_name {
 
 typedef struct sw_hier {
     sw_comm comm;    /* first */
-    sw_comm *inside; /* owned */
+    sw_comm *inside; /* owned: a fabric */
     sw_host_map map;
     sw_dissemination spread;
     _Atomic bool is_introduced; /* the next two are written */
@@ -87,14 +90,12 @@ typedef struct sw_hier {
     sw_arena *bounce;   /* two chunks a rank, for private memory that is reduced */
     sw_arena *mirror;   /* the carrier's part: two chunks of each rank, for what is gathered */
     size_t mirror_chunk_bytes;
-    sw_arena *ring;     /* the carrier's part: SW_STREAM_PLACES pieces */
-    uint32_t pieces;    /* of broadcasts before */
-    uint32_t posted;    /* own counter, as published */
-    uint32_t settled;   /* operations whose plans know the outcome */
-    uint32_t chunks;    /* of private memory moved so far: which half is next */
-    _Atomic bool ended; /* changes under lock */
-    sw_error reason;    /* of `ended` */
-    bool end_is_known;  /* to the posting thread: it may give plans away from here on */
+    sw_arena *ring;    /* the carrier's part: SW_STREAM_PLACES pieces */
+    uint32_t pieces;   /* of broadcasts before */
+    uint32_t posted;   /* own counter, as published */
+    uint32_t settled;  /* operations whose plans know the outcome */
+    uint32_t chunks;   /* of private memory moved so far: which half is next */
+    bool end_is_known; /* to the posting thread: it may give plans away from here on */
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
@@ -108,9 +109,6 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
 {
     return (sw_page *)(void *)hier->pages->base[local];
 }
-
-/* hier_end.c
- * ------------------------------------------------------------------------------------------ */
 
 /* Where `rank` has what an all_gather of private memory gathers, and every rank of this host finds
  * it. */
@@ -130,10 +128,25 @@ static inline int sw_hier_local(const sw_hier *hier, int rank)
     return local;
 }
 
-/* Ends it here: no operation's memory or plan is touched once this has returned. The first reason
- * stays: false. Tells this host's ranks; the carrier tells the other hosts. Any thread. */
-bool sw_hier_end(sw_hier *hier, const sw_error *reason);
-/* The same from the posting thread, which may wait in memory of its host, too. */
+/* hier_end.c
+ * ------------------------------------------------------------------------------------------ */
+
+/* Why this communicator ended on this rank; any of its threads. */
+static inline const sw_ending *sw_hier_ending(const sw_hier *hier)
+{
+    return &((const sw_fabric *)hier->inside)->ending;
+}
+
+static inline bool sw_hier_is_active(const sw_hier *hier)
+{
+    return sw_ending_state(sw_hier_ending(hier)) == SW_MEMBER_ACTIVE;
+}
+
+/* Returns when the carrier's thread touches no operation's memory or plan any more, nor will, of a
+ * communicator that has ended. Wakes this rank's threads. Any thread. */
+void sw_hier_await_untouched(sw_hier *hier);
+/* Ends it for this host's ranks and, where this rank carries, for the other hosts; then as above.
+ * The first reason stays: of it, the status is returned. Posting thread. */
 sw_status sw_hier_end_here(sw_hier *hier, const sw_error *reason, sw_error *err);
 /* The reason, once it has ended. Posting thread. */
 SW_MUST_USE sw_status sw_hier_check_alive(sw_hier *hier, sw_error *err);
@@ -142,9 +155,6 @@ SW_MUST_USE sw_status sw_hier_check_alive(sw_hier *hier, sw_error *err);
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason);
 SW_MUST_USE sw_status sw_hier_look(sw_comm *comm, bool minds_leaving, sw_error *err);
 bool sw_hier_is_alive(sw_comm *comm);
-
-/* Whether the process of a rank of this host has ended; not this one's. Any thread. */
-bool sw_hier_has_gone(const sw_hier *hier, int local);
 
 /* hier_wait.c
  * ------------------------------------------------------------------------------------------ */
@@ -158,10 +168,9 @@ typedef struct sw_hier_need {
 } sw_hier_need;
 
 /* What keeps this host from it: a rank that ended, left or (with `deaths`) died before it had done
- * its part. SW_OK: nothing known. *missing: a local rank that has not posted the operation, -1 for
- * none. Any thread. */
+ * its part. SW_OK: nothing known. Any thread. */
 SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
-                                         int *missing, sw_error *err);
+                                         sw_error *err);
 /* Until a word of some page of this host has reached `value`. */
 SW_MUST_USE sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need,
                                          _Atomic uint32_t *word, uint32_t value, sw_error *err);

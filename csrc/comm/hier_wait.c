@@ -1,9 +1,11 @@
 /* hier_wait.c - a rank's wait for its carrier: until that says that an operation is complete, or
- * until something says that it never will be. */
+ * until something says that it never will be: a rank of this host, another host's last word, the
+ * wire, the clock (wait.h). */
 #include <stdio.h>
 #include <string.h>
 
 #include "comm/hier_state.h"
+#include "comm/wait.h"
 #include "platform/clock.h"
 #include "platform/futex.h"
 #include "platform/process.h"
@@ -27,11 +29,14 @@ void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
         snprintf(text, SW_COMM_PEER_BYTES, "rank %d", rank);
 }
 
+/* The carrier may look before its own rank has come to the operation. */
 static void describe_ticket(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
 {
-    const sw_descriptor *d = &sw_hier_page(hier, hier->local_rank)->ring[ticket % SW_HIER_RING];
-    snprintf(text, capacity, "%s '%.*s'", sw_op_kind_name((sw_op_kind)d->kind),
-             SW_COMM_LABEL_BYTES - 1, d->label);
+    const sw_page *own = sw_hier_page(hier, hier->local_rank);
+    if (sw_ticket_reached(atomic_load(&own->posted), ticket))
+        sw_descriptor_name(&own->ring[ticket % SW_HIER_RING], text, capacity);
+    else
+        snprintf(text, capacity, "operation %u", ticket);
 }
 
 /* Whether a rank of this host has done what others wait for. */
@@ -43,23 +48,17 @@ static bool has_done(const sw_hier *hier, const sw_hier_need *need, int local)
 }
 
 sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
-                             int *missing, sw_error *err)
+                             sw_error *err)
 {
-    *missing = -1;
+    sw_fabric *inside = (sw_fabric *)hier->inside;
     for (int l = 0; l < hier->local_count; ++l) {
-        const sw_page *page = sw_hier_page(hier, l);
-        uint32_t state = atomic_load(&page->state);
-        if (state == SW_MEMBER_ENDED) {
-            *err = page->reason;
-            err->message[sizeof err->message - 1] = '\0';
-            return err->status;
-        }
-        if (!sw_ticket_reached(atomic_load(&page->posted), need->ticket) && *missing < 0)
-            *missing = l;
+        const sw_ending *ending = &inside->control[l].ending;
+        if (sw_ending_state(ending) == SW_MEMBER_ENDED)
+            return sw_ending_read(ending, err);
         if (has_done(hier, need, l) && l != 0)
             continue; /* it has done its part; the carrier has not until the end */
-        bool left = state == SW_MEMBER_LEFT;
-        if (left || (deaths && sw_hier_has_gone(hier, l))) {
+        bool left = sw_ending_state(ending) == SW_MEMBER_LEFT;
+        if (left || (deaths && l != hier->local_rank && inside->peer_ended(inside, l))) {
             char peer[SW_COMM_PEER_BYTES], what[160];
             sw_hier_peer((sw_comm *)(uintptr_t)hier, hier->members[l], peer);
             describe_ticket(hier, need->ticket, what, sizeof what);
@@ -86,43 +85,37 @@ static bool waits_for_others(const sw_hier *hier, int rank)
     return host != hier->host && (hier->map.host_count > 2 || sw_host_size(&hier->map, host) > 1);
 }
 
-/* Of whom the operation waits, as far as this host knows. */
-static int list_missing(sw_hier *hier, const sw_hier_need *need, char *text, size_t capacity)
-{
-    size_t used = 0;
-    int first = -1;
-    text[0] = '\0';
-    for (int l = 0; l < hier->local_count && used + 1 < capacity; ++l) {
-        char peer[SW_COMM_PEER_BYTES];
-        bool is_known = atomic_load(&hier->is_introduced);
-        char state = is_known ? sw_process_state(hier->pid[hier->members[l]]) : '?';
-        bool stopped = state == 'T' || state == 't';
-        if (l == hier->local_rank || (has_done(hier, need, l) && !(stopped && l == 0)))
-            continue;
-        first = first < 0 ? hier->members[l] : first;
-        sw_hier_peer(&hier->comm, hier->members[l], peer);
-        int wrote = snprintf(text + used, capacity - used, "%s%s%s", used ? ", " : "", peer,
-                             stopped ? " (stopped)" : "");
-        used += wrote > 0 ? (size_t)wrote : 0;
-    }
-    if (first >= 0)
-        return first;
-    char peer[SW_COMM_PEER_BYTES];
-    first = atomic_load(&sw_hier_page(hier, 0)->awaiting);
-    bool asks = waits_for_others(hier, first);
-    first = first < 0 ? hier->members[0] : first;
-    sw_hier_peer(&hier->comm, first, peer);
-    snprintf(text, capacity, "%s%s", peer, asks ? ", or for whom it waits" : "");
-    return first;
-}
-
-typedef struct wait_state {
-    int64_t begun_ns, warn_ns;
+typedef struct hier_wait {
+    sw_hier *hier;
+    const sw_hier_need *need;
+    sw_wait wait;
     int64_t heard_ns; /* a last word; and what had moved by then */
     uint64_t moved_bytes;
     int64_t still_ns, probe_ns; /* since when nothing has moved; after how much of that is asked */
     uint64_t still_bytes;
-} wait_state;
+} hier_wait;
+
+/* The ranks that keep the operation waiting, as far as this host knows. */
+static void describe_wait(void *context, sw_wait_text *text)
+{
+    const hier_wait *w = context;
+    sw_hier *hier = w->hier;
+    describe_ticket(hier, w->need->ticket, text->what, sizeof text->what);
+    for (int l = 0; l < hier->local_count; ++l) {
+        int pid = atomic_load(&hier->is_introduced) ? hier->pid[hier->members[l]] : 0;
+        bool is_missing = !has_done(hier, w->need, l) || (l == 0 && sw_process_is_stopped(pid));
+        if (l != hier->local_rank && is_missing &&
+            !sw_wait_add_missing(text, &hier->comm, hier->members[l], pid))
+            return;
+    }
+    if (text->rank >= 0)
+        return;
+    int awaited = atomic_load(&sw_hier_page(hier, 0)->awaiting);
+    (void)sw_wait_add_missing(text, &hier->comm, awaited < 0 ? hier->members[0] : awaited, 0);
+    size_t used = strlen(text->missing);
+    if (waits_for_others(hier, awaited))
+        snprintf(text->missing + used, sizeof text->missing - used, ", or for whom it waits");
+}
 
 /* The place of `host` among this host's peers; -1: it is none, or nobody here hears peers. */
 static int peer_at(const sw_hier *hier, int host)
@@ -145,7 +138,7 @@ static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
     if (peer < 0 || !waits_for_others(hier, reason->detail))
         return;
     sw_carrier_say_last_word(hier->carrier, reason);
-    while (sw_clock_now_ns() < end && !atomic_load(&hier->ended)) {
+    while (sw_clock_now_ns() < end && sw_hier_is_active(hier)) {
         if (sw_carrier_hears_last_word(hier->carrier, peer, &answer)) {
             int host = host_of(hier, answer.detail);
             if (host == hier->host)
@@ -159,25 +152,20 @@ static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
     }
 }
 
-static sw_status give_up(sw_hier *hier, const sw_hier_need *need, const wait_state *wait,
-                         sw_error *err)
+/* A wait that ends without what it waited for: what it says itself, or the host that it asks. */
+static sw_status end_wait(hier_wait *w, sw_status status, sw_error *reason, sw_error *err)
 {
-    char missing[320], what[160];
-    sw_error reason;
-    int first = list_missing(hier, need, missing, sizeof missing);
-    describe_ticket(hier, need->ticket, what, sizeof what);
-    sw_error_set(&reason, SW_E_TIMEOUT, first, "waited %.1f s (timeout_s=%.1f) in %s for %s",
-                 (double)(sw_clock_now_ns() - wait->begun_ns) * 1e-9,
-                 (double)hier->comm.timeout_ns * 1e-9, what, missing);
-    ask_whom_it_waits_for(hier, &reason);
-    return sw_hier_end_here(hier, &reason, err);
+    if (status == SW_E_TIMEOUT)
+        ask_whom_it_waits_for(w->hier, reason);
+    sw_status ended = sw_hier_end_here(w->hier, reason, err);
+    return status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
 }
 
 /* Another host has ended, and nothing moves any more: its reason is this host's; but if it gave up
  * waiting for this host, or this one waits for a third, that is whom this one gives up. */
-static sw_status check_last_words(sw_hier *hier, const sw_hier_need *need, wait_state *wait,
-                                  sw_error *err)
+static sw_status check_last_words(hier_wait *w, sw_error *err)
 {
+    sw_hier *hier = w->hier;
     const sw_page *page = sw_hier_page(hier, 0);
     uint64_t moved = atomic_load(&page->sent) + atomic_load(&page->received);
     int64_t now = sw_clock_now_ns();
@@ -188,24 +176,24 @@ static sw_status check_last_words(sw_hier *hier, const sw_hier_need *need, wait_
     if (peer == count)
         return SW_OK;
     int from = hier->spread.peers[peer];
-    if (wait->heard_ns == 0 || moved != wait->moved_bytes) {
-        wait->heard_ns = now;
-        wait->moved_bytes = moved;
+    if (w->heard_ns == 0 || moved != w->moved_bytes) {
+        w->heard_ns = now;
+        w->moved_bytes = moved;
     }
-    if (now - wait->heard_ns < quiet_ns)
+    if (now - w->heard_ns < quiet_ns)
         return SW_OK;
     int awaited = atomic_load(&page->awaiting);
     bool of_this_host = host_of(hier, reason.detail) == hier->host;
     bool of_a_third = awaited >= 0 && host_of(hier, awaited) != from;
     if (reason.status == SW_E_TIMEOUT && (of_this_host || of_a_third))
-        return give_up(hier, need, wait, err);
+        return end_wait(w, sw_wait_give_up(&w->wait, &reason), &reason, err);
     return sw_hier_end_here(hier, &reason, err);
 }
 
 /* Whether the host that the carrier waits for is still there, where it says nothing. */
-static sw_status check_wire(sw_hier *hier, const sw_hier_need *need, wait_state *wait,
-                            sw_error *err)
+static sw_status check_wire(hier_wait *w, sw_error *err)
 {
+    sw_hier *hier = w->hier;
     const sw_page *page = sw_hier_page(hier, 0);
     uint64_t moved = atomic_load(&page->sent) + atomic_load(&page->received);
     int awaited = atomic_load(&page->awaiting);
@@ -214,53 +202,30 @@ static sw_status check_wire(sw_hier *hier, const sw_hier_need *need, wait_state 
     sw_error reason;
     if (!hier->carrier || awaited < 0)
         return SW_OK;
-    if (wait->still_ns == 0 || moved != wait->still_bytes) {
-        wait->still_ns = now;
-        wait->still_bytes = moved;
-        wait->probe_ns = probe_ns;
+    if (w->still_ns == 0 || moved != w->still_bytes) {
+        w->still_ns = now;
+        w->still_bytes = moved;
+        w->probe_ns = probe_ns;
     }
-    if (now - wait->still_ns < wait->probe_ns)
+    if (now - w->still_ns < w->probe_ns)
         return SW_OK;
-    wait->probe_ns *= 3;
-    describe_ticket(hier, need->ticket, what, sizeof what);
+    w->probe_ns *= 3;
+    describe_ticket(hier, w->need->ticket, what, sizeof what);
     if (sw_carrier_probe(hier->carrier, host_of(hier, awaited), what, &reason) == SW_OK)
         return SW_OK;
     return sw_hier_end_here(hier, &reason, err);
 }
 
-static sw_status check_clock(sw_hier *hier, const sw_hier_need *need, wait_state *wait,
-                             sw_error *err)
+/* The carrier asks first; the others of its host have its answer. */
+static sw_status check_clock(hier_wait *w, sw_error *err)
 {
-    sw_comm *comm = &hier->comm;
-    char missing[320], what[160], message[SW_ERROR_MESSAGE_BYTES];
-    int64_t waited = sw_clock_now_ns() - wait->begun_ns;
-    /* Who carries asks first; the others of its host have its answer. */
+    sw_hier *hier = w->hier;
     bool is_asked = hier->local_rank > 0 &&
                     waits_for_others(hier, atomic_load(&sw_hier_page(hier, 0)->awaiting));
-    int64_t patience = is_asked ? 2 * answer_ns : 0;
     sw_error reason;
-    if (comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context)) {
-        describe_ticket(hier, need->ticket, what, sizeof what);
-        sw_error_set(&reason, SW_E_COMM, comm->rank,
-                     "rank %d was interrupted while it waited in %s", comm->rank, what);
-        sw_hier_end_here(hier, &reason, NULL);
-        SW_FAIL(err, SW_E_INTERRUPTED, "interrupted while waiting for a peer");
-    }
-    if (waited < wait->warn_ns && waited < comm->timeout_ns)
-        return SW_OK;
-    if (waited >= comm->timeout_ns + patience)
-        return give_up(hier, need, wait, err);
-    if (waited < wait->warn_ns)
-        return SW_OK;
-    list_missing(hier, need, missing, sizeof missing);
-    describe_ticket(hier, need->ticket, what, sizeof what);
-    wait->warn_ns *= 2;
-    snprintf(message, sizeof message,
-             "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s", comm->rank,
-             (double)waited * 1e-9, what, missing, (double)comm->timeout_ns * 1e-9);
-    if (comm->hooks.log)
-        comm->hooks.log(comm->hooks.context, message);
-    return SW_OK;
+    w->wait.timeout_ns = hier->comm.timeout_ns + (is_asked ? 2 * answer_ns : 0);
+    sw_status status = sw_wait_check(&w->wait, &reason);
+    return status == SW_OK ? SW_OK : end_wait(w, status, &reason, err);
 }
 
 /* What was folded on this rank's behalf: the caller's plans learn who took part. What was complete
@@ -284,29 +249,28 @@ void sw_hier_settle(sw_hier *hier, uint32_t wired)
 sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic uint32_t *word,
                              uint32_t value, sw_error *err)
 {
-    wait_state wait = {.begun_ns = 0};
+    hier_wait w = {.hier = hier, .need = need};
     for (;;) {
         uint32_t seen = atomic_load(word);
         if (sw_ticket_reached(seen, value))
             return SW_OK;
         SW_TRY(sw_hier_check_alive(hier, err));
         int64_t now = sw_clock_now_ns();
-        if (wait.begun_ns == 0)
-            wait = (wait_state){.begun_ns = now, .warn_ns = hier->comm.warn_after_ns};
+        if (!w.wait.comm)
+            w.wait = sw_wait_begin(&hier->comm, &w, describe_wait);
         sw_futex_wait(word, seen, slice_ns);
         hier->comm.stats.waits++;
         hier->comm.stats.wait_ns += (uint64_t)(sw_clock_now_ns() - now);
-        int missing;
         sw_error reason;
-        bool deaths = now - wait.begun_ns > slice_ns;
-        sw_status status = sw_hier_check_host(hier, need, deaths, &missing, &reason);
+        bool deaths = now - w.wait.begun_ns > slice_ns;
+        sw_status status = sw_hier_check_host(hier, need, deaths, &reason);
         if (sw_ticket_reached(atomic_load(word), value))
             return SW_OK; /* it was complete before what was seen */
         if (status != SW_OK)
             return sw_hier_end_here(hier, &reason, err);
-        SW_TRY(check_last_words(hier, need, &wait, err));
-        SW_TRY(check_clock(hier, need, &wait, err)); /* takes an interrupt before a probe would */
-        SW_TRY(check_wire(hier, need, &wait, err));
+        SW_TRY(check_last_words(&w, err));
+        SW_TRY(check_clock(&w, err)); /* takes an interrupt before a probe would */
+        SW_TRY(check_wire(&w, err));
     }
 }
 

@@ -24,7 +24,8 @@ typedef struct local_part {
 
 struct sw_local_group {
     int world_size;
-    sw_control *control;  /* owned: world_size blocks */
+    uint8_t *pages;       /* owned: the fabric's */
+    sw_control *control;  /* in them: world_size blocks */
     pthread_mutex_t lock; /* over `parts` */
     local_part *parts;    /* owned */
 };
@@ -53,12 +54,12 @@ sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a local group of %d ranks", world_size);
     made->world_size = world_size;
-    sw_status status =
-        sw_pages_map((size_t)world_size * sizeof *made->control, (uint8_t **)&made->control, err);
+    sw_status status = sw_pages_map(sw_fabric_pages_bytes(world_size), &made->pages, err);
     if (status != SW_OK) {
         free(made);
         return status;
     }
+    made->control = (sw_control *)(void *)made->pages;
     pthread_mutex_init(&made->lock, NULL);
     for (int r = 0; r < world_size; ++r) {
         made->control[r].pid = (int32_t)getpid();
@@ -105,7 +106,7 @@ void sw_local_group_destroy(sw_local_group *group)
     while (group->parts)
         part_destroy(group, group->parts);
     pthread_mutex_destroy(&group->lock);
-    sw_memory_unmap((uint8_t *)group->control, (size_t)group->world_size * sizeof *group->control);
+    sw_memory_unmap(group->pages, sw_fabric_pages_bytes(group->world_size));
     free(group);
 }
 
@@ -237,7 +238,7 @@ sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm, 
                                   .warn_after_ns = INT64_C(30) * 1000000000};
     made->fabric.peer_ended = peer_never_ends;
     made->group = group;
-    sw_status status = sw_fabric_init(&made->fabric, rank, group->world_size, group->control, err);
+    sw_status status = sw_fabric_init(&made->fabric, rank, group->world_size, group->pages, err);
     if (status != SW_OK) {
         destroy(&made->fabric.comm);
         return status;

@@ -41,10 +41,10 @@ void sw_nccl_memory_free(const sw_nccl_library *nccl, sw_device *device, void *m
 /* ---- registering ---- */
 
 /* What a call that may go on in the background has come to. */
-static sw_nccl_result decide(const sw_nccl_view *v, sw_nccl_result result)
+static sw_nccl_result decide(const sw_peers *peers, const sw_nccl_view *v, sw_nccl_result result)
 {
     int64_t start = sw_clock_now_ns();
-    while (result == SW_NCCL_IN_PROGRESS && sw_clock_now_ns() - start <= v->timeout_ns) {
+    while (result == SW_NCCL_IN_PROGRESS && sw_clock_now_ns() - start <= peers->timeout_ns) {
         sw_nccl_result asked = v->library->call.ncclCommGetAsyncError(v->handle, &result);
         if (asked != SW_NCCL_SUCCESS)
             return asked;
@@ -54,48 +54,53 @@ static sw_nccl_result decide(const sw_nccl_view *v, sw_nccl_result result)
     return result;
 }
 
-static sw_status refuse(sw_nccl *comm, const sw_nccl_view *v, sw_nccl_result result,
+static sw_status refuse(sw_peers *peers, const sw_nccl_view *v, sw_nccl_result result,
                         const char *what, sw_error *err)
 {
     if (result == SW_NCCL_IN_PROGRESS) /* whatever comes of it, the memory cannot be told free */
-        return sw_nccl_give_up(comm, what, err);
+        return sw_peers_give_up(peers, what, err);
     const char *last = v->library->call.ncclGetLastError(v->handle);
     return sw_error_set(err, SW_E_DEVICE, result,
-                        "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", sw_nccl_rank(comm),
-                        sw_nccl_world_size(comm), what, v->library->call.ncclGetErrorString(result),
+                        "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", peers->rank,
+                        peers->world_size, what, v->library->call.ncclGetErrorString(result),
                         result, last && *last ? "; " : "", last ? last : "");
 }
 
-sw_status sw_nccl_register(sw_nccl *comm, void *memory, size_t size_bytes, void **registered,
+sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, void **registered,
                            sw_error *err)
 {
     sw_device_visit visit;
     void *made = NULL;
-    SW_TRY(sw_nccl_check(comm, err));
-    sw_nccl_view v = sw_nccl_view_of(comm);
-    SW_TRY(v.device->ops->enter(v.device, &visit, err));
+    if (peers->is_borrowed)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "NCCL on rank %d of %d: nothing is registered with a communicator that is borrowed",
+                peers->rank, peers->world_size);
+    SW_TRY(sw_peers_check(peers, err));
+    sw_nccl_view v = sw_nccl_view_of(peers);
+    SW_TRY(peers->device->ops->enter(peers->device, &visit, err));
     sw_nccl_result result =
-        decide(&v, v.library->call.ncclCommRegister(v.handle, memory, size_bytes, &made));
-    v.device->ops->leave(v.device, &visit);
+        decide(peers, &v, v.library->call.ncclCommRegister(v.handle, memory, size_bytes, &made));
+    peers->device->ops->leave(peers->device, &visit);
     if (result != SW_NCCL_SUCCESS)
-        return refuse(comm, &v, result, "registering memory", err);
+        return refuse(peers, &v, result, "registering memory", err);
     if (!made)
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "NCCL on rank %d of %d: it declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, "
                 "or peers that are reached by copies alone)",
-                sw_nccl_rank(comm), sw_nccl_world_size(comm), size_bytes);
+                peers->rank, peers->world_size, size_bytes);
     *registered = made;
     return SW_OK;
 }
 
-sw_status sw_nccl_deregister(sw_nccl *comm, void *registered, sw_error *err)
+sw_status sw_nccl_deregister(sw_peers *peers, void *registered, sw_error *err)
 {
     sw_device_visit visit;
-    SW_TRY(sw_nccl_check(comm, err));
-    sw_nccl_view v = sw_nccl_view_of(comm);
-    SW_TRY(v.device->ops->enter(v.device, &visit, err));
-    sw_nccl_result result = decide(&v, v.library->call.ncclCommDeregister(v.handle, registered));
-    v.device->ops->leave(v.device, &visit);
+    SW_TRY(sw_peers_check(peers, err));
+    sw_nccl_view v = sw_nccl_view_of(peers);
+    SW_TRY(peers->device->ops->enter(peers->device, &visit, err));
+    sw_nccl_result result =
+        decide(peers, &v, v.library->call.ncclCommDeregister(v.handle, registered));
+    peers->device->ops->leave(peers->device, &visit);
     return result == SW_NCCL_SUCCESS ? SW_OK
-                                     : refuse(comm, &v, result, "deregistering memory", err);
+                                     : refuse(peers, &v, result, "deregistering memory", err);
 }

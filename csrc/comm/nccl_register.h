@@ -25,12 +25,12 @@ SW_MUST_USE sw_status sw_nccl_memory_alloc(const sw_nccl_library *nccl, sw_devic
 /* The host has waited for its last use, and it is not registered. */
 void sw_nccl_memory_free(const sw_nccl_library *nccl, sw_device *device, void *memory);
 
-/* *registered is what deregister takes. SW_E_UNSUPPORTED when NCCL declines, as it does where
- * NCCL_LOCAL_REGISTER=0; SW_E_DEVICE. */
-SW_MUST_USE sw_status sw_nccl_register(sw_nccl *comm, void *memory, size_t size_bytes,
+/* Members of sw_peers_ops. *registered is what deregister takes. SW_E_UNSUPPORTED when NCCL
+ * declines, as it does where NCCL_LOCAL_REGISTER=0, and of a borrowed communicator; SW_E_DEVICE. */
+SW_MUST_USE sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes,
                                        void **registered, sw_error *err);
 /* The host has waited for the last operation on it. On failure NCCL may still reach the memory,
  * which then has to stay. */
-SW_MUST_USE sw_status sw_nccl_deregister(sw_nccl *comm, void *registered, sw_error *err);
+SW_MUST_USE sw_status sw_nccl_deregister(sw_peers *peers, void *registered, sw_error *err);
 
 #endif

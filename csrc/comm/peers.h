@@ -9,8 +9,9 @@
  * device and must live until the stream has passed the operation. A failure ends the transport,
  * and the host's communicator with it (lookout.h); every later call repeats it.
  *
- * Thread rule: one at a time a transport, but for has_failed, request_end, watch and explain_late;
- * every rank issues the same operations, of the same sizes, in one order.
+ * Thread rule: one at a time a transport, but for has_failed, request_end, watch and explain_late,
+ * which any thread calls, beside the one that uses it; every rank issues the same operations, of the
+ * same sizes, in one order.
  */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
@@ -19,7 +20,8 @@
 #include <stddef.h>
 
 #include "base/status.h"
-#include "comm/nccl.h"
+#include "comm/ending.h"
+#include "comm/lookout.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
 #include "tensor/dtype.h"
@@ -68,50 +70,36 @@ typedef struct sw_peers_ops {
                                  void **registered, sw_error *err);
     /* The host has waited for the last operation on it. On failure the memory stays in use. */
     sw_status (*memory_deregister)(sw_peers *peers, void *registered, sw_error *err);
-    /* Waits for `event` while watching for a failure of the transport; SW_E_TIMEOUT names `what`,
-     * SW_E_COMM a rank's failure; SW_E_INTERRUPTED is the program's. Each ends the transport. */
-    sw_status (*wait)(sw_peers *peers, sw_event *event, const char *what, sw_error *err);
     /* Whether it has failed, without waiting. */
     sw_status (*check)(sw_peers *peers, sw_error *err);
-    /* The caller has seen that `what` is late: ends the transport. Always SW_E_TIMEOUT, or the
-     * failure that came before. */
-    sw_status (*give_up)(sw_peers *peers, const char *what, sw_error *err);
-    /* Any thread. */
-    bool (*has_failed)(const sw_peers *peers);
-    /* Ends the transport for a reason of the caller's, which later calls repeat. */
-    void (*abort)(sw_peers *peers, const sw_error *reason);
-    /* The same from any thread, beside a call of another's. It ends at once, and lets what waits on
-     * the GPU go, unless that call is one of the transport's library: then it ends where that one
-     * looks next. Makes no call of the driver's that may block. May be repeated. */
-    void (*request_end)(sw_peers *peers, const sw_error *reason);
-    /* From any thread, without waiting for another one: SW_OK, or why the transport has failed, in
-     * which case it has ended as by request_end. Called again and again for as long as it lives. */
-    sw_status (*watch)(sw_peers *peers, sw_error *err);
-    /* Any thread: writes what give_up would say. */
-    void (*explain_late)(const sw_peers *peers, const char *what, sw_error *reason);
+    /* It has failed, and its ranks' hosts have been told: lets go what waits on this GPU, and sets
+     * has_failed; again after each later failure. */
+    void (*end)(sw_peers *peers, const sw_error *reason);
+    /* From any thread, beside a call of another's, which this one may not wait for: SW_OK, or why
+     * the transport has failed. */
+    sw_status (*look)(sw_peers *peers, sw_error *reason);
+    /* The same: sw_peers_tell, and what waits on this GPU is let go, unless that call is one of the
+     * transport's library: then it ends where that one looks next. Makes no call of the driver's
+     * that may block. May be repeated. */
+    void (*end_beside)(sw_peers *peers, const sw_error *reason);
     /* Lets what was enqueued run, unless the transport has failed. */
     void (*destroy)(sw_peers *peers);
 } sw_peers_ops;
 
 struct sw_peers {
     const sw_peers_ops *ops;
-    const char *name; /* "nccl"; slots: "shm" in memory of the host, "ipc" in that of the GPUs */
+    const char *name;  /* "nccl"; slots: "shm" in memory of the host, "ipc" in that of the GPUs */
+    const char *title; /* as messages call it */
     int rank, world_size;
-    bool is_borrowed;    /* its owner ends it, and has operations of his own in it: NCCL's alone */
+    bool is_borrowed;    /* its owner ends it, and has operations of its own in it: NCCL's alone */
     bool rounds_divisor; /* a MEAN multiplies by 1 / world_size as rounded to the dtype: NCCL's */
+    sw_device *device;   /* borrowed, as the lookout */
+    int64_t timeout_ns;
+    sw_lookout *lookout;
+    sw_ending ending;        /* by any thread; */
+    _Atomic bool is_failing; /* some thread has acted on it, */
+    _Atomic bool has_failed; /* and has ended it */
 };
-
-/* sw_nccl_create as a transport. */
-SW_MUST_USE sw_status sw_nccl_peers_create(const sw_nccl_library *nccl, sw_device *device,
-                                           const sw_nccl_id *id, int rank, int world_size,
-                                           int64_t timeout_ns, sw_lookout *lookout,
-                                           sw_peers **peers, sw_error *err);
-
-/* The same of sw_nccl_borrow. */
-SW_MUST_USE sw_status sw_nccl_peers_borrow(const sw_nccl_library *nccl, sw_device *device,
-                                           sw_nccl_comm handle, int rank, int world_size,
-                                           int64_t timeout_ns, sw_lookout *lookout,
-                                           sw_peers **peers, sw_error *err);
 
 static inline sw_status sw_peers_group_begin(sw_peers *t, sw_error *err)
 {
@@ -181,44 +169,15 @@ static inline sw_status sw_peers_memory_deregister(sw_peers *t, void *registered
     return t->ops->memory_deregister(t, registered, err);
 }
 
-static inline sw_status sw_peers_wait(sw_peers *t, sw_event *event, const char *what, sw_error *err)
-{
-    return t->ops->wait(t, event, what, err);
-}
-
 static inline sw_status sw_peers_check(sw_peers *t, sw_error *err)
 {
     return t->ops->check(t, err);
 }
 
-static inline sw_status sw_peers_give_up(sw_peers *t, const char *what, sw_error *err)
-{
-    return t->ops->give_up(t, what, err);
-}
-
+/* Any thread. */
 static inline bool sw_peers_has_failed(const sw_peers *t)
 {
-    return t->ops->has_failed(t);
-}
-
-static inline void sw_peers_abort(sw_peers *t, const sw_error *reason)
-{
-    t->ops->abort(t, reason);
-}
-
-static inline void sw_peers_request_end(sw_peers *t, const sw_error *reason)
-{
-    t->ops->request_end(t, reason);
-}
-
-static inline sw_status sw_peers_watch(sw_peers *t, sw_error *err)
-{
-    return t->ops->watch(t, err);
-}
-
-static inline void sw_peers_explain_late(const sw_peers *t, const char *what, sw_error *reason)
-{
-    t->ops->explain_late(t, what, reason);
+    return atomic_load(&t->has_failed);
 }
 
 /* NULL is allowed. */
@@ -227,5 +186,43 @@ static inline void sw_peers_destroy(sw_peers *t)
     if (t)
         t->ops->destroy(t);
 }
+
+/* peers.c: failing and waiting, the same whatever carries the bytes
+ * ------------------------------------------------------------------------------------------ */
+
+/* Every rank hears the transport's first reason, from the first thread that comes here. Returns
+ * that reason. */
+sw_status sw_peers_tell(sw_peers *peers, const sw_error *reason, sw_error *first);
+/* Every rank is told, then the transport ends: its first reason, which later calls repeat. */
+sw_status sw_peers_fail(sw_peers *peers, const sw_error *reason, sw_error *err);
+/* The same where a call of the driver's, for `what`, has failed with *cause. */
+sw_status sw_peers_fail_driver(sw_peers *peers, const char *what, const sw_error *cause,
+                               sw_error *err);
+/* The caller has seen that `what` is late. SW_E_TIMEOUT, or the failure that came before. */
+sw_status sw_peers_give_up(sw_peers *peers, const char *what, sw_error *err);
+/* Ends the transport for a reason of the caller's. */
+void sw_peers_abort(sw_peers *peers, const sw_error *reason);
+/* From any thread, beside a call of another's: ends the transport for a reason of the caller's, at
+ * once, unless that call is inside NCCL: then where it looks next, in a wait at once. */
+void sw_peers_request_end(sw_peers *peers, const sw_error *reason);
+/* From any thread, without waiting for another one: SW_OK, or why the transport has failed, in which
+ * case it has ended as by request_end. Called again and again for as long as it lives. */
+SW_MUST_USE sw_status sw_peers_watch(sw_peers *peers, sw_error *err);
+/* Write what sw_peers_give_up would say. Any thread. */
+void sw_peers_explain_late(const sw_peers *peers, const char *what, sw_error *reason);
+/* Acts on what another thread has asked for (sw_peers_request_end). */
+SW_MUST_USE sw_status sw_peers_check_request(sw_peers *peers, sw_error *err);
+
+/* One turn of a wait for `what` that began at `begun_ns`: the deadline, what the ranks' hosts know,
+ * a rest. SW_E_TIMEOUT names `what`, SW_E_COMM a rank's failure; SW_E_INTERRUPTED is the program's.
+ * Each ends the transport. */
+SW_MUST_USE sw_status sw_peers_turn(sw_peers *peers, int64_t begun_ns, const char *what,
+                                    sw_error *err);
+/* Waits for `event` in such turns, while watching for a failure of the transport. */
+SW_MUST_USE sw_status sw_peers_await(sw_peers *peers, sw_event *event, const char *what,
+                                     sw_error *err);
+/* The same, counted as a wait of the host's. */
+SW_MUST_USE sw_status sw_peers_wait(sw_peers *peers, sw_event *event, const char *what,
+                                    sw_error *err);
 
 #endif

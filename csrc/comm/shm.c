@@ -246,7 +246,7 @@ sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm
 static sw_status appear(shm_comm *shm, sw_error *err)
 {
     sw_comm *comm = &shm->fabric.comm;
-    size_t size_bytes = (size_t)comm->world_size * sizeof(sw_control);
+    size_t size_bytes = sw_fabric_pages_bytes(comm->world_size);
     uint8_t *pages;
     if (sw_memfd_map(shm->control_fd, size_bytes, &pages, err) != SW_OK) {
         char cause[SW_ERROR_MESSAGE_BYTES];
@@ -265,26 +265,20 @@ static sw_status appear(shm_comm *shm, sw_error *err)
                 "host communicator: byte %d of a memfd cannot be locked here, so that the death of "
                 "rank %d could not be seen",
                 comm->rank, sw_comm_name(comm, comm->rank));
-    SW_TRY(sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, (sw_control *)(void *)pages,
-                          err));
+    SW_TRY(sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, pages, err));
     atomic_store(&own->has_joined, SW_FABRIC_JOINED);
     return SW_OK;
 }
 
 static void describe_missing(void *context, sw_wait_text *text)
 {
-    const shm_comm *shm = context;
-    const sw_comm *comm = &shm->fabric.comm;
-    size_t used = 0;
+    shm_comm *shm = context;
+    sw_comm *comm = &shm->fabric.comm;
     snprintf(text->what, sizeof text->what, "%s", SW_STAR_JOINING);
-    for (int r = 0; r < comm->world_size && used + 1 < sizeof text->missing; ++r) {
-        if (atomic_load(&shm->fabric.control[r].has_joined))
-            continue;
-        text->rank = text->rank < 0 ? sw_comm_name(comm, r) : text->rank;
-        int wrote = snprintf(text->missing + used, sizeof text->missing - used, "%srank %d",
-                             used ? ", " : "", sw_comm_name(comm, r));
-        used += wrote > 0 ? (size_t)wrote : 0;
-    }
+    for (int r = 0; r < comm->world_size; ++r)
+        if (!atomic_load(&shm->fabric.control[r].has_joined) &&
+            !sw_wait_add_missing(text, comm, r, 0))
+            return;
 }
 
 /* Nobody goes on before the first rank has heard from all. */
@@ -304,9 +298,10 @@ static sw_status join_as_first(shm_comm *shm, const char *const *addresses, cons
                                sw_error *err)
 {
     const sw_comm *comm = &shm->fabric.comm;
-    sw_gift gift = {.size_bytes = (size_t)comm->world_size * sizeof(sw_control)};
-    SW_TRY(sw_memfd_create_parts(sizeof(sw_control), comm->world_size, "host communicator",
-                                 &shm->control_fd, err));
+    size_t count = (size_t)comm->world_size;
+    sw_gift gift = {.size_bytes = sw_fabric_pages_bytes(comm->world_size)};
+    SW_TRY(sw_memfd_create_parts((gift.size_bytes + count - 1) / count, comm->world_size,
+                                 "host communicator", &shm->control_fd, err));
     SW_TRY(appear(shm, err));
     SW_TRY(sw_star_admit(&shm->star, addresses, secret, &gift, shm->control_fd, err));
     atomic_store(&shm->fabric.control[0].has_joined, SW_FABRIC_ALL_JOINED);
@@ -322,12 +317,12 @@ static sw_status join_another(shm_comm *shm, const char *const *addresses, const
     sw_error cause;
     SW_TRY(sw_star_call(&shm->star, addresses, secret, &gift, &shm->control_fd, err));
     sw_status status = SW_OK;
-    if (gift.size_bytes != (size_t)comm->world_size * sizeof(sw_control))
+    if (gift.size_bytes != sw_fabric_pages_bytes(comm->world_size))
         status = sw_error_set(&cause, SW_E_STATE, -1,
                               "the control pages of %d ranks have %llu bytes, expected %zu: "
                               "another version of the engine",
                               comm->world_size, (unsigned long long)gift.size_bytes,
-                              (size_t)comm->world_size * sizeof(sw_control));
+                              sw_fabric_pages_bytes(comm->world_size));
     if (status == SW_OK)
         status = appear(shm, &cause);
     (void)!sw_star_answer(&shm->star, SW_STAR_JOINING, gift.serial, status, &cause, NULL);

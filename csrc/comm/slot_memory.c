@@ -23,7 +23,7 @@ static sw_status register_parts(sw_slot_transport *t, sw_error *err)
     size_t bytes = sw_slot_part_bytes(t->slot_bytes);
     for (int p = 0; p < t->base.world_size; ++p) {
         void *mapped;
-        SW_TRY(t->device->ops->host_register(t->device, t->part[p], bytes, &mapped, err));
+        SW_TRY(t->base.device->ops->host_register(t->base.device, t->part[p], bytes, &mapped, err));
         t->mapped[p] = mapped;
         t->slots[p] = in_part(t, p);
     }
@@ -36,11 +36,12 @@ static sw_status register_parts(sw_slot_transport *t, sw_error *err)
 static void export_slots(sw_slot_transport *t, sw_slot_place place)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
-    const sw_device_ops *ops = t->device->ops;
-    bool can = place != SW_SLOTS_ON_HOST &&
-               ops->memory_alloc(t->device, SW_SLOT_COUNT * t->slot_bytes, &t->own_slots,
-                                 &own->refusal) == SW_OK &&
-               ops->memory_export(t->device, t->own_slots, &own->exported, &own->refusal) == SW_OK;
+    const sw_device_ops *ops = t->base.device->ops;
+    bool can =
+        place != SW_SLOTS_ON_HOST &&
+        ops->memory_alloc(t->base.device, SW_SLOT_COUNT * t->slot_bytes, &t->own_slots,
+                          &own->refusal) == SW_OK &&
+        ops->memory_export(t->base.device, t->own_slots, &own->exported, &own->refusal) == SW_OK;
     own->exports = can ? SW_SLOT_YES : SW_SLOT_NO;
 }
 
@@ -55,8 +56,8 @@ static void open_slots(sw_slot_transport *t)
             continue;
         if (sw_ending_state(&sw_slot_head_of(t, p)->ending)) /* it may free its memory */
             break;
-        can = t->device->ops->memory_open(t->device, &sw_slot_head_of(t, p)->exported, &memory,
-                                          &own->refusal) == SW_OK;
+        can = t->base.device->ops->memory_open(t->base.device, &sw_slot_head_of(t, p)->exported,
+                                               &memory, &own->refusal) == SW_OK;
         if (can)
             t->opened[p] = memory;
     }
@@ -66,7 +67,7 @@ static void open_slots(sw_slot_transport *t)
 static void close_slots(sw_slot_transport *t)
 {
     for (int p = 0; p < t->base.world_size; ++p) {
-        t->device->ops->memory_close(t->device, t->opened[p]);
+        t->base.device->ops->memory_close(t->base.device, t->opened[p]);
         t->opened[p] = NULL;
     }
 }
@@ -97,7 +98,7 @@ static sw_status agree_on_place(sw_slot_transport *t, sw_slot_place place, sw_er
     }
     close_slots(t);
     SW_TRY(sw_slot_meet(t, "closing the GPUs' memory", err)); /* nobody has ours open */
-    t->device->ops->memory_free(t->device, t->own_slots);
+    t->base.device->ops->memory_free(t->base.device, t->own_slots);
     t->own_slots = NULL;
     if (place != SW_SLOTS_ON_DEVICE)
         return SW_OK;
@@ -105,14 +106,14 @@ static sw_status agree_on_place(sw_slot_transport *t, sw_slot_place place, sw_er
     sw_error_set(&reason, SW_E_UNSUPPORTED, -1,
                  "GPU slots: rank %d of %d cannot have them in its GPU's memory: %.300s", refused,
                  t->base.world_size, sw_slot_head_of(t, refused)->refusal.message);
-    return sw_slot_fail(t, &reason, err);
+    return sw_peers_fail(&t->base, &reason, err);
 }
 
 sw_status sw_slot_memory_init(sw_slot_transport *t, sw_slot_place place, sw_error *err)
 {
-    const sw_device_ops *ops = t->device->ops;
-    SW_TRY(ops->event_create(t->device, &t->ended, err));
-    SW_TRY(ops->memory_alloc(t->device, t->slot_bytes, &t->staging, err));
+    const sw_device_ops *ops = t->base.device->ops;
+    SW_TRY(ops->event_create(t->base.device, &t->ended, err));
+    SW_TRY(ops->memory_alloc(t->base.device, t->slot_bytes, &t->staging, err));
     SW_TRY(register_parts(t, err));
     export_slots(t, place);
     SW_TRY(sw_slot_meet(t, "creation of the communicator", err));
@@ -128,8 +129,9 @@ static bool is_closed_elsewhere(const sw_slot_transport *t)
     for (int p = 0; p < t->base.world_size; ++p)
         while (p != t->base.rank && atomic_load(&sw_slot_head_of(t, p)->opening) == SW_SLOT_OPEN) {
             bool unused; /* a context that is lost has no memory */
-            if (t->device->ops->event_query(t->device, t->ended, &unused, NULL) != SW_OK ||
-                sw_clock_now_ns() - start > (t->has_failed ? FAILED_NS : CLOSED_NS))
+            if (t->base.device->ops->event_query(t->base.device, t->ended, &unused, NULL) !=
+                    SW_OK ||
+                sw_clock_now_ns() - start > (sw_peers_has_failed(&t->base) ? FAILED_NS : CLOSED_NS))
                 return false;
             nanosleep(&nap, NULL);
         }
@@ -138,16 +140,16 @@ static bool is_closed_elsewhere(const sw_slot_transport *t)
 
 void sw_slot_memory_fini(sw_slot_transport *t)
 {
-    const sw_device_ops *ops = t->device->ops;
+    const sw_device_ops *ops = t->base.device->ops;
     close_slots(t);
     atomic_store(&sw_slot_head_of(t, t->base.rank)->opening, SW_SLOT_CLOSED);
     /* Not by a round: a peer that still has operations must not take it for one of them. What a
      * peer's GPU would meet in memory that was freed would end its context. */
     if (t->own_slots && is_closed_elsewhere(t))
-        ops->memory_free(t->device, t->own_slots);
+        ops->memory_free(t->base.device, t->own_slots);
     for (int p = 0; p < t->base.world_size; ++p)
         if (t->mapped[p])
-            ops->host_unregister(t->device, t->part[p]);
-    ops->memory_free(t->device, t->staging);
-    ops->event_destroy(t->device, t->ended);
+            ops->host_unregister(t->base.device, t->part[p]);
+    ops->memory_free(t->base.device, t->staging);
+    ops->event_destroy(t->base.device, t->ended);
 }

@@ -43,11 +43,9 @@ typedef struct sw_slot_arrival { /* of the round that is open: what a peer's slo
 
 typedef struct sw_slot_transport {
     sw_peers base;
-    sw_device *device;            /* borrowed, as the next two */
-    const sw_kernel_set *kernels; /* NULL after creation has failed before it */
+    const sw_kernel_set *kernels; /* borrowed, as the next; NULL after creation has failed before it
+                                   */
     sw_stream *stream;
-    int64_t timeout_ns;
-    sw_lookout *lookout; /* borrowed */
     size_t slot_bytes;
     uint8_t **part;   /* owned array: the parts, as this process maps them */
     uint8_t **mapped; /* owned array: the same as the device calls them; NULL: not registered */
@@ -62,8 +60,6 @@ typedef struct sw_slot_transport {
     _Atomic uint32_t round; /* the open one, or the last */
     uint32_t digest; /* of what it has been asked for */
     bool is_open, is_grouped;
-    sw_ending ending;        /* by any thread */
-    _Atomic bool has_failed; /* some thread has acted on `ending` */
 } sw_slot_transport;
 
 static inline sw_slot_head *sw_slot_head_of(const sw_slot_transport *t, int rank)
@@ -91,17 +87,13 @@ SW_MUST_USE sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err);
 /* A round without pieces, and the host's wait for its end: all ranks have come. */
 SW_MUST_USE sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err);
 
-/* Marks the transport as failed, for all ranks, and lets this rank's stream go. Always an error. */
-sw_status sw_slot_fail(sw_slot_transport *t, const sw_error *reason, sw_error *err);
-/* The same from any thread, without a call of the driver's: what waits on the stream is let go now,
- * and again by each sw_slot_watch. */
-void sw_slot_end_beside(sw_slot_transport *t, const sw_error *reason);
-SW_MUST_USE sw_status sw_slot_watch(sw_slot_transport *t, sw_error *err);
-void sw_slot_explain_late(const sw_slot_transport *t, const char *what, sw_error *reason);
-SW_MUST_USE sw_status sw_slot_check(sw_slot_transport *t, sw_error *err);
-SW_MUST_USE sw_status sw_slot_wait(sw_slot_transport *t, sw_event *event, const char *what,
-                                   sw_error *err);
-sw_status sw_slot_fail_late(sw_slot_transport *t, const char *what, sw_error *err);
+/* Members of sw_peers_ops. The end marks the transport as failed, for all ranks, and lets this
+ * rank's stream go. */
+void sw_slot_end(sw_peers *peers, const sw_error *reason);
+SW_MUST_USE sw_status sw_slot_check(sw_peers *peers, sw_error *err);
+/* Without a call of the driver's: what waits on the stream is let go now, and again by each call. */
+void sw_slot_end_beside(sw_peers *peers, const sw_error *reason);
+SW_MUST_USE sw_status sw_slot_look(sw_peers *peers, sw_error *reason);
 /* Waits until the stream has run dry, for `limit_ns` at most, letting waits go if it has failed. */
 void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns);
 

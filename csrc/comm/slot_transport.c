@@ -23,7 +23,7 @@ size_t sw_slot_part_bytes(size_t slot_bytes)
 
 static sw_status begin(sw_slot_transport *t, const sw_stream *stream, sw_error *err)
 {
-    SW_TRY(sw_slot_check(t, err));
+    SW_TRY(sw_slot_check(&t->base, err));
     if (stream != t->stream)
         SW_FAIL(err, SW_E_INVALID, "GPU slots on rank %d of %d: all operations are of one stream",
                 t->base.rank, t->base.world_size);
@@ -34,14 +34,9 @@ static sw_status begin(sw_slot_transport *t, const sw_stream *stream, sw_error *
 static sw_status finish(sw_slot_transport *t, sw_status status, const char *what,
                         const sw_error *cause, sw_error *err)
 {
-    sw_error reason;
     if (status == SW_E_INTERRUPTED)
         return sw_error_set(err, status, cause->detail, "%s", cause->message);
-    if (status == SW_OK)
-        return SW_OK;
-    sw_error_set(&reason, cause->status, cause->detail, "GPU slots on rank %d of %d: %s: %.300s",
-                 t->base.rank, t->base.world_size, what, cause->message);
-    return sw_slot_fail(t, &reason, err);
+    return status == SW_OK ? SW_OK : sw_peers_fail_driver(&t->base, what, cause, err);
 }
 
 /* An operation outside of a group is a group of its own. */
@@ -55,7 +50,7 @@ static sw_status finish_moves(sw_slot_transport *t, sw_status status, const char
 
 static sw_status slot_group_begin(sw_peers *base, sw_error *err)
 {
-    SW_TRY(sw_slot_check(slots_of(base), err));
+    SW_TRY(sw_slot_check(base, err));
     slots_of(base)->is_grouped = true;
     return SW_OK;
 }
@@ -65,7 +60,7 @@ static sw_status slot_group_end(sw_peers *base, sw_error *err)
     sw_error cause;
     sw_slot_transport *t = slots_of(base);
     t->is_grouped = false;
-    SW_TRY(sw_slot_check(t, err));
+    SW_TRY(sw_slot_check(&t->base, err));
     return finish(t, sw_slot_close_round(t, &cause), "end of a group", &cause, err);
 }
 
@@ -94,7 +89,8 @@ static sw_status gather_slices(sw_slot_transport *t, const void *slice, void *da
 {
     char *own = (char *)data + (size_t)t->base.rank * slice_bytes;
     if (own != slice)
-        SW_TRY(t->device->ops->copy_async(t->device, own, slice, slice_bytes, t->stream, err));
+        SW_TRY(t->base.device->ops->copy_async(t->base.device, own, slice, slice_bytes, t->stream,
+                                               err));
     return t->base.world_size == 1
                ? SW_OK
                : gather(t, slice, data, slice_bytes, NULL, t->base.world_size, err);
@@ -341,50 +337,6 @@ static sw_status slot_reduce_scatter(sw_peers *base, void *data, size_t slice_nu
     return reduce(slots_of(base), data, slice_numel, &how, true, stream, err);
 }
 
-/* ---- watching ---- */
-
-static sw_status slot_wait(sw_peers *base, sw_event *event, const char *what, sw_error *err)
-{
-    slots_of(base)
-        ->device->stats.host_waits++; /* those of creation and of the end are not counted */
-    return sw_slot_wait(slots_of(base), event, what, err);
-}
-
-static sw_status slot_check(sw_peers *base, sw_error *err)
-{
-    return sw_slot_check(slots_of(base), err);
-}
-
-static sw_status slot_give_up(sw_peers *base, const char *what, sw_error *err)
-{
-    return sw_slot_fail_late(slots_of(base), what, err);
-}
-
-static bool slot_has_failed(const sw_peers *base)
-{
-    return ((const sw_slot_transport *)(const void *)base)->has_failed;
-}
-
-static void slot_abort(sw_peers *base, const sw_error *reason)
-{
-    (void)!sw_slot_fail(slots_of(base), reason, NULL);
-}
-
-static void slot_request_end(sw_peers *base, const sw_error *reason)
-{
-    sw_slot_end_beside(slots_of(base), reason);
-}
-
-static sw_status slot_watch(sw_peers *base, sw_error *err)
-{
-    return sw_slot_watch(slots_of(base), err);
-}
-
-static void slot_explain_late(const sw_peers *base, const char *what, sw_error *reason)
-{
-    sw_slot_explain_late((const sw_slot_transport *)(const void *)base, what, reason);
-}
-
 /* ---- life ---- */
 
 static void free_all(sw_slot_transport *t)
@@ -400,15 +352,15 @@ static void free_all(sw_slot_transport *t)
 /* What was enqueued runs. */
 static sw_status end_stream(sw_slot_transport *t)
 {
-    SW_TRY(t->device->ops->event_record(t->device, t->ended, t->stream, NULL));
-    return sw_slot_wait(t, t->ended, "the end", NULL);
+    SW_TRY(t->base.device->ops->event_record(t->base.device, t->ended, t->stream, NULL));
+    return sw_peers_await(&t->base, t->ended, "the end", NULL);
 }
 
 static void slot_destroy(sw_peers *base)
 {
     sw_slot_transport *t = slots_of(base);
-    if (t->has_failed || end_stream(t) != SW_OK)
-        sw_slot_drain(t, t->timeout_ns);
+    if (sw_peers_has_failed(&t->base) || end_stream(t) != SW_OK)
+        sw_slot_drain(t, t->base.timeout_ns);
     sw_slot_memory_fini(t);
     free_all(t);
 }
@@ -443,14 +395,10 @@ static const sw_peers_ops slot_ops = {
     .broadcast = slot_broadcast,
     .memory_register = slot_memory_register,
     .memory_deregister = slot_memory_deregister,
-    .wait = slot_wait,
-    .check = slot_check,
-    .give_up = slot_give_up,
-    .has_failed = slot_has_failed,
-    .abort = slot_abort,
-    .request_end = slot_request_end,
-    .watch = slot_watch,
-    .explain_late = slot_explain_late,
+    .check = sw_slot_check,
+    .end = sw_slot_end,
+    .look = sw_slot_look,
+    .end_beside = sw_slot_end_beside,
     .destroy = slot_destroy,
 };
 
@@ -477,19 +425,21 @@ static sw_slot_transport *make(const sw_slot_config *config)
     sw_slot_transport *t = calloc(1, sizeof *t);
     if (!t)
         return NULL;
-    *t = (sw_slot_transport){
-        .base = {.ops = &slot_ops, .rank = config->rank, .world_size = config->world_size},
-        .device = config->device,
-        .kernels = config->kernels,
-        .stream = config->stream,
-        .timeout_ns = config->timeout_ns,
-        .lookout = config->lookout,
-        .slot_bytes = config->parts.slot_bytes,
-        .arrival_max = 4 * count > ARRIVALS_MIN ? 4 * count : ARRIVALS_MIN,
-        .part = calloc(count, sizeof(uint8_t *)),
-        .mapped = calloc(count, sizeof(uint8_t *)),
-        .slots = calloc(count, sizeof(uint8_t *)),
-        .opened = calloc(count, sizeof(uint8_t *))};
+    *t = (sw_slot_transport){.base = {.ops = &slot_ops,
+                                      .title = "GPU slots",
+                                      .rank = config->rank,
+                                      .world_size = config->world_size,
+                                      .device = config->device,
+                                      .timeout_ns = config->timeout_ns,
+                                      .lookout = config->lookout},
+                             .kernels = config->kernels,
+                             .stream = config->stream,
+                             .slot_bytes = config->parts.slot_bytes,
+                             .arrival_max = 4 * count > ARRIVALS_MIN ? 4 * count : ARRIVALS_MIN,
+                             .part = calloc(count, sizeof(uint8_t *)),
+                             .mapped = calloc(count, sizeof(uint8_t *)),
+                             .slots = calloc(count, sizeof(uint8_t *)),
+                             .opened = calloc(count, sizeof(uint8_t *))};
     t->arrival = calloc(t->arrival_max, sizeof *t->arrival);
     if (!t->part || !t->mapped || !t->slots || !t->opened || !t->arrival) {
         free_all(t);

@@ -82,9 +82,8 @@ typedef struct call_wait {
 static void describe(void *context, sw_wait_text *text)
 {
     const call_wait *call = context;
-    text->rank = sw_comm_name(call->star->comm, 0);
     snprintf(text->what, sizeof text->what, "%s", call->what);
-    snprintf(text->missing, sizeof text->missing, "rank %d", text->rank);
+    (void)sw_wait_add_missing(text, call->star->comm, 0, 0);
 }
 
 /* The next message of the first rank. */

@@ -54,16 +54,10 @@ static int name_of(const reception *r, int rank)
 static void describe(void *context, sw_wait_text *text)
 {
     const reception *r = context;
-    size_t used = 0;
     snprintf(text->what, sizeof text->what, "%.100s", r->label);
-    for (int k = 1; k < r->star->comm->world_size && used + 1 < sizeof text->missing; ++k) {
-        if (r->step[k] == ANSWERED)
-            continue;
-        text->rank = text->rank < 0 ? name_of(r, k) : text->rank;
-        int wrote = snprintf(text->missing + used, sizeof text->missing - used, "%srank %d",
-                             used ? ", " : "", name_of(r, k));
-        used += wrote > 0 ? (size_t)wrote : 0;
-    }
+    for (int k = 1; k < r->star->comm->world_size; ++k)
+        if (r->step[k] != ANSWERED && !sw_wait_add_missing(text, r->star->comm, k, 0))
+            return;
 }
 
 /* Strangers

@@ -2,8 +2,10 @@
 #include "comm/wait.h"
 
 #include <stdio.h>
+#include <string.h>
 
 #include "platform/clock.h"
+#include "platform/process.h"
 
 sw_wait sw_wait_begin(const sw_comm *comm, void *context,
                       void (*describe)(void *context, sw_wait_text *text))
@@ -30,6 +32,33 @@ static void warn(sw_wait *wait, const sw_wait_text *text, int64_t waited_ns)
     comm->hooks.log(comm->hooks.context, message);
 }
 
+static sw_status give_up(const sw_wait *wait, const sw_wait_text *text, int64_t waited_ns,
+                         sw_error *reason)
+{
+    return sw_error_set(reason, SW_E_TIMEOUT, text->rank,
+                        "waited %.1f s (timeout_s=%.1f) in %s for %s", (double)waited_ns * 1e-9,
+                        (double)wait->comm->timeout_ns * 1e-9, text->what, text->missing);
+}
+
+sw_status sw_wait_give_up(const sw_wait *wait, sw_error *reason)
+{
+    sw_wait_text text = {.rank = -1};
+    wait->describe(wait->context, &text);
+    return give_up(wait, &text, sw_clock_now_ns() - wait->begun_ns, reason);
+}
+
+bool sw_wait_add_missing(sw_wait_text *text, sw_comm *comm, int rank, int pid)
+{
+    char peer[SW_COMM_PEER_BYTES];
+    size_t used = strlen(text->missing);
+    if (text->rank < 0)
+        text->rank = sw_comm_name(comm, rank);
+    comm->ops->peer(comm, rank, peer);
+    snprintf(text->missing + used, sizeof text->missing - used, "%s%s%s", used ? ", " : "", peer,
+             sw_process_is_stopped(pid) ? " (stopped)" : "");
+    return strlen(text->missing) + 1 < sizeof text->missing;
+}
+
 sw_status sw_wait_check(sw_wait *wait, sw_error *reason)
 {
     const sw_comm *comm = wait->comm;
@@ -46,9 +75,7 @@ sw_status sw_wait_check(sw_wait *wait, sw_error *reason)
         return SW_E_INTERRUPTED;
     }
     if (waited_ns >= wait->timeout_ns)
-        return sw_error_set(reason, SW_E_TIMEOUT, text.rank,
-                            "waited %.1f s (timeout_s=%.1f) in %s for %s", (double)waited_ns * 1e-9,
-                            (double)wait->timeout_ns * 1e-9, text.what, text.missing);
+        return give_up(wait, &text, waited_ns, reason);
     warn(wait, &text, waited_ns);
     return SW_OK;
 }

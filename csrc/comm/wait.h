@@ -19,8 +19,8 @@ typedef struct sw_wait_text {
 } sw_wait_text;
 
 typedef struct sw_wait {
-    const sw_comm *comm;          /* borrowed: its hooks, its name, warn_after_ns */
-    int64_t begun_ns, timeout_ns; /* INT64_MAX: somebody else keeps the deadline */
+    const sw_comm *comm;          /* borrowed: its hooks, names, deadline, warn_after_ns */
+    int64_t begun_ns, timeout_ns; /* INT64_MAX: another wait keeps the deadline */
     int64_t warn_ns;              /* the next warning, from begun_ns on */
     void *context;                /* borrowed */
     void (*describe)(void *context, sw_wait_text *text); /* when there is something to say */
@@ -33,6 +33,13 @@ sw_wait sw_wait_begin(const sw_comm *comm, void *context,
 /* One turn: SW_OK to wait on, maybe after a warning. SW_E_INTERRUPTED: the program was interrupted,
  * and *reason (SW_E_COMM) is what its peers are to hear. SW_E_TIMEOUT: *reason says so. */
 SW_MUST_USE sw_status sw_wait_check(sw_wait *wait, sw_error *reason);
+
+/* The same sentence before the deadline, where the wait is known to be in vain: SW_E_TIMEOUT. */
+sw_status sw_wait_give_up(const sw_wait *wait, sw_error *reason);
+
+/* Adds a rank of `comm` to text->missing. `pid`: of its process on this host, which may be stopped;
+ * 0: not known. False: there is no room for more. */
+bool sw_wait_add_missing(sw_wait_text *text, sw_comm *comm, int rank, int pid);
 
 /* What the interrupted program itself gets: SW_E_INTERRUPTED. */
 sw_status sw_wait_interrupted(sw_error *err);

@@ -35,17 +35,19 @@ bool sw_process_lock_is_free(int fd, int byte)
     return lock.l_type == F_UNLCK;
 }
 
-char sw_process_state(int pid)
+bool sw_process_is_stopped(int pid)
 {
     char text[512];
+    if (pid <= 0)
+        return false;
     snprintf(text, sizeof text, "/proc/%d/stat", pid);
     FILE *file = fopen(text, "re");
     if (!file)
-        return '?';
+        return false;
     char *line = fgets(text, sizeof text, file);
     fclose(file);
     char *end = line ? strrchr(line, ')') : NULL;
-    return end && end[1] == ' ' ? end[2] : '?';
+    return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
 }
 
 int sw_process_cores(void)

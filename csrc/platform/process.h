@@ -20,9 +20,9 @@ bool sw_process_hold_lock(int fd, int byte);
 /* Whether nobody holds it. False for -1, and where the kernel does not say. */
 bool sw_process_lock_is_free(int fd, int byte);
 
-/* One letter of /proc/<pid>/stat ('R', 'S', 'T' stopped, 'Z' ended), or '?' when it cannot be read.
+/* Whether a signal or a debugger has stopped the process; false for 0, and where it cannot be read.
  * The pid is the peer's own view: only a hint for a message where PID namespaces differ. */
-char sw_process_state(int pid);
+bool sw_process_is_stopped(int pid);
 
 /* Processors that this process may run on, at least 1. */
 int sw_process_cores(void);

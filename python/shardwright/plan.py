@@ -25,7 +25,7 @@ _Held = tuple[Mapping[str, Any], int, torch.dtype, bool]
 
 def memory_plan(replica: Replica) -> dict[str, Any]:
     """`optimizer_state_bytes` and `planned_bytes` of this rank, for describe(). None: not known before the first step."""
-    optimizers = [optimizer for optimizer in replica.steppers() if optimizer is not None]
+    optimizers = [optimizer for optimizer in replica.steppers.all() if optimizer is not None]
     states = [_state_bytes(replica, optimizer) for optimizer in optimizers]
     known = [each for each in states if each is not None]
     state = sum(known) if len(known) == len(states) else None

@@ -21,9 +21,8 @@ from .optim.master_weights import MasterOptimizer, has_own_masters, without_mast
 from .optim.offload import make_store, rounded_bytes
 from .optim.sharded import ShardedOptimizer, check_sliceable
 from .optim.whole_tensors import TensorPartitionedOptimizer
-from .options.compressors import check_compressor
-from .options.offload import offload_folder, offload_kind
-from .options.options import Options, check_zero
+from .options.offload import offload_folder
+from .options.options import Options
 from .parallel.ddp import DistributedDataParallel
 from .parallel.fully_shard import wrapper_of
 from .parallel.optimizer_agreement import agree, check_members, given_rows, watch_loading
@@ -115,13 +114,10 @@ def wrap(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
-    check_zero(zero)
-    offload_kind(offload)
-    check_compressor(compress, options.get("reduce", "mean"))
-    if partition not in ("auto", "flat", "tensor"):
-        raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
-    given = Options.from_keywords(options, also_known=("zero", "partition", "compress", "precision", "offload"))
-    _check_clip(clip_grad_norm, optimizer)
+    stage = {"zero": zero, "precision": precision, "compress": compress, "offload": offload}
+    given = Options.from_keywords({**options, **stage, "partition": partition, "clip_grad_norm": clip_grad_norm})
+    if clip_grad_norm is not None and optimizer is None:
+        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {clip_grad_norm!r}")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
@@ -129,9 +125,7 @@ def wrap(
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
     _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload)
-    wrapped = DistributedDataParallel(
-        module, zero=zero, precision=precision, offload=offload, compress=compress, **options
-    )
+    wrapped = DistributedDataParallel(module, **stage, **options)
     if optimizer is None:
         return wrapped
     optimizer = (_shard if zero else _keep)(wrapped, optimizer, partition)
@@ -182,7 +176,7 @@ def shard_optimizer(
             "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
         )
     group = wrapped._engine().group
-    _agree_on_optimizer(group, wrapped.module, optimizer, wrapped._zero, partition, wrapped._offload)
+    _agree_on_optimizer(group, wrapped.module, optimizer, wrapped._zero, partition, wrapped._options.offload)
     return _shard(wrapped, optimizer, partition)
 
 
@@ -249,10 +243,12 @@ def _is_on_gpu(module: torch.nn.Module) -> bool:
 
 def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
     """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
-    folder, replica = offload_folder(wrapped._offload), wrapped._engine()
+    folder, replica = offload_folder(wrapped._options.offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
     in_file = getattr(earlier, "file", None) is not None  # of an earlier wrapping: the state is there
-    moves = not replica.backend.capabilities.state_is_there and (wrapped._offload is not None or earlier is not None)
+    moves = not replica.backend.capabilities.state_is_there and (
+        wrapped._options.offload is not None or earlier is not None
+    )
     if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU, and the state is where it is
             inner.keep_in(None)
@@ -300,7 +296,7 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
     """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
     and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective."""
     group = wrapped._engine().group
-    _agree_on_optimizer(group, wrapped.module, optimizer, 0, "", wrapped._offload)
+    _agree_on_optimizer(group, wrapped.module, optimizer, 0, "", wrapped._options.offload)
     return _keep(wrapped, optimizer)
 
 
@@ -311,7 +307,7 @@ def _keep(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, _:
         made = MasterOptimizer(optimizer, _without_master(wrapped))
         members = (p for group in optimizer.param_groups for p in group["params"])
         optimizer = made if any(map(made.has_master, members)) else optimizer
-    wrapped._engine().step_with(optimizer)
+    wrapped._engine().steppers.add_plain(optimizer)
     _keep_state(wrapped, optimizer, optimizer)
     return optimizer
 
@@ -482,12 +478,3 @@ def _original(module: torch.nn.Module) -> torch.nn.Module:
 def _check_travels(plan: PrecisionPlan, compress: Any) -> None:
     if compress is not None and plan.compressor() is not None:
         raise ValueError(f"reduce_dtype and compress={compress} both say what gradients travel in: pass one of them")
-
-
-def _check_clip(max_norm: Any, optimizer: Any) -> None:
-    if max_norm is None:
-        return
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-        raise TypeError(f"clip_grad_norm must be a number or None, got {max_norm!r}")
-    if optimizer is None or not max_norm > 0:
-        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {max_norm!r}")

@@ -13,7 +13,7 @@
 
 #include "comm/shm.h"
 
-enum { PROCESSES_MAX = 1024, PROCESSES_FIGURES = 4, PROCESSES_NOBODY = 65534 };
+enum { PROCESSES_MAX = 1024, PROCESSES_FIGURES = 5, PROCESSES_NOBODY = 65534 };
 
 typedef struct process_outcome {
     bool has_ended;                   /* its body has returned */

@@ -685,6 +685,8 @@ static void looks_late(rank_context *self)
         check(((float *)(void *)arena->base[self->rank])[0] == (float)self->world_size, "the sum");
         check(comm->ops->run(comm, &op, &self->err) == SW_E_COMM, "the next is an error");
         check(self->err.detail == 1, "that names rank 1, not %d", self->err.detail);
+        check(strstr(self->err.message, "''") == NULL,
+              "an operation that no rank has come to has no name yet: %s", self->err.message);
     }
     ranks_meet(self);
     comm->ops->arena_destroy(comm, arena);

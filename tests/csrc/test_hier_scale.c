@@ -19,6 +19,7 @@
 #include "comm/hier.h"
 #include "comm/hier_part.h"
 #include "platform/clock.h"
+#include "platform/memory.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { FEW_HOSTS = 32, MANY_HOSTS = 64 };
@@ -186,27 +187,10 @@ static void same_arena_destroy(sw_comm *comm, sw_arena *arena)
     free(arena);
 }
 
-static void same_end(sw_comm *comm, const sw_error *reason)
-{
-    (void)comm;
-    (void)reason;
-}
-
-static sw_status same_look(sw_comm *comm, bool minds_leaving, sw_error *err)
-{
-    (void)comm;
-    (void)minds_leaving;
-    (void)err;
-    return SW_OK;
-}
-
-static void same_leave(sw_comm *comm)
-{
-    (void)comm;
-}
-
 static void same_destroy(sw_comm *comm)
 {
+    sw_fabric *fabric = (sw_fabric *)comm;
+    sw_memory_unmap((uint8_t *)fabric->control, (size_t)comm->world_size * sizeof *fabric->control);
     free(comm);
 }
 
@@ -220,10 +204,11 @@ static bool same_ended(sw_fabric *fabric, int rank)
 static const sw_comm_ops same_ops = {
     .arena_create = same_arena_create,
     .arena_destroy = same_arena_destroy,
-    .abort = same_end,
-    .request_end = same_end,
-    .look = same_look,
-    .leave = same_leave,
+    .abort = sw_fabric_abort,
+    .request_end = sw_fabric_abort,
+    .look = sw_fabric_look,
+    .is_alive = sw_fabric_is_alive,
+    .leave = sw_fabric_leave,
     .destroy = same_destroy,
 };
 
@@ -293,6 +278,10 @@ static sw_comm *join(int host, end *e, sw_wire *wire, sw_error *err)
                                     .timeout_ns = INT64_C(600) * 1000000000,
                                     .warn_after_ns = INT64_C(600) * 1000000000};
     inside->fabric.peer_ended = same_ended;
+    check(sw_pages_map((size_t)ranks_a_host * sizeof *inside->fabric.control,
+                       (uint8_t **)&inside->fabric.control, err) == SW_OK,
+          "control pages: %s", err->message);
+    atomic_store(&inside->fabric.is_open, true);
     *wire = (sw_wire){.context = e,
                       .send = wire_send,
                       .receive = wire_receive,

@@ -80,7 +80,7 @@ static void check_telling(sw_comm *const *host)
     sw_nccl_library nccl = {.version = 0};
     sw_nccl_id id = {.internal = ""};
     sw_lookout lookout = {.host = host[1]};
-    sw_nccl *comm;
+    sw_peers *comm;
     sw_error err, said;
     check(sw_nccl_create(&nccl, &device, &id, 1, WORLD, INT64_C(1000) * MS, &lookout, &comm,
                          &err) == SW_E_DEVICE,

@@ -19,6 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._engine import Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
 from ..layout.views import as_real, dense_strides, dtype_name
@@ -45,20 +46,13 @@ def alias(
 
 
 def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
-    """What `make` gives on each rank, plain values; where it fails on one, an error on all. Collective."""
-    failure: Exception | None = None
-    said: dict[str, Any] = {"failure": ""}
-    try:
-        said["value"] = make()
-    except Exception as error:  # whatever it is: the others must not wait for this rank
-        failure, said["failure"] = error, str(error) or type(error).__name__
-    everyone = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(said).encode(), what)]
-    if failure is not None:
-        raise failure
-    for rank, each in enumerate(everyone):
-        if each["failure"]:
-            raise NotImplementedError(f"rank {rank} cannot use its GPU: {each['failure']}")
-    return [each["value"] for each in everyone]
+    """Return what `make` gives on each rank, plain values; an error on all ranks if it fails on one. Collective."""
+    said = gather_answers(
+        *(group.comm, lambda: json.dumps(make()).encode(), what),
+        refusals=(Exception,),  # whatever it is: the others must not wait for this rank
+        retell=lambda rank, sentence: NotImplementedError(f"rank {rank} cannot use its GPU: {sentence}"),
+    )
+    return [json.loads(each) for each in said]
 
 
 class DeviceLink:

@@ -1,4 +1,4 @@
-"""What every rank is asked, and may refuse: a refusal is an error on all ranks, instead of a wait for the one that refused."""
+"""Questions to all ranks, which each may refuse: a refusal is an error on all ranks, instead of a wait for the one that refused."""
 
 from __future__ import annotations
 
@@ -11,21 +11,36 @@ __all__ = ["gather_answers", "norm_over_ranks"]
 _ANSWER, _REFUSAL = b"\0", b"\1"
 
 
-def gather_answers(comm: HostComm, answer: Callable[[], bytes], label: str) -> list[bytes]:
-    """Every rank's answer, in rank order. Collective.
+def _error_of(rank: int, sentence: str) -> Exception:
+    return Error(sentence)
+
+
+def gather_answers(
+    comm: HostComm,
+    answer: Callable[[], bytes],
+    label: str,
+    *,
+    refusals: tuple[type[Exception], ...] = (Error, NotImplementedError),
+    retell: Callable[[int, str], Exception] = _error_of,
+) -> list[bytes]:
+    """Return every rank's answer, in rank order. Collective.
 
     Parameters
     ----------
     comm : HostComm
     answer : callable
-        Of this rank; may raise Error or NotImplementedError.
+        This rank's; may raise one of `refusals`.
     label : str
         What is asked, in messages about ranks that do not come.
+    refusals : tuple of exception classes
+        What `answer` may raise; another exception leaves the others waiting.
+    retell : callable
+        Make the exception of the other ranks from the refusing rank and its sentence. Default: an Error with the sentence.
 
     Raises
     ------
-    Error
-        Some rank refused: its own exception there, elsewhere an Error with the lowest refusing rank's sentence.
+    Exception
+        Some rank refused: its own exception there, elsewhere what `retell` makes of the lowest refusing rank's.
 
     Notes
     -----
@@ -34,14 +49,14 @@ def gather_answers(comm: HostComm, answer: Callable[[], bytes], label: str) -> l
     refusal: Exception | None = None
     try:
         mine = _ANSWER + answer()
-    except (Error, NotImplementedError) as error:
-        refusal, mine = error, _REFUSAL + str(error).encode()
+    except refusals as error:
+        refusal, mine = error, _REFUSAL + (str(error) or type(error).__name__).encode()
     said = comm.all_gather_bytes(mine, label)
     if refusal is not None:
         raise refusal
-    for each in said:
+    for rank, each in enumerate(said):
         if each[:1] == _REFUSAL:
-            raise Error(each[1:].decode())
+            raise retell(rank, each[1:].decode())
     return [each[1:] for each in said]
 
 

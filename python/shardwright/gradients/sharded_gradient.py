@@ -41,7 +41,9 @@ class GradientBoard:
         self._norms: dict[float, dict[int, float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
         self._factor: tuple[torch.Tensor, int, float] | None = None
-        self.announce: Callable[..., None] = lambda *_: None  # what ranks that joined must be told; see parallel/join.py
+        self.announce: Callable[..., None] = lambda *_: (
+            None
+        )  # what ranks that joined must be told; see parallel/join.py
 
     def join(self, index: int, piece: torch.Tensor) -> None:
         """`piece` is this rank's slice of the gradient of parameter `index`, alike on all ranks."""

@@ -95,7 +95,7 @@ def local_norms(module: torch.nn.Module) -> dict[str, float]:
         raise _engine.Error("local_norms needs a wrapped module, or the outermost fully sharded one")
     found = {}
     for index, (name, parameter) in enumerate(zip(replica.table.names, replica.table.parameters)):
-        held = replica.gradient_slice(index) if replica.zero else parameter.grad
+        held = replica.gradients.slice_of(index) if replica.zero else parameter.grad
         if held is not None:
             found[name] = float(torch.linalg.vector_norm(held.detach().double() if held.is_floating_point() else held))
     return found
@@ -108,10 +108,10 @@ def _replica_of(module: Any) -> Replica | None:
 
 def _norm_of_slices(replica: Replica) -> float:
     if replica.zero == 1 and replica.is_joining:  # a joined rank keeps no gradients; here they are not sliced
-        replica.gradient_slices()  # raises where they are not averaged
+        replica.gradients.slices()  # raises where they are not averaged
         return _norm_of_whole([p.grad for p in replica.table.parameters if p.grad is not None], replica)
     replica.announce("norm")
-    return replica.norm_of(replica.gradient_slices)
+    return replica.gradients.norm_of(replica.gradients.slices)
 
 
 def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:

@@ -13,6 +13,7 @@ import torch
 
 from .._engine import DeviceOffload, Error
 from ..backend.device_link import DeviceLink
+from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup
 from ..torch_compat import cuda
 
@@ -96,19 +97,18 @@ class HostStateStore:
 
 def make_route(group: HostGroup, link: DeviceLink, label: str) -> DeviceRoute:
     """Create a route on every rank, or raise an error on every rank. Collective."""
-    route, failure = None, None
-    try:
-        route = DeviceRoute(group, link)
-    except (OSError, MemoryError, ValueError, Error) as error:
-        failure = error
-    said = group.comm.all_gather_bytes(str(failure or "").encode(), f"offload of {label}")
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(said):
-        if text:
-            raise Error(f"offload of {label} on rank {rank}: {text.decode()}")
-    assert route is not None
-    return route
+    made: list[DeviceRoute] = []
+
+    def make() -> bytes:
+        made.append(DeviceRoute(group, link))
+        return b""
+
+    gather_answers(
+        *(group.comm, make, f"offload of {label}"),
+        refusals=(OSError, MemoryError, ValueError, Error),
+        retell=lambda rank, sentence: Error(f"offload of {label} on rank {rank}: {sentence}"),
+    )
+    return made[0]
 
 
 def _thread_count(group: HostGroup) -> int:

@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state(self._index[id(parameter)], state)
         #: how many rounds there were when it stepped last
         self.rounds_at_step = 0
-        self._position = replica.serve(self)
+        self._position = replica.steppers.add_sliced(self)
 
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
@@ -206,7 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         torch.autograd.graph.increment_version(piece)  # written by others: masters follow
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
-        return self._replica.gradient_slice(index)
+        return self._replica.gradients.slice_of(index)
 
     def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
         if piece is not None:
@@ -316,7 +316,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = self._replica.table.names
         without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
         return {
-            "factors that gradients were scaled by": self._replica.gradient_factors(),
+            "factors that gradients were scaled by": self._replica.gradients.factors(),
             "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
             "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
         }
@@ -326,7 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rows: list[Row] = rows_of(self, self._index)
         rows.append((GRADIENTS, [], self._facts(states)))
         agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
-        self._replica.accept_factors()
+        self._replica.gradients.accept_factors()
 
     # state --------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .compressors import check_compressor
+from .offload import offload_kind
 from .units import check_units
 
 __all__ = ["Options"]
@@ -26,6 +28,18 @@ class Options:
 
     Parameters
     ----------
+    zero : {0, 1, 2, 3}
+        What is sliced over ranks: nothing; the optimizer's state; averaged gradients too; parameters too.
+    precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
+        The dtypes in which the module computes. None: nothing is cast.
+    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
+        What travels instead of whole gradients.
+    clip_grad_norm : float, optional
+        The norm to which each step clips gradients first. Needs the optimizer.
+    offload : {"cpu", "nvme:<folder>"}, optional
+        Where the state of sw.optim's optimizers lies.
+    partition : {"auto", "flat", "tensor"}
+        How an optimizer is sliced at zero >= 1.
     process_group : torch.distributed.ProcessGroup, optional
         Ranks that train together. Default: the default group; without one, what the launcher's variables say
         (docs/launch.md); without those, one rank.
@@ -84,6 +98,12 @@ class Options:
         A value whose stage of the engine does not exist yet.
     """
 
+    zero: int = 0
+    precision: Any = None
+    compress: Any = None
+    clip_grad_norm: float | None = None
+    offload: str | None = None
+    partition: str = "auto"
     process_group: Any = None
     device_mesh: Any = None
     bucket_cap_mb: float = 25
@@ -105,6 +125,14 @@ class Options:
     write_guard: str | None = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.zero, bool) or not isinstance(self.zero, int) or self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
+        offload_kind(self.offload)
+        check_compressor(self.compress, self.reduce)
+        if self.partition not in ("auto", "flat", "tensor"):
+            raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {self.partition!r}")
+        if self.clip_grad_norm is not None:
+            _check_clip(self.clip_grad_norm)
         if self.process_group is not None and self.device_mesh is not None:
             raise ValueError("process_group and device_mesh were both given: pass one of them")
         if self.device_mesh is not None and not hasattr(self.device_mesh, "get_group"):
@@ -150,6 +178,7 @@ class Options:
                 "are watched anyway"
             )
         check_units(self.units)
+        self._check_stage()
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
             raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
 
@@ -184,13 +213,11 @@ class Options:
                 raise TypeError(_unknown_name(name, known | set(also_known)))
         return cls(**keywords)
 
-    def check_stage(self, zero: int) -> None:
-        """ValueError for an option that means nothing at stage `zero`."""
-        for name in (
-            ("gather", "share_parameters", "units", "reshard_after_forward", "write_guard") if zero != 3 else ()
-        ):
-            if getattr(self, name) not in (getattr(Options, name), None):
-                raise ValueError(f"{name} is of zero=3, and was given with zero={zero}")
+    def _check_stage(self) -> None:
+        """Raise ValueError for an option of zero=3 that is given at another stage."""
+        for name in ("gather", "share_parameters", "units", "reshard_after_forward", "write_guard"):
+            if self.zero != 3 and getattr(self, name) not in (getattr(Options, name), None):
+                raise ValueError(f"{name} is of zero=3, and was given with zero={self.zero}")
 
     def ignored_names(self, module: Any) -> set[str]:
         """The names in ignored_params. ValueError for one that no parameter or buffer of `module` has."""
@@ -213,10 +240,11 @@ class Options:
         return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
 
 
-def check_zero(zero: Any) -> None:
-    """ValueError unless `zero` is a stage."""
-    if isinstance(zero, bool) or not isinstance(zero, int) or zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
+def _check_clip(max_norm: Any) -> None:
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        raise TypeError(f"clip_grad_norm must be a number or None, got {max_norm!r}")
+    if not max_norm > 0:
+        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {max_norm!r}")
 
 
 def _check_positive(name: str, value: Any, unit: str, largest: float) -> None:

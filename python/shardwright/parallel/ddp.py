@@ -29,7 +29,7 @@ from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
 from ..options.compressors import Compressor, check_compressor
 from ..options.offload import offload_kind
-from ..options.options import Options, check_zero
+from ..options.options import Options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
@@ -125,6 +125,10 @@ class DistributedDataParallel(TorchDDP):
                 broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
                 find_unused_parameters=find_unused_parameters,
                 gradient_as_bucket_view=gradient_as_bucket_view,
+                zero=zero,
+                precision=precision,
+                offload=offload,
+                compress=compress,
             ),
             also_known=[name for name in given if name not in ("self", "options", "module")],
         )
@@ -132,14 +136,10 @@ class DistributedDataParallel(TorchDDP):
             raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
         if isinstance(module, TorchDDP):
             raise Error("this module is wrapped already: pass sw.unwrap(module)")
-        check_zero(zero)
         self.module = module
         self._zero = zero
-        self._offload, _ = offload, offload_kind(offload)
-        self._options.check_stage(zero)
         check_marks(module, zero, self._options.share_parameters)
         self._precision = self._plan_precision(precision)
-        check_compressor(compress, self._options.reduce)
         travels_in = compress if self._precision is None else compress or self._precision.compressor()
         self._compressor = travels_in if isinstance(travels_in, Compressor) else None
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
@@ -255,7 +255,7 @@ class DistributedDataParallel(TorchDDP):
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),
-            "offload": offload_kind(self._offload),
+            "offload": offload_kind(self._options.offload),
         }
         self._replica = Replica(
             self.module,

@@ -164,7 +164,7 @@ class Announcer:
         said: dict[str, Any] = {"kind": kind, "member": position, "number": number, "groups": groups}
         if kind not in ("forward", *_INSIDE):
             said["gradients"] = [state_of(parameter.grad) for parameter in replica.table.parameters]
-            said["factors"] = replica.gradient_factors()
+            said["factors"] = replica.gradients.factors()
         self._exchange(members, json.dumps(said).encode())
         if kind == "forward" and torch.is_grad_enabled() and wrapper.require_backward_grad_sync and self.joined:
             self._owed = replica.reducer.stats()["rounds"]
@@ -260,32 +260,32 @@ def state_of(gradient: torch.Tensor | None) -> int:
 def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
     """This rank's slices of sliced averages, as ranks that train would have them."""
     found: list[torch.Tensor | None] = []
-    for view, state in zip(replica.views, states):
+    for view, state in zip(replica.gradients.views, states):
         assert isinstance(view, ShardedGradient)
         found.append(None if state == NO_GRADIENT else torch.zeros_like(view.piece) if state == ZEROED else view.piece)
     return found
 
 
 def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.follow_factors(heard["factors"])
-    replica.norm_of(lambda: _own_slices(replica, heard["gradients"]))
+    replica.gradients.follow_factors(heard["factors"])
+    replica.gradients.norm_of(lambda: _own_slices(replica, heard["gradients"]))
 
 
 def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.follow_factors(heard["factors"])
-    replica.board().gather_norms(heard["number"])
+    replica.gradients.follow_factors(heard["factors"])
+    replica.gradients.board.gather_norms(heard["number"])
 
 
 def _shadow_vote(replica: Replica, heard: dict[str, Any]) -> None:
     slices = _own_slices(replica, heard["gradients"])
     overflowed = any(piece is not None and not bool(piece.isfinite().all()) for piece in slices)
-    replica.follow_factors(heard["factors"])
-    replica.board().any_rank(lambda: overflowed)
+    replica.gradients.follow_factors(heard["factors"])
+    replica.gradients.board.any_rank(lambda: overflowed)
 
 
 def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.follow_factors(heard["factors"])
-    optimizer = replica.optimizers()[int(heard["number"])]
+    replica.gradients.follow_factors(heard["factors"])
+    optimizer = replica.steppers.sliced()[int(heard["number"])]
     states = heard["gradients"]
     whole = replica.zero == 1
     gradients = exchange_slices(replica, optimizer.run, states) if whole else _own_slices(replica, states)

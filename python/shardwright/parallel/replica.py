@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import logging
 import time
 import weakref
@@ -15,22 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from .._engine import Error, Reducer
 from ..backend.base import Backend, Capabilities, Request
-from ..comm.agreement import gather_answers, norm_over_ranks
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
 from ..comm.process_group import HostGroup, group_ranks
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
-from ..gradients.sharded_gradient import GradientBoard, ShardedGradient
+from ..gradients.module_gradients import ModuleGradients
+from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.param_groups import check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
-from ..layout.shard_runs import Storage, memory_order
-from ..layout.views import copy_gradient, gradient_view
+from ..layout.shard_runs import Storage
+from ..layout.views import copy_gradient
 from ..options.compressors import Compressor
 from ..options.options import Options
 from ..parameters.drift import DriftCheck
@@ -38,7 +36,7 @@ from ..parameters.storage import ParameterMemory
 from ..parameters.write_guard import ReadOnlyParameters, SampledParameters
 from ..torch_compat import autograd as _hooks
 from .backends import choose_backend
-from .optimizer_agreement import StepNotes
+from .steppers import Steppers
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink
@@ -46,15 +44,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("shardwright")
 _serials = itertools.count()
-_NOT_AVERAGED = (
-    "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
-    "stepping, clipping or reading gradients"
-)
-_BY_HAND = (
-    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... past the hooks), so that it "
-    "is this rank's alone: call sw.average_gradients(module) before the step"
-)
-_BY_HAND_AT_0 = ", or run such forwards inside no_sync() where each rank is to step on its own"
 _UNENDED_FORWARD = (
     "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks pair "
     "their backwards by counting them: unless the other ranks leave this batch out too, or it is repeated here, they average it with "
@@ -75,8 +64,9 @@ class Replica:
         Who owns which slice at zero >= 1.
     table : ParameterTable
     reducer : Reducer
-    views : list of Tensor
-        Gradient memory, one a parameter.
+    gradients : ModuleGradients
+    steppers : Steppers
+        The optimizers of the module.
     """
 
     def __init__(
@@ -121,12 +111,11 @@ class Replica:
         self.backend: Backend = make_backend(group, request)
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
         self.reducer: Any = self.backend.reducer(request)
-        self._board: GradientBoard | None = None
         self._storage = self._make_storage(request)
         #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
         self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
         self._guard = self._make_guard(options.write_guard)
-        self.step_notes = StepNotes()
+        self.steppers = Steppers(group)
         try:
             self._attach(synchronises)
         except BaseException as error:  # of this rank alone: the others must not wait for it
@@ -140,11 +129,6 @@ class Replica:
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.announcer: Any = None
         self.watcher: Any = None
-        self._closed_without_backward = False  # the last round: of a forward that no backward followed
-        self._stepped_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._steppers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
@@ -187,34 +171,26 @@ class Replica:
         return like
 
     def _attach(self, synchronises: Callable[[], bool]) -> None:
-        if self.zero >= 2:
-            self._board = GradientBoard(self.group.comm, self.reducer, self.label, speaks=self.slicing.speaks)
-        count = len(self.table.parameters)
-        self.views = [self._make_view(i) if self.reducer.has_memory(i) else None for i in range(count)]
+        steppers = self.steppers
+        gradients = self.gradients = ModuleGradients(
+            *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
+            last_step_on=steppers.last_step_on,
+        )
         self.reducer.attach(
             self.table.parameters,
-            self.views,
-            copy=copy_gradient if self.zero < 2 else _weakly(self._write_contribution),
+            gradients.views,
+            copy=copy_gradient if self.zero < 2 else _weakly(gradients.write_contribution),
             open=_opener(weakref.ref(self), synchronises),
-            renew=_weakly(self.renew_view),
+            renew=_weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
-            unlike=_weakly(self._explain_steps),
-            describe=_weakly(self._describe_steps, ""),
+            unlike=_weakly(steppers.explain),
+            describe=_weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []
-        self._gradient_slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         for index, parameter in enumerate(self.table.parameters):
             if parameter.requires_grad:
                 self._hook(index)
-
-    def _make_view(self, index: int) -> torch.Tensor:
-        """What `.grad` of a parameter becomes: a view of its bucket, or at zero >= 2 of this rank's slice of the mean."""
-        like = self.layout_of(index)
-        if self._board is None:
-            return gradient_view(like, self.reducer, index)
-        held = gradient_view(like, self.reducer, index) if self.reducer.transport == "staged" else None
-        return ShardedGradient(index, like, from_dlpack(self.reducer.result(index)), self._board, held)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
         """Whether compressed buckets cross while the backward goes on: between hosts, where the network is the bottleneck, not a core;
@@ -235,7 +211,7 @@ class Replica:
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport != "staged":
-            pieces = [view.piece for view in self.views if isinstance(view, ShardedGradient)]
+            pieces = [view.piece for view in self.gradients.views if isinstance(view, ShardedGradient)]
             wanted = Wanted(in_slots=True, slice_alone=is_ours and not self.slicing.is_replicated)
             return SlicedHookRunner(
                 self.reducer, parameters, like, self.slicing, pieces, state, hook, wanted, over_all=is_ours
@@ -298,7 +274,7 @@ class Replica:
     def before_forward(self, synchronises: bool) -> None:
         """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
         self._notice_unended_forward()
-        self._closed_without_backward = False
+        self.gradients.closed_without_backward = False
         drift = self._check_drift()
         if self._guard is not None:
             self._guard.check("before a forward")
@@ -385,96 +361,10 @@ class Replica:
         wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         return {**counts, "compress": name, **wire}
 
-    def norm_of(self, slices: Callable[[], Sequence[torch.Tensor | None]]) -> float:
-        """Return the exact 2-norm of what all ranks hold together, of which `slices` gives this rank's. Collective.
-
-        Raises
-        ------
-        Error
-            On all ranks, where `slices` raises it on some.
-        """
-
-        def sums() -> bytes:
-            found = slices()
-            return self.backend.norm_sums([each for each in found if each is not None] if self.slicing.speaks else [])
-
-        return norm_over_ranks(self.group.comm, sums, self.label)
-
-    def gradient_slices(self) -> list[torch.Tensor | None]:
-        """Return gradient_slice() of every parameter."""
-        return [self.gradient_slice(index) for index in range(len(self.table.parameters))]
-
-    def gradient_slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
-        parameter = self.table.parameters[index]
-        gradient = parameter.grad
-        if isinstance(gradient, ShardedGradient):
-            plain = gradient._pending is None and not gradient._cleared
-            return gradient.piece if plain else gradient.averaged_piece()
-        if gradient is None:
-            return None
-        if self.reducer.is_used(index):
-            raise Error(_NOT_AVERAGED)
-        if not self.parameters().is_stepped(index):
-            raise Error(
-                f"parameter {self.table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
-                "a step would change it on this rank alone: zero_grad() before the step"
-            )
-        if self.zero >= 2 or not self._is_averaged(index, gradient, self._last_step_on(parameter)):
-            raise Error(_BY_HAND.format(name=self.table.names[index]))
-        low, high = self.parameters().own_run(index)
-        if gradient is self.views[index]:
-            kept, address = self._gradient_slices.get(index), gradient.data_ptr()
-            if kept is None or kept[0]() is not gradient or kept[1] != address:
-                own = memory_order(gradient.detach(), parameter)[low:high]
-                # weak: a view that somebody holds is taken for kept by the user
-                kept = self._gradient_slices[index] = (weakref.ref(gradient), address, own)
-            return kept[2]
-        return memory_order(gradient.detach(), parameter)[low:high]
-
-    # gradients that users set ----------------------------------------------------------------------------------------
-
-    def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
-        """Whether a whole gradient is what a round left, or what the user made of it: as far as can be known. `since`: the number of rounds
-        at the last step on the parameter.
-
-        What a round left is our view, and its values may be changed in place (clipping, noise). Another tensor is one that the user made of it if
-        some round since the last step averaged the parameter; or it was stepped on before; or it is zero. A view is what a round left unless a
-        forward was followed by no backward: then it is looked at as another tensor is.
-        """
-        if self.group.world_size == 1:
-            return True
-        averaged = self.reducer.averaged_in(index) > since
-        if gradient is self.views[index] and not self._closed_without_backward:
-            return True
-        if averaged:
-            self._accepted[index] = weakref.ref(gradient)
-        kept = self._accepted.get(index)
-        return (kept is not None and kept() is gradient) or not bool(gradient.any())
-
-    def _last_step_on(self, parameter: torch.Tensor) -> int:
-        """The number of rounds when the optimizer of a parameter stepped last."""
-        holders = (each for each in self.optimizers() if each is not None and each.holds(parameter))
-        return max((each.rounds_at_step for each in holders), default=0)
-
-    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Error at zero=0 for a gradient that nobody averaged, where a forward of this step was to synchronise. Inside no_sync() alone each rank
-        steps on its own, as it was asked to."""
-        rounds, since = self.reducer.stats()["rounds"], self._stepped_in.get(optimizer, 0)
-        self._stepped_in[optimizer] = rounds
-        if rounds == since or self.group.world_size == 1:
-            return
-        suspects = range(len(self.views)) if self._closed_without_backward else self.reducer.foreign()
-        if not suspects:
-            return
-        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for index in suspects:
-            parameter = self.table.parameters[index]
-            gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None
-            if gradient is not None and not self._is_averaged(index, gradient, since):
-                message = _BY_HAND.format(name=self.table.names[index]) + _BY_HAND_AT_0
-                self._abort(message)
-                raise Error(message)
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return whole averaged gradients by bare name. Collective at zero >= 2."""
+        self.close_pending()
+        return self.gradients.whole()
 
     def average_gradients(self) -> None:
         """A round over what stands in `.grad`. Collective."""
@@ -526,22 +416,14 @@ class Replica:
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()
         return whole
 
-    def gradient_factors(self) -> list[list[Any]]:
-        """What sliced gradients were scaled by since ranks compared that last."""
-        return self._board.factors() if self._board is not None else []
-
-    def accept_factors(self) -> None:
-        """All ranks have scaled their gradients by the same."""
-        if self._board is not None:
-            self._board.accept_factors()
-
     # uneven inputs, see parallel/join.py -------------------------------------------------------------------------------------
 
     def join_through(self, announcer: Any) -> None:
         """Inside join at zero >= 1 collectives of ranks that train are announced to those that have joined."""
         self.announcer = announcer
-        if self._board is not None:
-            self._board.announce = self.announce if announcer is not None else lambda *_: None
+        board = self.gradients.sliced_board
+        if board is not None:
+            board.announce = self.announce if announcer is not None else lambda *_: None
         if self.announces_rounds:
             self.reducer.set_announcer(announcer.announce_round if announcer is not None else None)
         if not self.backend.capabilities.free_unit_order:
@@ -569,37 +451,6 @@ class Replica:
         if self.announcer is not None and self.announcer.is_on:
             self.announcer.announce(kind, number, groups)
 
-    def follow_factors(self, factors: list[list[Any]]) -> None:
-        """Scales what this rank holds of the gradients as ranks that train have scaled theirs."""
-        done = self.gradient_factors()
-        for index, name, factor in factors[len(done) :]:
-            view = self.views[index]
-            assert isinstance(view, ShardedGradient)
-            getattr(view._held, name)(factor)
-            done.append([index, name, factor])
-
-    def board(self) -> GradientBoard:
-        """At zero >= 2 only."""
-        assert self._board is not None
-        return self._board
-
-    def serve(self, optimizer: torch.optim.Optimizer) -> int:
-        """Its position among the optimizers of this module, in order of their making: the same on every rank."""
-        self._optimizers.append(weakref.ref(optimizer))
-        return len(self._optimizers) - 1
-
-    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """At zero=0, where it steps by itself: for describe()."""
-        if all(reference() is not optimizer for reference in self._steppers):
-            self._steppers.append(weakref.ref(optimizer))
-
-    def steppers(self) -> list[Any]:
-        """Optimizers that step on this module, as far as they are known."""
-        return [reference() for reference in [*self._optimizers, *self._steppers]]
-
-    def optimizers(self) -> list[Any]:
-        return [reference() for reference in self._optimizers]
-
     def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
         """Parameters were written through other tensors: autograd and others that watch versions are told."""
         for parameter in parameters:
@@ -608,55 +459,6 @@ class Replica:
         if drift is not None:
             drift.accept_writes()
         self._storage.accept_writes()
-
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
-        self.close_pending()
-        if self._board is not None:
-            self._agree_on_gradients()
-        found: dict[str, torch.Tensor | None] = {}
-        for index, (name, parameter) in enumerate(zip(self.table.names, self.table.parameters)):
-            gradient = parameter.grad
-            if gradient is not None and self.reducer.is_used(index):
-                raise Error(_NOT_AVERAGED)
-            if not isinstance(gradient, ShardedGradient):
-                found[name] = gradient
-                continue
-            piece = gradient.averaged_piece()
-            data = piece.view(torch.uint8).cpu().numpy().tobytes() if self.slicing.speaks else b""
-            flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
-            for rank, each in enumerate(self.group.comm.all_gather_bytes(data, f"gradient of {name}")):
-                low, high = self.parameters().run(index, rank)
-                if low < high and each:
-                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            found[name] = flat.as_strided(parameter.shape, self.layout_of(index).stride())
-        return found
-
-    def _agree_on_gradients(self) -> None:
-        """Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors. Collective."""
-
-        def answer() -> bytes:
-            for index, parameter in enumerate(self.table.parameters):
-                if isinstance(parameter.grad, ShardedGradient):
-                    parameter.grad.averaged_piece()
-                elif parameter.grad is not None and self.reducer.is_used(index):
-                    raise Error(_NOT_AVERAGED)
-            return json.dumps(self.gradient_factors()).encode()
-
-        said = gather_answers(self.group.comm, answer, f"factors of the gradients of {self.label}")
-        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-        if other is not None:
-            ours, theirs = (self._describe_factors(json.loads(said[rank])) for rank in (0, other))
-            raise Error(
-                f"ranks disagree about what the averaged gradients of {self.label} were scaled by: rank 0 by {ours}, rank {other} by "
-                f"{theirs}; each rank keeps slices of them: scale them alike on all ranks"
-            )
-        self.accept_factors()
-
-    def _describe_factors(self, factors: list[list[Any]]) -> str:
-        return (
-            ", ".join(f"{name}({factor:g}) of {self.table.names[i]!r}" for i, name, factor in factors[:3]) or "nothing"
-        )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before the step of an optimizer that holds one of our parameters."""
@@ -678,9 +480,20 @@ class Replica:
         if not self.zero:
             self._check_gradients(optimizer)
         if not self.zero and self.group.world_size > 1:
-            self.reducer.note_step(self.step_notes.note(optimizer))
+            self.reducer.note_step(self.steppers.note(optimizer))
         self.reducer.count_step()
         self._in_forward = False  # a step has its round, whatever became of the forward
+
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.
+
+        Inside no_sync() alone each rank steps on its own, as it was asked to.
+        """
+        rounds = self.reducer.stats()["rounds"]
+        since = self.steppers.count_step(optimizer, rounds)
+        if rounds != since and self.group.world_size > 1:
+            members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self.gradients.check_averaged(members, since)
 
     # rounds, by whatever way they end --------------------------------------------------------------------------------
 
@@ -693,7 +506,7 @@ class Replica:
         was_pending = self.reducer.pending_forward
         self._end_round(self.reducer.close_pending)
         if was_pending:
-            self._closed_without_backward = True
+            self.gradients.closed_without_backward = True
 
     def shadow(self, standing: Sequence[int] | None = None) -> None:
         """Of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
@@ -704,31 +517,6 @@ class Replica:
         end()
         if self.watcher is not None:
             self.watcher.after_round(time.perf_counter() - begin_s)
-
-    def renew_view(self, index: int) -> None:
-        """Make the view of a gradient. An old one, which somebody kept, moves to memory of its own."""
-        kept = self.views[index]
-        if kept is not None:
-            kept.data = kept.detach().clone(memory_format=torch.preserve_format)
-        self.views[index] = self._make_view(index)
-
-    def _write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> None:
-        """Write a gradient that the engine cannot read by itself (other strides, sparse), at zero >= 2."""
-        memory = gradient_view(self.layout_of(index), self.reducer, index)
-        if add:
-            whole = torch.empty_like(memory)
-            copy_gradient(whole, gradient)
-            memory.add_(whole)
-        else:
-            copy_gradient(memory, gradient)
-
-    def _explain_steps(self) -> None:
-        """Raise an error that names the hyperparameters that differ between ranks. Collective."""
-        self.step_notes.explain(self.group.comm.all_gather_bytes)
-
-    def _describe_steps(self) -> str:
-        """Return what this rank's optimizer stepped with last, for the end of a sentence."""
-        return f" (rank {self.group.rank}: {self.step_notes.describe()})"
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Parameters and `buffers` of rank `root` to all. Collective."""
@@ -746,9 +534,8 @@ class Replica:
         lets a GPU's released parameters be gathered."""
         _live.discard(self)
         _hooks.ignore_steps(self)
-        for parameter in self.table.parameters if self.zero >= 2 else ():
-            if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad = None
+        if self.zero >= 2:
+            self.gradients.drop()
         self._storage.give_back(together)
         for handle in self._handles:
             handle.remove()

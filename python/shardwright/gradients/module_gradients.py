@@ -1,0 +1,279 @@
+"""The gradients of one module: what `.grad` of each parameter is, and what a step may take of it."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .._engine import Error
+from ..backend.base import Backend
+from ..comm.agreement import gather_answers, norm_over_ranks
+from ..layout.param_table import ParameterTable
+from ..layout.shard_mesh import Slicing
+from ..layout.shard_runs import memory_order
+from ..layout.views import copy_gradient, gradient_view
+from .sharded_gradient import GradientBoard, ShardedGradient
+
+_NOT_AVERAGED = (
+    "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
+    "stepping, clipping or reading gradients"
+)
+_BY_HAND = (
+    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... past the hooks), so that it "
+    "is this rank's alone: call sw.average_gradients(module) before the step"
+)
+_BY_HAND_AT_0 = ", or run such forwards inside no_sync() where each rank is to step on its own"
+
+
+class ModuleGradients:
+    """Gradients of a module's parameters, which a reducer averages.
+
+    Parameters
+    ----------
+    table : ParameterTable
+    storage : Storage
+        Where the parameters lie.
+    backend : Backend
+    reducer : Reducer
+    slicing : Slicing
+    zero : int
+    label : str
+        The module's class, in messages.
+    last_step_on : callable
+        Return the number of rounds when a parameter was stepped on last.
+
+    Attributes
+    ----------
+    views : list of Tensor
+        What `.grad` of each parameter becomes: a view of its bucket, or at zero >= 2 a ShardedGradient. None without memory.
+    closed_without_backward : bool
+        The last round was of a forward that no backward followed.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        storage: Any,
+        backend: Backend,
+        reducer: Any,
+        slicing: Slicing,
+        zero: int,
+        label: str,
+        last_step_on: Callable[[torch.Tensor], int],
+    ) -> None:
+        self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
+        self._slicing, self._zero, self._label, self._last_step_on = slicing, zero, label, last_step_on
+        self._group = backend.group
+        self._board: GradientBoard | None = None
+        if zero >= 2:
+            self._board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
+        self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
+        self.closed_without_backward = False
+        self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    # views ----------------------------------------------------------------------------------------------------------
+
+    def _make_view(self, index: int) -> torch.Tensor:
+        like = self._storage.like(index)
+        if self._board is None:
+            return gradient_view(like, self._reducer, index)
+        held = gradient_view(like, self._reducer, index) if self._reducer.transport == "staged" else None
+        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self._board, held)
+
+    def renew_view(self, index: int) -> None:
+        """Make the view of a gradient. An old one that the user kept moves to memory of its own."""
+        kept = self.views[index]
+        if kept is not None:
+            kept.data = kept.detach().clone(memory_format=torch.preserve_format)
+        self.views[index] = self._make_view(index)
+
+    def write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> None:
+        """Write a gradient that the engine cannot read by itself (other strides, sparse), at zero >= 2."""
+        memory = gradient_view(self._storage.like(index), self._reducer, index)
+        if add:
+            whole = torch.empty_like(memory)
+            copy_gradient(whole, gradient)
+            memory.add_(whole)
+        else:
+            copy_gradient(memory, gradient)
+
+    def drop(self) -> None:
+        """Set every sliced `.grad` to None."""
+        for parameter in self._table.parameters:
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
+
+    # what a step takes ------------------------------------------------------------------------------------------------
+
+    def slices(self) -> list[torch.Tensor | None]:
+        """Return slice_of() every parameter."""
+        return [self.slice_of(index) for index in range(len(self._table.parameters))]
+
+    def slice_of(self, index: int) -> torch.Tensor | None:
+        """Return this rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient.
+
+        Raises
+        ------
+        Error
+            The gradient is not averaged, or the parameter is frozen.
+        """
+        parameter = self._table.parameters[index]
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            plain = gradient._pending is None and not gradient._cleared
+            return gradient.piece if plain else gradient.averaged_piece()
+        if gradient is None:
+            return None
+        if self._reducer.is_used(index):
+            raise Error(_NOT_AVERAGED)
+        if not self._storage.is_stepped(index):
+            raise Error(
+                f"parameter {self._table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
+                "a step would change it on this rank alone: zero_grad() before the step"
+            )
+        if self._zero >= 2 or not self._is_averaged(index, gradient, self._last_step_on(parameter)):
+            raise Error(_BY_HAND.format(name=self._table.names[index]))
+        low, high = self._storage.own_run(index)
+        if gradient is self.views[index]:
+            kept, address = self._slices.get(index), gradient.data_ptr()
+            if kept is None or kept[0]() is not gradient or kept[1] != address:
+                own = memory_order(gradient.detach(), parameter)[low:high]
+                # weak: a view that others hold is taken for kept by the user
+                kept = self._slices[index] = (weakref.ref(gradient), address, own)
+            return kept[2]
+        return memory_order(gradient.detach(), parameter)[low:high]
+
+    def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
+        """Return whether a whole gradient is what a round left, or what the user made of it, as far as can be known.
+
+        A round leaves our view, and its values may be changed in place (clipping, noise). Another tensor is one that the user made of it if
+        some round after `since` averaged the parameter; or it was stepped on before; or it is zero. A view is what a round left unless a
+        forward was followed by no backward: then it is looked at as another tensor is.
+        """
+        if self._group.world_size == 1:
+            return True
+        averaged = self._reducer.averaged_in(index) > since
+        if gradient is self.views[index] and not self.closed_without_backward:
+            return True
+        if averaged:
+            self._accepted[index] = weakref.ref(gradient)
+        kept = self._accepted.get(index)
+        return (kept is not None and kept() is gradient) or not bool(gradient.any())
+
+    def check_averaged(self, members: Collection[int], since: int) -> None:
+        """Raise Error at zero=0 for a gradient that was not averaged, and end the communicators with its sentence.
+
+        Parameters
+        ----------
+        members : collection of int
+            Identities of the parameters that a step is about to update.
+        since : int
+            The number of rounds at the step before.
+        """
+        suspects = range(len(self.views)) if self.closed_without_backward else self._reducer.foreign()
+        for index in suspects:
+            parameter = self._table.parameters[index]
+            gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None
+            if gradient is not None and not self._is_averaged(index, gradient, since):
+                message = _BY_HAND.format(name=self._table.names[index]) + _BY_HAND_AT_0
+                self._backend.abort(message)
+                raise Error(message)
+
+    # what ranks know together -----------------------------------------------------------------------------------------
+
+    @property
+    def board(self) -> GradientBoard:
+        """At zero >= 2 only."""
+        assert self._board is not None
+        return self._board
+
+    @property
+    def sliced_board(self) -> GradientBoard | None:
+        """The board at zero >= 2, else None."""
+        return self._board
+
+    def norm_of(self, slices: Callable[[], Sequence[torch.Tensor | None]]) -> float:
+        """Return the exact 2-norm of what all ranks hold together, of which `slices` gives this rank's. Collective.
+
+        Raises
+        ------
+        Error
+            On all ranks, where `slices` raises it on some.
+        """
+
+        def sums() -> bytes:
+            found = slices()
+            return self._backend.norm_sums([each for each in found if each is not None] if self._slicing.speaks else [])
+
+        return norm_over_ranks(self._group.comm, sums, self._label)
+
+    def factors(self) -> list[list[Any]]:
+        """Return what sliced gradients were scaled by since ranks compared that last."""
+        return self._board.factors() if self._board is not None else []
+
+    def accept_factors(self) -> None:
+        """Forget the factors: all ranks have scaled their gradients by the same."""
+        if self._board is not None:
+            self._board.accept_factors()
+
+    def follow_factors(self, factors: list[list[Any]]) -> None:
+        """Scale what this rank holds of the gradients as ranks that train have scaled theirs."""
+        done = self.factors()
+        for index, name, factor in factors[len(done) :]:
+            view = self.views[index]
+            assert isinstance(view, ShardedGradient)
+            getattr(view._held, name)(factor)
+            done.append([index, name, factor])
+
+    def whole(self) -> dict[str, torch.Tensor | None]:
+        """Return whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
+        if self._board is not None:
+            self._agree()
+        found: dict[str, torch.Tensor | None] = {}
+        for index, (name, parameter) in enumerate(zip(self._table.names, self._table.parameters)):
+            gradient = parameter.grad
+            if gradient is not None and self._reducer.is_used(index):
+                raise Error(_NOT_AVERAGED)
+            if not isinstance(gradient, ShardedGradient):
+                found[name] = gradient
+                continue
+            piece = gradient.averaged_piece()
+            data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
+            flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
+            for rank, each in enumerate(self._group.comm.all_gather_bytes(data, f"gradient of {name}")):
+                low, high = self._storage.run(index, rank)
+                if low < high and each:
+                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+            found[name] = flat.as_strided(parameter.shape, self._storage.like(index).stride())
+        return found
+
+    def _agree(self) -> None:
+        """Raise Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors."""
+
+        def answer() -> bytes:
+            for index, parameter in enumerate(self._table.parameters):
+                if isinstance(parameter.grad, ShardedGradient):
+                    parameter.grad.averaged_piece()
+                elif parameter.grad is not None and self._reducer.is_used(index):
+                    raise Error(_NOT_AVERAGED)
+            return json.dumps(self.factors()).encode()
+
+        said = gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}")
+        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+        if other is not None:
+            ours, theirs = (self._describe(json.loads(said[rank])) for rank in (0, other))
+            raise Error(
+                f"ranks disagree about what the averaged gradients of {self._label} were scaled by: rank 0 by {ours}, rank {other} by "
+                f"{theirs}; each rank keeps slices of them: scale them alike on all ranks"
+            )
+        self.accept_factors()
+
+    def _describe(self, factors: list[list[Any]]) -> str:
+        names = self._table.names
+        return ", ".join(f"{name}({factor:g}) of {names[i]!r}" for i, name, factor in factors[:3]) or "nothing"

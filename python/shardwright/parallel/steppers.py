@@ -1,0 +1,68 @@
+"""The optimizers that step on one module."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..comm.process_group import HostGroup
+from .optimizer_agreement import StepNotes
+
+
+class Steppers:
+    """Optimizers of one module, held weakly, and what they stepped with.
+
+    Parameters
+    ----------
+    group : HostGroup
+    """
+
+    def __init__(self, group: HostGroup) -> None:
+        self._group = group
+        self._sliced: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._rounds_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._notes = StepNotes()
+
+    def add_sliced(self, optimizer: torch.optim.Optimizer) -> int:
+        """Add an optimizer of zero >= 1. Return its position in order of making, which is alike on all ranks."""
+        self._sliced.append(weakref.ref(optimizer))
+        return len(self._sliced) - 1
+
+    def add_plain(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add an optimizer of zero=0, which steps by itself."""
+        if all(reference() is not optimizer for reference in self._plain):
+            self._plain.append(weakref.ref(optimizer))
+
+    def sliced(self) -> list[Any]:
+        """Return the optimizers of zero >= 1 by position; None for one that has ended."""
+        return [reference() for reference in self._sliced]
+
+    def all(self) -> list[Any]:
+        """Return all known optimizers; None for one that has ended."""
+        return [reference() for reference in [*self._sliced, *self._plain]]
+
+    def last_step_on(self, parameter: torch.Tensor) -> int:
+        """Return the number of rounds when a sliced optimizer stepped on a parameter last."""
+        holders = (each for each in self.sliced() if each is not None and each.holds(parameter))
+        return max((each.rounds_at_step for each in holders), default=0)
+
+    def count_step(self, optimizer: torch.optim.Optimizer, rounds: int) -> int:
+        """Remember that `optimizer` steps after `rounds` rounds. Return the number at its step before."""
+        before = self._rounds_at_step.get(optimizer, 0)
+        self._rounds_at_step[optimizer] = rounds
+        return before
+
+    def note(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the digest of the hyperparameters of a step that is about to begin, at zero=0."""
+        return self._notes.note(optimizer)
+
+    def explain(self) -> None:
+        """Raise an error that names the hyperparameters that differ between ranks. Collective."""
+        self._notes.explain(self._group.comm.all_gather_bytes)
+
+    def describe(self) -> str:
+        """Return what this rank's optimizer stepped with last, for the end of a sentence."""
+        return f" (rank {self._group.rank}: {self._notes.describe()})"
