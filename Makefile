@@ -25,7 +25,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch abi asan tsan crash fuzz fuzz-programs mutate-events bench fmt lint wheel clean check-machine
+.PHONY: build demo test test-fast test-long test-torch abi asan tsan crash fuzz fuzz-programs mutate-events kernels gpu bench fmt lint wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -118,6 +118,14 @@ fuzz-programs: build
 # simulated GPUs must fail
 mutate-events: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py $(PYTEST_ARGS)
+
+# Machine code of the GPU kernels for each architecture that nvcc knows, each from its own front end: no kernel may spill
+kernels: build
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_device_kernels.py -k nvcc $(PYTEST_ARGS)
+
+# The first half hour on a card: a table, gpu-report.json and gpu-report.html. GPU_ARGS="--only kernels stages"
+gpu: build
+	$(BIN)/python -m shardwright.gpu_check --to benchmarks/results/gpu $(GPU_ARGS)
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done

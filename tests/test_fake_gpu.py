@@ -67,6 +67,17 @@ def reference_kernels(mode: Mode) -> Path:
     return build_library(ROOT / "build" / "fake" / mode.name / "libkernels.so", command, objects)
 
 
+def kernel_text() -> Path:
+    """Build the device kernels' own text as a library, for simulations that run it; see tests/fake/cuda_text.hpp."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler {compiler!r} on this machine")
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Icsrc", "-fPIC", "-shared"]
+    own = FAKE / "kernel_text.cpp"
+    inputs = [own, FAKE / "cuda_text.hpp", *(CSRC / "kernels" / "cuda").glob("*.cu*")]
+    return build_library(ROOT / "build" / "fake" / "libkerneltext.so", [compiler, *flags, str(own)], inputs)
+
+
 def program(builder: Builder, test: Path) -> Path:
     made = [str(builder.compile(path)) for path in SHARED]
     return builder.program(test, [*made, "-ldl"])

@@ -167,6 +167,7 @@ ADDRESSES = {
         *("checkpoint/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/filling"),
         *("checkpoint/names", "checkpoint/samples", "checkpoint/slices"),
     ],
+    "plain memory of the check's own": ["gpu_check/faults", "gpu_check/speed"],
     "a bucket of torch's own wrapper": ["compress/fsdp2", "compress/hooks"],
 }
 

@@ -4,11 +4,11 @@
 #include <stdlib.h>
 
 #include "comm/device_region.h"
+#include "comm/device_watch.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
 enum { CALLS_PER_GROUP = 32, EVERY_RANK = -1 };
-static const size_t norm_numel_max = (size_t)1 << 31;
 
 /* ---- life ---- */
 
@@ -16,6 +16,7 @@ static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *conf
 {
     void *staged;
     SW_TRY(sw_device_cuda_create(config->cuda_library, config->ordinal, &c->device, err));
+    c->device->room = config->room;
     /* Who has no peers, or reaches them in another way, does without. */
     (void)!sw_nccl_library_init(&c->library, config->nccl_library, &c->nccl_missing);
     SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));
@@ -115,6 +116,10 @@ static void return_borrowed(sw_device_comm *c)
 
 void sw_device_comm_disconnect(sw_device_comm *c)
 {
+    if (!sw_device_watch_stop(c, c->timeout_ns))
+        c->is_abandoned = true;
+    if (c->is_abandoned)
+        return;
     if (c->peers)
         sw_device_regions_leave(c);
     if (c->peers && c->peers->is_borrowed)
@@ -128,6 +133,8 @@ void sw_device_comm_destroy(sw_device_comm *c)
     if (!c)
         return;
     sw_device_comm_disconnect(c);
+    if (c->is_abandoned)
+        return;
     if (c->device) {
         const sw_device_ops *ops = c->device->ops;
         sw_device_regions_collect(c);
@@ -249,36 +256,6 @@ sw_status sw_device_comm_exchange(sw_device_comm *c, const sw_device_range *rang
     return move_slices(c, range, 1, received, "exchange", user, err);
 }
 
-/* ---- the norm ---- */
-
-sw_status sw_device_comm_norm(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                              sw_stream *user, sw_norm_sum *sum, sw_error *err)
-{
-    const sw_device_ops *ops = c->device->ops;
-    size_t total = 0;
-    for (size_t i = 0; i < count; ++i)
-        total += ranges[i].numel;
-    if (total > norm_numel_max)
-        SW_FAIL(err, SW_E_INVALID, "device norm: at most %zu elements at once, not %zu",
-                norm_numel_max, total);
-    SW_TRY(sw_device_refuse_capture(c->device, user, "a norm", err));
-    SW_TRY(ops->fill_async(c->device, c->sum, 0, sizeof(sw_norm_sum), user, err));
-    for (size_t i = 0; i < count; ++i) {
-        sw_norm_args norm = {.sum = c->sum,
-                             .data = ranges[i].data,
-                             .numel = ranges[i].numel,
-                             .dtype = (int)ranges[i].dtype};
-        if (norm.numel > 0)
-            SW_TRY(sw_kernel_launch(&c->kernels, SW_KERNEL_NORM, &norm, user, err));
-    }
-    SW_TRY(ops->copy_async(c->device, c->staged, c->sum, sizeof(sw_norm_sum), user, err));
-    SW_TRY(ops->event_record(c->device, c->met, user, err));
-    SW_TRY(sw_peers_wait(c->peers, c->met, "the sum of squares", err));
-    *sum = *c->staged;
-    sw_norm_sum_carry(sum);
-    return SW_OK;
-}
-
 /* ---- watching ---- */
 
 void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
@@ -301,23 +278,26 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
     }
 }
 
+/* A thread that watches never sees the new event with the old time. */
 sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
 {
+    atomic_store(&c->marked_ns, 0);
     SW_TRY(c->device->ops->event_record(c->device, c->marked, c->stream, err));
-    c->marked_ns = sw_clock_now_ns();
+    atomic_store(&c->marked_ns, sw_clock_now_ns());
     return SW_OK;
 }
 
 sw_status sw_device_comm_watch(sw_device_comm *c, sw_error *err)
 {
     bool done;
+    int64_t marked = atomic_load(&c->marked_ns);
     SW_TRY(sw_peers_check(c->peers, err));
-    if (!c->marked_ns)
+    if (!marked)
         return SW_OK;
     SW_TRY(c->device->ops->event_query(c->device, c->marked, &done, err));
     if (done)
-        c->marked_ns = 0;
-    else if (sw_clock_now_ns() - c->marked_ns > c->timeout_ns)
+        atomic_store(&c->marked_ns, 0);
+    else if (sw_clock_now_ns() - marked > c->timeout_ns)
         return sw_peers_give_up(c->peers, "a collective", err);
     return SW_OK;
 }

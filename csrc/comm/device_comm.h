@@ -13,6 +13,7 @@
 #ifndef SW_COMM_DEVICE_COMM_H
 #define SW_COMM_DEVICE_COMM_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -28,6 +29,7 @@ typedef struct sw_device_comm_config {
     const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded, if any */
     int ordinal;
     sw_image_places places;
+    sw_device_room room; /* of the device */
     sw_comm *host; /* borrowed: the communicator of these ranks' hosts, or of more ranks; NULL:
                       nobody is asked about peers, or told of failures */
 } sw_device_comm_config;
@@ -41,12 +43,16 @@ typedef struct sw_device_comm {
     sw_stream *stream;       /* every collective runs on it */
     sw_event *met;           /* of follow */
     sw_event *marked;        /* of mark */
-    int64_t marked_ns;       /* when mark was called last; 0: never, or it was seen done */
+    _Atomic int64_t marked_ns;  /* when mark was called last; 0: never, or it was seen done */
+    _Atomic int64_t entered_ns; /* since when the program's thread is inside, the bindings' to set;
+                                   0: it is not */
+    struct sw_device_watch *watch; /* owned; NULL: nothing watches (device_watch.h) */
     int64_t timeout_ns;
     sw_lookout lookout;
     void *sum;                        /* device memory: sw_norm_sum */
     sw_norm_sum *staged;              /* pinned */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
+    bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never freed */
 } sw_device_comm;
 
 typedef struct sw_device_range { /* device memory of the caller's */
@@ -77,7 +83,8 @@ SW_MUST_USE sw_status sw_device_comm_connect_slots(sw_device_comm *comm, const s
                                                    sw_error *err);
 
 /* Ends the communicator once what was enqueued has run, under the deadline (at once if it has
- * failed); what was made with it can only be destroyed then. */
+ * failed); what was made with it can only be destroyed then. The thread that watches ends first:
+ * where a call of the driver's keeps it beyond the deadline, everything is left as it is. */
 void sw_device_comm_disconnect(sw_device_comm *comm);
 
 /* Collectives that were enqueued run, unless the communicator has failed. NULL is allowed. Reducers
@@ -113,13 +120,6 @@ SW_MUST_USE sw_status sw_device_comm_all_gather(sw_device_comm *comm, const sw_d
  * In the order of `user`. SW_E_INVALID for a numel that does not divide. */
 SW_MUST_USE sw_status sw_device_comm_exchange(sw_device_comm *comm, const sw_device_range *range,
                                               void *received, sw_stream *user, sw_error *err);
-
-/* The exact sum of squares of the ranges, carried: the bits of the host's norm. In the order of
- * `user`; waits for it on the host, under the deadline. SW_E_INVALID for a dtype without squares
- * here, or more than 2^31 elements in all. */
-SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_range *ranges,
-                                          size_t count, sw_stream *user, sw_norm_sum *sum,
-                                          sw_error *err);
 
 /* Until `event` is done, before what is behind it goes: under the deadline, and for as long as it
  * may be done at all. Peers that have died, and whoever asks for the end, end the communicator,

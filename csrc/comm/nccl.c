@@ -1,6 +1,8 @@
 /* nccl.c - see nccl.h. */
 #include "comm/nccl.h"
 
+#include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "comm/nccl_register.h"
@@ -9,8 +11,9 @@
 typedef struct nccl_comm {
     sw_peers base;
     const sw_nccl_library *library; /* borrowed */
-    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended */
-    int depth;                      /* groups that are open in NCCL, one inside the other */
+    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended; under `calls` */
+    int depth; /* groups that are open in NCCL, one inside the other; under `calls` */
+    pthread_mutex_t calls; /* held for each call of NCCL's that names the communicator */
 } nccl_comm;
 
 static nccl_comm *comm_of(sw_peers *peers)
@@ -25,16 +28,26 @@ static sw_status refuse_failed(const nccl_comm *comm, sw_error *err)
     return sw_ending_await(&comm->base.ending, err);
 }
 
+/* Take the handle out, unless a group is open, whose end needs it: from then on no thread calls
+ * NCCL with it. */
+static sw_nccl_comm take_handle(nccl_comm *comm)
+{
+    sw_nccl_comm handle = comm->handle;
+    if (comm->depth > 0)
+        return NULL;
+    comm->handle = NULL;
+    atomic_store(&comm->base.has_failed, true);
+    return comm->base.is_borrowed ? NULL : handle;
+}
+
 /* NCCL's kernels that wait for peers are let go: of a borrowed communicator, by its owner. The
  * abort may wait until those of the process's other communicators are, too, by the thread that sees
- * that this one has ended: so it counts as failed before the abort has come back. */
-static void end(nccl_comm *comm)
+ * that this one has ended: so it counts as failed before the abort has come back. No lock is held.
+ */
+static void abort_handle(const nccl_comm *comm, sw_nccl_comm handle)
 {
     sw_device *device = comm->base.device;
     sw_device_visit visit;
-    sw_nccl_comm handle = comm->base.is_borrowed ? NULL : comm->handle;
-    comm->handle = NULL;
-    atomic_store(&comm->base.has_failed, true);
     bool entered = device->ops->enter(device, &visit, NULL) == SW_OK;
     if (handle)
         (void)comm->library->call.ncclCommAbort(handle);
@@ -42,30 +55,78 @@ static void end(nccl_comm *comm)
         device->ops->leave(device, &visit);
 }
 
+static void end(nccl_comm *comm)
+{
+    pthread_mutex_lock(&comm->calls);
+    sw_nccl_comm handle = take_handle(comm);
+    pthread_mutex_unlock(&comm->calls);
+    abort_handle(comm, handle);
+}
+
 /* Inside a group the end waits for the outermost one's: what NCCL keeps of an open group is its
  * thread's, so a communicator that ends there would take the thread's later ones along. */
 static void nccl_end(sw_peers *peers, const sw_error *reason)
 {
     (void)reason;
-    if (comm_of(peers)->depth == 0)
-        end(comm_of(peers));
+    end(comm_of(peers));
+}
+
+/* While a call of NCCL's is under way or a group is open, the thread that has it ends the
+ * communicator. Otherwise nothing in NCCL needs it: the program may be blocked in a launch that
+ * waits for NCCL's kernels. */
+static void nccl_end_beside(sw_peers *peers, const sw_error *reason)
+{
+    nccl_comm *comm = comm_of(peers);
+    sw_error first;
+    if (pthread_mutex_trylock(&comm->calls) != 0)
+        return;
+    bool is_free = comm->handle && comm->depth == 0;
+    sw_nccl_comm handle = is_free ? take_handle(comm) : NULL;
+    pthread_mutex_unlock(&comm->calls);
+    if (!is_free)
+        return;
+    (void)!sw_peers_tell(peers, reason, &first);
+    abort_handle(comm, handle);
+}
+
+/* A result of NCCL's as a sentence. Without the lock. */
+static void explain(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *reason)
+{
+    char last[SW_ERROR_MESSAGE_BYTES / 2] = "";
+    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM
+                       : result == SW_NCCL_TIMEOUT    ? SW_E_TIMEOUT
+                                                      : SW_E_DEVICE;
+    if (pthread_mutex_trylock(&comm->calls) == 0) {
+        const char *text = comm->handle ? comm->library->call.ncclGetLastError(comm->handle) : NULL;
+        snprintf(last, sizeof last, "%s", text ? text : "");
+        pthread_mutex_unlock(&comm->calls);
+    }
+    sw_error_set(reason, status, status == SW_E_DEVICE ? result : -1,
+                 "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->base.rank,
+                 comm->base.world_size, what, comm->library->call.ncclGetErrorString(result),
+                 result, *last ? "; " : "", last);
+    if (status == SW_E_COMM)
+        sw_lookout_hear(comm->base.lookout, reason);
 }
 
 static sw_status fail_result(nccl_comm *comm, sw_nccl_result result, const char *what,
                              sw_error *err)
 {
     sw_error reason;
-    const char *last = comm->handle ? comm->library->call.ncclGetLastError(comm->handle) : "";
-    sw_status status = result == SW_NCCL_REMOTE_ERROR ? SW_E_COMM
-                       : result == SW_NCCL_TIMEOUT    ? SW_E_TIMEOUT
-                                                      : SW_E_DEVICE;
-    sw_error_set(&reason, status, status == SW_E_DEVICE ? result : -1,
-                 "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", comm->base.rank,
-                 comm->base.world_size, what, comm->library->call.ncclGetErrorString(result),
-                 result, last && *last ? "; " : "", last ? last : "");
-    if (status == SW_E_COMM)
-        sw_lookout_hear(comm->base.lookout, &reason);
+    explain(comm, result, what, &reason);
     return sw_peers_fail(&comm->base, &reason, err);
+}
+
+/* NCCL's asynchronous state; none once another thread has ended the communicator, which the caller
+ * looks at next. */
+static sw_nccl_result ask(nccl_comm *comm, sw_nccl_result *state)
+{
+    sw_nccl_result asked = SW_NCCL_SUCCESS;
+    pthread_mutex_lock(&comm->calls);
+    if (comm->handle)
+        asked = comm->library->call.ncclCommGetAsyncError(comm->handle, state);
+    pthread_mutex_unlock(&comm->calls);
+    return asked;
 }
 
 /* A call of a non-blocking communicator returned `result`: waits until it is decided. */
@@ -75,7 +136,7 @@ static sw_status settle(nccl_comm *comm, sw_nccl_result result, const char *what
     while (result == SW_NCCL_IN_PROGRESS) {
         SW_TRY(sw_peers_check_request(&comm->base,
                                       err)); /* first: a lender may have freed what is asked */
-        sw_nccl_result asked = comm->library->call.ncclCommGetAsyncError(comm->handle, &result);
+        sw_nccl_result asked = ask(comm, &result);
         if (asked != SW_NCCL_SUCCESS)
             return fail_result(comm, asked, what, err);
         if (result != SW_NCCL_IN_PROGRESS)
@@ -85,18 +146,25 @@ static sw_status settle(nccl_comm *comm, sw_nccl_result result, const char *what
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
 }
 
-/* One NCCL call with the device current. */
+/* One NCCL call with the device current. Another thread may have ended the communicator. */
 #define NCCL_CALL(comm, err, what, invocation)                          \
     do {                                                                \
         sw_device *device_ = (comm)->base.device;                       \
         sw_device_visit visit_;                                         \
+        sw_nccl_result result_ = SW_NCCL_SUCCESS;                       \
         if ((comm)->base.is_failing)                                    \
             return refuse_failed((comm), (err));                        \
         if ((comm)->depth == 0)                                         \
             SW_TRY(sw_peers_check_request(&(comm)->base, (err)));       \
         SW_TRY(device_->ops->enter(device_, &visit_, (err)));           \
-        sw_nccl_result result_ = (comm)->library->call.invocation;      \
+        pthread_mutex_lock(&(comm)->calls);                             \
+        bool is_there_ = (comm)->handle != NULL;                        \
+        if (is_there_)                                                  \
+            result_ = (comm)->library->call.invocation;                 \
+        pthread_mutex_unlock(&(comm)->calls);                           \
         device_->ops->leave(device_, &visit_);                          \
+        if (!is_there_)                                                 \
+            return refuse_failed((comm), (err));                        \
         if ((comm)->depth > 0 && result_ == SW_NCCL_IN_PROGRESS)        \
             result_ = SW_NCCL_SUCCESS; /* decided at the group's end */ \
         SW_TRY(settle((comm), result_, (what), (err)));                 \
@@ -158,9 +226,22 @@ static sw_cu_stream cuda_stream(sw_stream *stream)
 static sw_status nccl_group_begin(sw_peers *peers, sw_error *err)
 {
     nccl_comm *comm = comm_of(peers);
-    NCCL_CALL(comm, err, "group start", ncclGroupStart());
-    comm->depth++;
-    return SW_OK;
+    sw_device *device = peers->device;
+    sw_device_visit visit;
+    if (peers->is_failing)
+        return refuse_failed(comm, err);
+    if (comm->depth == 0)
+        SW_TRY(sw_peers_check_request(peers, err));
+    SW_TRY(device->ops->enter(device, &visit, err));
+    pthread_mutex_lock(&comm->calls); /* an open group and its count are seen together */
+    bool is_there = comm->handle != NULL;
+    sw_nccl_result result = is_there ? comm->library->call.ncclGroupStart() : SW_NCCL_SUCCESS;
+    comm->depth += is_there && result == SW_NCCL_SUCCESS;
+    pthread_mutex_unlock(&comm->calls);
+    device->ops->leave(device, &visit);
+    if (!is_there)
+        return refuse_failed(comm, err);
+    return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, "group start", err);
 }
 
 static sw_status nccl_group_end(sw_peers *peers, sw_error *err)
@@ -168,10 +249,12 @@ static sw_status nccl_group_end(sw_peers *peers, sw_error *err)
     nccl_comm *comm = comm_of(peers);
     sw_device_visit visit;
     bool entered = comm->base.device->ops->enter(comm->base.device, &visit, NULL) == SW_OK;
+    pthread_mutex_lock(&comm->calls);
     sw_nccl_result result = comm->library->call.ncclGroupEnd();
+    bool is_outermost = --comm->depth == 0;
+    pthread_mutex_unlock(&comm->calls);
     if (entered)
         comm->base.device->ops->leave(comm->base.device, &visit);
-    bool is_outermost = --comm->depth == 0;
     if (comm->base.is_failing) {
         if (is_outermost)
             end(comm);
@@ -314,7 +397,29 @@ static sw_status nccl_check(sw_peers *peers, sw_error *err)
     return fail_result(comm, result, "an operation", err);
 }
 
+static sw_status nccl_look(sw_peers *peers, sw_error *reason)
+{
+    nccl_comm *comm = comm_of(peers);
+    sw_nccl_result asked = SW_NCCL_SUCCESS, result = SW_NCCL_SUCCESS;
+    if (pthread_mutex_trylock(&comm->calls) != 0)
+        return SW_OK;
+    if (comm->handle)
+        asked = comm->library->call.ncclCommGetAsyncError(comm->handle, &result);
+    pthread_mutex_unlock(&comm->calls);
+    result = asked == SW_NCCL_SUCCESS ? result : asked;
+    if (result == SW_NCCL_SUCCESS || result == SW_NCCL_IN_PROGRESS)
+        return SW_OK;
+    explain(comm, result, "an operation", reason);
+    return reason->status;
+}
+
 /* ---- life ---- */
+
+static void free_comm(nccl_comm *comm)
+{
+    pthread_mutex_destroy(&comm->calls);
+    free(comm);
+}
 
 static sw_status finalize(nccl_comm *comm, sw_error *err)
 {
@@ -337,7 +442,7 @@ static void nccl_destroy(sw_peers *peers)
         comm->base.device->ops->leave(comm->base.device, &visit);
     }
     end(comm);
-    free(comm);
+    free_comm(comm);
 }
 
 static const sw_peers_ops nccl_ops = {
@@ -354,6 +459,8 @@ static const sw_peers_ops nccl_ops = {
     .memory_deregister = sw_nccl_deregister,
     .check = nccl_check,
     .end = nccl_end,
+    .look = nccl_look,
+    .end_beside = nccl_end_beside,
     .destroy = nccl_destroy,
 };
 
@@ -372,6 +479,7 @@ static sw_status make(const sw_nccl_library *nccl, sw_device *device, int rank, 
                                  .device = device,
                                  .timeout_ns = timeout_ns},
                         .library = nccl};
+    pthread_mutex_init(&made->calls, NULL);
     *comm = made;
     return SW_OK;
 }
@@ -422,7 +530,7 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
     sw_status status = connect(made, id, err);
     if (status != SW_OK) {
         end(made);
-        free(made);
+        free_comm(made);
         return status;
     }
     *peers = &made->base;
@@ -459,7 +567,7 @@ sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl
     made->base.is_borrowed = true;
     sw_status status = check_lent(made, err);
     if (status != SW_OK) {
-        free(made);
+        free_comm(made);
         return status;
     }
     made->base.lookout = lookout; /* what cannot be lent the caller tells himself */

@@ -4,15 +4,19 @@
 #include "platform/clock.h"
 #include "platform/thread.h"
 
+sw_status sw_peers_tell(sw_peers *t, const sw_error *reason, sw_error *first)
+{
+    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
+    sw_status status = sw_ending_await(&t->ending, first);
+    if (!atomic_exchange(&t->is_failing, true))
+        sw_lookout_tell(t->lookout, first);
+    return status;
+}
+
 sw_status sw_peers_fail(sw_peers *t, const sw_error *reason, sw_error *err)
 {
     sw_error first;
-    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
-    sw_status status = sw_ending_await(&t->ending, &first);
-    if (!t->is_failing) {
-        t->is_failing = true;
-        sw_lookout_tell(t->lookout, &first);
-    }
+    sw_status status = sw_peers_tell(t, reason, &first);
     t->ops->end(t, &first);
     if (err)
         *err = first;
@@ -27,12 +31,17 @@ sw_status sw_peers_fail_driver(sw_peers *t, const char *what, const sw_error *ca
     return sw_peers_fail(t, &reason, err);
 }
 
+void sw_peers_explain_late(const sw_peers *t, const char *what, sw_error *reason)
+{
+    sw_error_set(reason, SW_E_TIMEOUT, -1,
+                 "%s on rank %d of %d: %s was not done within %.3g s; a peer has not come to it",
+                 t->title, t->rank, t->world_size, what, (double)t->timeout_ns * 1e-9);
+}
+
 sw_status sw_peers_give_up(sw_peers *t, const char *what, sw_error *err)
 {
     sw_error reason;
-    sw_error_set(&reason, SW_E_TIMEOUT, -1,
-                 "%s on rank %d of %d: %s was not done within %.3g s; a peer has not come to it",
-                 t->title, t->rank, t->world_size, what, (double)t->timeout_ns * 1e-9);
+    sw_peers_explain_late(t, what, &reason);
     return sw_peers_fail(t, &reason, err);
 }
 
@@ -40,6 +49,21 @@ void sw_peers_abort(sw_peers *t, const sw_error *reason)
 {
     if (!t->is_failing)
         (void)!sw_peers_fail(t, reason, NULL);
+}
+
+void sw_peers_request_end(sw_peers *t, const sw_error *reason)
+{
+    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
+    t->ops->end_beside(t, reason);
+}
+
+sw_status sw_peers_watch(sw_peers *t, sw_error *err)
+{
+    sw_error reason;
+    if (sw_ending_read(&t->ending, &reason) == SW_OK && t->ops->look(t, &reason) == SW_OK)
+        return SW_OK;
+    sw_peers_request_end(t, &reason);
+    return sw_ending_await(&t->ending, err);
 }
 
 sw_status sw_peers_check_request(sw_peers *t, sw_error *err)

@@ -9,8 +9,9 @@
  * device and must live until the stream has passed the operation. A failure ends the transport,
  * and the host's communicator with it (lookout.h); every later call repeats it.
  *
- * Thread rule: one at a time a transport; every rank issues the same operations, of the same sizes,
- * in one order.
+ * Thread rule: one at a time a transport, but for has_failed, request_end, watch and explain_late,
+ * which any thread calls, beside the one that uses it; every rank issues the same operations, of the
+ * same sizes, in one order.
  */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
@@ -74,6 +75,13 @@ typedef struct sw_peers_ops {
     /* It has failed, and its ranks' hosts have been told: lets go what waits on this GPU, and sets
      * has_failed; again after each later failure. */
     void (*end)(sw_peers *peers, const sw_error *reason);
+    /* From any thread, beside a call of another's, which this one may not wait for: SW_OK, or why
+     * the transport has failed. */
+    sw_status (*look)(sw_peers *peers, sw_error *reason);
+    /* The same: sw_peers_tell, and what waits on this GPU is let go, unless that call is one of the
+     * transport's library: then it ends where that one looks next. Makes no call of the driver's
+     * that may block. May be repeated. */
+    void (*end_beside)(sw_peers *peers, const sw_error *reason);
     /* Lets what was enqueued run, unless the transport has failed. */
     void (*destroy)(sw_peers *peers);
 } sw_peers_ops;
@@ -89,8 +97,8 @@ struct sw_peers {
     int64_t timeout_ns;
     sw_lookout *lookout;
     sw_ending ending;        /* by any thread; */
-    bool is_failing;         /* by the one that uses the transport: it has acted on it; */
-    _Atomic bool has_failed; /* and has ended it, for other threads to see */
+    _Atomic bool is_failing; /* some thread has acted on it, */
+    _Atomic bool has_failed; /* and has ended it */
 };
 
 static inline sw_status sw_peers_group_begin(sw_peers *t, sw_error *err)
@@ -172,13 +180,6 @@ static inline bool sw_peers_has_failed(const sw_peers *t)
     return atomic_load(&t->has_failed);
 }
 
-/* From any thread, beside a call of another's: ends the transport for a reason of the caller's
- * where that call looks next, in a wait at once. */
-static inline void sw_peers_request_end(sw_peers *t, const sw_error *reason)
-{
-    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
-}
-
 /* NULL is allowed. */
 static inline void sw_peers_destroy(sw_peers *t)
 {
@@ -189,6 +190,9 @@ static inline void sw_peers_destroy(sw_peers *t)
 /* peers.c: failing and waiting, the same whatever carries the bytes
  * ------------------------------------------------------------------------------------------ */
 
+/* Every rank hears the transport's first reason, from the first thread that comes here. Returns
+ * that reason. */
+sw_status sw_peers_tell(sw_peers *peers, const sw_error *reason, sw_error *first);
 /* Every rank is told, then the transport ends: its first reason, which later calls repeat. */
 sw_status sw_peers_fail(sw_peers *peers, const sw_error *reason, sw_error *err);
 /* The same where a call of the driver's, for `what`, has failed with *cause. */
@@ -198,6 +202,14 @@ sw_status sw_peers_fail_driver(sw_peers *peers, const char *what, const sw_error
 sw_status sw_peers_give_up(sw_peers *peers, const char *what, sw_error *err);
 /* Ends the transport for a reason of the caller's. */
 void sw_peers_abort(sw_peers *peers, const sw_error *reason);
+/* From any thread, beside a call of another's: ends the transport for a reason of the caller's, at
+ * once, unless that call is inside NCCL: then where it looks next, in a wait at once. */
+void sw_peers_request_end(sw_peers *peers, const sw_error *reason);
+/* From any thread, without waiting for another one: SW_OK, or why the transport has failed, in which
+ * case it has ended as by request_end. Called again and again for as long as it lives. */
+SW_MUST_USE sw_status sw_peers_watch(sw_peers *peers, sw_error *err);
+/* Write what sw_peers_give_up would say. Any thread. */
+void sw_peers_explain_late(const sw_peers *peers, const char *what, sw_error *reason);
 /* Acts on what another thread has asked for (sw_peers_request_end). */
 SW_MUST_USE sw_status sw_peers_check_request(sw_peers *peers, sw_error *err);
 

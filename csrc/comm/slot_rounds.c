@@ -40,15 +40,29 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
 }
 
 /* The mark comes first: what is made of a wait that was let go is never taken for good by a rank
- * that asks. */
+ * that asks. False where another thread was first. */
+static bool mark(sw_slot_transport *t, const sw_error *reason)
+{
+    if (atomic_exchange(&t->base.has_failed, true))
+        return false;
+    sw_ending_say(&sw_slot_head_of(t, t->base.rank)->ending, SW_MEMBER_ENDED, reason);
+    return true;
+}
+
 void sw_slot_end(sw_peers *peers, const sw_error *reason)
 {
     sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
-    if (sw_peers_has_failed(peers))
-        return;
-    atomic_store(&peers->has_failed, true);
-    sw_ending_say(&sw_slot_head_of(t, peers->rank)->ending, SW_MEMBER_ENDED, reason);
-    sw_slot_drain(t, LET_GO_NS);
+    if (mark(t, reason))
+        sw_slot_drain(t, LET_GO_NS);
+}
+
+void sw_slot_end_beside(sw_peers *peers, const sw_error *reason)
+{
+    sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
+    sw_error first;
+    (void)!sw_peers_tell(peers, reason, &first);
+    (void)mark(t, &first);
+    let_go(t);
 }
 
 /* Whether a round that this rank has enqueued is another one on rank `p`: sizes that differ would
@@ -66,21 +80,21 @@ static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
     return false;
 }
 
-static sw_status check_layouts(sw_slot_transport *t, sw_error *err)
+/* Why the transport has failed, as far as the parts in shared memory say. */
+sw_status sw_slot_look(sw_peers *peers, sw_error *reason)
 {
-    for (int p = 0; p < t->base.world_size; ++p) {
-        sw_error reason;
-        uint32_t round;
-        if (p == t->base.rank || !differs(t, p, &round))
-            continue;
-        sw_error_set(
-            &reason, SW_E_MISMATCH, -1,
-            "GPU slots: ranks %d and %d of %d issue different operations: their round %u is "
-            "of different sizes",
-            p < t->base.rank ? p : t->base.rank, p < t->base.rank ? t->base.rank : p,
-            t->base.world_size, round);
-        return sw_peers_fail(&t->base, &reason, err);
-    }
+    const sw_slot_transport *t = (const sw_slot_transport *)(const void *)peers;
+    const int rank = peers->rank, world_size = peers->world_size;
+    uint32_t round;
+    for (int p = 0; p < world_size; ++p)
+        if (p != rank)
+            SW_TRY(sw_ending_read(&sw_slot_head_of(t, p)->ending, reason));
+    for (int p = 0; p < world_size; ++p)
+        if (p != rank && differs(t, p, &round))
+            SW_FAIL(reason, SW_E_MISMATCH,
+                    "GPU slots: ranks %d and %d of %d issue different operations: their round %u "
+                    "is of different sizes",
+                    p < rank ? p : rank, p < rank ? rank : p, world_size, round);
     return SW_OK;
 }
 
@@ -91,10 +105,7 @@ sw_status sw_slot_check(sw_peers *peers, sw_error *err)
     if (sw_peers_has_failed(peers))
         let_go(t);
     SW_TRY(sw_peers_check_request(peers, err));
-    for (int p = 0; p < peers->world_size; ++p)
-        if (p != peers->rank && sw_ending_read(&sw_slot_head_of(t, p)->ending, &reason) != SW_OK)
-            return sw_peers_fail(peers, &reason, err);
-    return check_layouts(t, err);
+    return sw_slot_look(peers, &reason) == SW_OK ? SW_OK : sw_peers_fail(peers, &reason, err);
 }
 
 /* ---- rounds ---- */

@@ -397,6 +397,8 @@ static const sw_peers_ops slot_ops = {
     .memory_deregister = slot_memory_deregister,
     .check = sw_slot_check,
     .end = sw_slot_end,
+    .look = sw_slot_look,
+    .end_beside = sw_slot_end_beside,
     .destroy = slot_destroy,
 };
 

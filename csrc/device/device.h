@@ -64,7 +64,8 @@ typedef struct sw_device_ops {
     sw_status (*enter)(sw_device *device, sw_device_visit *visit, sw_error *err);
     void (*leave)(sw_device *device, const sw_device_visit *visit);
 
-    /* Allocate device memory with undefined contents. SW_E_MEMORY names the size. */
+    /* Allocate device memory with undefined contents. If there is too little, ask `room` and try once
+     * more. SW_E_MEMORY names the size. */
     sw_status (*memory_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);
     /* Free device memory. The host must have waited for its last use. NULL is allowed. */
     void (*memory_free)(sw_device *device, void *memory);
@@ -140,8 +141,16 @@ typedef struct sw_device_ops {
 } sw_device_ops;
 
 typedef struct sw_device_stats { /* counts of calls; a training step must not raise host_waits */
-    uint64_t launches, copies, records, stream_waits, host_waits, allocations;
+    _Atomic uint64_t launches, copies, records, stream_waits, host_waits, allocations;
 } sw_device_stats;
+
+/* Called when there is too little device memory, before the allocation is tried a second time: it
+ * makes a cache of the program's, torch's allocator, give back what it does not use. Any thread,
+ * without locks. */
+typedef struct sw_device_room {
+    void (*make)(void *context); /* NULL: there is no such cache */
+    void *context;               /* borrowed: outlives the device */
+} sw_device_room;
 
 struct sw_device {
     const sw_device_ops *ops;
@@ -152,6 +161,7 @@ struct sw_device {
     char name[SW_DEVICE_NAME_BYTES];
     char address[SW_DEVICE_ADDRESS_BYTES]; /* PCI address, unique to a card; "" on the host */
     sw_device_stats stats;
+    sw_device_room room; /* the owner's to set */
 };
 
 SW_MUST_USE sw_status sw_device_host_create(sw_device **device, sw_error *err);

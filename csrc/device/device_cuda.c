@@ -102,6 +102,13 @@ static void cuda_leave(sw_device *device, const sw_device_visit *visit)
     leave(cuda_of(device), visit);
 }
 
+static sw_status allocate(cuda_device *cuda, const char *subject, size_t size_bytes,
+                          sw_cu_address *made, sw_error *err)
+{
+    CUDA_CALL(cuda, err, subject, cuMemAlloc_v2, made, size_bytes ? size_bytes : 1);
+    return SW_OK;
+}
+
 static sw_status cuda_memory_alloc(sw_device *device, size_t size_bytes, void **memory,
                                    sw_error *err)
 {
@@ -109,7 +116,12 @@ static sw_status cuda_memory_alloc(sw_device *device, size_t size_bytes, void **
     sw_cu_address made = 0;
     char subject[SUBJECT_BYTES];
     snprintf(subject, sizeof subject, "%zu bytes on GPU %d", size_bytes, device->ordinal);
-    CUDA_CALL(cuda, err, subject, cuMemAlloc_v2, &made, size_bytes ? size_bytes : 1);
+    sw_status status = allocate(cuda, subject, size_bytes, &made, err);
+    if (status == SW_E_MEMORY && device->room.make) {
+        device->room.make(device->room.context);
+        status = allocate(cuda, subject, size_bytes, &made, err);
+    }
+    SW_TRY(status);
     device->stats.allocations++;
     *memory = (void *)(uintptr_t)made;
     return SW_OK;

@@ -10,6 +10,7 @@ enum { ARGS_BYTES_MAX = 4096 }; /* the limit of every GPU */
 FITS(pack);
 FITS(adam);
 FITS(sgd);
+FITS(norm);
 FITS(quantize);
 FITS(decode);
 FITS(owe);

@@ -7,12 +7,17 @@
  *
  *   CAST          to[i] = round(from[i] * scale) to to_dtype; any of float32, float16, bfloat16
  *   PACK          copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back; with a
- *                 verdict, only if that is 0
+ *                 verdict, only if that is 0. With `converts` to[i] = round(from[i] * scale) as
+ *                 CAST, with *factor in place of scale; a segment that is its own target is left
+ *                 alone if that is 1
  *   FOLD          kernels.h's fold over contributions in rank order, with the host's bits; with an
  *                 addend, each contribution is addend + contribution rounded to the dtype
- *   ADAM, SGD     optim_kernels.h's steps on up to SW_RUNS_MAX runs, with the host's bits
- *   NORM          *sum += squares, exactly: equal to the host's sum once both are carried. At most
- *                 2^31 elements between two carries
+ *   ADAM, SGD     optim_kernels.h's steps on up to SW_RUNS_MAX runs, with the host's bits; with
+ *                 `clip`, unless that is 1, first g = round(g * *clip)
+ *   NORM          *sum += squares of up to SW_NORM_PARTS_MAX arrays, exactly: equal to the host's
+ *                 sum once both are carried. At most 2^31 elements between two carries
+ *   CLIP          *sum is carried; *norm = its square root (sw_norm_value), and *factor =
+ *                 max_norm / (norm + 1e-6) if that is not at least 1, else 1
  *   QUANTIZE      compress_kernels.h's block records, 8 or 4 bits, of up to SW_BLOCK_PARTS_MAX runs
  *                 of elements; records lie on a 4-byte boundary
  *   FOLD_RECORDS  records of scale * the sum of decoded contributions in rank order, and the
@@ -59,6 +64,7 @@ typedef enum sw_kernel {
     SW_KERNEL_ADAM,
     SW_KERNEL_SGD,
     SW_KERNEL_NORM,
+    SW_KERNEL_CLIP,
     SW_KERNEL_QUANTIZE,
     SW_KERNEL_FOLD_RECORDS,
     SW_KERNEL_DECODE,

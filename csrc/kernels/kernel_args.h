@@ -36,6 +36,7 @@ enum {
 
     SW_PACK_SEGMENT_MAX = 64,
     SW_RUNS_MAX = 48,
+    SW_NORM_PARTS_MAX = 250,
     SW_BLOCK_PARTS_MAX = 100,
     SW_MATRICES_MAX = 46,
     SW_FACTORS_MAX = 64,
@@ -54,14 +55,18 @@ typedef struct sw_cast_args {
 } sw_cast_args;
 
 typedef struct sw_pack_segment {
-    void *to;
+    void *to; /* with `converts` it may be `from` if the dtypes are equal */
     const void *from;
-    sw_u64 size_bytes;
+    sw_u64 size_bytes; /* of `from` */
 } sw_pack_segment;
 
 typedef struct sw_pack_args {
     sw_pack_segment segment[SW_PACK_SEGMENT_MAX];
     const void *verdict; /* int32: the kernel does nothing unless it is 0; or NULL */
+    const void *factor;  /* float32, in place of `scale`; or NULL */
+    float scale;
+    int converts; /* 0: bytes are copied, and dtypes, scale and factor are unread */
+    int to_dtype, from_dtype;
     int segment_count;
 } sw_pack_args;
 
@@ -85,22 +90,35 @@ typedef struct sw_run_args { /* sw_optim_run */
 
 typedef struct sw_adam_args {
     sw_run_args run[SW_RUNS_MAX];
+    const void *clip; /* float32: multiplies gradients, which are written back; or NULL */
     float factor, decay, l2, lerp, beta2, square, correction, eps, negative_step;
     int amsgrad, run_count;
 } sw_adam_args;
 
 typedef struct sw_sgd_args {
     sw_run_args run[SW_RUNS_MAX];
+    const void *clip; /* as in sw_adam_args */
     float factor, l2, momentum, undampening, negative_lr;
     int nesterov, first, run_count;
 } sw_sgd_args;
 
-typedef struct sw_norm_args {
-    void *sum; /* sw_norm_sum */
+typedef struct sw_norm_part {
     const void *data;
     sw_u64 numel;
-    int dtype;
+} sw_norm_part;
+
+typedef struct sw_norm_args {
+    sw_norm_part part[SW_NORM_PARTS_MAX];
+    void *sum; /* sw_norm_sum */
+    int dtype, part_count;
 } sw_norm_args;
+
+typedef struct sw_clip_args {
+    void *sum;       /* sw_norm_sum */
+    void *norm;      /* float32; NULL: the sum is carried, and nothing else is done */
+    void *factor;    /* float32 */
+    double max_norm; /* at least 0 */
+} sw_clip_args;
 
 /* Elements of contiguous arrays and their contiguous records. */
 typedef struct sw_quantize_part {

@@ -13,7 +13,7 @@
 enum { THREADS = 256, CAST_BLOCK_NUMEL = 1024 };
 /* Values that the .cu text repeats: blocks of a kernel on one multiprocessor, and bytes or elements
  * that a block takes at a time. */
-enum { MOVE_BLOCKS = 4, STEP_BLOCKS = 4, NORM_BLOCKS = 3, FOLD_BLOCKS = 3 };
+enum { CAST_BLOCKS = 4, PACK_BLOCKS = 3, STEP_BLOCKS = 4, NORM_BLOCKS = 3, FOLD_BLOCKS = 3 };
 enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4, FOLD_TURN_BYTES = THREADS * 32 };
 enum { FOLD_BLOCK_BYTES = 65536 };
 
@@ -58,14 +58,20 @@ static sw_grid stream_grid(sw_u64 count, sw_u64 each, int most)
 
 /* ---- cast ---- */
 
+static sw_status small_float_pair_check(const char *what, int to_dtype, int from_dtype,
+                                        sw_error *err)
+{
+    int wrong = is_small_float(to_dtype) ? from_dtype : to_dtype;
+    if (!is_small_float(wrong))
+        SW_FAIL(err, SW_E_INVALID, "%s: dtype must be float32, float16 or bfloat16, not %s", what,
+                sw_dtype_name((sw_dtype)wrong));
+    return SW_OK;
+}
+
 static sw_status cast_check(const void *args, sw_error *err)
 {
     const sw_cast_args *a = args;
-    int wrong = is_small_float(a->to_dtype) ? a->from_dtype : a->to_dtype;
-    if (!is_small_float(wrong))
-        SW_FAIL(err, SW_E_INVALID, "cast: dtype must be float32, float16 or bfloat16, not %s",
-                sw_dtype_name((sw_dtype)wrong));
-    return SW_OK;
+    return small_float_pair_check("cast", a->to_dtype, a->from_dtype, err);
 }
 
 static void cast_accesses(const void *args, sw_access_fn *report, void *context)
@@ -75,37 +81,43 @@ static void cast_accesses(const void *args, sw_access_fn *report, void *context)
     report(context, a->to, array_bytes(a->numel, a->to_dtype), SW_ACCESS_WRITE);
 }
 
-static void cast_reference(const void *args)
+/* Cast `numel` elements; `to` may be `from` if the dtypes are equal. */
+static void cast_elements(void *to_array, int to_dtype, const void *from_array, int from_dtype,
+                          size_t numel, float scale)
 {
-    const sw_cast_args *a = args;
     const sw_compress_kernels *table = sw_kernels()->compress;
     float wide[CAST_BLOCK_NUMEL];
-    for (size_t start = 0; start < a->numel; start += CAST_BLOCK_NUMEL) {
-        size_t left = (size_t)a->numel - start;
+    for (size_t start = 0; start < numel; start += CAST_BLOCK_NUMEL) {
+        size_t left = numel - start;
         size_t count = left < CAST_BLOCK_NUMEL ? left : CAST_BLOCK_NUMEL;
-        const char *from = (const char *)a->from + array_bytes(start, a->from_dtype);
-        char *to = (char *)a->to + array_bytes(start, a->to_dtype);
-        if (a->from_dtype == SW_DTYPE_FLOAT32)
+        const char *from = (const char *)from_array + array_bytes(start, from_dtype);
+        char *to = (char *)to_array + array_bytes(start, to_dtype);
+        if (from_dtype == SW_DTYPE_FLOAT32)
             memcpy(wide, from, count * sizeof *wide);
         else
             table->half_widen(wide, (const uint16_t *)(const void *)from, count,
-                              (sw_dtype)a->from_dtype);
-        if (a->to_dtype != SW_DTYPE_FLOAT32) {
-            table->half_narrow((uint16_t *)(void *)to, wide, count, a->scale,
-                               (sw_dtype)a->to_dtype);
+                              (sw_dtype)from_dtype);
+        if (to_dtype != SW_DTYPE_FLOAT32) {
+            table->half_narrow((uint16_t *)(void *)to, wide, count, scale, (sw_dtype)to_dtype);
             continue;
         }
-        for (size_t i = 0; i < count; ++i)
-            wide[i] *= a->scale;
+        for (size_t k = 0; k < count; ++k)
+            wide[k] *= scale;
         memcpy(to, wide, count * sizeof *wide);
     }
+}
+
+static void cast_reference(const void *args)
+{
+    const sw_cast_args *a = args;
+    cast_elements(a->to, a->to_dtype, a->from, a->from_dtype, (size_t)a->numel, a->scale);
 }
 
 static sw_grid cast_grid(const void *args, int processor_count)
 {
     const sw_cast_args *a = args;
     return stream_grid(array_bytes(a->numel, a->from_dtype), TURN_BYTES,
-                       processor_count * MOVE_BLOCKS);
+                       processor_count * CAST_BLOCKS);
 }
 
 /* ---- pack ---- */
@@ -116,28 +128,43 @@ static sw_status pack_check(const void *args, sw_error *err)
     if (a->segment_count < 0 || a->segment_count > SW_PACK_SEGMENT_MAX)
         SW_FAIL(err, SW_E_INVALID, "pack: segment_count must be in [0, %d], not %d",
                 SW_PACK_SEGMENT_MAX, a->segment_count);
-    return SW_OK;
+    return a->converts ? small_float_pair_check("pack", a->to_dtype, a->from_dtype, err) : SW_OK;
+}
+
+static sw_u64 segment_numel(const sw_pack_args *a, int i)
+{
+    return a->segment[i].size_bytes / sw_dtype_size_bytes((sw_dtype)a->from_dtype);
 }
 
 static void pack_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_pack_args *a = args;
     for (int i = 0; i < a->segment_count; ++i) {
-        report(context, a->segment[i].from, (size_t)a->segment[i].size_bytes, SW_ACCESS_READ);
-        report(context, a->segment[i].to, (size_t)a->segment[i].size_bytes, SW_ACCESS_WRITE);
+        size_t bytes = (size_t)a->segment[i].size_bytes;
+        size_t written = a->converts ? array_bytes(segment_numel(a, i), a->to_dtype) : bytes;
+        report(context, a->segment[i].from, bytes, SW_ACCESS_READ);
+        report(context, a->segment[i].to, written, SW_ACCESS_WRITE);
     }
     if (a->verdict)
         report(context, a->verdict, sizeof(int32_t), SW_ACCESS_READ);
+    if (a->converts && a->factor)
+        report(context, a->factor, sizeof(float), SW_ACCESS_READ);
 }
 
 static void pack_reference(const void *args)
 {
     const sw_pack_args *a = args;
+    float scale = a->converts && a->factor ? *(const float *)a->factor : a->scale;
     if (a->verdict && *(const int32_t *)a->verdict != 0)
         return;
-    for (int i = 0; i < a->segment_count; ++i)
-        if (a->segment[i].size_bytes > 0)
-            memcpy(a->segment[i].to, a->segment[i].from, (size_t)a->segment[i].size_bytes);
+    for (int i = 0; i < a->segment_count; ++i) {
+        const sw_pack_segment *s = &a->segment[i];
+        if (!a->converts && s->size_bytes > 0)
+            memcpy(s->to, s->from, (size_t)s->size_bytes);
+        else if (a->converts && !(a->factor && scale == 1.0f && s->to == s->from))
+            cast_elements(s->to, a->to_dtype, s->from, a->from_dtype, (size_t)segment_numel(a, i),
+                          scale);
+    }
 }
 
 static sw_grid pack_grid(const void *args, int processor_count)
@@ -146,7 +173,7 @@ static sw_grid pack_grid(const void *args, int processor_count)
     sw_u64 tiles = 0;
     for (int i = 0; i < a->segment_count; ++i)
         tiles += (a->segment[i].size_bytes + TURN_BYTES - 1) / TURN_BYTES;
-    return stream_grid(tiles, 1, processor_count * MOVE_BLOCKS);
+    return stream_grid(tiles, 1, processor_count * PACK_BLOCKS);
 }
 
 /* ---- fold ---- */
@@ -275,15 +302,31 @@ static sw_optim_run run_of(const sw_run_args *run)
                           .copy_dtype = (sw_dtype)run->copy_dtype};
 }
 
-static void run_accesses(const sw_run_args *run, sw_access_fn *report, void *context)
+static void run_accesses(const sw_run_args *run, bool is_clipped, sw_access_fn *report,
+                         void *context)
 {
     size_t state_bytes = array_bytes(run->numel, run->state_dtype);
-    report(context, run->g, array_bytes(run->numel, run->g_dtype), SW_ACCESS_READ);
+    report(context, run->g, array_bytes(run->numel, run->g_dtype),
+           is_clipped ? SW_ACCESS_BOTH : SW_ACCESS_READ);
     report(context, run->p, array_bytes(run->numel, run->p_dtype), SW_ACCESS_BOTH);
     if (run->copy)
         report(context, run->copy, array_bytes(run->numel, run->copy_dtype), SW_ACCESS_WRITE);
     if (run->v)
         report(context, run->v, state_bytes, SW_ACCESS_BOTH);
+}
+
+static void clip_access(const void *clip, sw_access_fn *report, void *context)
+{
+    if (clip)
+        report(context, clip, sizeof(float), SW_ACCESS_READ);
+}
+
+static void clip_run(const sw_run_args *run, const void *clip)
+{
+    float factor = clip ? *(const float *)clip : 1.0f;
+    void *g = (void *)(uintptr_t)run->g;
+    if (factor != 1.0f)
+        cast_elements(g, run->g_dtype, g, run->g_dtype, (size_t)run->numel, factor);
 }
 
 static sw_status adam_check(const void *args, sw_error *err)
@@ -295,9 +338,10 @@ static sw_status adam_check(const void *args, sw_error *err)
 static void adam_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_adam_args *a = args;
+    clip_access(a->clip, report, context);
     for (const sw_run_args *run = a->run; run < a->run + a->run_count; ++run) {
         size_t state_bytes = array_bytes(run->numel, run->state_dtype);
-        run_accesses(run, report, context);
+        run_accesses(run, a->clip != NULL, report, context);
         report(context, run->m, state_bytes, SW_ACCESS_BOTH);
         if (a->amsgrad)
             report(context, run->v_max, state_bytes, SW_ACCESS_BOTH);
@@ -321,6 +365,7 @@ static void adam_reference(const void *args)
         sw_optim_run run = run_of(&a->run[r]);
         if (!scalars.amsgrad)
             run.v_max = NULL;
+        clip_run(&a->run[r], a->clip);
         sw_kernels()->optim->adam(&run, &scalars);
     }
 }
@@ -340,10 +385,11 @@ static sw_status sgd_check(const void *args, sw_error *err)
 static void sgd_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_sgd_args *a = args;
+    clip_access(a->clip, report, context);
     for (int r = 0; r < a->run_count; ++r) {
         sw_run_args run = a->run[r];
         run.v = NULL;
-        run_accesses(&run, report, context);
+        run_accesses(&run, a->clip != NULL, report, context);
         if (a->momentum != 0.0f)
             report(context, run.m, array_bytes(run.numel, run.state_dtype),
                    a->first ? SW_ACCESS_WRITE : SW_ACCESS_BOTH);
@@ -362,6 +408,7 @@ static void sgd_reference(const void *args)
                               .first = a->first != 0};
     for (int r = 0; r < a->run_count; ++r) {
         sw_optim_run run = run_of(&a->run[r]);
+        clip_run(&a->run[r], a->clip);
         sw_kernels()->optim->sgd(&run, &scalars);
     }
 }
@@ -377,32 +424,83 @@ static sw_grid sgd_grid(const void *args, int processor_count)
 static sw_status norm_check(const void *args, sw_error *err)
 {
     const sw_norm_args *a = args;
+    sw_u64 numel = 0;
     if (!is_small_float(a->dtype) && a->dtype != SW_DTYPE_FLOAT64)
         SW_FAIL(err, SW_E_INVALID,
                 "norm: dtype must be float32, float64, float16 or bfloat16, not %s",
                 sw_dtype_name((sw_dtype)a->dtype));
-    if (a->numel > UINT64_C(1) << 31)
-        SW_FAIL(err, SW_E_INVALID, "norm: numel must be at most 2^31, not %llu", a->numel);
+    if (a->part_count < 0 || a->part_count > SW_NORM_PARTS_MAX)
+        SW_FAIL(err, SW_E_INVALID, "norm: part_count must be in [0, %d], not %d", SW_NORM_PARTS_MAX,
+                a->part_count);
+    for (int i = 0; i < a->part_count; ++i)
+        numel += a->part[i].numel;
+    if (numel > UINT64_C(1) << 31)
+        SW_FAIL(err, SW_E_INVALID, "norm: numel must be at most 2^31, not %llu", numel);
     return SW_OK;
 }
 
 static void norm_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_norm_args *a = args;
-    report(context, a->data, array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
+    for (int i = 0; i < a->part_count; ++i)
+        report(context, a->part[i].data, array_bytes(a->part[i].numel, a->dtype), SW_ACCESS_READ);
     report(context, a->sum, sizeof(sw_norm_sum), SW_ACCESS_BOTH);
 }
 
 static void norm_reference(const void *args)
 {
     const sw_norm_args *a = args;
-    sw_kernels()->optim->norm(a->sum, a->data, (size_t)a->numel, (sw_dtype)a->dtype);
+    for (int i = 0; i < a->part_count; ++i)
+        sw_kernels()->optim->norm(a->sum, a->part[i].data, (size_t)a->part[i].numel,
+                                  (sw_dtype)a->dtype);
 }
 
 static sw_grid norm_grid(const void *args, int processor_count)
 {
     const sw_norm_args *a = args;
-    return stream_grid(array_bytes(a->numel, a->dtype), TURN_BYTES, processor_count * NORM_BLOCKS);
+    sw_u64 tiles = 0;
+    for (int i = 0; i < a->part_count; ++i)
+        tiles += (array_bytes(a->part[i].numel, a->dtype) + TURN_BYTES - 1) / TURN_BYTES;
+    return stream_grid(tiles, 1, processor_count * NORM_BLOCKS);
+}
+
+/* ---- clip ---- */
+
+static sw_status clip_check(const void *args, sw_error *err)
+{
+    const sw_clip_args *a = args;
+    if (a->norm && (!a->factor || !(a->max_norm >= 0)))
+        SW_FAIL(err, SW_E_INVALID, "clip: max_norm must be at least 0 and factor not NULL, not %g",
+                a->max_norm);
+    return SW_OK;
+}
+
+static void clip_accesses(const void *args, sw_access_fn *report, void *context)
+{
+    const sw_clip_args *a = args;
+    report(context, a->sum, sizeof(sw_norm_sum), SW_ACCESS_BOTH);
+    if (!a->norm)
+        return;
+    report(context, a->norm, sizeof(float), SW_ACCESS_WRITE);
+    report(context, a->factor, sizeof(float), SW_ACCESS_WRITE);
+}
+
+static void clip_reference(const void *args)
+{
+    const sw_clip_args *a = args;
+    sw_norm_sum_carry(a->sum);
+    if (!a->norm)
+        return;
+    double norm = sw_norm_value(a->sum), factor = a->max_norm / (norm + 1e-6);
+    *(float *)a->norm = (float)norm;
+    *(float *)a->factor = factor >= 1.0 ? 1.0f : (float)factor;
+}
+
+static sw_grid clip_grid(const void *args, int processor_count)
+{
+    (void)args;
+    (void)processor_count;
+    return (sw_grid){.block_count = 1, .thread_count = THREADS};
 }
 
 /* ---- put ---- */
@@ -450,6 +548,7 @@ static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
     [SW_KERNEL_ADAM] = CONTRACT(adam),
     [SW_KERNEL_SGD] = CONTRACT(sgd),
     [SW_KERNEL_NORM] = CONTRACT(norm),
+    [SW_KERNEL_CLIP] = CONTRACT(clip),
     [SW_KERNEL_QUANTIZE] = CONTRACT_OF(quantize, sw_),
     [SW_KERNEL_FOLD_RECORDS] = CONTRACT_OF(fold_records, sw_),
     [SW_KERNEL_DECODE] = CONTRACT_OF(decode, sw_),

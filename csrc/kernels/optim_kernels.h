@@ -88,6 +88,10 @@ typedef void sw_norm_fn(sw_norm_sum *sum, const void *data, size_t numel, sw_dty
  * equal sums have equal bytes. */
 void sw_norm_sum_carry(sw_norm_sum *sum);
 
+/* Return the square root of the sum, which is first rounded to 53 bits. NaN if a NaN was added,
+ * else infinity if an infinity was. */
+double sw_norm_value(const sw_norm_sum *sum);
+
 typedef struct sw_optim_kernels {
     sw_adam_fn *adam;
     sw_sgd_fn *sgd;

@@ -1,7 +1,6 @@
 /* norm.c - add squares with the kernel table in force, merge sums and round the result. */
 #include "optim/norm.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "kernels/kernels.h"
@@ -47,36 +46,4 @@ void sw_norm_merge(sw_norm_sum *into, const sw_norm_sum *from)
 bool sw_norm_is_finite(const sw_norm_sum *sum)
 {
     return sum->infinite == 0 && sum->nan == 0;
-}
-
-double sw_norm_value(const sw_norm_sum *sum)
-{
-    sw_norm_sum closed = *sum;
-    sw_norm_sum_carry(&closed);
-    if (sum->nan)
-        return (double)NAN;
-    if (sum->infinite)
-        return (double)INFINITY;
-    int top = SW_NORM_DIGIT_COUNT - 1;
-    while (top > 2 && closed.digit[top] == 0)
-        --top;
-    /* The three highest digits hold at least 65 bits of the number, or all of it. The first 64 go
-     * into one integer. The bits below set its last bit, so that the conversion to double rounds
-     * correctly. */
-    uint64_t head = (uint64_t)closed.digit[top], next = (uint64_t)closed.digit[top - 1];
-    uint64_t last = (uint64_t)closed.digit[top - 2];
-    int shift = head ? __builtin_clzll(head) : 64;
-    uint64_t low = next << 32 | last;
-    uint64_t bits = shift == 64 ? low : head << shift | low >> (64 - shift);
-    bool sticky = shift == 64 ? false : (low << shift) != 0;
-    for (int i = 0; i < top - 2 && !sticky; ++i)
-        sticky = closed.digit[i] != 0;
-    int exponent = SW_NORM_LOWEST_EXPONENT + 32 * top - shift;
-    /* Take an even power of two out of the square root, since the sum may exceed double's range. */
-    double square = (double)(bits | sticky);
-    if (exponent % 2 != 0) {
-        square *= 2.0;
-        --exponent;
-    }
-    return ldexp(sqrt(square), exponent / 2);
 }

@@ -39,8 +39,4 @@ void sw_norm_merge(sw_norm_sum *into, const sw_norm_sum *from);
 /* Return false if an infinity or NaN was among the elements: the overflow check of loss scaling. */
 bool sw_norm_is_finite(const sw_norm_sum *sum);
 
-/* Return the square root of the sum, which is first rounded to 53 bits. NaN if a NaN was added,
- * else infinity if an infinity was. */
-double sw_norm_value(const sw_norm_sum *sum);
-
 #endif

@@ -83,13 +83,14 @@ static PyObject *block_encode(PyObject *module, PyObject *args)
     unsigned long long stream;
     codec_call call;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "OniO!K:device_block_encode", &comm, &block, &bits, &PyList_Type,
                           &list, &stream))
         return NULL;
     sw_quantize_part *parts = sw_py_device_table(list, read_quantize_part, sizeof *parts);
+    size_t count = (size_t)PyList_Size(list);
     if (parts && begin(module, comm, block, bits, stream, &call)) {
-        sw_status status =
-            sw_device_block_encode(&call.blocks, parts, (size_t)PyList_Size(list), &err);
+        SW_PY_WITHOUT_GIL(status, sw_device_block_encode(&call.blocks, parts, count, &err));
         done = sw_py_device_finish(call.comm, status, &err);
     }
     free(parts);
@@ -106,6 +107,7 @@ static PyObject *block_fold(PyObject *module, PyObject *args)
     sw_device_wires wires;
     codec_call call;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "OniKKKKiindKK:device_block_fold", &comm, &block, &bits, &out, &own,
                           &others, &stride, &wires.own_index, &wires.count, &count, &scale, &rest,
                           &stream) ||
@@ -114,11 +116,10 @@ static PyObject *block_fold(PyObject *module, PyObject *args)
     wires.own = sw_py_address(own);
     wires.others = sw_py_address(others);
     wires.stride_bytes = (size_t)stride;
-    return sw_py_device_finish(call.comm,
-                               sw_device_block_fold(&call.blocks, sw_py_address(out), &wires,
-                                                    (size_t)count, (float)scale,
-                                                    sw_py_address(rest), &err),
-                               &err);
+    SW_PY_WITHOUT_GIL(status,
+                      sw_device_block_fold(&call.blocks, sw_py_address(out), &wires, (size_t)count,
+                                           (float)scale, sw_py_address(rest), &err));
+    return sw_py_device_finish(call.comm, status, &err);
 }
 
 static PyObject *block_verdict(PyObject *module, PyObject *args)
@@ -129,14 +130,14 @@ static PyObject *block_verdict(PyObject *module, PyObject *args)
     unsigned long long verdict, records, stream;
     codec_call call;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "OniKKnK:device_block_verdict", &comm, &block, &bits, &verdict,
                           &records, &count, &stream) ||
         !begin(module, comm, block, bits, stream, &call))
         return NULL;
-    return sw_py_device_finish(call.comm,
-                               sw_device_block_verdict(&call.blocks, sw_py_address(verdict),
-                                                       sw_py_address(records), (size_t)count, &err),
-                               &err);
+    SW_PY_WITHOUT_GIL(status, sw_device_block_verdict(&call.blocks, sw_py_address(verdict),
+                                                      sw_py_address(records), (size_t)count, &err));
+    return sw_py_device_finish(call.comm, status, &err);
 }
 
 static PyObject *block_decode(PyObject *module, PyObject *args)
@@ -147,13 +148,15 @@ static PyObject *block_decode(PyObject *module, PyObject *args)
     unsigned long long verdict, stream;
     codec_call call;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "OniO!KK:device_block_decode", &comm, &block, &bits, &PyList_Type,
                           &list, &verdict, &stream))
         return NULL;
     sw_decode_part *parts = sw_py_device_table(list, read_decode_part, sizeof *parts);
+    size_t count = (size_t)PyList_Size(list);
     if (parts && begin(module, comm, block, bits, stream, &call)) {
-        sw_status status = sw_device_block_decode(&call.blocks, parts, (size_t)PyList_Size(list),
-                                                  sw_py_address(verdict), &err);
+        SW_PY_WITHOUT_GIL(status, sw_device_block_decode(&call.blocks, parts, count,
+                                                         sw_py_address(verdict), &err));
         done = sw_py_device_finish(call.comm, status, &err);
     }
     free(parts);
@@ -169,13 +172,15 @@ static PyObject *block_owe(PyObject *module, PyObject *args)
     unsigned long long verdict, stream;
     codec_call call;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "OniO!KdK:device_block_owe", &comm, &block, &bits, &PyList_Type,
                           &list, &verdict, &scale, &stream))
         return NULL;
     sw_owe_part *parts = sw_py_device_table(list, read_owe_part, sizeof *parts);
+    size_t count = (size_t)PyList_Size(list);
     if (parts && begin(module, comm, block, bits, stream, &call)) {
-        sw_status status = sw_device_block_owe(&call.blocks, parts, (size_t)PyList_Size(list),
-                                               sw_py_address(verdict), (float)scale, &err);
+        SW_PY_WITHOUT_GIL(status, sw_device_block_owe(&call.blocks, parts, count,
+                                                      sw_py_address(verdict), (float)scale, &err));
         done = sw_py_device_finish(call.comm, status, &err);
     }
     free(parts);

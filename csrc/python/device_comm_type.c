@@ -3,6 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "comm/device_watch.h"
 #include "python/device_object.h"
 
 /* ---- arguments ---- */
@@ -39,11 +40,40 @@ static void drop_host(device_comm_object *self)
     ENGINE_CLEAR(self->host);
 }
 
+/* GPU memory is short: torch's allocator may have some that it does not use. */
+static void make_room(void *context)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace); /* of a caller that has the GIL */
+    PyObject *done = PyObject_CallNoArgs(context);
+    if (!done)
+        PyErr_WriteUnraisable(context);
+    Py_XDECREF(done);
+    PyErr_Restore(kind, value, trace);
+    PyGILState_Release(gil);
+}
+
+static bool keep_room(device_comm_object *self, PyObject *callable, sw_device_room *room)
+{
+    if (callable == Py_None)
+        return true;
+    if (!PyCallable_Check(callable)) {
+        PyErr_SetString(PyExc_TypeError, "DeviceComm: make_room must be callable, or None");
+        return false;
+    }
+    Py_INCREF(callable);
+    Py_XDECREF(self->make_room);
+    self->make_room = callable;
+    *room = (sw_device_room){.make = make_room, .context = callable};
+    return true;
+}
+
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged", "cache",
-                            "nvrtc",   "builtins", "host",    NULL};
-    PyObject *host = Py_None;
+    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged",  "cache",
+                            "nvrtc",   "builtins", "host",    "make_room", NULL};
+    PyObject *host = Py_None, *room = Py_None;
     device_comm_object *self = (device_comm_object *)op;
     sw_device_comm_config config = {0};
     sw_error err;
@@ -52,11 +82,11 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "DeviceComm: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$zzzzzzO:DeviceComm", names, &config.ordinal,
-                                     &config.cuda_library, &config.nccl_library,
-                                     &config.places.packaged_folder, &config.places.cache_folder,
-                                     &config.places.nvrtc, &config.places.nvrtc_builtins, &host) ||
-        !keep_host(self, host))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "i|$zzzzzzOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
+            &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
+            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room) ||
+        !keep_host(self, host) || !keep_room(self, room, &config.room))
         return -1;
     config.host = self->host ? self->host->comm : NULL;
     self->owner_pid = getpid();
@@ -256,6 +286,7 @@ static void device_dealloc(PyObject *op)
         sw_py_destroy_quietly(destroy_comm, self->comm);
     Py_XDECREF(self->arena);
     drop_host(self);
+    Py_XDECREF(self->make_room);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -409,11 +440,13 @@ static PyObject *device_follow(PyObject *op, PyObject *args)
     PyObject *later_value, *earlier_value;
     sw_stream *later, *earlier;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "OO:follow", &later_value, &earlier_value) ||
         !sw_py_device_stream(later_value, &later) ||
         !sw_py_device_stream(earlier_value, &earlier) || !sw_py_device_enter(self))
         return NULL;
-    return sw_py_device_finish(self, sw_device_comm_follow(self->comm, later, earlier, &err), &err);
+    SW_PY_WITHOUT_GIL(status, sw_device_comm_follow(self->comm, later, earlier, &err));
+    return sw_py_device_finish(self, status, &err);
 }
 
 static PyObject *device_refuse_capture(PyObject *op, PyObject *args)
@@ -423,11 +456,12 @@ static PyObject *device_refuse_capture(PyObject *op, PyObject *args)
     const char *what;
     sw_stream *stream;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "Os:refuse_capture", &value, &what) ||
         !sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
         return NULL;
-    return sw_py_device_finish(
-        self, sw_device_refuse_capture(self->comm->device, stream, what, &err), &err);
+    SW_PY_WITHOUT_GIL(status, sw_device_refuse_capture(self->comm->device, stream, what, &err));
+    return sw_py_device_finish(self, status, &err);
 }
 
 static PyObject *device_give_back(PyObject *op, PyObject *value)
@@ -435,14 +469,16 @@ static PyObject *device_give_back(PyObject *op, PyObject *value)
     device_comm_object *self = (device_comm_object *)op;
     sw_stream *stream;
     sw_error err;
+    sw_status status;
     if (!sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
         return NULL;
-    return sw_py_device_finish(self, sw_device_comm_give_back(self->comm, stream, &err), &err);
+    SW_PY_WITHOUT_GIL(status, sw_device_comm_give_back(self->comm, stream, &err));
+    return sw_py_device_finish(self, status, &err);
 }
 
 /* ---- copies ---- */
 
-static bool read_segment(PyObject *item, sw_pack_segment *segment)
+static bool read_segment(PyObject *item, void *out)
 {
     PyObject *to, *from;
     Py_ssize_t bytes;
@@ -452,40 +488,83 @@ static bool read_segment(PyObject *item, sw_pack_segment *segment)
     }
     if (!PyArg_ParseTuple(item, "OOn;a copy is (to, from, nbytes)", &to, &from, &bytes))
         return false;
-    *segment = (sw_pack_segment){.to = PyLong_AsVoidPtr(to),
-                                 .from = PyLong_AsVoidPtr(from),
-                                 .size_bytes = (sw_u64)(bytes < 0 ? 0 : bytes)};
+    *(sw_pack_segment *)out = (sw_pack_segment){.to = PyLong_AsVoidPtr(to),
+                                                .from = PyLong_AsVoidPtr(from),
+                                                .size_bytes = (sw_u64)(bytes < 0 ? 0 : bytes)};
     return !PyErr_Occurred();
 }
 
-/* Copies (to, from, nbytes) on `stream`, SW_PACK_SEGMENT_MAX a launch; unless *verdict, if there is
- * one. */
-static PyObject *device_pack(PyObject *op, PyObject *args)
+/* SW_PACK_SEGMENT_MAX copies a launch. */
+static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segments, size_t count,
+                      sw_pack_args *args, sw_stream *stream, sw_error *err)
 {
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *list, *stream_value;
+    for (size_t at = 0; at < count; at += (size_t)args->segment_count) {
+        size_t left = count - at;
+        args->segment_count = (int)(left < SW_PACK_SEGMENT_MAX ? left : SW_PACK_SEGMENT_MAX);
+        memcpy(args->segment, segments + at, (size_t)args->segment_count * sizeof *segments);
+        SW_TRY(sw_kernel_launch(&comm->kernels, SW_KERNEL_PACK, args, stream, err));
+    }
+    return SW_OK;
+}
+
+static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *stream_value,
+                          sw_pack_args *args)
+{
     sw_stream *stream;
     sw_error err;
-    sw_status status = SW_OK;
-    sw_pack_args pack = {.segment_count = 0};
-    unsigned long long verdict = 0;
-    if (!PyArg_ParseTuple(args, "O!O|K:pack", &PyList_Type, &list, &stream_value, &verdict) ||
-        !sw_py_device_stream(stream_value, &stream) || !sw_py_device_enter(self))
+    sw_status status;
+    if (!sw_py_device_stream(stream_value, &stream))
         return NULL;
-    pack.verdict = (const void *)(uintptr_t)verdict;
-    Py_ssize_t count = PyList_Size(list);
-    for (Py_ssize_t i = 0; i < count && status == SW_OK; ++i) {
-        if (!read_segment(PyList_GetItem(list, i), &pack.segment[pack.segment_count])) {
-            sw_py_device_leave(self);
-            return NULL;
-        }
-        pack.segment_count++;
-        if (pack.segment_count < SW_PACK_SEGMENT_MAX && i + 1 < count)
-            continue;
-        status = sw_kernel_launch(&self->comm->kernels, SW_KERNEL_PACK, &pack, stream, &err);
-        pack.segment_count = 0;
+    sw_pack_segment *segments = sw_py_device_table(list, read_segment, sizeof *segments);
+    size_t count = (size_t)PyList_Size(list); /* another thread may change it later */
+    if (!segments || !sw_py_device_enter(self)) {
+        free(segments);
+        return NULL;
     }
+    SW_PY_WITHOUT_GIL(status, pack(self->comm, segments, count, args, stream, &err));
+    free(segments);
     return sw_py_device_finish(self, status, &err);
+}
+
+/* Copies (to, from, nbytes) on `stream`; unless *verdict, if there is one. */
+static PyObject *device_pack(PyObject *op, PyObject *args)
+{
+    PyObject *list, *stream;
+    sw_pack_args pack_args = {.segment_count = 0};
+    unsigned long long verdict = 0;
+    if (!PyArg_ParseTuple(args, "O!O|K:pack", &PyList_Type, &list, &stream, &verdict))
+        return NULL;
+    pack_args.verdict = sw_py_address(verdict);
+    return run_pack((device_comm_object *)op, list, stream, &pack_args);
+}
+
+static bool small_dtype(const char *name, int *dtype)
+{
+    *dtype = (int)sw_dtype_from_name(name);
+    if (*dtype == SW_DTYPE_FLOAT32 || *dtype == SW_DTYPE_FLOAT16 || *dtype == SW_DTYPE_BFLOAT16)
+        return true;
+    PyErr_Format(PyExc_ValueError, "convert: dtype must be float32, float16 or bfloat16, not '%s'",
+                 name);
+    return false;
+}
+
+/* The same, with a dtype at each end: each element times `scale`, or times the float32 at `factor`.
+ */
+static PyObject *device_convert(PyObject *op, PyObject *args)
+{
+    PyObject *list, *stream;
+    const char *to_dtype, *from_dtype;
+    double scale;
+    unsigned long long factor = 0;
+    sw_pack_args pack_args = {.converts = 1};
+    if (!PyArg_ParseTuple(args, "O!ssdO|K:convert", &PyList_Type, &list, &to_dtype, &from_dtype,
+                          &scale, &stream, &factor) ||
+        !small_dtype(to_dtype, &pack_args.to_dtype) ||
+        !small_dtype(from_dtype, &pack_args.from_dtype))
+        return NULL;
+    pack_args.scale = (float)scale;
+    pack_args.factor = sw_py_address(factor);
+    return run_pack((device_comm_object *)op, list, stream, &pack_args);
 }
 
 /* ---- seeing, ending ---- */
@@ -522,16 +601,32 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    if (self->use != DEVICE_FREE) { /* by a thread that waits, perhaps: it ends it, being its own */
-        sw_peers_request_end(self->comm->peers, &reason);
-        Py_RETURN_NONE;
-    }
-    sw_py_device_take(self, DEVICE_WATCHED);
+    bool is_beside = self->use != DEVICE_FREE; /* another thread is inside, blocked perhaps */
+    sw_peers *peers = self->comm->peers;
+    self->enders++;
+    if (!is_beside)
+        sw_py_device_take(self, DEVICE_WATCHED);
     Py_BEGIN_ALLOW_THREADS /* it may wait until other communicators are aborted, too */
-    sw_peers_abort(self->comm->peers, &reason);
+    if (is_beside)
+        sw_peers_request_end(peers, &reason);
+    else
+        sw_peers_abort(peers, &reason);
     Py_END_ALLOW_THREADS
-    sw_py_device_leave(self);
+    if (!is_beside)
+        sw_py_device_leave(self);
+    self->enders--;
     Py_RETURN_NONE;
+}
+
+/* A thread that watches the communicator from now on, and ends it beside a call that is blocked. */
+static PyObject *device_start_watch(PyObject *op, PyObject *unused)
+{
+    device_comm_object *self = (device_comm_object *)op;
+    sw_error err;
+    (void)unused;
+    if (!sw_py_device_enter(self))
+        return NULL;
+    return sw_py_device_finish(self, sw_device_watch_start(self->comm, &err), &err);
 }
 
 static PyObject *device_describe(PyObject *op, PyObject *unused)
@@ -621,6 +716,12 @@ static PyMethodDef device_methods[] = {
     {"pack", device_pack, METH_VARARGS,
      "pack($self, copies, stream, verdict=0, /)\n--\n\nCopies of (to, from, nbytes), many a "
      "launch."},
+    {"convert", device_convert, METH_VARARGS,
+     "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\nAs pack, "
+     "each element "
+     "scaled and rounded."},
+    {"start_watch", device_start_watch, METH_NOARGS,
+     "start_watch($self, /)\n--\n\nWatch the communicator in a thread until it is closed."},
     {"watch", device_watch, METH_NOARGS,
      "watch($self, /)\n--\n\nRaises when a rank has failed or is late; does not wait."},
     {"abort", device_abort, METH_VARARGS,

@@ -6,7 +6,7 @@
 #ifndef SW_PYTHON_DEVICE_OBJECT_H
 #define SW_PYTHON_DEVICE_OBJECT_H
 
-#include "comm/device_comm.h"
+#include "comm/device_norm.h"
 #include "python/engine.h"
 #include "zero/device_offload.h"
 
@@ -21,9 +21,11 @@ typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
     PyObject *arena;                    /* owned: the slots to the peers; NULL: none */
     comm_object *host;                  /* owned, and acquired; NULL: none */
+    PyObject *make_room;                /* owned: called where GPU memory is short; NULL: none */
     long owner_pid;
     device_use use;
     unsigned long user; /* the thread that is inside */
+    int enders;         /* threads that end it beside that one */
     bool closed;
 } device_comm_object;
 
@@ -35,9 +37,20 @@ typedef struct device_offload_object {
 /* Marks it as in use by this thread; false with an exception when it is not connected, closed, used
  * by another thread, or inherited by a forked child. */
 bool sw_py_device_enter(device_comm_object *self);
-/* The same for its kernels alone, which need no peers. */
-bool sw_py_device_enter_alone(device_comm_object *self);
 void sw_py_device_leave(device_comm_object *self);
+/* For its kernels alone, which need no peers and which any number of threads may launch at once, each
+ * on its own stream: not marked as in use. The caller holds a reference meanwhile. false with an
+ * exception when it is inherited by a forked child. */
+bool sw_py_device_lend_kernels(device_comm_object *self);
+
+/* status = expression, without the GIL: a call that enqueues blocks while the driver's queue is
+ * full, until the GPU goes on or another thread lets it. */
+#define SW_PY_WITHOUT_GIL(status, expression) \
+    do {                                      \
+        Py_BEGIN_ALLOW_THREADS                \
+        (status) = (expression);              \
+        Py_END_ALLOW_THREADS                  \
+    } while (0)
 
 /* The parts of it. The thread that looks after the communicator is out of it at once, unless a call
  * of the driver's does not return; false with an exception: interrupted, or too late. In a forked

@@ -28,8 +28,9 @@ static int offload_init(PyObject *op, PyObject *args, PyObject *kwargs)
     self->comm = (device_comm_object *)comm;
     if (!sw_py_device_enter(self->comm))
         return -1;
-    sw_status status = sw_device_offload_create(self->comm->comm, (size_t)slot_bytes, thread_count,
-                                                &self->offload, &err);
+    sw_status status;
+    SW_PY_WITHOUT_GIL(status, sw_device_offload_create(self->comm->comm, (size_t)slot_bytes,
+                                                       thread_count, &self->offload, &err));
     PyObject *done = sw_py_device_finish(self->comm, status, &err);
     Py_XDECREF(done);
     return done ? 0 : -1;

@@ -23,12 +23,13 @@ static PyObject *launch(PyObject *module, PyObject *comm, sw_kernel kernel, cons
                         unsigned long long stream)
 {
     sw_error err;
+    sw_status status;
     device_comm_object *self = enter(module, comm);
     if (!self)
         return NULL;
-    return sw_py_device_finish(
-        self, sw_kernel_launch(&self->comm->kernels, kernel, args, sw_py_address(stream), &err),
-        &err);
+    SW_PY_WITHOUT_GIL(
+        status, sw_kernel_launch(&self->comm->kernels, kernel, args, sw_py_address(stream), &err));
+    return sw_py_device_finish(self, status, &err);
 }
 
 /* ---- tables ---- */
@@ -76,20 +77,21 @@ static PyObject *run(PyObject *module, PyObject *args, const char *format, sw_ke
     PyObject *comm, *list;
     unsigned long long verdict, stream;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, format, &comm, &PyList_Type, &list, &verdict, &stream))
         return NULL;
     sw_matrix_args *matrices = sw_py_device_table(list, read_matrix, sizeof *matrices);
     if (!matrices)
         return NULL;
+    size_t count = (size_t)PyList_Size(list);
     PyObject *done = NULL;
     device_comm_object *self = enter(module, comm);
     if (self) {
         sw_device_passes passes = {.kernels = &self->comm->kernels,
                                    .stream = sw_py_address(stream),
                                    .verdict = sw_py_address(verdict)};
-        done = sw_py_device_finish(
-            self, sw_device_powersgd_run(&passes, pass, matrices, (size_t)PyList_Size(list), &err),
-            &err);
+        SW_PY_WITHOUT_GIL(status, sw_device_powersgd_run(&passes, pass, matrices, count, &err));
+        done = sw_py_device_finish(self, status, &err);
     }
     free(matrices);
     return done;
@@ -115,20 +117,21 @@ static PyObject *orthonormalize(PyObject *module, PyObject *args)
     PyObject *comm, *list;
     unsigned long long verdict, stream;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "OO!KK:device_powersgd_orthonormalize", &comm, &PyList_Type, &list,
                           &verdict, &stream))
         return NULL;
     sw_factor_args *factors = sw_py_device_table(list, read_factor, sizeof *factors);
     if (!factors)
         return NULL;
+    size_t count = (size_t)PyList_Size(list);
     PyObject *done = NULL;
     device_comm_object *self = enter(module, comm);
     if (self) {
         sw_device_passes passes = {.kernels = &self->comm->kernels,
                                    .stream = sw_py_address(stream),
                                    .verdict = sw_py_address(verdict)};
-        sw_status status =
-            sw_device_powersgd_orthonormalize(&passes, factors, (size_t)PyList_Size(list), &err);
+        SW_PY_WITHOUT_GIL(status, sw_device_powersgd_orthonormalize(&passes, factors, count, &err));
         done = sw_py_device_finish(self, status, &err);
     }
     free(factors);

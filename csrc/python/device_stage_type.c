@@ -12,6 +12,7 @@ static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_ssize_t slot_bytes;
     const char *library = NULL;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "in|z:DeviceStage", names, &ordinal, &slot_bytes,
                                      &library))
         return -1;
@@ -22,7 +23,10 @@ static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
                      slot_bytes);
         return -1;
     }
-    if (sw_device_stage_create(library, ordinal, (size_t)slot_bytes, &self->stage, &err) != SW_OK) {
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_stage_create(library, ordinal, (size_t)slot_bytes, &self->stage, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK) {
         sw_py_raise(sw_py_state_of(op), &err, NULL);
         return -1;
     }

@@ -122,8 +122,10 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (result == 0 && !sw_py_device_enter(self->comm))
         result = -1;
     else if (result == 0) {
-        sw_status status = sw_device_units_create(self->comm->comm, self->place_count, specs.spec,
-                                                  specs.count, &self->units, &err);
+        sw_status status;
+        SW_PY_WITHOUT_GIL(status,
+                          sw_device_units_create(self->comm->comm, self->place_count, specs.spec,
+                                                 specs.count, &self->units, &err));
         PyObject *done = sw_py_device_finish(self->comm, status, &err);
         result = done ? 0 : -1;
         Py_XDECREF(done);
@@ -187,11 +189,12 @@ static PyObject *units_take(PyObject *op, PyObject *args)
     PyObject *stream_value;
     sw_stream *stream;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "nO:take", &index, &stream_value) ||
         !sw_py_device_stream(stream_value, &stream) || !enter_unit(self, index))
         return NULL;
-    return sw_py_device_finish(self->comm,
-                               sw_device_unit_take(self->units, (size_t)index, stream, &err), &err);
+    SW_PY_WITHOUT_GIL(status, sw_device_unit_take(self->units, (size_t)index, stream, &err));
+    return sw_py_device_finish(self->comm, status, &err);
 }
 
 static PyObject *units_release(PyObject *op, PyObject *args)
@@ -201,11 +204,12 @@ static PyObject *units_release(PyObject *op, PyObject *args)
     PyObject *stream_value;
     sw_stream *stream;
     sw_error err;
+    sw_status status;
     if (!PyArg_ParseTuple(args, "nO:release", &index, &stream_value) ||
         !sw_py_device_stream(stream_value, &stream) || !enter_unit(self, index))
         return NULL;
-    return sw_py_device_finish(
-        self->comm, sw_device_unit_release(self->units, (size_t)index, stream, &err), &err);
+    SW_PY_WITHOUT_GIL(status, sw_device_unit_release(self->units, (size_t)index, stream, &err));
+    return sw_py_device_finish(self->comm, status, &err);
 }
 
 static PyObject *units_gather_apart(PyObject *op, PyObject *args)
@@ -235,6 +239,7 @@ static PyObject *units_update(PyObject *op, PyObject *stream_value)
     device_units_object *self = (device_units_object *)op;
     sw_stream *stream;
     sw_error err;
+    sw_status status;
     if (!sw_py_device_stream(stream_value, &stream))
         return NULL;
     if (!self->units) {
@@ -243,7 +248,8 @@ static PyObject *units_update(PyObject *op, PyObject *stream_value)
     }
     if (!sw_py_device_enter(self->comm))
         return NULL;
-    return sw_py_device_finish(self->comm, sw_device_units_update(self->units, stream, &err), &err);
+    SW_PY_WITHOUT_GIL(status, sw_device_units_update(self->units, stream, &err));
+    return sw_py_device_finish(self->comm, status, &err);
 }
 
 static PyObject *units_state(PyObject *op, PyObject *value)

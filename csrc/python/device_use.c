@@ -18,6 +18,8 @@ void sw_py_device_take(device_comm_object *self, device_use use)
 {
     self->use = use;
     self->user = PyThread_get_thread_ident();
+    if (self->comm && use == DEVICE_USED)
+        atomic_store(&self->comm->entered_ns, sw_clock_now_ns());
 }
 
 static int64_t patience_of(const device_comm_object *self)
@@ -26,12 +28,17 @@ static int64_t patience_of(const device_comm_object *self)
     return timeout_ns ? timeout_ns : PATIENCE_NS;
 }
 
+static bool is_being_ended(const device_comm_object *self)
+{
+    return self->use == DEVICE_WATCHED || self->enders > 0;
+}
+
 bool sw_py_device_wait_for_watch(device_comm_object *self)
 {
     int64_t begun = sw_clock_now_ns(), waited = 0;
     if (!sw_py_device_is_own(self)) /* that thread is the parent's */
         return true;
-    while (self->use == DEVICE_WATCHED && waited < patience_of(self)) {
+    while (is_being_ended(self) && waited < patience_of(self)) {
         if (PyErr_CheckSignals() < 0)
             return false;
         Py_BEGIN_ALLOW_THREADS
@@ -39,7 +46,7 @@ bool sw_py_device_wait_for_watch(device_comm_object *self)
         Py_END_ALLOW_THREADS
         waited = sw_clock_now_ns() - begun;
     }
-    if (self->use != DEVICE_WATCHED)
+    if (!is_being_ended(self))
         return true;
     PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
                     "a call of the GPU's driver, by the thread that looks after the communicator, "
@@ -70,21 +77,13 @@ bool sw_py_device_enter(device_comm_object *self)
     return true;
 }
 
-bool sw_py_device_enter_alone(device_comm_object *self)
+bool sw_py_device_lend_kernels(device_comm_object *self)
 {
-    const char *why = NULL;
-    if (!sw_py_device_wait_for_watch(self))
-        return false;
-    if (!self->comm || !sw_py_device_is_own(self))
-        why = "this process has not opened the GPU: it was forked from the one that did";
-    else if (self->use != DEVICE_FREE)
-        why = "another thread is inside the GPU's communicator; one thread a rank issues its work";
-    if (why) {
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
-        return false;
-    }
-    sw_py_device_take(self, DEVICE_USED);
-    return true;
+    if (self->comm && sw_py_device_is_own(self))
+        return true;
+    PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
+                    "this process has not opened the GPU: it was forked from the one that did");
+    return false;
 }
 
 bool sw_py_device_enter_to_destroy(device_comm_object *self)
@@ -127,6 +126,8 @@ void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, v
 void sw_py_device_leave(device_comm_object *self)
 {
     self->use = DEVICE_FREE;
+    if (self->comm)
+        atomic_store(&self->comm->entered_ns, 0);
 }
 
 /* A call of the driver's has failed, on this rank alone, and peers wait for what it was part of:

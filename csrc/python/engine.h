@@ -239,6 +239,7 @@ int sw_py_device_functions_add(PyObject *module);
 /* device_codec_module.c */
 int sw_py_device_codec_functions_add(PyObject *module);
 int sw_py_device_powersgd_functions_add(PyObject *module);
+int sw_py_device_check_functions_add(PyObject *module);
 
 /* Drops *object into NULL first, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \

@@ -46,6 +46,7 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
 {
     tensor_view seen, shape;
     sw_error err;
+    sw_status status;
     void *from = NULL;
     bool known =
         self->shapes || (self->exchange && sw_py_tensor_view_get(self->exchange, like, &shape));
@@ -58,7 +59,10 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
         return 1;
     if (self->held && PyList_Append(self->held, grad) < 0)
         return -1;
-    return reducer_raise(self, sw_reducer_write(self->reducer, index, from, add, &err), &err);
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_write(self->reducer, index, from, add, &err);
+    REDUCER_END_ENQUEUE
+    return reducer_raise(self, status, &err);
 }
 
 static void *address_of(reducer_object *self, PyObject *tensor)
@@ -121,14 +125,23 @@ int sw_py_gradient_restore(reducer_object *self)
     return reducer_called(sw_py_call((PyObject *)self, "_restore", NULL, NULL));
 }
 
-static int take_other(reducer_object *self, size_t index, PyObject *grad)
+int sw_py_gradient_clear(reducer_object *self, size_t index)
 {
     sw_error err;
+    sw_status status;
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_clear(self->reducer, index, &err);
+    REDUCER_END_ENQUEUE
+    return reducer_raise(self, status, &err);
+}
+
+static int take_other(reducer_object *self, size_t index, PyObject *grad)
+{
     PyObject *view = sw_py_gradient_writable_view(self, index);
     if (!view)
         return -1;
     if (grad == Py_None)
-        return reducer_raise(self, sw_reducer_clear(self->reducer, index, &err), &err);
+        return sw_py_gradient_clear(self, index);
     self->copies++;
     int written = sw_py_gradient_write(self, index, view, grad, false);
     if (written == 1)
@@ -182,10 +195,12 @@ int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_reserve(self->reducer, bucket, &err);
     Py_END_ALLOW_THREADS
-    if (reducer_raise(self, status, &err) < 0 || sw_py_gradient_place_bucket(self, bucket) < 0 ||
-        reducer_raise(self, sw_reducer_seal(self->reducer, bucket, &err), &err) < 0)
+    if (reducer_raise(self, status, &err) < 0 || sw_py_gradient_place_bucket(self, bucket) < 0)
         return -1;
-    return let_go(self);
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_seal(self->reducer, bucket, &err);
+    REDUCER_END_ENQUEUE
+    return reducer_raise(self, status, &err) < 0 ? -1 : let_go(self);
 }
 
 int sw_py_gradient_advance(reducer_object *self)

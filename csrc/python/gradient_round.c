@@ -48,11 +48,14 @@ static int end_communicators(reducer_object *self, const sw_error *err)
 static int check_tags(reducer_object *self)
 {
     sw_error err;
+    sw_status status;
     if (!self->gpu)
         return 0;
     if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    sw_status status = sw_reducer_check(self->reducer, &err);
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_check(self->reducer, &err);
+    REDUCER_END_ENQUEUE
     int failed = status == SW_E_MISMATCH ? 0 : reducer_raise(self, status, &err);
     reducer_leave(self);
     return status == SW_E_MISMATCH ? end_communicators(self, &err) : failed;
@@ -64,11 +67,15 @@ static int check_tags(reducer_object *self)
 static int arrive(reducer_object *self)
 {
     sw_error err;
+    sw_status status;
     if (!self->gpu)
         return 0;
     if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    int failed = reducer_raise(self, sw_reducer_arrive(self->reducer, &err), &err);
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_arrive(self->reducer, &err);
+    REDUCER_END_ENQUEUE
+    int failed = reducer_raise(self, status, &err);
     reducer_leave(self);
     return failed;
 }
@@ -150,9 +157,12 @@ static int wait_for_callbacks(reducer_object *self)
 static int clear_bucket(reducer_object *self, size_t bucket)
 {
     sw_error err;
-    sw_status status = sw_reducer_reserve(self->reducer, bucket, &err);
+    sw_status status;
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_reserve(self->reducer, bucket, &err);
     if (status == SW_OK)
         status = sw_reducer_clear_bucket(self->reducer, bucket, &err);
+    REDUCER_END_ENQUEUE
     return reducer_raise(self, status, &err);
 }
 
@@ -204,14 +214,25 @@ static int run_crossed(reducer_object *self, bool contributes)
 
 /* ---- gradients come ---- */
 
+/* What is written on torch's current stream counts for the gradient. */
+static int produce(reducer_object *self, size_t index)
+{
+    sw_error err;
+    sw_status status;
+    if (sw_py_reducer_use_stream(self) < 0)
+        return -1;
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_produce(self->reducer, index, &err);
+    REDUCER_END_ENQUEUE
+    return reducer_raise(self, status, &err);
+}
+
 /* The gradient of a parameter exists. The communicator is entered. */
 static int take(reducer_object *self, size_t index, int64_t task, PyObject *param)
 {
     bool due = false, early = false;
     sw_error err;
-    if (self->gpu &&
-        (sw_py_reducer_use_stream(self) < 0 ||
-         reducer_raise(self, sw_reducer_produce(self->reducer, index, &err), &err) < 0))
+    if (self->gpu && produce(self, index) < 0)
         return -1;
     if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index))
         return 0;
@@ -574,11 +595,19 @@ PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
 static int shadow_buckets(reducer_object *self)
 {
     sw_error err;
+    sw_status status;
     size_t bucket;
     while (sw_reducer_next_unsent(self->reducer, &bucket)) {
-        if (reducer_raise(self, sw_reducer_reserve(self->reducer, bucket, &err), &err) < 0 ||
-            reducer_called(sw_py_call_at((PyObject *)self, "_blank_bucket", bucket)) < 0 ||
-            reducer_raise(self, sw_reducer_send(self->reducer, bucket, &err), &err) < 0)
+        REDUCER_BEGIN_ENQUEUE(self)
+        status = sw_reducer_reserve(self->reducer, bucket, &err);
+        REDUCER_END_ENQUEUE
+        if (reducer_raise(self, status, &err) < 0 ||
+            reducer_called(sw_py_call_at((PyObject *)self, "_blank_bucket", bucket)) < 0)
+            return -1;
+        REDUCER_BEGIN_ENQUEUE(self)
+        status = sw_reducer_send(self->reducer, bucket, &err);
+        REDUCER_END_ENQUEUE
+        if (reducer_raise(self, status, &err) < 0)
             return -1;
     }
     return finish_sent(self);

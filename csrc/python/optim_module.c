@@ -339,7 +339,7 @@ static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
     return step(options, call->runs, count, err);
 }
 
-/* Enqueues a step on the GPU: with the GIL, it is short. */
+/* Enqueue a step on the GPU. */
 static sw_status run_on_gpu(const step_call *call, const sw_adam_options *adam,
                             const sw_sgd_options *sgd, sw_error *err)
 {
@@ -361,19 +361,15 @@ static bool run_step(const step_call *call, PyObject *module, const sw_adam_opti
 {
     sw_error err;
     sw_status status;
-    if (call->gpu &&
-        !(call->offload ? sw_py_device_enter(call->gpu) : sw_py_device_enter_alone(call->gpu)))
+    bool is_on_gpu = call->gpu && !call->offload;
+    if (is_on_gpu ? !sw_py_device_lend_kernels(call->gpu)
+                  : call->gpu && !sw_py_device_enter(call->gpu))
         return false;
-    if (call->gpu && !call->offload) {
-        status = run_on_gpu(call, adam, sgd, &err);
-    } else {
-        mark_in_use(call, true);
-        Py_BEGIN_ALLOW_THREADS
-        status = run_on_host(call, adam, sgd, &err);
-        Py_END_ALLOW_THREADS
-        mark_in_use(call, false);
-    }
-    if (call->gpu)
+    mark_in_use(call, true);
+    SW_PY_WITHOUT_GIL(status, is_on_gpu ? run_on_gpu(call, adam, sgd, &err)
+                                        : run_on_host(call, adam, sgd, &err));
+    mark_in_use(call, false);
+    if (call->gpu && !is_on_gpu)
         sw_py_device_leave(call->gpu);
     if (status != SW_OK)
         sw_py_raise(PyModule_GetState(module), &err, NULL);

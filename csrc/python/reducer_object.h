@@ -100,6 +100,16 @@ static inline void reducer_leave(reducer_object *self)
         sw_py_comm_leave(self->comm);
 }
 
+/* Around a call that may enqueue on a GPU: a host that is ahead of its GPU blocks there, so the GIL
+ * is released. On the host such a call is short and keeps it. The communicator is entered. */
+#define REDUCER_BEGIN_ENQUEUE(self)                                                                \
+    {                                                                                              \
+        PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL;
+#define REDUCER_END_ENQUEUE                                                                        \
+    if (reducer_thread_)                                                                           \
+        PyEval_RestoreThread(reducer_thread_);                                                     \
+    }
+
 /* Counts a call's outcome: 0, or -1 with the exception that is set. */
 static inline int reducer_called(PyObject *result)
 {
@@ -130,6 +140,8 @@ PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *callable);
 /* gradient_place.c: -1 with an exception, the communicator entered. Takes this rank's contribution
  * out of `.grad`; all of a bucket that was reserved, what is placed left out. */
 int sw_py_gradient_place(reducer_object *self, size_t index);
+/* The contribution of a parameter becomes zeros. */
+int sw_py_gradient_clear(reducer_object *self, size_t index);
 int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket);
 /* The same of a bucket that is not reserved yet. */
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);

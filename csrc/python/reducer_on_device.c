@@ -131,11 +131,14 @@ PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
     void *addresses[2] = {NULL, NULL};
     size_t sizes_bytes[2], count;
     sw_error err;
+    sw_status status;
     if (check_gpu(self) < 0 || !PyArg_ParseTuple(args, "O!:set_places", &PyTuple_Type, &tuple) ||
         !read_tensors(tuple, addresses, sizes_bytes, &count) ||
         sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return NULL;
-    sw_status status = sw_reducer_set_places(self->reducer, addresses, sizes_bytes, count, &err);
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_set_places(self->reducer, addresses, sizes_bytes, count, &err);
+    REDUCER_END_ENQUEUE
     PyObject *done = finish_call(self, status, &err);
     if (done && keep_memory(self, bucket_count(self) + PLACES, tuple) < 0)
         ENGINE_CLEAR(done);

@@ -37,9 +37,8 @@ static void write_negative_zeros(reducer_object *self, size_t index)
 
 static int place_nothing(reducer_object *self, size_t index, bool standing)
 {
-    sw_error err;
     if (!standing)
-        return reducer_raise(self, sw_reducer_clear(self->reducer, index, &err), &err);
+        return sw_py_gradient_clear(self, index);
     if (self->gpu)
         return reducer_called(sw_py_call_at((PyObject *)self, "_blank", index));
     write_negative_zeros(self, index);

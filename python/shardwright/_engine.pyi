@@ -175,6 +175,19 @@ def cuda_devices(library: str | None = None, /) -> dict[str, Any]:
     NotImplementedError when there is no driver, it shows no GPU or is too old; ``Error`` when it fails.
     """
 
+def device_kernel_cases() -> dict[str, int]:
+    """Return the number of cases of each kernel, by its name."""
+
+def device_kernel_check(
+    comm: DeviceComm, kernel: str, first: int = 0, step: int = 1, strict: bool = False
+) -> dict[str, Any]:
+    """Compare a kernel with its reference on the GPU: cases first, first + step, ..., each on three grids.
+
+    Returns ``{"cases", "launches", "differences", "sentences"}``; `sentences` describes the first differences. `strict`, for
+    compute-sanitizer: each case has new device memory that holds only what the kernel is declared to read. ``Error`` when a call of the
+    driver's fails.
+    """
+
 def device_kernel_source() -> tuple[str, list[str]]:
     """The CUDA text of the device kernels and the options it must be compiled with."""
 
@@ -331,10 +344,12 @@ class DeviceComm:
         nvrtc: str | None = None,
         builtins: str | None = None,
         host: HostComm | None = None,
+        make_room: Callable[[], object] | None = None,
     ) -> None:
         """This rank alone. Libraries: None for those that torch has loaded; the rest as device_kernel_image(). `host`: is asked whether the
         ranks that this one waits for live, and ended when the GPU's communicator fails, with the same sentence, so that ranks that
-        wait there learn it; None: nobody is asked or told.
+        wait there learn it; None: nobody is asked or told. `make_room` is called, from any thread, where an allocation of GPU memory
+        fails, before it is tried once more.
 
         NotImplementedError names what is missing: the driver, a GPU, an image of the kernels. NCCL may be: see describe().
         """
@@ -368,6 +383,24 @@ class DeviceComm:
         """What stream `later` does from now on comes after all that `earlier` was given."""
     def pack(self, copies: list[tuple[int, int, int]], stream: int, verdict: int = 0, /) -> None:
         """Copies (to, from, nbytes) on `stream`, up to 64 a launch; unless the int32 at `verdict`, if there is one, is not 0."""
+
+    def convert(
+        self,
+        copies: list[tuple[int, int, int]],
+        to_dtype: str,
+        from_dtype: str,
+        scale: float,
+        stream: int,
+        factor: int = 0,
+        /,
+    ) -> None:
+        """As pack: (to, from, nbytes of from) on `stream`, each element times `scale`, or times the float32 at `factor`, and rounded to
+        `to_dtype`. float32, float16 and bfloat16. A copy that is its own target is left alone where the factor is 1."""
+
+    def start_watch(self) -> None:
+        """Watch the communicator in a thread of the engine's until it is closed: it ends it, also beside a call that is blocked, when a rank
+        has failed or what was enqueued is late."""
+
     def watch(self) -> None:
         """Raises when a rank has failed or is late, which ends the communicator. Does not wait; any thread."""
     def abort(self, reason: str, /) -> None:

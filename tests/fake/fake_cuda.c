@@ -206,9 +206,20 @@ static int block_free(void *address, bool pinned, const char *operation)
     return SW_CU_SUCCESS;
 }
 
+uint64_t sim_memory_in_use(void)
+{
+    uint64_t bytes = 0;
+    for (const sim_block *block = sim.blocks; block; block = block->next)
+        bytes += block->freed || block->foreign || block->pinned ? 0 : block->size_bytes;
+    return bytes;
+}
+
 SIM_API int cuMemAlloc_v2(sw_cu_address *address, size_t bytes)
 {
     ENTER_CONTEXT_APART("cuMemAlloc");
+    if (sim.memory_limit_bytes &&
+        sim_memory_in_use() + sim.cached_bytes + bytes > sim.memory_limit_bytes)
+        LEAVE(SW_CU_OUT_OF_MEMORY);
     *address = (sw_cu_address)(uintptr_t)block_new(bytes, false)->memory;
     LEAVE(SW_CU_SUCCESS);
 }
@@ -290,7 +301,8 @@ static bool is_compared(const sim_block *b)
      * that thread made the call. */
     if ((b->torch_writes || b->pinned) && sim.host_thread && sim.host_thread != sim_thread())
         return false;
-    return !(b->freed && b->pinned); /* slots of finished saves: large, and many */
+    /* Blocks of saves that are over, and of checks of kernels: large, and many. */
+    return !(b->freed && (b->pinned || sim.text));
 }
 
 static void mark_writable(void *context, const void *begin, size_t size_bytes, sw_access access)
@@ -307,6 +319,29 @@ static void mark_writable(void *context, const void *begin, size_t size_bytes, s
     kept.writable[kept.writable_count].from =
         (size_t)((const unsigned char *)begin - block->memory);
     kept.writable[kept.writable_count++].size_bytes = within_block(begin, size_bytes);
+}
+
+/* Flip a bit of the first byte that a kernel writes. */
+static void spoil(void *context, const void *begin, size_t size_bytes, sw_access access)
+{
+    bool *is_done = context;
+    if (*is_done || !size_bytes || !(access & SW_ACCESS_WRITE))
+        return;
+    *(unsigned char *)(uintptr_t)begin ^= 1;
+    *is_done = true;
+}
+
+/* By the host reference, or by the kernel's own text. */
+static void compute(const sim_op *op)
+{
+    int kernel = (int)(op->contract - sim.contracts);
+    bool is_done = kernel + 1 != sim.spoiled;
+    if (!sim.text)
+        op->contract->reference(op->args);
+    else if (!sim.text(kernel, op->args, op->grid.block_count, op->grid.thread_count))
+        sim_report("stuck kernel", op->contract->name, &op->site, NULL);
+    if (!is_done)
+        op->contract->accesses(op->args, spoil, &is_done);
 }
 
 /* Run the host reference and look for bytes that changed although the contract does not declare
@@ -330,7 +365,7 @@ static void run_kernel(sim_op *op)
             memcpy(before, b->memory, b->size_bytes);
             before += b->size_bytes;
         }
-    op->contract->reference(op->args);
+    compute(op);
     for (size_t i = 0; i < kept.writable_count; ++i) {
         const sim_block *b = kept.writable[i].block;
         size_t from = kept.writable[i].from;
@@ -356,7 +391,7 @@ static void track_access(void *context, const void *begin, size_t size_bytes, sw
 SIM_API int cuMemcpyAsync(sw_cu_address to, sw_cu_address from, size_t bytes, sw_cu_stream stream)
 {
     ENTER_CONTEXT("cuMemcpyAsync");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WORK, "cuMemcpyAsync");
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_copy;
@@ -374,7 +409,7 @@ SIM_API int cuMemsetD8Async(sw_cu_address to, unsigned char value, size_t bytes,
                             sw_cu_stream stream)
 {
     ENTER_CONTEXT("cuMemsetD8Async");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WORK, "cuMemsetD8Async");
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_fill;
@@ -431,7 +466,7 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
                            void **extra)
 {
     ENTER_CONTEXT("cuLaunchKernel");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     const sw_kernel_contract *contract = (const sw_kernel_contract *)(void *)function;
     if (extra || !grid_x || grid_y != 1 || grid_z != 1 || !block_x ||
         block_x * block_y * block_z > 1024)
@@ -441,6 +476,7 @@ SIM_API int cuLaunchKernel(sw_cu_function function, unsigned grid_x, unsigned gr
     tracking t = {.stream = stream, .site = &op->site};
     op->run = run_kernel;
     op->contract = contract;
+    op->grid = (sw_grid){.block_count = grid_x, .thread_count = block_x};
     op->args = malloc(contract->args_bytes);
     memcpy(op->args, parameters[0], contract->args_bytes);
     sim_tick(stream);
@@ -487,7 +523,7 @@ SIM_API int cuStreamWaitEvent(sw_cu_stream stream, sw_cu_event event, unsigned f
 {
     (void)flags;
     ENTER_CONTEXT("cuStreamWaitEvent");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_WAIT, "cuStreamWaitEvent");
     op->event = event;
     op->generation = event->recorded;
@@ -547,7 +583,7 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
     ENTER_CONTEXT("cuEventRecord");
     int wrong = (int)((uintptr_t)given & SIM_RECORD_WRONG);
     sw_cu_stream stream = (sw_cu_stream)(void *)((char *)given - wrong);
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     sim_op *op = sim_op_new(OP_RECORD, "cuEventRecord");
     sim_clock before = stream->before;
     sim_tick(stream);

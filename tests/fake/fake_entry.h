@@ -41,4 +41,11 @@
     ENTER_CONTEXT(name);          \
     FORBIDDEN_IN_CAPTURES(name)
 
+/* The same for a call that enqueues an operation there. */
+#define QUEUED_STREAM(stream)      \
+    do {                           \
+        NAMED_STREAM(stream);      \
+        sim_wait_for_room(stream); \
+    } while (0)
+
 #endif

@@ -148,7 +148,7 @@ SIM_API int cuStreamWriteValue32_v2(sw_cu_stream stream, sw_cu_address address, 
                                     unsigned flags)
 {
     ENTER_CONTEXT("cuStreamWriteValue32");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     uint32_t *at = (uint32_t *)(uintptr_t)address;
     if (flags || !is_registered(at))
         LEAVE(SW_CU_INVALID_VALUE);
@@ -210,7 +210,7 @@ SIM_API int cuStreamWaitValue32_v2(sw_cu_stream stream, sw_cu_address address, u
                                    unsigned flags)
 {
     ENTER_CONTEXT("cuStreamWaitValue32");
-    NAMED_STREAM(stream);
+    QUEUED_STREAM(stream);
     const uint32_t *at = (const uint32_t *)(uintptr_t)address;
     if (flags != SW_CU_STREAM_WAIT_VALUE_GEQ || !is_registered(at))
         LEAVE(SW_CU_INVALID_VALUE);

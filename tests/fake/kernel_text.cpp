@@ -27,7 +27,7 @@
 extern "C" bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads)
 {
     static void (*const bodies[])(const void *) = {RUN(cast), RUN(pack),     RUN(fold),       RUN(adam),    RUN(sgd),
-                                                   RUN(norm), RUN(quantize), RUN(fold_records), RUN(decode), RUN(verdict), RUN(owe),
+                                                   RUN(norm), RUN(clip), RUN(quantize), RUN(fold_records), RUN(decode), RUN(verdict), RUN(owe),
                                                    RUN(project), RUN(absorb), RUN(expand), RUN(orthonormalize), RUN(finite), RUN(put)};
     if (kernel < 0 || kernel >= static_cast<int>(sizeof bodies / sizeof *bodies))
         return false;

@@ -37,7 +37,8 @@ enum {
     SIM_DEVICE_MAX = 8,
     SIM_SITE_DEPTH = 6,
     SIM_CALL_MAX = 64,
-    SIM_NOTE_MAX = 8
+    SIM_NOTE_MAX = 8,
+    SIM_GIL_MAX = 32
 };
 
 typedef enum sim_policy {
@@ -144,7 +145,8 @@ typedef struct sim_op {
     uint32_t number; /* written to `to`, or awaited there */
     sw_cu_event event;
     uint64_t generation;
-    void *group; /* OP_COLLECTIVE: fake_nccl.c's */
+    void *group;  /* OP_COLLECTIVE: fake_nccl.c's */
+    sw_grid grid; /* of a kernel */
     sim_site site;
     struct sim_op *next;
 } sim_op;
@@ -182,6 +184,9 @@ typedef struct sim_note { /* a report */
     int site_count;
 } sim_note;
 
+/* Runs kernel number `kernel` over a grid; false if its threads wait for one another. */
+typedef bool sim_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads);
+
 typedef struct sim_rank {
     bool alive, begun;
     int actor;
@@ -214,8 +219,20 @@ typedef struct sim_state {
     sw_cu_event events;
     sim_told *told; /* the newest first */
     int modules, comms;
+    int (*holds_gil)(void); /* whether the calling thread holds the interpreter's lock; NULL: nobody
+                               asks */
+    sim_site gil_site[SIM_GIL_MAX]; /* distinct calls that enqueued with it */
+    int gil_count;
+    int queue_limit;    /* operations that a stream holds before a call that adds one blocks; 0: any */
+    bool stalled;       /* nothing runs */
+    int blocked;        /* threads inside such a call */
+    long blocked_calls; /* calls that blocked so far */
+    uint64_t memory_limit_bytes; /* of device memory that is allocated and cached; 0: none */
+    uint64_t cached_bytes;       /* torch's allocator holds them */
     const sw_kernel_contract *contracts;
     int contract_count;
+    sim_kernel_text *text; /* runs kernels in place of their references; or NULL */
+    int spoiled;           /* the kernel, from 1, whose first written byte comes out wrong; 0: none */
     int report_count;
     sim_note note[SIM_NOTE_MAX];  /* the first reports are kept */
     char report[1 << 16];         /* their text, made when it is asked for */
@@ -253,6 +270,8 @@ SIM_API bool sim_capture_forbids(const char *call);
 SIM_API sim_site sim_here(const char *operation);
 SIM_API void sim_report(const char *kind, const char *detail, const sim_site *a, const sim_site *b);
 SIM_API sim_block *sim_block_of(const void *address);
+/* Bytes of device memory that are allocated, without torch's. */
+SIM_API uint64_t sim_memory_in_use(void);
 /* Note an access by `actor` at `clock`, and report conflicts. */
 SIM_API void sim_track(const sim_clock *clock, int actor, const void *begin, size_t size_bytes,
                        sw_access access, const sim_site *site);
@@ -262,6 +281,11 @@ SIM_API void sim_join(sim_clock *into, const sim_clock *from);
 SIM_API void sim_tick(sw_cu_stream stream);
 SIM_API sim_op *sim_op_new(sim_op_kind kind, const char *operation);
 SIM_API void sim_enqueue(sw_cu_stream stream, sim_op *op);
+/* Before an operation is enqueued: block while the stream's queue is full, as a driver does, without
+ * the gate, so that other threads' calls and the GPU go on. */
+SIM_API void sim_wait_for_room(sw_cu_stream stream);
+/* Where an operation was enqueued, as text: slow, addr2line is asked. */
+SIM_API void sim_site_describe(char *out, size_t bytes, const sim_site *site);
 SIM_API void sim_pop(sw_cu_stream stream);
 /* Run operations by the policy: after an enqueue, and when a query asks for `event`. */
 void sim_elapse(void);

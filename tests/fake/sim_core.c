@@ -165,7 +165,7 @@ sim_site sim_here(const char *operation)
 }
 
 /* Write "cuLaunchKernel on rank 1, from f at file.c:12 < g at ...", by addr2line if it exists. */
-static void describe_site(char *out, size_t bytes, const sim_site *site)
+void sim_site_describe(char *out, size_t bytes, const sim_site *site)
 {
     size_t used = (size_t)snprintf(out, bytes, "%s on rank %d", site->operation, site->rank);
     for (int i = 0; i < site->depth && used < bytes; ++i) {
@@ -349,6 +349,14 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.host_thread = NULL;
     sim.report[0] = sim.failed[0] = sim.fail_name[0] = sim.slow_name[0] = '\0';
     sim.exemption_result = 0;
+    sim.memory_limit_bytes = sim.cached_bytes = 0;
+    sim.queue_limit = 0;
+    sim.holds_gil = NULL;
+    sim.gil_count = 0;
+    sim.stalled = false;
+    sim.blocked_calls = 0;
+    sim.text = NULL;
+    sim.spoiled = 0;
     sim.actor_count = ranks;
     for (int r = 0; r < SIM_DEVICE_MAX; ++r)
         sim.context[r].ordinal = r;
@@ -405,7 +413,7 @@ static int reports(const char **text, bool sites)
         for (int k = 0; sites && k < note->site_count && used < sizeof sim.report - TEXT_BYTES;
              ++k) {
             char where[TEXT_BYTES];
-            describe_site(where, sizeof where, &note->site[k]);
+            sim_site_describe(where, sizeof where, &note->site[k]);
             used +=
                 (size_t)snprintf(sim.report + used, sizeof sim.report - used, "    %s\n", where);
         }

@@ -6,6 +6,7 @@
 #include "sim.h"
 
 enum { DRIVE_DEPTH_MAX = 64 };
+static const int64_t BLOCKED_NS = INT64_C(15) * 1000000000;
 
 sim_op *sim_op_new(sim_op_kind kind, const char *operation)
 {
@@ -26,6 +27,61 @@ void sim_enqueue(sw_cu_stream stream, sim_op *op)
     stream->last = op;
     sim.idle_polls = 0;
     sim_progress();
+}
+
+static int pending(const struct CUstream_st *stream)
+{
+    int count = 0;
+    for (const sim_op *op = stream->first; op; op = op->next)
+        count++;
+    return count;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Note a call that would block all of the interpreter's threads if it blocked. */
+static void note_gil(void)
+{
+    if (!sim.holds_gil || !sim.holds_gil() || sim.gil_count == SIM_GIL_MAX)
+        return;
+    sim_site site = sim_here("with the GIL");
+    for (int i = 0; i < sim.gil_count; ++i)
+        if (memcmp(sim.gil_site[i].frame, site.frame, sizeof site.frame) == 0)
+            return;
+    sim.gil_site[sim.gil_count++] = site;
+}
+
+void sim_wait_for_room(sw_cu_stream stream)
+{
+    const struct timespec nap = {.tv_nsec = 1000000};
+    int64_t begun = sim.queue_limit ? now_ns() : 0;
+    bool has_blocked = false;
+    note_gil();
+    while (sim.queue_limit && pending(stream) >= sim.queue_limit) {
+        sim_elapse(); /* the GPU goes on */
+        if (pending(stream) < sim.queue_limit)
+            break;
+        if (now_ns() - begun > BLOCKED_NS) {
+            sim_report("blocked for good", "a call that found a full queue", &stream->first->site,
+                       NULL);
+            sim.stalled = false;
+            sim.queue_limit = 0;
+            break;
+        }
+        sim.blocked_calls += !has_blocked;
+        has_blocked = true;
+        sim.blocked++;
+        sim_leave();
+        nanosleep(&nap, NULL);
+        sim_lock();
+        sim.blocked--;
+        sim.idle_polls = 0;
+    }
 }
 
 void sim_pop(sw_cu_stream stream)
@@ -52,7 +108,7 @@ static bool is_ready(const sim_op *op)
 static bool run_head(sw_cu_stream stream)
 {
     sim_op *op = stream->first;
-    if (!op || !is_ready(op))
+    if (!op || sim.stalled || !is_ready(op))
         return false;
     if (op->kind == OP_COLLECTIVE) {
         sim.collective_run(op); /* also pops it on every rank */
@@ -139,6 +195,7 @@ void sim_drive(sw_cu_stream stream, sim_op *until, int depth)
 
 bool sim_drain(sw_cu_stream stream)
 {
+    bool is_blocked = false;
     const struct timespec nap = {.tv_nsec = 100000};
     for (;;) {
         sim_lock();
@@ -150,6 +207,9 @@ bool sim_drain(sw_cu_stream stream)
             sim_report("deadlock", "the head of torch's stream cannot run", &stream->first->site,
                        NULL);
         }
+        sim.blocked += !done && !stuck && !is_blocked;
+        sim.blocked -= (done || stuck) && is_blocked;
+        is_blocked = !done && !stuck;
         sim_leave();
         if (done || stuck)
             return done;

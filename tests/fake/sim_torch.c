@@ -157,6 +157,85 @@ SIM_API int sim_torch_reports(const char **text)
     return sim_get_controls()->reports(text, true);
 }
 
+/* From now on calls that enqueue are noted if their thread holds the GIL, of which `ask` knows. */
+SIM_API void sim_torch_watch_gil(int (*ask)(void))
+{
+    sim_lock();
+    sim.holds_gil = ask;
+    sim.gil_count = 0;
+    sim_leave();
+}
+
+/* Distinct calls that were noted; the chain of callers of number `index` as text, "" beyond. */
+SIM_API const char *sim_torch_gil_site(int index)
+{
+    static char text[4096];
+    text[0] = '\0';
+    if (index < sim.gil_count)
+        sim_site_describe(text, sizeof text, &sim.gil_site[index]);
+    return text;
+}
+
+/* A stream holds so many operations before a call that adds one blocks, 0: any number. */
+SIM_API void sim_torch_limit_queue(int operations)
+{
+    sim_lock();
+    sim.queue_limit = operations;
+    sim_leave();
+}
+
+/* Nothing runs on the GPU from now on, or again. */
+SIM_API void sim_torch_stall(int on)
+{
+    sim_lock();
+    sim.stalled = on != 0;
+    sim_leave();
+}
+
+/* Threads that are inside a call which found a full queue; and such calls so far. */
+SIM_API int sim_torch_blocked(long *calls)
+{
+    sim_lock();
+    int blocked = sim.blocked;
+    *calls = sim.blocked_calls;
+    sim_leave();
+    return blocked;
+}
+
+/* Device memory that allocations of the driver may have, 0: any; and what of it torch's cache holds.
+ */
+SIM_API void sim_torch_limit_memory(uint64_t limit_bytes)
+{
+    sim_lock();
+    sim.memory_limit_bytes = limit_bytes;
+    sim_leave();
+}
+
+SIM_API void sim_torch_cache(uint64_t cached_bytes)
+{
+    sim_lock();
+    sim.cached_bytes = cached_bytes;
+    sim_leave();
+}
+
+SIM_API uint64_t sim_torch_memory_in_use(void)
+{
+    sim_lock();
+    uint64_t bytes = sim_memory_in_use();
+    sim_leave();
+    return bytes;
+}
+
+/* Kernels run by `text` from now on, NULL: by their references; number `spoiled`, from 0, comes out
+ * wrong, -1: none does. */
+SIM_API void sim_torch_run_kernels(sim_kernel_text *text, int spoiled)
+{
+    sim_lock();
+    sim.text = text;
+    sim.spoiled = spoiled + 1;
+    sim_leave();
+}
+
 SIM_API const char *sim_torch_leaks(void)
 {
     return sim_get_controls()->leaks();

@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/device_norm.h"
 #include "comm/device_region.h"
 #include "gpu_ranks.h"
 #include "kernels/kernels.h"
@@ -27,6 +28,7 @@
 
 enum { BUCKETS = 3, STEPS = 4, LONE_STEP = 3, NUMEL_MAX = 384, SEEDS = 5, FAILURE = 999, GRADIENTS = 7 };
 static const int64_t TIMEOUT_NS = 2000000000;
+static const double MAX_NORM = 0.5;
 
 static const sw_dtype dtypes[BUCKETS] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT32};
 static const size_t numels[BUCKETS] = {96, 384, 192};
@@ -48,6 +50,7 @@ typedef struct training {
     bool leave_at_once; /* destroy while the last step runs, without reading results */
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
     double norm[GPU_RANKS_MAX];                      /* norm of the last step */
+    float clipped[GPU_RANKS_MAX][2]; /* the same of all ranks' slices, and the factor, on the GPU */
     bool joins;                                      /* the last rank has run out of inputs in LONE_STEP */
     uint64_t host_waits; /* in the steps in which rank 0 used every gradient */
     int wrong_use;       /* use bytes that are not the union */
@@ -385,6 +388,25 @@ static sw_status train_step(loop *l, int step)
     return l->run->stage ? gather(l) : SW_OK;
 }
 
+/* The norm and the factor as CLIP leaves them, in memory that the training needs no longer. */
+static sw_status read_clip(loop *l, const sw_device_range *gradients)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    const sw_device_clip clip = {.max_norm = MAX_NORM,
+                                 .is_sliced = l->run->stage == 2,
+                                 .norm = l->part[0].m,
+                                 .factor = l->part[0].m + 1};
+    SW_TRY(sw_device_comm_clip(l->self->all, gradients, BUCKETS, &clip, l->optimizer, err));
+    SW_TRY(device->ops->copy_async(device, l->pinned[0], l->part[0].m, 2 * sizeof(float),
+                                   l->optimizer, err));
+    SW_TRY(device->ops->event_record(device, l->ended, l->optimizer, err));
+    SW_TRY(sw_peers_wait(l->self->comm, l->ended, "the test's factor", err));
+    gpu_sim->host_access(l->pinned[0], 2 * sizeof(float), SW_ACCESS_READ, "the test's factor");
+    memcpy(l->run->clipped[l->self->rank], l->pinned[0], 2 * sizeof(float));
+    return SW_OK;
+}
+
 static sw_status read_back(loop *l)
 {
     sw_device *device = l->self->device;
@@ -407,7 +429,7 @@ static sw_status read_back(loop *l)
     SW_TRY(sw_device_comm_norm(l->self->all, gradients, BUCKETS, l->optimizer, &sum, err));
     gpu_sim->host_access(l->self->all->staged, sizeof sum, SW_ACCESS_READ, "the test's norm");
     l->run->norm[l->self->rank] = sw_norm_value(&sum);
-    return SW_OK;
+    return read_clip(l, gradients);
 }
 
 static sw_status train(loop *l)
@@ -544,6 +566,14 @@ static void check_training(int world_size, int stage, way how, sim_policy policy
     if (stage < 2 || world_size == 1) /* else the norm covers this rank's slices alone */
         check(deterministic ? run.norm[0] == norm : fabs(run.norm[0] - norm) <= 1e-2 * norm,
               "%s: norm %.17g, not %.17g", label, run.norm[0], norm);
+    for (int r = 0; r < world_size; ++r) {
+        double own = stage < 2 || world_size == 1 ? run.norm[r] : norm;
+        const float *found = run.clipped[r];
+        check(deterministic ? found[0] == (float)own : fabs(found[0] - own) <= 1e-2 * own,
+              "%s: rank %d clips by the norm %.9g, not %.17g", label, r, (double)found[0], own);
+        check(fabs(found[1] - fmin(1.0, MAX_NORM / (found[0] + 1e-6))) <= 1e-6,
+              "%s: rank %d clips by the factor %.9g", label, r, (double)found[1]);
+    }
     check(run.host_waits == 0, "%s: %d host waits in the steps", label, (int)run.host_waits);
     check(run.wrong_use == 0, "%s: %d wrong use bytes", label, run.wrong_use);
     gpu_expect_clean(label);

@@ -17,6 +17,7 @@ import gc
 import importlib
 import operator
 import os
+import re
 import tempfile
 import threading
 import time
@@ -168,6 +169,10 @@ class _Runtime(sw_device.CudaRuntime):
         self._gpus.operate([(tensor.data_ptr(), tensor.nbytes, WRITE)], "torch's own zeros")
         return tensor
 
+    def make_room(self, ordinal: int) -> None:
+        self._gpus.rooms += 1
+        self._gpus._cuda.sim_torch_cache(0)
+
     def libraries(self) -> dict[str, str | None]:
         paths = self._gpus.paths
         return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
@@ -258,11 +263,16 @@ class SimulatedGpus:
         self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
         self._cuda.sim_torch_slow_named.argtypes = (ctypes.c_char_p, ctypes.c_long)
         self._cuda.sim_torch_calls.restype = ctypes.c_long
+        self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
+        self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
+        self._cuda.sim_torch_memory_in_use.restype = ctypes.c_uint64
         self._labels: dict[Any, bytes] = {}
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._held: list[torch.Tensor] = []
         self.devices = Devices(self._is_adopted)
+        #: how often torch's cache was asked for memory
+        self.rooms = 0
         self.stream = 0
 
     # in and out -----------------------------------------------------------------------------------------------------
@@ -477,6 +487,49 @@ class SimulatedGpus:
             yield
         finally:
             sw_device.runtime = now
+
+    def watch_gil(self) -> None:
+        """Calls that enqueue an operation with the GIL are noted from now on: they would block every thread if the queue were full."""
+        self._cuda.sim_torch_gil_site.restype = ctypes.c_char_p
+        self._cuda.sim_torch_watch_gil(ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p))
+
+    def held_gil(self) -> set[str]:
+        """The engine's functions through which such calls came, as csrc/python names them; the whole chain where it has none."""
+        found, index = set(), 0
+        while chain := self._cuda.sim_torch_gil_site(index).decode():
+            own = re.findall(r"(\w+) at \w+_(?:type|module|use)\.c", chain)
+            found.add(own[-1] if own else chain)
+            index += 1
+        return found
+
+    def limit_queue(self, operations: int) -> None:
+        """A stream holds so many operations before a call that adds one blocks, as a driver's queue of launches does; 0: any number."""
+        self._cuda.sim_torch_limit_queue(operations)
+
+    def stall(self, on: bool) -> None:
+        """Nothing runs on the GPU from now on, or again."""
+        self._cuda.sim_torch_stall(int(on))
+
+    def blocked(self) -> tuple[int, int]:
+        """(threads that are inside a call which waits for the GPU, calls that found a full queue so far)."""
+        calls = ctypes.c_long()
+        found = self._cuda.sim_torch_blocked(ctypes.byref(calls))
+        return found, calls.value
+
+    def run_text(self, library: str, spoiled: int = -1) -> None:
+        """Kernels from now on are run by their own text (test_fake_gpu.kernel_text()); number `spoiled` comes out wrong."""
+        self._text = ctypes.CDLL(library)  # kept: the simulation calls it
+        self._cuda.sim_torch_run_kernels(self._text.run_kernel_text, spoiled)
+
+    def limit_memory(self, limit_bytes: int, cached_bytes: int = 0) -> None:
+        """The GPU has so much memory for the engine's own allocations; torch's cache holds some of it until it is asked for it."""
+        self._cuda.sim_torch_limit_memory(limit_bytes)
+        self._cuda.sim_torch_cache(cached_bytes)
+
+    def memory_in_use(self) -> int:
+        """Bytes of GPU memory that the engine has allocated by itself."""
+        found: int = self._cuda.sim_torch_memory_in_use()
+        return found
 
     def communicators(self) -> int:
         """Of NCCL, that this rank has now."""

@@ -20,6 +20,7 @@ from harness import DEADLINE_S, at_least_two, gather, same_everywhere
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
+from shardwright.backend.device_link import device_link
 from shardwright.backend.transport import VARIABLE
 from shardwright.cli.doctor_bench import make_round
 from shardwright.comm.process_group import host_group
@@ -598,7 +599,7 @@ def test_the_doctors_round_is_a_mean(teams: Any, world_size: int, paths: dict[st
 
 def doctors_round(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     parameter = torch.nn.Parameter(gpus.adopt(torch.zeros(64)))
-    link = sw_device.device_link(host_group(dist.group.WORLD, DEADLINE_S), parameter, DEADLINE_S)
+    link = device_link(host_group(dist.group.WORLD, DEADLINE_S), parameter, DEADLINE_S)
     run_round = make_round(link, parameter)
     with torch.no_grad():
         parameter.grad.fill_(float(rank))

@@ -335,7 +335,7 @@ SW_INLINE void sw_expand_square(const sw_matrix_args &m, sw_u64 row, sw_u64 col)
 }
 
 /* Fill the refused square of a tile from its first row and column, row by row. */
-SW_INLINE void sw_refuse_tile(const sw_matrix_args &m, sw_u64 top, sw_u64 side, bool forgets)
+SW_RARELY void sw_refuse_tile(const sw_matrix_args &m, sw_u64 top, sw_u64 side, bool forgets)
 {
     const sw_u64 stride = sw_factor_stride(m.cols);
     for (unsigned t = threadIdx.x; t < SW_EXPAND_SIDE * SW_EXPAND_SIDE; t += blockDim.x) {

@@ -5,81 +5,131 @@
  * boundaries at once (CAST: four loads ahead; PACK: the widest unit that fits both).
  */
 
-/* Cast elements [begin, end) at any alignment. */
-SW_RARELY void sw_cast_apart(const sw_cast_args a, sw_u64 begin, sw_u64 end)
+enum { SW_MOVE_TILE_BYTES = 16384 }; /* of the source */
+
+/* ---- cast ---- */
+
+/* Elements [begin, end) at any address. */
+SW_RARELY void sw_cast_apart(void *to, int to_dtype, const void *from, int from_dtype,
+                             unsigned begin, unsigned end, float scale)
 {
-    const sw_u64 turn = (sw_u64)blockDim.x * 4;
-    for (sw_u64 at = begin + blockIdx.x * turn; at < end; at += gridDim.x * turn) {
-        const sw_four<false> four = {at + threadIdx.x, blockDim.x, end};
+    for (unsigned first = begin + threadIdx.x; first < end; first += 4 * blockDim.x) {
+        const sw_four<false> four = {first, blockDim.x, end};
         float x[4];
-        four.widen(x, four.load(a.from, a.from_dtype), a.from_dtype);
+        four.widen(x, four.load(from, from_dtype), from_dtype);
         for (int k = 0; k < 4; ++k)
-            x[k] = x[k] * a.scale;
-        four.store(a.to, x, a.to_dtype);
+            x[k] = x[k] * scale;
+        four.store(to, x, to_dtype);
     }
 }
 
-template <int TO, int FROM> SW_INLINE void sw_cast_of(const sw_cast_args &a)
+/* Four elements of an array as they lie: one access. */
+template <int DTYPE> struct sw_raw_four {
+    unsigned word[DTYPE == SW_ARG_FLOAT32 ? 4 : 2];
+
+    SW_METHOD void load(const char *array, sw_u64 i)
+    {
+        if constexpr (DTYPE == SW_ARG_FLOAT32) {
+            const sw_lane16 lane = ((const sw_lane16 *)array)[i];
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+                word[w] = lane.word[w];
+        } else {
+            const sw_lane8 lane = ((const sw_lane8 *)array)[i];
+            word[0] = lane.word[0];
+            word[1] = lane.word[1];
+        }
+    }
+    SW_METHOD float widen(int k) const
+    {
+        if constexpr (DTYPE == SW_ARG_FLOAT32)
+            return __uint_as_float(word[k]);
+        const unsigned short half = (unsigned short)(word[k / 2] >> 16 * (k % 2));
+        return DTYPE == SW_ARG_BFLOAT16 ? sw_bfloat16_widen(half) : sw_float16_widen(half);
+    }
+};
+
+/* `fours` times four elements, on boundaries at both ends. */
+template <int TO, int FROM>
+SW_INLINE void sw_cast_fours(char *to, const char *from, sw_u64 fours, float scale)
 {
     enum { AHEAD = FROM == SW_ARG_FLOAT32 ? 4 : 8 };
-    const sw_u64 head = sw_head(a.to, 4 * sw_small_bytes(TO), sw_small_bytes(TO), a.numel);
-    const char *from = (const char *)a.from + head * sw_small_bytes(FROM);
-    char *to = (char *)a.to + head * sw_small_bytes(TO);
-    if (!sw_is_wide(from, FROM) || !sw_is_wide(to, TO))
-        return sw_cast_apart(a, 0, a.numel);
-    const sw_u64 fours = (a.numel - head) / 4, turn = (sw_u64)blockDim.x * AHEAD;
-    for (sw_u64 start = blockIdx.x * turn; start < fours; start += gridDim.x * turn) {
-        const sw_u64 first = start + threadIdx.x;
-        sw_lane16 raw[AHEAD];
+    for (sw_u64 first = threadIdx.x; first < fours; first += AHEAD * blockDim.x) {
+        sw_raw_four<FROM> raw[AHEAD] = {};
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) {
             const sw_u64 i = first + (sw_u64)k * blockDim.x;
             if (i < fours)
-                raw[k] = sw_four<true>{4 * i, 0, 0}.load(from, FROM);
+                raw[k].load(from, i);
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) {
             const sw_u64 i = first + (sw_u64)k * blockDim.x;
-            const sw_four<true> four = {4 * i, 0, 0};
             float x[4];
-            four.widen(x, raw[k], FROM);
+#pragma unroll
             for (int j = 0; j < 4; ++j)
-                x[j] = x[j] * a.scale;
+                x[j] = raw[k].widen(j) * scale;
             if (i < fours)
-                four.store(to, x, TO);
+                sw_four<true>{4 * i, 0, 0}.store(to, x, TO);
         }
     }
-    sw_cast_apart(a, 0, head);
-    sw_cast_apart(a, head + 4 * fours, a.numel);
 }
 
-template <int TO> SW_INLINE void sw_cast_to(const sw_cast_args &a)
+/* At most SW_MOVE_TILE_BYTES of `from`, by a block of threads. */
+template <int TO, int FROM>
+SW_INLINE void sw_cast_of(char *to, const char *from, unsigned numel, float scale)
 {
-    if (a.from_dtype == SW_ARG_FLOAT32)
-        sw_cast_of<TO, SW_ARG_FLOAT32>(a);
-    else if (a.from_dtype == SW_ARG_BFLOAT16)
-        sw_cast_of<TO, SW_ARG_BFLOAT16>(a);
+    const unsigned head = (unsigned)sw_head(to, 4 * sw_small_bytes(TO), sw_small_bytes(TO), numel);
+    const unsigned fours = (numel - head) / 4;
+    if (!sw_is_wide(from + head * sw_small_bytes(FROM), FROM) ||
+        !sw_is_wide(to + head * sw_small_bytes(TO), TO))
+        return sw_cast_apart(to, TO, from, FROM, 0, numel, scale);
+    sw_cast_apart(to, TO, from, FROM, 0, head, scale);
+    sw_cast_apart(to, TO, from, FROM, head + 4 * fours, numel, scale);
+    sw_cast_fours<TO, FROM>(to + head * sw_small_bytes(TO), from + head * sw_small_bytes(FROM),
+                            fours, scale);
+}
+
+template <int TO>
+SW_INLINE void sw_cast_to(char *to, const char *from, int from_dtype, unsigned numel, float scale)
+{
+    if (from_dtype == SW_ARG_FLOAT32)
+        sw_cast_of<TO, SW_ARG_FLOAT32>(to, from, numel, scale);
+    else if (from_dtype == SW_ARG_BFLOAT16)
+        sw_cast_of<TO, SW_ARG_BFLOAT16>(to, from, numel, scale);
     else
-        sw_cast_of<TO, SW_ARG_FLOAT16>(a);
+        sw_cast_of<TO, SW_ARG_FLOAT16>(to, from, numel, scale);
+}
+
+/* Tile number `tile` of an array. */
+SW_INLINE void sw_cast_tile(void *array_to, const void *array_from, sw_u64 numel, float scale,
+                            int to_dtype, int from_dtype, sw_u64 tile)
+{
+    const unsigned most = SW_MOVE_TILE_BYTES / sw_small_bytes(from_dtype);
+    const sw_u64 start = tile * most;
+    char *to = (char *)array_to + start * sw_small_bytes(to_dtype);
+    const char *from = (const char *)array_from + start * sw_small_bytes(from_dtype);
+    const unsigned count = (unsigned)sw_low(numel - start, most);
+    if (to_dtype == SW_ARG_FLOAT32)
+        sw_cast_to<SW_ARG_FLOAT32>(to, from, from_dtype, count, scale);
+    else if (to_dtype == SW_ARG_BFLOAT16)
+        sw_cast_to<SW_ARG_BFLOAT16>(to, from, from_dtype, count, scale);
+    else
+        sw_cast_to<SW_ARG_FLOAT16>(to, from, from_dtype, count, scale);
 }
 
 SW_KERNEL_OF(4) sw_cast(const sw_cast_args a)
 {
-    if (a.to_dtype == SW_ARG_FLOAT32)
-        sw_cast_to<SW_ARG_FLOAT32>(a);
-    else if (a.to_dtype == SW_ARG_BFLOAT16)
-        sw_cast_to<SW_ARG_BFLOAT16>(a);
-    else
-        sw_cast_to<SW_ARG_FLOAT16>(a);
+    const sw_u64 tiles = sw_parts(a.numel * sw_small_bytes(a.from_dtype), SW_MOVE_TILE_BYTES);
+    for (sw_u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+        sw_cast_tile(a.to, a.from, a.numel, a.scale, a.to_dtype, a.from_dtype, tile);
 }
 
 /* ---- pack ---- */
 
-enum { SW_PACK_TILE_BYTES = 16384 };
-
 SW_INLINE sw_u64 sw_pack_tiles(const sw_pack_args &a, int i)
 {
-    return sw_parts(a.segment[i].size_bytes, SW_PACK_TILE_BYTES);
+    return sw_parts(a.segment[i].size_bytes, SW_MOVE_TILE_BYTES);
 }
 
 /* Copy at most a tile, in units that are aligned at both ends once they are at one; single bytes
@@ -110,8 +160,8 @@ template <class UNIT> SW_INLINE void sw_pack_units(char *to, const char *from, u
 
 SW_INLINE void sw_pack_tile(const sw_pack_segment &segment, sw_u64 tile)
 {
-    const sw_u64 start = tile * SW_PACK_TILE_BYTES;
-    const unsigned bytes = (unsigned)sw_low(segment.size_bytes - start, SW_PACK_TILE_BYTES);
+    const sw_u64 start = tile * SW_MOVE_TILE_BYTES;
+    const unsigned bytes = (unsigned)sw_low(segment.size_bytes - start, SW_MOVE_TILE_BYTES);
     char *to = (char *)segment.to + start;
     const char *from = (const char *)segment.from + start;
     const unsigned apart = (unsigned)((sw_u64)to - (sw_u64)from);
@@ -125,18 +175,39 @@ SW_INLINE void sw_pack_tile(const sw_pack_segment &segment, sw_u64 tile)
         sw_pack_units<unsigned char>(to, from, bytes);
 }
 
-SW_KERNEL_OF(4) sw_pack(const sw_pack_args a)
+/* A gradient that is not clipped is not touched. */
+SW_INLINE void sw_pack_converted(const sw_pack_args &a, const sw_pack_segment &segment, sw_u64 tile)
+{
+    const float scale = a.factor ? *(const float *)a.factor : a.scale;
+    if (a.factor && scale == 1.0f && segment.to == segment.from)
+        return;
+    sw_cast_tile(segment.to, segment.from, segment.size_bytes / sw_small_bytes(a.from_dtype), scale,
+                 a.to_dtype, a.from_dtype, tile);
+}
+
+template <bool CONVERTS> SW_INLINE void sw_pack_all(const sw_pack_args &a)
 {
     sw_u64 first = 0;
     int i = 0;
-    if (a.verdict && *(const int *)a.verdict != 0)
-        return;
     for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
         i = sw_part_of<sw_pack_args, sw_pack_tiles>(a, a.segment_count, i, first, at);
         if (i == a.segment_count)
             return;
-        sw_pack_tile(a.segment[i], at - first);
+        if constexpr (CONVERTS)
+            sw_pack_converted(a, a.segment[i], at - first);
+        else
+            sw_pack_tile(a.segment[i], at - first);
     }
+}
+
+SW_KERNEL_OF(3) sw_pack(const sw_pack_args a)
+{
+    if (a.verdict && *(const int *)a.verdict != 0)
+        return;
+    if (a.converts)
+        sw_pack_all<true>(a);
+    else
+        sw_pack_all<false>(a);
 }
 
 SW_KERNEL sw_put(const sw_put_args a)

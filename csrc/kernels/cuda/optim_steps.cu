@@ -27,9 +27,26 @@ template <bool PLAIN> struct sw_run_dtypes {
     }
 };
 
+/* Multiply four gradients, round them to their dtype as torch's mul_ does, and write them back. */
+template <bool WIDE>
+SW_INLINE void sw_clip_four(const sw_run_args &run, const sw_four<WIDE> &at, float *g, int dtype,
+                            float clip)
+{
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        g[k] = g[k] * clip;
+        if (dtype == SW_ARG_BFLOAT16)
+            g[k] = sw_bfloat16_widen(sw_bfloat16_narrow(g[k]));
+        else if (dtype == SW_ARG_FLOAT16)
+            g[k] = sw_float16_widen(sw_float16_narrow(g[k]));
+    }
+    at.store((void *)run.g, g, dtype);
+}
+
 /* The step of one launch on four elements of a run. */
 struct sw_adam_step {
     const sw_adam_args &a;
+    const float clip; /* 1: gradients stay */
 
     template <bool WIDE, bool PLAIN>
     SW_METHOD void four(const sw_run_args &run, const sw_four<WIDE> &at) const
@@ -49,6 +66,8 @@ struct sw_adam_step {
         at.widen(m, raw_m, dtype.state());
         at.widen(v, raw_v, dtype.state());
         at.widen(most, raw_most, dtype.state());
+        if (clip != 1.0f)
+            sw_clip_four(run, at, g, dtype.g(), clip);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float gradient = g[k] * a.factor, parameter = p[k];
@@ -87,6 +106,7 @@ struct sw_adam_step {
 
 struct sw_sgd_step {
     const sw_sgd_args &a;
+    const float clip;
 
     template <bool WIDE, bool PLAIN>
     SW_METHOD void four(const sw_run_args &run, const sw_four<WIDE> &at) const
@@ -101,6 +121,8 @@ struct sw_sgd_step {
         at.widen(g, raw_g, dtype.g());
         at.widen(p, raw_p, dtype.p());
         at.widen(m, raw_m, dtype.state());
+        if (clip != 1.0f)
+            sw_clip_four(run, at, g, dtype.g(), clip);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float gradient = g[k] * a.factor;
@@ -169,12 +191,17 @@ template <class STEP, class ARGS> SW_INLINE void sw_runs(const STEP &step, const
     }
 }
 
+SW_INLINE float sw_clip_of(const void *clip)
+{
+    return clip ? *(const float *)clip : 1.0f;
+}
+
 SW_KERNEL_OF(4) sw_adam(const sw_adam_args a)
 {
-    sw_runs(sw_adam_step{a}, a);
+    sw_runs(sw_adam_step{a, sw_clip_of(a.clip)}, a);
 }
 
 SW_KERNEL_OF(4) sw_sgd(const sw_sgd_args a)
 {
-    sw_runs(sw_sgd_step{a}, a);
+    sw_runs(sw_sgd_step{a, sw_clip_of(a.clip)}, a);
 }

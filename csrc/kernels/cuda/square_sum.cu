@@ -1,4 +1,4 @@
-/* square_sum.cu - NORM: the exact sum of squares, as digits of 32 bits.
+/* square_sum.cu - NORM: the exact sum of squares, as digits of 32 bits; CLIP: its square root.
  *
  * The elements of a warp nearly always lie in one window of 46 binades: |x| = X * 2^unit with an
  * integer X < 2^46. Two additions of float32 cut X exactly into A * 2^23 + B, with A in [0, 2^23]
@@ -17,7 +17,8 @@
 enum {
     SW_NORM_WORDS = SW_ARG_DIGIT_COUNT + 2, /* digits, infinite, nan */
     SW_NORM_AHEAD = 4,    /* vectors of 16 bytes that a thread loads before it uses one */
-    SW_NORM_MOST = 4096,  /* elements of a lane between two flushes */
+    SW_NORM_TILE_LANES = 1024, /* vectors of a tile */
+    SW_NORM_MOST = 4096,       /* elements of a lane between two flushes */
     SW_SPLIT = 23,        /* A counts 2^23 units */
     SW_UNIT_LEAST = -149, /* from here the constants of the window are normal numbers */
     SW_UNIT_MOST = 80,    /* up to here; elements of 2^126 and more go by themselves */
@@ -25,6 +26,12 @@ enum {
     SW_UNIT_FLOAT16 = -136,
     SW_UNIT_FAR = 4,
 };
+
+SW_INLINE sw_u64 sw_norm_tiles(const sw_norm_args &a, int i)
+{
+    const unsigned bytes = a.dtype == SW_ARG_FLOAT64 ? 8 : sw_small_bytes(a.dtype);
+    return sw_parts(a.part[i].numel * bytes, SW_NORM_TILE_LANES * 16);
+}
 
 SW_RARELY void sw_add_digits(sw_u64 *digit, sw_u64 high, sw_u64 low, int offset)
 {
@@ -209,45 +216,82 @@ SW_INLINE void sw_norm_turn_again(sw_norm_lane &lane, const void *data, sw_u64 f
     }
 }
 
-template <int DTYPE> SW_INLINE void sw_norm_of(const sw_norm_args &a, sw_u64 *digit)
+/* Add the elements of a tile: whole vectors by all warps; with the first tile, the elements before
+ * and after the vectors of the array one by one. */
+template <int DTYPE>
+SW_INLINE void sw_norm_tile(sw_norm_lane &lane, unsigned &collected, const sw_norm_part &part,
+                            sw_u64 tile)
 {
     typedef sw_normed<DTYPE> kind;
     enum { TURN_NUMEL = SW_NORM_AHEAD * kind::NUMEL };
     const unsigned bytes = 16 / kind::NUMEL, mask = sw_warp_mask(sw_warp_count());
-    const sw_u64 head = sw_head(a.data, 16, bytes, a.numel);
-    const sw_u64 lanes = (a.numel - head) / kind::NUMEL, tail = a.numel - lanes * kind::NUMEL;
-    const sw_lane16 *vector = (const sw_lane16 *)((const char *)a.data + head * bytes);
-    sw_norm_lane lane = {
-        digit, {}, sw_window_of<DTYPE>(kind::MOVES ? SW_UNIT_FIRST : SW_UNIT_FLOAT16)};
-    unsigned collected = 0;
-    const sw_u64 step = (sw_u64)blockDim.x * SW_NORM_AHEAD;
-    for (sw_u64 start = blockIdx.x * step; start < lanes; start += gridDim.x * step) {
+    const sw_u64 head = sw_head(part.data, 16, bytes, part.numel);
+    const sw_u64 lanes = (part.numel - head) / kind::NUMEL, begin = tile * SW_NORM_TILE_LANES;
+    const sw_lane16 *vector = (const sw_lane16 *)((const char *)part.data + head * bytes);
+    const sw_u64 end = sw_low(lanes, begin + SW_NORM_TILE_LANES);
+    for (sw_u64 start = begin; start < end; start += (sw_u64)blockDim.x * SW_NORM_AHEAD) {
         const sw_u64 first = start + threadIdx.x;
         sw_lane16 loaded[SW_NORM_AHEAD];
 #pragma unroll
         for (int k = 0; k < SW_NORM_AHEAD; ++k) {
             const sw_u64 i = first + (sw_u64)k * blockDim.x;
-            loaded[k] = i < lanes ? vector[i] : sw_lane16{};
+            loaded[k] = i < end ? vector[i] : sw_lane16{};
         }
         sw_squares next = lane.sums;
         bool fits = true;
 #pragma unroll
         for (int k = 0; k < TURN_NUMEL; ++k)
-            fits &= sw_squares_add(next, kind::raw(loaded[k / kind::NUMEL], k % kind::NUMEL),
-                                   lane.window);
+            fits = sw_squares_add(next, kind::raw(loaded[k / kind::NUMEL], k % kind::NUMEL),
+                                  lane.window) &&
+                   fits; /* && keeps the order: with &= nvcc 13 compares at the end, and spills */
         if (__all_sync(mask, fits))
             lane.sums = next;
         else
-            sw_norm_turn_again<DTYPE>(lane, vector, first, lanes);
+            sw_norm_turn_again<DTYPE>(lane, vector, first, end);
         if ((collected += TURN_NUMEL) == SW_NORM_MOST) {
             sw_norm_flush<DTYPE>(lane);
             collected = 0;
         }
     }
+    if (tile > 0)
+        return;
+    const unsigned apart = (unsigned)(part.numel - lanes * kind::NUMEL);
+    for (unsigned i = threadIdx.x; i < apart; i += blockDim.x)
+        sw_add_float(lane.digit,
+                     sw_load(part.data, i < head ? i : i + lanes * kind::NUMEL, DTYPE));
+}
+
+template <int DTYPE> SW_INLINE void sw_norm_of(const sw_norm_args &a, sw_u64 *digit)
+{
+    typedef sw_normed<DTYPE> kind;
+    sw_norm_lane lane = {
+        digit, {}, sw_window_of<DTYPE>(kind::MOVES ? SW_UNIT_FIRST : SW_UNIT_FLOAT16)};
+    unsigned collected = 0;
+    sw_u64 first = 0;
+    int i = 0;
+    for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
+        i = sw_part_of<sw_norm_args, sw_norm_tiles>(a, a.part_count, i, first, at);
+        if (i == a.part_count)
+            break;
+        sw_norm_tile<DTYPE>(lane, collected, a.part[i], at - first);
+    }
     sw_norm_flush<DTYPE>(lane);
-    if (blockIdx.x == 0) /* elements before and after the vectors */
-        for (sw_u64 i = threadIdx.x; i < tail; i += blockDim.x)
-            sw_add_float(digit, sw_load(a.data, i < head ? i : i + lanes * kind::NUMEL, DTYPE));
+}
+
+/* Float64 has no window. */
+SW_INLINE void sw_norm_of_doubles(const sw_norm_args &a, sw_u64 *digit)
+{
+    sw_u64 first = 0;
+    int i = 0;
+    for (sw_u64 at = blockIdx.x;; at += gridDim.x) {
+        i = sw_part_of<sw_norm_args, sw_norm_tiles>(a, a.part_count, i, first, at);
+        if (i == a.part_count)
+            return;
+        const sw_u64 begin = (at - first) * SW_NORM_TILE_LANES * 2;
+        const sw_u64 end = sw_low(a.part[i].numel, begin + SW_NORM_TILE_LANES * 2);
+        for (sw_u64 k = begin + threadIdx.x; k < end; k += blockDim.x)
+            sw_add_double(digit, ((const double *)a.part[i].data)[k]);
+    }
 }
 
 SW_KERNEL_OF(3) sw_norm(const sw_norm_args a)
@@ -264,12 +308,76 @@ SW_KERNEL_OF(3) sw_norm(const sw_norm_args a)
     else if (a.dtype == SW_ARG_FLOAT16)
         sw_norm_of<SW_ARG_FLOAT16>(a, mine);
     else
-        SW_EACH(i, a.numel)
-    sw_add_double(mine, ((const double *)a.data)[i]);
+        sw_norm_of_doubles(a, mine);
     __syncthreads();
     for (unsigned w = threadIdx.x; w < SW_NORM_WORDS; w += blockDim.x)
         if (mine[w])
             atomicAdd(&sum[w], mine[w]);
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        atomicAdd(&sum[SW_NORM_WORDS], a.numel); /* additions, which bound the digits */
+    if (blockIdx.x == 0) /* additions: the bound of a digit's value */
+        for (int i = threadIdx.x; i < a.part_count; i += blockDim.x)
+            atomicAdd(&sum[SW_NORM_WORDS], a.part[i].numel);
+}
+
+/* ---- clip ---- */
+
+/* sw_norm_value of carried digits, operation by operation. */
+SW_INLINE double sw_root(const sw_u64 *digit)
+{
+    int top = SW_ARG_DIGIT_COUNT - 1;
+    while (top > 2 && digit[top] == 0)
+        --top;
+    const sw_u64 head = digit[top], low = digit[top - 1] << 32 | digit[top - 2];
+    int shift = 0;
+    while (shift < 64 && (head << shift) >> 63 == 0)
+        ++shift;
+    sw_u64 bits = low;
+    bool sticky = false;
+    if (shift < 64) {
+        bits = head << shift | low >> (64 - shift);
+        sticky = (low << shift) != 0;
+    }
+    for (int i = 0; i < top - 2; ++i)
+        sticky |= digit[i] != 0;
+    int exponent = SW_ARG_LOWEST_EXPONENT + 32 * top - shift;
+    double square = (double)(bits | (sticky ? 1 : 0));
+    if (exponent % 2 != 0) {
+        square *= 2.0;
+        --exponent;
+    }
+    /* 2^(exponent / 2) in two factors: a root may be subnormal, where one rounding is enough */
+    const int half = exponent / 2, most = half < -1000 ? half + 1000 : 0;
+    const double root = sqrt(square) * __longlong_as_double((long long)(half - most + 1023) << 52);
+    return most ? root * __longlong_as_double((long long)(most + 1023) << 52) : root;
+}
+
+SW_KERNEL sw_clip(const sw_clip_args a)
+{
+    __shared__ long long digit[SW_NORM_WORDS];
+    long long *sum = (long long *)a.sum;
+    for (unsigned w = threadIdx.x; w < SW_NORM_WORDS; w += blockDim.x)
+        digit[w] = sum[w];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        long long carry = 0;
+        for (int i = 0; i + 1 < SW_ARG_DIGIT_COUNT; ++i) {
+            const long long value = digit[i] + carry;
+            digit[i] = value & 0xffffffffll;
+            carry = (value - digit[i]) / (1ll << 32);
+        }
+        digit[SW_ARG_DIGIT_COUNT - 1] += carry;
+        sum[SW_NORM_WORDS] = 0; /* additions since the carry */
+        if (a.norm) {
+            const double least = __longlong_as_double(0x3eb0c6f7a0b5ed8dll); /* 1e-6 */
+            const double infinity = __longlong_as_double(0x7ff0000000000000ll);
+            double norm = digit[SW_ARG_DIGIT_COUNT] ? infinity : sw_root((const sw_u64 *)digit);
+            if (digit[SW_ARG_DIGIT_COUNT + 1])
+                norm = __longlong_as_double(0x7ff8000000000000ll);
+            const double factor = a.max_norm / (norm + least);
+            *(float *)a.norm = (float)norm;
+            *(float *)a.factor = factor >= 1.0 ? 1.0f : (float)factor;
+        }
+    }
+    __syncthreads();
+    for (unsigned w = threadIdx.x; w < SW_ARG_DIGIT_COUNT; w += blockDim.x)
+        sum[w] = digit[w];
 }

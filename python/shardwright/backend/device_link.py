@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .._engine import Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
 from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
@@ -28,7 +27,6 @@ from ..torch_compat import cuda
 from . import transport as device_transport
 from .lender import Lender
 
-_logger = logging.getLogger("shardwright")
 _WATCH_PERIOD_S = 0.1
 #: how long a failure waits for its communicators' ends, which another's kernels on the GPU may hold up, before it is raised all the same
 _ENDING_S = 10.0
@@ -114,12 +112,12 @@ class DeviceLink:
         self.host = group.comm  # the group holds its links, not the other way round
         libraries: dict[str, str | None] = {}
 
-        def open_gpu() -> dict[str, Any]:
+        def open_own() -> dict[str, Any]:
             libraries.update(cuda.runtime.libraries())
-            self.comm = DeviceComm(ordinal, host=self.host, **libraries)
+            self.comm = cuda.open_gpu(ordinal, libraries, self.host)
             return device_transport.offer_of(self.comm)
 
-        offers = _tell(group, open_gpu, "opening the GPUs")
+        offers = _tell(group, open_own, "opening the GPUs")
         chosen, self.transport_reason = device_transport.choose_transport(offers, group.host_of, borrows)
         if borrows:
 
@@ -142,7 +140,9 @@ class DeviceLink:
             self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
         self._join_family()
         if cuda.runtime.watches:
-            _Watch(self).start()
+            self.comm.start_watch()
+            if borrows:
+                _LenderWatch(self).start()
 
     def refuse_capture(self, what: str) -> None:
         """NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
@@ -264,14 +264,14 @@ class DeviceLink:
         self.comm.close()
 
 
-class _Watch(threading.Thread):
-    """Looks after a link, so that a rank whose host waits for its GPU is let go when a peer fails or is late.
+class _LenderWatch(threading.Thread):
+    """Looks after a link whose communicator is torch's: torch alone may end it, which lets its kernels go.
 
-    Such a host waits inside torch, which does not hold the GIL then.
+    The engine's own thread (csrc/comm/device_watch.h) sees a peer that fails or is late, as for every link.
     """
 
     def __init__(self, link: DeviceLink) -> None:
-        super().__init__(name="shardwright-gpu-watch", daemon=True)
+        super().__init__(name="shardwright-gpu-lender", daemon=True)
         self._link = weakref.ref(link)
         self._pause = threading.Event()
 
@@ -282,20 +282,8 @@ class _Watch(threading.Thread):
                 return
             link._look_at_lender()
             if not link.comm.is_alive:
-                if link.comm.has_failed:  # perhaps in a call that waits for the other one's kernels
-                    link._end(link._failure or _OTHER_FAILED)
                 link._tell_lender()
                 return
-            try:
-                link.check()  # it knows more of why
-                link.comm.watch()
-            except Exception as error:  # the next call of the program's own raises it again
-                if not (link.comm.is_alive or link.comm.has_failed):  # it was closed meanwhile: no failure
-                    return
-                _logger.warning("%s", str(error))  # whoever keeps records would keep the traceback, and so the link
-                link.fail(str(error))
-                if not link.borrows:
-                    return
             del link
 
 

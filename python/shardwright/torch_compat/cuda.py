@@ -62,6 +62,11 @@ class CudaRuntime:
             address: int = backend._comm_ptr()
         return address
 
+    def make_room(self, ordinal: int) -> None:
+        """Give back GPU memory that torch's allocator holds and does not use: the engine's own did not get what it asked for."""
+        with torch.cuda.device(ordinal):
+            torch.cuda.empty_cache()
+
     def libraries(self) -> dict[str, str | None]:
         """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
         nvrtc, builtins = find_nvrtc(nvidia_folders(), torch.version.cuda)
@@ -114,6 +119,11 @@ def _cache_folder() -> str | None:
     return str(parent / "shardwright")
 
 
+def open_gpu(ordinal: int, libraries: dict[str, str | None], host: Any = None) -> DeviceComm:
+    """Open a GPU for this rank alone. Where its memory is short, torch's allocator is asked to give back what it does not use."""
+    return DeviceComm(ordinal, host=host, make_room=lambda: runtime.make_room(ordinal), **libraries)
+
+
 def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
     """(what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
 
@@ -124,5 +134,5 @@ def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
     ordinal = runtime.ordinal(tensor)
     found = runtime.kernels.get(ordinal)
     if found is None:
-        found = runtime.kernels[ordinal] = DeviceComm(ordinal, **runtime.libraries())
+        found = runtime.kernels[ordinal] = open_gpu(ordinal, runtime.libraries())
     return found, runtime.current_stream(ordinal)

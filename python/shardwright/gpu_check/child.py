@@ -1,0 +1,52 @@
+"""One process of a run: a rank. Its only argument is a JSON object that the runner makes."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1
+
+
+def load(name: str) -> Any:
+    """Return the function that "module:function" names; a file of this package may omit the package."""
+    module, function = name.rsplit(":", 1)
+    package = __package__ if "." not in module and (Path(__file__).with_name(module + ".py")).exists() else None
+    found = importlib.import_module(f".{module}" if package else module, package)
+    return getattr(found, function)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, by whatever signal."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    _end_with_parent()
+    spec = json.loads(sys.argv[1])
+    rank, world_size, folder = spec["rank"], spec["ranks"], spec["folder"]
+    rows = Path(folder) / "rows.jsonl"
+    try:
+        with load(spec["place"])(rank, world_size, folder) as place:
+            backend = place.backend if world_size == 1 else "gloo"
+            dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+            with open(rows if rank == 0 else os.devnull, "a") as file:
+                for found in load(spec["body"])(place, rank, world_size, **spec["arguments"]):
+                    file.write(json.dumps(found) + "\n")
+                    file.flush()
+    except NotImplementedError as error:  # the machine cannot do it
+        if rank == 0:
+            (Path(folder) / "skipped").write_text(str(error))
+        raise SystemExit(0) from None
+
+
+if __name__ == "__main__":
+    main()

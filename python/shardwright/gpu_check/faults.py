@@ -1,0 +1,101 @@
+"""Peers that die, do not come, or are interrupted: a rank is told within its deadline, also when a full queue blocks it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+
+from .correct import Given, gradients
+from .report import Row, row
+
+DEADLINE_S = 4.0
+#: beyond the deadline: a second look, and the end of the communicator
+_SLACK_S = 8.0
+
+
+def _wrapped(place: Any, rank: int) -> Any:
+    """Return a model that has trained a step with its peers."""
+    place.watch()
+    model = sw.wrap(place.put(Given()), timeout_s=DEADLINE_S)
+    model(gradients(rank, 0, place.device)).backward()
+    place.synchronize()
+    return model
+
+
+def _fill_queue(place: Any, model: Any) -> None:
+    """Enqueue collectives, and copies behind them, as a host that is far ahead of its GPU; it ends with an exception."""
+    link = model._engine().link
+    size = 8 * link.world_size
+    memory = [place.memory(torch.zeros(size, dtype=torch.float32, device="cpu")) for _ in range(2)]
+    to, source = (each.data_ptr() for each in memory)
+    place.synchronize()
+    with place.short_queue():
+        for _ in range(20_000):
+            link.comm.all_gather([(to, 8 * link.world_size, "float32")], link.comm.stream)
+            for _ in range(8):
+                link.comm.pack([(to, source, 32)], link.comm.stream)
+            link.comm.watch()
+        while True:  # the queue took all of it
+            link.comm.watch()
+            time.sleep(0.05)
+
+
+def _timed(case: str, begun: float, error: BaseException, expected: str) -> Row:
+    seconds = time.monotonic() - begun
+    is_told = expected in str(error) or not expected
+    status = "ok" if is_told and seconds < DEADLINE_S + _SLACK_S else "wrong"
+    return row(case, status, seconds, "s", note=f"{type(error).__name__}: {error}")
+
+
+def full_queue(place: Any, rank: int, world_size: int) -> Iterator[Row]:
+    """A peer that does not come: the blocked call returns, and the next one says that time is up."""
+    model, begun = _wrapped(place, rank), time.monotonic()
+    if rank == 0:
+        try:
+            _fill_queue(place, model)
+        except sw.CommTimeoutError as error:
+            yield _timed("full queue", begun, error, "was not done within")
+    dist.barrier()
+
+
+def killed_peer(place: Any, rank: int, world_size: int) -> Iterator[Row]:
+    """A peer that is killed is named by the others, whose queues are full."""
+    model = _wrapped(place, rank)
+    dist.barrier()
+    begun = time.monotonic()
+    if rank == world_size - 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        _fill_queue(place, model)
+    except sw.CommError as error:
+        yield _timed("killed peer", begun, error, f"rank {world_size - 1} ")
+
+
+def interrupt(place: Any, rank: int, world_size: int) -> Iterator[Row]:
+    """Ctrl-C ends a wait for peers, and these hear why."""
+    model = _wrapped(place, rank)
+    dist.barrier()
+    begun = time.monotonic()
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:  # a rank that left a parameter unused waits for the others' use
+            model(gradients(rank, 1, place.device), 1).backward()
+        except KeyboardInterrupt as error:
+            yield _timed("Ctrl-C", begun, error, "")
+    else:
+        try:
+            model._engine().link.host.barrier("the end of rank 0")
+        except sw.CommError as error:
+            assert "interrupted" in str(error), error
+    dist.barrier()

@@ -1,0 +1,86 @@
+"""Rows and the report that is made of them.
+
+A row is one finding: part, case, status, value, unit, goal, note. Statuses:
+
+    ok       as it should be
+    wrong    bits, a count or a sentence is not as it should be
+    slow     a goal was missed
+    skipped  the machine cannot do it; the note says why
+    failed   the process ended with an error, which is the note
+    cut      the part's limit came first
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+BAD = ("wrong", "failed", "cut")
+_COLUMNS = ("part", "case", "status", "value", "unit", "goal", "note")
+_NOTE = 300
+
+
+def row(
+    case: str,
+    status: str = "ok",
+    value: float | None = None,
+    unit: str = "",
+    goal: float | None = None,
+    note: str = "",
+) -> Row:
+    """Return a finding of a body. The runner adds the part."""
+    return {"case": case, "status": status, "value": value, "unit": unit, "goal": goal, "note": note[:_NOTE]}
+
+
+def least(case: str, value: float, unit: str, goal: float, note: str = "") -> Row:
+    """Return a row for a figure that should reach `goal`."""
+    return row(case, "ok" if value >= goal else "slow", value, unit, goal, note)
+
+
+def _cells(found: Row) -> list[str]:
+    value, goal = found["value"], found["goal"]
+    shown = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    aim = "" if goal is None else f"{goal:.4g}"
+    return [found["part"], found["case"], found["status"], shown, found["unit"], aim, found["note"]]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the rows as text, one a line, in columns."""
+    cells = [list(_COLUMNS), *map(_cells, rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip() for line in cells
+    )
+
+
+def _page(title: str, rows: Sequence[Row]) -> str:
+    def line(cells: Iterable[str], tag: str, kind: str = "") -> str:
+        inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f'<tr class="{kind}">{inside}</tr>'
+
+    body = "\n".join([line(_COLUMNS, "th"), *(line(_cells(each), "td", each["status"]) for each in rows)])
+    style = (
+        "body{font-family:sans-serif}td,th{padding:2px 8px;text-align:left}"
+        ".wrong,.failed,.cut{background:#fbb}.slow{background:#fe9}.skipped{color:#777}"
+    )
+    return (
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{style}</style>"
+        f"<h1>{html.escape(title)}</h1><table>\n{body}\n</table>\n"
+    )
+
+
+def write(folder: Path, about: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Replace gpu-report.json and gpu-report.html; a reader finds a whole file at any moment."""
+    texts = {
+        "gpu-report.json": json.dumps({**about, "rows": list(rows)}, indent=1) + "\n",
+        "gpu-report.html": _page(f"GPU check, {about['begun']}", rows),
+    }
+    for name, text in texts.items():
+        made = folder / (name + ".new")
+        made.write_text(text)
+        os.replace(made, folder / name)

@@ -1,0 +1,159 @@
+"""Runs the parts one after the other, each under its limit, and writes the report after each run."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .plan import Part, Run, parts
+from .report import BAD, Row, least, row, table, write
+
+_POLL_S = 0.05
+#: processes that are asked to end get so long before they are killed
+_GRACE_S = 2.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the check. Exit code 0: nothing is wrong (rows may be slow or skipped); 1: something is; 2: wrong usage."""
+    names = [part.name for part in parts()]
+    parser = argparse.ArgumentParser(prog="python -m shardwright.gpu_check", description=__doc__)
+    parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where gpu-report.json and .html go")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="small sizes, of which no speed is to be read")
+    parser.add_argument("--place", default="place:gpu", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
+    options.to.mkdir(parents=True, exist_ok=True)
+    chosen = [part for part in parts(is_quick=options.quick) if part.name in options.only]
+    rows = run_parts(chosen, options.to, options.place)
+    print(table(rows))
+    return int(any(each["status"] in BAD for each in rows))
+
+
+def run_parts(chosen: Sequence[Part], to: Path, place: str = "place:gpu") -> list[Row]:
+    """Run the parts and return all rows; gpu-report.json and .html in `to` have those that are there, at any moment."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    about = {"begun": now, "host": platform.node(), "system": platform.platform(), "python": platform.python_version()}
+    rows: list[Row] = []
+    write(to, about, rows)
+    for part in chosen:
+        end = time.monotonic() + part.limit_s
+        for run in part.runs:
+            print(f"{part.name}: {', '.join(run.cases[:4])}{' ...' if len(run.cases) > 4 else ''}", flush=True)
+
+            def tell(found: list[Row], part: Part = part) -> None:
+                write(to, about, [*rows, *({"part": part.name, **each} for each in found)])
+
+            found = rows_of(run, end - time.monotonic(), to, place, tell)
+            rows += [{"part": part.name, **each} for each in found]
+            write(to, about, rows)
+        rows += [{"part": part.name, **each} for each in compare(part, rows)]
+        write(to, about, rows)
+    return rows
+
+
+def compare(part: Part, rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the part's comparisons."""
+    values = {each["case"]: each["value"] for each in rows if each["part"] == part.name}
+    made = []
+    for case, peer, goal in part.comparisons:
+        title = f"{case} beside {peer}"
+        if values.get(case) and values.get(peer):
+            made.append(least(title, values[case] / values[peer], "times as fast", goal))
+        else:
+            made.append(row(title, "skipped", note="one of them has no figure"))
+    return made
+
+
+def _read(folder: Path) -> list[Row]:
+    """Return the rows that a run has written; the last line may still be on its way."""
+    file = folder / "rows.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
+    """Run one run. Each of its cases has a row in the answer, whatever happens. tell(rows so far) is called as rows come."""
+    if run.prefix and shutil.which(run.prefix[0]) is None:
+        return [row(case, "skipped", note=f"{run.prefix[0]} is not installed") for case in run.cases]
+    with tempfile.TemporaryDirectory(prefix="shardwright-gpu-check-") as name:
+        folder = Path(name)
+        is_cut, codes = _processes(run, limit_s, folder, to, place, tell)
+        found = _read(folder)
+        skipped = folder / "skipped"
+        if is_cut:
+            status, note = "cut", f"not done within {limit_s:.0f} s"
+        elif skipped.exists():
+            status, note = "skipped", skipped.read_text()
+        else:
+            status, note = "failed", _last_words(folder, codes, run)
+        there = {each["case"] for each in found}
+        missing = [row(case, status, note=note) for case in run.cases if case not in there]
+        expected = [-signal.SIGKILL if rank == run.dying else 0 for rank in range(run.ranks)]
+        if not missing and not is_cut and codes != expected:  # it failed behind its last row
+            missing = [row(f"end of {run.cases[-1]}", "failed", note=_last_words(folder, codes, run))]
+    return [*found, *missing]
+
+
+def _processes(
+    run: Run, limit_s: float, folder: Path, to: Path, place: str, tell: Callable[[list[Row]], None]
+) -> tuple[bool, list[int]]:
+    """Return whether the limit came first, and the exit code of each rank."""
+    end = time.monotonic() + max(limit_s, 0.0)
+    environment = {**os.environ, **run.environment, "SHARDWRIGHT_GPU_CHECK_TO": str(to.resolve())}
+    started = []
+    for rank in range(run.ranks if limit_s > 0 else 0):
+        spec = {"body": run.body, "rank": rank, "ranks": run.ranks, "arguments": dict(run.arguments)}
+        spec |= {"folder": str(folder), "place": place}
+        command = [*run.prefix, sys.executable, "-m", f"{__package__}.child", json.dumps(spec)]
+        with open(folder / f"output-{rank}", "wb") as output:
+            started.append(
+                subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+            )
+    try:
+        told = 0
+        while any(each.poll() is None for each in started) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+            found = _read(folder)
+            if len(found) > told:
+                told = len(found)
+                tell(found)
+        is_cut = not started or any(each.poll() is None for each in started)
+    finally:  # Ctrl-C, too
+        _end(started)
+    return is_cut, [each.returncode for each in started]
+
+
+def _end(started: list[subprocess.Popen[bytes]]) -> None:
+    """End the processes that still run, with their children: each leads a group of its own."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        left = [each for each in started if each.poll() is None]
+        for each in left:
+            os.killpg(each.pid, sign)
+        until = time.monotonic() + _GRACE_S
+        while any(each.poll() is None for each in left) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+
+def _last_words(folder: Path, codes: Sequence[int], run: Run) -> str:
+    """Return how the first rank that failed did, and the last line that says something."""
+    for rank, code in enumerate(codes):
+        if code == 0 or (rank == run.dying and code == -signal.SIGKILL):
+            continue
+        output = (folder / f"output-{rank}").read_text(errors="replace").strip().splitlines()
+        errors = [line for line in output if "error" in line.lower()] or output or [""]
+        return f"rank {rank} ended with {code}: {errors[-1].strip()}"
+    return "the process ended without a row"

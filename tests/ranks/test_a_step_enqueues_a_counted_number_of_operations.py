@@ -1,0 +1,85 @@
+"""Law: what a training step asks of the driver and of NCCL is counted and bounded: launches, copies, events, waits, and all calls together. A
+model of 303 parameters in 34 units, two ranks, the simulated driver. A bound that is passed is a call that somebody has added to every step.
+
+    python -m pytest -rP tests/ranks/test_a_step_enqueues_a_counted_number_of_operations.py
+
+prints the counts, and the host's milliseconds, which mean nothing on a simulated driver but beside one another."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from peer import PEER
+from simulated_gpus import SimulatedGpus, run, stats, sw
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+PARAMETERS, UNITS, WIDTH = 303, 34, 4
+COUNTED = ("launches", "copies", "records", "stream_waits", "host_waits", "allocations")
+#: of a step, at most: those of COUNTED (of the communicator that averages), and all calls of the rank. A copy and its event, in which ranks
+#: compare their steps, are left out where the one before is still on its way
+BOUNDS: dict[int, tuple[int, ...]] = {
+    0: (6, 1, 5, 3, 0, 0, 31),
+    1: (6, 1, 8, 5, 0, 0, 38),
+    2: (7, 1, 9, 6, 0, 0, 41),
+    3: (7, 1, 6, 4, 0, 0, 451),
+}
+
+
+class Block(nn.Module):
+    """Nine parameters."""
+
+    def __init__(self, extra: int = 0) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((WIDTH,), 0.1 * (k + 1)) for k in range(9 + extra))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(torch.stack([x * weight for weight in self.weights]).sum(0))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(UNITS - 2))
+        self.ends = nn.ModuleList([Block(-1), Block(-2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.ends[0](x)
+        for block in self.blocks:
+            x = block(x)
+        return self.ends[1](x).square().sum()
+
+
+@pytest.mark.parametrize("zero", sorted(BOUNDS))
+def test_a_steps_operations(teams: Any, paths: dict[str, str], zero: int) -> None:
+    run(teams, 2, paths, counted, zero, policy="on demand")
+
+
+def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    model = Model()
+    assert len(list(model.parameters())) == PARAMETERS and len(model.blocks) + len(model.ends) == UNITS
+    module = gpus.adopt_module(model)
+    units = {"units": [Block]} if zero == 3 else {}
+    wrapped, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), zero=zero, **units)
+
+    def step() -> None:
+        wrapped(torch.ones(WIDTH) * (rank + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):  # state is made, and the order of units is learnt
+        step()
+    gpus.synchronize()
+    before, calls, begin = stats(wrapped), gpus.calls(), time.perf_counter()
+    step()
+    taken, calls, after = time.perf_counter() - begin, gpus.calls() - calls, stats(wrapped)
+    found = (*(after[name] - before[name] for name in COUNTED), calls)
+    gpus.synchronize()
+    if rank == 0:
+        names = (*COUNTED, "calls")
+        print(f"zero={zero}", ", ".join(f"{n} {name}" for n, name in zip(found, names)), f"{1e3 * taken:.0f} ms")
+    assert all(n <= bound for n, bound in zip(found, BOUNDS[zero], strict=True)), (zero, found)

@@ -1,0 +1,196 @@
+"""Law: `python -m shardwright.gpu_check` starts every part on simulated GPUs and gives each row that its plan names, in the table and in both
+reports. A run that fails, hangs or has no GPU has its rows all the same, with the reason, and keeps those that it had found.
+
+The quick form runs the bodies in interpreters that are there already, and one part by the command; SW_TEST_LONG=1 has the command whole.
+Figures mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_check_place import Simulated
+from peer import PEER
+from simulated_gpus import SimulatedGpus
+from simulated_gpus import run as run_simulated
+
+from shardwright.gpu_check import report, runner
+from shardwright.gpu_check.child import load
+from shardwright.gpu_check.plan import Part, Run, parts
+from shardwright.gpu_check.report import row
+from shardwright.gpu_check.runner import compare, run_parts
+
+RANKS = Path(__file__).resolve().parent
+LONG = os.environ.get("SW_TEST_LONG") == "1"
+pytestmark = [pytest.mark.skipif(PEER == "torch", reason="ours"), pytest.mark.timeout(600)]
+PLACE = "gpu_check_place:simulated"
+
+
+@pytest.fixture
+def simulation(paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started find the simulated GPU, and a sanitizer that only runs what it is given."""
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{RANKS}:{RANKS.parent}")
+    monkeypatch.setenv("SW_TEST_FOLDER", str(tmp_path))
+    text = {}
+    if LONG:  # else launches run the references: test_kernels_are_checked_on_simulated_gpus.py runs the text
+        from test_fake_gpu import kernel_text
+
+        text = {"text": str(kernel_text())}
+    monkeypatch.setenv("SW_TEST_SIMULATION", json.dumps({**paths, **text}))
+
+
+def reported(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "gpu-report.json").read_text())["rows"]
+    return rows
+
+
+def test_the_parts_fit_into_half_an_hour() -> None:
+    assert sum(part.limit_s for part in parts()) <= 30 * 60
+    assert [part.name for part in parts()] == [part.name for part in parts(is_quick=True)]
+
+
+def test_the_command_gives_each_row(simulation: None, tmp_path: Path) -> None:
+    names = [part.name for part in parts()] if LONG else ["machine"]
+    words = [sys.executable, "-m", "shardwright.gpu_check", "--quick", "--to", str(tmp_path), "--place", PLACE]
+    done = subprocess.run([*words, "--only", *names], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {(each["part"], each["case"]): each for each in reported(tmp_path)}
+    expected = {(part.name, case) for part in parts(is_quick=True) if part.name in names for case in part.cases}
+    assert set(found) == expected and all(case in done.stdout for _, case in expected)
+    check_rows(list(found.values()))
+    assert (tmp_path / "gpu-report.html").read_text().count("<tr") == len(found) + 1
+
+
+def check_rows(found: list[dict[str, Any]]) -> None:
+    """Of the machine that runs the test the doctor may say what it likes."""
+    assert [each for each in found if each["status"] != "ok" and each["case"] != "doctor"] == []
+
+
+# bodies, in interpreters that are there already ----------------------------------------------------------------------
+
+
+RUNS = [(part.name, k, run) for part in parts(is_quick=True) for k, run in enumerate(part.runs)]
+#: sanitizers run the same body
+ALONE = [(name, k) for name, k, run in RUNS if run.ranks == 1 and (name, k) not in (("sanitizers", 1), ("sanitizers", 2))]
+#: the other numbers of ranks and ways are the long form's; a killed peer takes its interpreter along
+WITH_PEERS = [(name, k) for name, k, run in RUNS if run.ranks == 2 and run.dying is None and "ipc" not in run.environment.values()]
+
+
+def test_every_body_of_one_rank_gives_its_rows(teams: Any, paths: dict[str, str]) -> None:
+    run_simulated(teams, 1, paths, bodies, ALONE, policy="on demand")
+
+
+@pytest.mark.parametrize(("name", "number"), WITH_PEERS)
+def test_a_body_of_two_ranks_gives_its_rows(teams: Any, paths: dict[str, str], name: str, number: int) -> None:
+    run_simulated(teams, 2, paths, bodies, [(name, number)], policy="on demand", transport="shm")
+
+
+def bodies(gpus: SimulatedGpus, rank: int, world_size: int, chosen: list[tuple[str, int]]) -> None:
+    place = Simulated(gpus, gpus.paths["cuda"])
+    for name, k, run in RUNS:
+        if (name, k) in chosen:
+            found = list(load(run.body)(place, rank, world_size, **run.arguments))
+            if rank == 0:
+                assert tuple(each["case"] for each in found) == run.cases
+                check_rows(found)
+
+
+# runs that do not end well -------------------------------------------------------------------------------------------
+
+
+class Nowhere:
+    backend = "gloo"
+
+    def __enter__(self) -> Nowhere:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def nowhere(rank: int, world_size: int, folder: str) -> Nowhere:
+    return Nowhere()
+
+
+def hang(place: Any, rank: int, world_size: int) -> Iterator[Any]:
+    yield row("first")
+    time.sleep(1000)
+
+
+def fail(place: Any, rank: int, world_size: int) -> Iterator[Any]:
+    yield row("first")
+    raise ValueError("the second case is missing")
+
+
+def refuse(place: Any, rank: int, world_size: int) -> Iterator[Any]:
+    yield row("first")
+    raise NotImplementedError("no such card")
+
+
+def end_badly(place: Any, rank: int, world_size: int) -> Iterator[Any]:
+    yield row("first")
+    yield row("second")
+    raise ValueError("at the end")
+
+
+class Clock:
+    """A clock that a test puts forward."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
+
+def test_a_run_that_ends_badly_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{RANKS}:{RANKS.parent}")
+    cases, here = ("first", "second"), __name__
+    limit = 120.0
+    given = [
+        Part("failing", limit, (Run(f"{here}:fail", cases),)),
+        Part("refusing", limit, (Run(f"{here}:refuse", cases),)),
+        Part("ending badly", limit, (Run(f"{here}:end_badly", cases),)),
+        Part("unsanitized", limit, (Run(f"{here}:fail", cases, prefix=("no-such-sanitizer",)),)),
+        Part("hanging", limit, (Run(f"{here}:hang", cases), Run(f"{here}:fail", ("too late",)))),
+    ]
+    clock = Clock()
+
+    def write(folder: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        report.write(folder, about, rows)
+        if rows and rows[-1]["part"] == "hanging":  # its first row is in the report, and its time is over
+            clock.passed = limit
+
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "write", write)
+    run_parts(given, tmp_path, f"{here}:nowhere")
+    found = {(each["part"], each["case"]): (each["status"], each["note"]) for each in reported(tmp_path)}
+    for part in ("failing", "refusing", "ending badly", "hanging"):
+        assert found[part, "first"] == ("ok", "")
+    assert found["failing", "second"][0] == "failed" and "the second case is missing" in found["failing", "second"][1]
+    assert found["refusing", "second"] == ("skipped", "no such card")
+    assert found["ending badly", "end of second"][0] == "failed"
+    assert found["unsanitized", "first"] == ("skipped", "no-such-sanitizer is not installed")
+    assert found["hanging", "second"][0] == "cut" and found["hanging", "too late"][0] == "cut"
+
+
+def test_a_comparison_has_a_row_with_and_without_figures() -> None:
+    part = Part("training", 1.0, (), (("zero=3", "FSDP2", 1.0), ("zero=0", "DDP", 1.0)))
+    rows = [{"part": "training", **row(case, value=value)} for case, value in (("zero=3", 3.0), ("FSDP2", 2.0))]
+    beside, without = compare(part, rows)
+    assert (beside["case"], beside["value"], beside["status"]) == ("zero=3 beside FSDP2", 1.5, "ok")
+    assert without["status"] == "skipped"
