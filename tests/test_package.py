@@ -141,7 +141,14 @@ ADDRESSES = {
             "compress/powersgd_in_turns",
             "optim/whole_tensors",
         ),
-        *("parameters/sharded_groups", "checkpoint/stored", "cli/ckpt", "cli/doctor_bench"),
+        *(
+            "parameters/sharded_groups",
+            "checkpoint/stored",
+            "checkpoint/peers",
+            "checkpoint/rows",
+            "cli/ckpt",
+            "cli/doctor_bench",
+        ),
     ],
     "compared, not read": [
         *(

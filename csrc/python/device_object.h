@@ -38,17 +38,17 @@ typedef struct device_offload_object {
  * by another thread, or inherited by a forked child. */
 bool sw_py_device_enter(device_comm_object *self);
 void sw_py_device_leave(device_comm_object *self);
-/* For its kernels alone, which need no peers and which any number of threads may launch at once, each
- * on its own stream: not marked as in use. The caller holds a reference meanwhile. false with an
- * exception when it is inherited by a forked child. */
+/* For its kernels alone, which need no peers and which any number of threads may launch at once,
+ * each on its own stream: not marked as in use. The caller holds a reference meanwhile. false with
+ * an exception when it is inherited by a forked child. */
 bool sw_py_device_lend_kernels(device_comm_object *self);
 
 /* status = expression, without the GIL: a call that enqueues blocks while the driver's queue is
  * full, until the GPU goes on or another thread lets it. */
 #define SW_PY_WITHOUT_GIL(status, expression) \
     do {                                      \
-        Py_BEGIN_ALLOW_THREADS                \
-        (status) = (expression);              \
+        Py_BEGIN_ALLOW_THREADS(status)        \
+        = (expression);                       \
         Py_END_ALLOW_THREADS                  \
     } while (0)
 

@@ -102,12 +102,12 @@ static inline void reducer_leave(reducer_object *self)
 
 /* Around a call that may enqueue on a GPU: a host that is ahead of its GPU blocks there, so the GIL
  * is released. On the host such a call is short and keeps it. The communicator is entered. */
-#define REDUCER_BEGIN_ENQUEUE(self)                                                                \
-    {                                                                                              \
+#define REDUCER_BEGIN_ENQUEUE(self) \
+    {                               \
         PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL;
-#define REDUCER_END_ENQUEUE                                                                        \
-    if (reducer_thread_)                                                                           \
-        PyEval_RestoreThread(reducer_thread_);                                                     \
+#define REDUCER_END_ENQUEUE                    \
+    if (reducer_thread_)                       \
+        PyEval_RestoreThread(reducer_thread_); \
     }
 
 /* Counts a call's outcome: 0, or -1 with the exception that is set. */
@@ -118,7 +118,17 @@ static inline int reducer_called(PyObject *result)
 }
 
 /* reducer_type.c: -1 with an exception. */
+int sw_py_reducer_read_index(reducer_object *self, PyObject *value, size_t *index);
 int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index);
+
+/* reducer_layout.c: methods of the type. */
+PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_result(PyObject *op, PyObject *position);
+PyObject *sw_py_reducer_bucket(PyObject *op, PyObject *position);
+PyObject *sw_py_reducer_bucket_parameters(PyObject *op, PyObject *position);
+PyObject *sw_py_reducer_bucket_dtype(PyObject *op, PyObject *position);
+PyObject *sw_py_reducer_place(PyObject *op, PyObject *position);
+PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *position);
 
 /* reducer_on_device.c: -1, or NULL, with an exception. */
 int sw_py_reducer_init_on_device(reducer_object *self);

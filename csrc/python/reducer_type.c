@@ -231,149 +231,6 @@ static void reducer_dealloc(PyObject *op)
  * -----------------------------------------------------------------------------------------------
  */
 
-static int read_index(reducer_object *self, PyObject *value, size_t *index)
-{
-    if (reducer_check_made(self) < 0)
-        return -1;
-    size_t count = sw_reducer_layout(self->reducer)->param_count;
-    *index = PyLong_AsSize_t(value);
-    if (PyErr_Occurred())
-        return -1;
-    if (*index >= count) {
-        PyErr_Format(PyExc_IndexError, "parameter index must be in [0, %zu), got %zu", count,
-                     *index);
-        return -1;
-    }
-    return 0;
-}
-
-int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index)
-{
-    if (reducer_check_made(self) < 0)
-        return -1;
-    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
-    *index = PyLong_AsSize_t(value);
-    if (PyErr_Occurred())
-        return -1;
-    if (*index >= count) {
-        PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu", count, *index);
-        return -1;
-    }
-    return 0;
-}
-
-static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bucket **bucket)
-{
-    size_t index;
-    if (sw_py_reducer_read_bucket(self, value, &index) < 0)
-        return -1;
-    *bucket = &sw_reducer_layout(self->reducer)->bucket[index];
-    return 0;
-}
-
-/* A DLPack capsule over memory of bucket `index`, or of this rank's slice of its mean. */
-static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result, void *address,
-                              PyObject *shape, PyObject *strides)
-{
-    int ordinal;
-    PyObject *owner = shape ? sw_py_reducer_owner(self, index, is_result, &ordinal) : NULL;
-    return owner ? sw_py_dlpack_capsule_on(ordinal, owner, address,
-                                           sw_reducer_layout(self->reducer)->bucket[index].dtype,
-                                           shape, strides)
-                 : NULL;
-}
-
-/* The same, one-dimensional. */
-static PyObject *flat_capsule_over(reducer_object *self, size_t index, bool is_result,
-                                   void *address, size_t numel)
-{
-    PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
-    PyObject *made = capsule_over(self, index, is_result, address, shape, Py_None);
-    Py_XDECREF(shape);
-    return made;
-}
-
-static PyObject *reducer_gradient(PyObject *op, PyObject *args)
-{
-    reducer_object *self = (reducer_object *)op;
-    PyObject *position, *shape, *strides = Py_None;
-    size_t index;
-    if (!PyArg_ParseTuple(args, "OO|O:gradient", &position, &shape, &strides) ||
-        read_index(self, position, &index) < 0)
-        return NULL;
-    return capsule_over(self, sw_reducer_layout(self->reducer)->place[index].bucket, false,
-                        sw_reducer_address(self->reducer, index), shape, strides);
-}
-
-/* This rank's slice of a parameter's mean, one-dimensional. */
-static PyObject *reducer_result(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index, numel;
-    if (read_index(self, position, &index) < 0)
-        return NULL;
-    uint8_t *address = sw_reducer_result(self->reducer, index, &numel);
-    return flat_capsule_over(self, sw_reducer_layout(self->reducer)->place[index].bucket, true,
-                             address, numel);
-}
-
-static PyObject *reducer_bucket(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_bucket(self, position, &index) < 0)
-        return NULL;
-    return flat_capsule_over(self, index, false, sw_reducer_slot(self->reducer, index),
-                             sw_reducer_layout(self->reducer)->bucket[index].numel);
-}
-
-static PyObject *reducer_bucket_parameters(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    const sw_layout_bucket *bucket;
-    if (read_bucket(self, position, &bucket) < 0)
-        return NULL;
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < bucket->count; ++i) {
-        PyObject *item =
-            PyLong_FromSize_t(sw_reducer_layout(self->reducer)->order[bucket->first + i]);
-        if (!item || PyList_Append(list, item) < 0)
-            ENGINE_CLEAR(list);
-        Py_XDECREF(item);
-    }
-    return list;
-}
-
-static PyObject *reducer_bucket_dtype(PyObject *op, PyObject *position)
-{
-    const sw_layout_bucket *bucket;
-    if (read_bucket((reducer_object *)op, position, &bucket) < 0)
-        return NULL;
-    return PyUnicode_FromString(sw_dtype_name(bucket->dtype));
-}
-
-/* (bucket, begin, numel) of a parameter. */
-static PyObject *reducer_place(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (read_index(self, position, &index) < 0)
-        return NULL;
-    const sw_layout_place *place = &sw_reducer_layout(self->reducer)->place[index];
-    return Py_BuildValue("nnn", (Py_ssize_t)place->bucket, (Py_ssize_t)place->begin,
-                         (Py_ssize_t)place->numel);
-}
-
-/* (offset_bytes, numel, dtype, trainable) of a bucket. */
-static PyObject *reducer_bucket_shape(PyObject *op, PyObject *position)
-{
-    const sw_layout_bucket *bucket;
-    if (read_bucket((reducer_object *)op, position, &bucket) < 0)
-        return NULL;
-    return Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel,
-                         sw_dtype_name(bucket->dtype), bucket->trainable ? Py_True : Py_False);
-}
-
 /* Takes `*slot` over from a counted reference. */
 static void keep(PyObject **slot, PyObject *value)
 {
@@ -461,7 +318,7 @@ static PyObject *reducer_watch_hooks(PyObject *op, PyObject *args)
     size_t index;
     if (reducer_check_ready(self) < 0 ||
         !PyArg_ParseTuple(args, "OO!:watch_hooks", &position, &PyDict_Type, &table) ||
-        read_index(self, position, &index) < 0)
+        sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     Py_INCREF(table);
     if (PyList_SetItem(self->hook_tables, (Py_ssize_t)index, table) < 0)
@@ -474,7 +331,7 @@ static PyObject *reducer_hook(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
     size_t index;
-    if (read_index(self, position, &index) < 0)
+    if (sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     return sw_py_hook_object_new(reducer_state_of(self), self->link, index);
 }
@@ -511,7 +368,7 @@ static PyObject *reducer_has_memory(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
     size_t index;
-    if (read_index(self, position, &index) < 0)
+    if (sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     return PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, index));
 }
@@ -557,7 +414,7 @@ static PyObject *reducer_used_by_any(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
     size_t index;
-    if (read_index(self, position, &index) < 0)
+    if (sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     return PyBool_FromLong(sw_reducer_used_by_any(self->reducer, index));
 }
@@ -574,7 +431,7 @@ static PyObject *reducer_standing_ranks(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
     size_t index;
-    if (read_index(self, position, &index) < 0)
+    if (sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     return PyLong_FromSize_t(sw_reducer_standing_ranks(self->reducer, index));
 }
@@ -583,7 +440,7 @@ static PyObject *reducer_is_used(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
     size_t index;
-    if (read_index(self, position, &index) < 0)
+    if (sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     return PyBool_FromLong(sw_reducer_is_used(self->reducer, index));
 }
@@ -592,7 +449,7 @@ static PyObject *reducer_averaged_in(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
     size_t index;
-    if (read_index(self, position, &index) < 0)
+    if (sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     return PyLong_FromUnsignedLongLong(sw_reducer_averaged_in(self->reducer, index));
 }
@@ -621,7 +478,7 @@ static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
     size_t index;
-    if (read_index(self, position, &index) < 0)
+    if (sw_py_reducer_read_index(self, position, &index) < 0)
         return NULL;
     sw_reducer_unfreeze(self->reducer, index);
     const sw_layout *layout = sw_reducer_layout(self->reducer);
@@ -685,19 +542,19 @@ static PyObject *reducer_get(PyObject *op, void *which)
 }
 
 static PyMethodDef reducer_methods[] = {
-    {"gradient", reducer_gradient, METH_VARARGS,
+    {"gradient", sw_py_reducer_gradient, METH_VARARGS,
      "gradient($self, index, shape, strides=None, /)\n--\n\nA DLPack capsule."},
-    {"result", reducer_result, METH_O,
+    {"result", sw_py_reducer_result, METH_O,
      "result($self, index, /)\n--\n\nA DLPack capsule over this rank's slice of a mean."},
-    {"bucket", reducer_bucket, METH_O,
+    {"bucket", sw_py_reducer_bucket, METH_O,
      "bucket($self, bucket, /)\n--\n\nA DLPack capsule over a whole bucket."},
-    {"bucket_parameters", reducer_bucket_parameters, METH_O,
+    {"bucket_parameters", sw_py_reducer_bucket_parameters, METH_O,
      "bucket_parameters($self, bucket, /)\n--\n\nIndices, in memory order."},
-    {"bucket_dtype", reducer_bucket_dtype, METH_O,
+    {"bucket_dtype", sw_py_reducer_bucket_dtype, METH_O,
      "bucket_dtype($self, bucket, /)\n--\n\nIts element type."},
-    {"place", reducer_place, METH_O,
+    {"place", sw_py_reducer_place, METH_O,
      "place($self, index, /)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
-    {"bucket_shape", reducer_bucket_shape, METH_O,
+    {"bucket_shape", sw_py_reducer_bucket_shape, METH_O,
      "bucket_shape($self, bucket, /)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
      "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "

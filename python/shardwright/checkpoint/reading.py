@@ -97,7 +97,7 @@ class Reader:
             missing = [key for key in keys if key not in body]
             if missing:
                 raise CheckpointError(f"it lacks '{missing[0]}'")
-            tree.decode(body, dict.fromkeys(tree.tensor_names(body), torch.empty(0)))
+            tree.decode(body, dict.fromkeys(tree.tensor_names(body), torch.empty(0, dtype=torch.uint8, device="cpu")))
         except Exception as error:
             raise CheckpointError(f"'{self.folder.path}', {name}: {error or type(error).__name__}") from None
         return dict(body)

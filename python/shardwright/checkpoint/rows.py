@@ -104,7 +104,7 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
     nbytes, rest = divmod(folder.files[LINES], folder.world_size)
     if rest:
         raise CheckpointError(f"'{folder.path}/{LINES}' has {folder.files[LINES]} bytes for {folder.world_size} lines")
-    memory = torch.empty(nbytes, dtype=torch.uint8)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     folder.read(LINES, [(rank * nbytes, nbytes, memory.data_ptr())])
     try:
         return tree.loads(memory.numpy().tobytes())

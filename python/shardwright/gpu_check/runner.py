@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [part.name for part in parts()]
     parser = argparse.ArgumentParser(prog="python -m shardwright.gpu_check", description=__doc__)
     parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where gpu-report.json and .html go")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, of which no speed is to be read")
     parser.add_argument("--place", default="place:gpu", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

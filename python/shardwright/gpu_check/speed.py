@@ -94,7 +94,10 @@ _OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
 
 def _adamw(place: Any, numel: int, make: Callable[[list[torch.nn.Parameter]], Any]) -> Callable[[], Any]:
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(numel // _PIECES, dtype=torch.float32, device="cpu", generator=generator) for _ in range(2 * _PIECES)]
+    made = [
+        torch.randn(numel // _PIECES, dtype=torch.float32, device="cpu", generator=generator)
+        for _ in range(2 * _PIECES)
+    ]
     parameters = [torch.nn.Parameter(place.memory(value)) for value in made[::2]]
     for parameter, gradient in zip(parameters, made[1::2]):
         parameter.grad = place.memory(gradient)

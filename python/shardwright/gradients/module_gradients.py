@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -166,17 +166,20 @@ class ModuleGradients:
         kept = self._accepted.get(index)
         return (kept is not None and kept() is gradient) or not bool(gradient.any())
 
-    def check_averaged(self, members: Collection[int], since: int) -> None:
+    def check_averaged(self, optimizer: torch.optim.Optimizer, since: int) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, and end the communicators with its sentence.
 
         Parameters
         ----------
-        members : collection of int
-            Identities of the parameters that a step is about to update.
+        optimizer : Optimizer
+            It is about to step.
         since : int
             The number of rounds at the step before.
         """
         suspects = range(len(self.views)) if self.closed_without_backward else self._reducer.foreign()
+        if not suspects:
+            return
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for index in suspects:
             parameter = self._table.parameters[index]
             gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None

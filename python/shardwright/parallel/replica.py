@@ -492,8 +492,7 @@ class Replica:
         rounds = self.reducer.stats()["rounds"]
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
-            members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self.gradients.check_averaged(members, since)
+            self.gradients.check_averaged(optimizer, since)
 
     # rounds, by whatever way they end --------------------------------------------------------------------------------
 

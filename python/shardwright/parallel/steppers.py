@@ -25,6 +25,8 @@ class Steppers:
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
         self._rounds_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._notes = StepNotes()
+        #: returns the digest of the hyperparameters of a step that is about to begin, at zero=0
+        self.note = self._notes.note
 
     def add_sliced(self, optimizer: torch.optim.Optimizer) -> int:
         """Add an optimizer of zero >= 1. Return its position in order of making, which is alike on all ranks."""
@@ -54,10 +56,6 @@ class Steppers:
         before = self._rounds_at_step.get(optimizer, 0)
         self._rounds_at_step[optimizer] = rounds
         return before
-
-    def note(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the digest of the hyperparameters of a step that is about to begin, at zero=0."""
-        return self._notes.note(optimizer)
 
     def explain(self) -> None:
         """Raise an error that names the hyperparameters that differ between ranks. Collective."""
