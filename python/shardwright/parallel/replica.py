@@ -64,15 +64,15 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
 class Replica:
-    """One rank's copy of a module, ready for rounds. Making it is collective.
+    """One rank's replica of a module, ready for rounds. Making it is collective.
 
-    Holds its owner, the wrapper, weakly: the parameters' hooks lead here, and would keep the wrapper alive for ever.
+    It holds its owner, the wrapper, weakly: the parameters' hooks lead here, and would keep the wrapper alive for ever.
 
     Attributes
     ----------
     group : HostGroup
     slicing : Slicing
-        Who owns which slice at zero >= 1.
+        The owners of slices at zero >= 1.
     table : ParameterTable
     reducer : Reducer
     views : list of Tensor
@@ -109,7 +109,7 @@ class Replica:
                 self.table.check_apart()
             check_inner(module, _ranks_of(options, group), ignored)
             description = self.table.description(settings)
-        except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
+        except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         make_backend = choose_backend(self.table)
@@ -129,7 +129,7 @@ class Replica:
         self.step_notes = StepNotes()
         try:
             self._attach(synchronises)
-        except BaseException as error:  # of this rank alone: the others must not wait for it
+        except BaseException as error:  # an error of this rank alone: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
@@ -140,7 +140,7 @@ class Replica:
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.announcer: Any = None
         self.watcher: Any = None
-        self._closed_without_backward = False  # the last round: of a forward that no backward followed
+        self._closed_without_backward = False  # the last round before a forward that no backward followed
         self._stepped_in: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -159,7 +159,7 @@ class Replica:
 
     @property
     def link(self) -> DeviceLink | None:
-        """Of a GPU."""
+        """Return the link of a GPU."""
         return self.backend.link
 
     def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
@@ -167,22 +167,22 @@ class Replica:
         if kind is None or not memory.shared:
             return None
         if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
-            return None  # no rank shares them
+            return None  # no rank shares the parameters
         if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
         return ReadOnlyParameters(memory)
 
     @property
     def write_guard(self) -> str | None:
-        """For describe()."""
+        """Return facts for describe()."""
         return None if self._guard is None else self._guard.kind
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
+        """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
         return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
 
     def layout_of(self, index: int) -> torch.Tensor:
-        """A tensor with the strides of a parameter, which itself may be released. Not to be read."""
+        """Return a tensor with the strides of a parameter, which itself may be released. It must not be read."""
         like: torch.Tensor = self._storage.like(index)
         return like
 
@@ -209,7 +209,8 @@ class Replica:
                 self._hook(index)
 
     def _make_view(self, index: int) -> torch.Tensor:
-        """What `.grad` of a parameter becomes: a view of its bucket, or at zero >= 2 of this rank's slice of the mean."""
+        """Return the new `.grad` of a parameter: a view of its bucket, or at zero >= 2 of this rank's slice of the
+        mean."""
         like = self.layout_of(index)
         if self._board is None:
             return gradient_view(like, self.reducer, index)
@@ -217,8 +218,11 @@ class Replica:
         return ShardedGradient(index, like, from_dlpack(self.reducer.result(index)), self._board, held)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
-        """Whether compressed buckets cross while the backward goes on: between hosts, where the network is the bottleneck, not a core;
-        at zero >= 2 buckets share slots, and leave at its end."""
+        """Return True if compressed buckets cross while the backward goes on.
+
+        They do between hosts, where the network is the bottleneck, not a core. At zero >= 2 buckets share slots, and
+        leave at its end.
+        """
         return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
 
     @property
@@ -226,12 +230,18 @@ class Replica:
         return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
-        """Over what a compressor's hook exchanges, leased where that is a thread's of its own. Collective at first use across hosts."""
+        """Return the levels of a compressor's exchange, with a lease where a thread has its own. Collective at first
+        use
+        across hosts.
+        """
         return self.backend.exchange(compress, self._request, self.layout_of(0))
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
-        not of this rank's slice out; a user's has the last word on both."""
+        """Return the runner of a communication hook. Our hooks give the mean over all ranks, and may fill this rank's
+        slice alone.
+
+        A user's hook decides both by itself.
+        """
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport != "staged":
@@ -243,7 +253,7 @@ class Replica:
         return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook, over_all=is_ours)
 
     def _supersede(self, module: torch.nn.Module) -> None:
-        """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
+        """Retire an older replica of this very module; raise for one of another module that shares a parameter."""
         for other in live_replicas():
             shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
             if shared is None:
@@ -256,12 +266,12 @@ class Replica:
             other.retire(together=True)
 
     def wraps(self, module: torch.nn.Module) -> bool:
-        """Whether it is of this very module."""
+        """Return True if it is the replica of this very module."""
         return self._module() is module
 
     @property
     def retired(self) -> bool:
-        """Whether a later wrapper has taken over the module."""
+        """Return True if a later wrapper has taken over the module."""
         return self not in _live
 
     def _hook(self, index: int) -> None:
@@ -272,10 +282,10 @@ class Replica:
             self.reducer.watch_hooks(index, hooks)
 
     def watch(self, module: torch.nn.Module, ignored: frozenset[str]) -> DriftCheck:
-        """Checks the module from now on, for as long as the caller keeps what is returned.
+        """Check the module from now on, for as long as the caller keeps the result.
 
-        The wrapper keeps it. The end of the wrapper calls retire(): whatever held the module from here would hold the hooks of its
-        submodules too, which may hold the wrapper, and nothing would end.
+        The wrapper keeps it. The end of the wrapper calls retire(). A reference from here to the module would hold the
+        hooks of its submodules, which may hold the wrapper, and nothing would end.
         """
         storage = self._storage
         drift = DriftCheck(
@@ -296,7 +306,7 @@ class Replica:
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
-        """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
+        """Prepare a forward with gradients, before it. Raise Error if the module is not the one that was wrapped."""
         self._notice_unended_forward()
         self._closed_without_backward = False
         drift = self._check_drift()
@@ -308,18 +318,19 @@ class Replica:
         self.reducer.forward(synchronises)
 
     def before_evaluation(self) -> None:
-        """Called before each forward without gradients."""
+        """Prepare a forward without gradients, before it."""
         if self._guard is not None:
             self._guard.check("before a forward")
 
     def after_forward(self) -> None:
-        """Called after each forward with gradients that ended without an exception."""
+        """Count a forward with gradients that ended without an exception."""
         self._in_forward = False
         if self._guard is not None:
             self._guard.check("after a forward")
 
     def _notice_unended_forward(self) -> None:
-        if _hooks.graph_task_id() >= 0:  # recomputed inside a backward, which may break off when it has what it needs
+        # recomputed inside a backward, which may break off once it has the values it needs
+        if _hooks.graph_task_id() >= 0:
             return
         if self._in_forward and not self._warned_of_forward and self.group.world_size > 1:
             self._warned_of_forward = True
@@ -333,25 +344,25 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            if self.releases_parameters:  # on this rank alone, perhaps
+            if self.releases_parameters:  # an error of this rank alone, perhaps
                 self._abort(str(error))
             raise
         return drift
 
     def _abort(self, reason: str) -> None:
-        """The others, which would wait for this rank, get the sentence too."""
+        """Abort the communicators, so that ranks that would wait for this one get the same sentence."""
         self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` is in the table."""
+        """Return True if `parameter` is in the table."""
         return id(parameter) in self._identities
 
     def parameters(self) -> Any:
-        """Where the parameters lie."""
+        """Return the storage of the parameters."""
         return self._storage
 
     def parameter_plan(self) -> dict[str, Any]:
-        """For describe()."""
+        """Return facts for describe()."""
         storage = self._storage
         if not self.zero:
             return {}
@@ -360,15 +371,16 @@ class Replica:
         return {**plan, "parameters_reason": storage.reason} if storage.reason else plan
 
     def stats(self) -> dict[str, Any]:
-        """The reducer's counts, those of units, and what this rank has sent to others: in all, a step and a bucket of the last round.
+        """Return the reducer's counts, those of units, and the bytes sent to peers: in all, a step, and a bucket of the
+        last round.
 
-        A compressor's bytes are counted where they are handed over; plain buckets fold in place, of which a rank's share is
-        W - 1 slices read (and at zero 0 and 1 as many written).
+        A compressor's bytes are counted where they are handed over. Plain buckets fold in place: a rank reads W - 1
+        slices (and at zero 0 and 1 writes as many).
         """
         counts = {**self.reducer.stats(), **self._storage.stats()}
         name, exchange = self.compression or ("", None)
         if exchange is None:
-            halves = self.compression is not None  # between GPUs: in place of what is wider
+            halves = self.compression is not None  # between GPUs: replaces the wider types
             world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
             slices = self.slicing.count if self.zero >= 2 else world
             shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
@@ -391,7 +403,7 @@ class Replica:
         Raises
         ------
         Error
-            On all ranks, where `slices` raises it on some.
+            On all ranks, if `slices` raises it on some.
         """
 
         def sums() -> bytes:
@@ -405,7 +417,7 @@ class Replica:
         return [self.gradient_slice(index) for index in range(len(self.table.parameters))]
 
     def gradient_slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
+        """Return this rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient."""
         parameter = self.table.parameters[index]
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
@@ -427,20 +439,20 @@ class Replica:
             kept, address = self._gradient_slices.get(index), gradient.data_ptr()
             if kept is None or kept[0]() is not gradient or kept[1] != address:
                 own = memory_order(gradient.detach(), parameter)[low:high]
-                # weak: a view that somebody holds is taken for kept by the user
+                # weak: a view that the program holds counts as kept by the user
                 kept = self._gradient_slices[index] = (weakref.ref(gradient), address, own)
             return kept[2]
         return memory_order(gradient.detach(), parameter)[low:high]
 
-    # gradients that users set ----------------------------------------------------------------------------------------
+    # gradients that users set
 
     def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
-        """Whether a whole gradient is what a round left, or what the user made of it: as far as can be known. `since`: the number of rounds
-        at the last step on the parameter.
+        """Return True if a whole gradient is a round's result, as far as can be known; False if the program made it.
 
-        What a round left is our view, and its values may be changed in place (clipping, noise). Another tensor is one that the user made of it if
-        some round since the last step averaged the parameter; or it was stepped on before; or it is zero. A view is what a round left unless a
-        forward was followed by no backward: then it is looked at as another tensor is.
+        `since` is the number of rounds at the last step on the parameter. A round's result is our view, and its values
+        may be changed in place (clipping, noise). Any other tensor was made by the program if some round since the last
+        step averaged the parameter, if it was stepped on before, or if it is zero. A view is a round's result unless a
+        forward was followed by no backward; then the rule for other tensors holds for it.
         """
         if self.group.world_size == 1:
             return True
@@ -453,13 +465,15 @@ class Replica:
         return (kept is not None and kept() is gradient) or not bool(gradient.any())
 
     def _last_step_on(self, parameter: torch.Tensor) -> int:
-        """The number of rounds when the optimizer of a parameter stepped last."""
+        """Return the number of rounds at the last step of a parameter's optimizer."""
         holders = (each for each in self.optimizers() if each is not None and each.holds(parameter))
         return max((each.rounds_at_step for each in holders), default=0)
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Error at zero=0 for a gradient that nobody averaged, where a forward of this step was to synchronise. Inside no_sync() alone each rank
-        steps on its own, as it was asked to."""
+        """Raise Error at zero=0 for a gradient that no round averaged, where a forward of this step was to synchronise.
+
+        Inside no_sync() alone each rank steps on its own, as the program asked.
+        """
         rounds, since = self.reducer.stats()["rounds"], self._stepped_in.get(optimizer, 0)
         self._stepped_in[optimizer] = rounds
         if rounds == since or self.group.world_size == 1:
@@ -477,14 +491,17 @@ class Replica:
                 raise Error(message)
 
     def average_gradients(self) -> None:
-        """A round over what stands in `.grad`. Collective."""
+        """Average the current `.grad` in a round. Collective."""
         self._check_drift()
         self._end_round(self.reducer.average)
         self._in_forward = False
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
-        """`hook()` is called before parameters are written by another way than a step of this rank: full_parameters(writable=True), and
-        steps of others that this rank follows, in which their hooks are not called."""
+        """Have `hook()` called before parameters are written in another way than by a step of this rank.
+
+        That is full_parameters(writable=True), and shadowed steps of training ranks, in which their hooks are not
+        called.
+        """
         handle = RemovableHandle(self._before_writes)
         self._before_writes[handle.id] = hook
         return handle
@@ -495,7 +512,7 @@ class Replica:
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
-        """See full_parameters."""
+        """Give each rank whole parameters to write to. See full_parameters."""
         self.before_writes()
         if not self.zero:
             try:
@@ -510,35 +527,35 @@ class Replica:
             self.count_writes(self.table.parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Where parameters are released, low-precision copies are made while they are whole."""
+        """Make low-precision copies of parameters that are released while they are whole."""
         self._storage.follow(precision)
 
     @property
     def releases_parameters(self) -> bool:
-        """Whether parameters are whole only while they are used."""
+        """Return True if parameters are whole only while they are used."""
         releases: bool = self._storage.releases
         return releases
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """See full_parameters."""
+        """Keep parameters whole inside. See full_parameters."""
         if self._guard is not None:
             self._guard.check("before all parameters are read")
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()
         return whole
 
     def gradient_factors(self) -> list[list[Any]]:
-        """What sliced gradients were scaled by since ranks compared that last."""
+        """Return the factors that scaled sliced gradients since ranks compared them last."""
         return self._board.factors() if self._board is not None else []
 
     def accept_factors(self) -> None:
-        """All ranks have scaled their gradients by the same."""
+        """Accept the factors after all ranks scaled their gradients by the same."""
         if self._board is not None:
             self._board.accept_factors()
 
     # uneven inputs, see parallel/join.py -------------------------------------------------------------------------------------
 
     def join_through(self, announcer: Any) -> None:
-        """Inside join at zero >= 1 collectives of ranks that train are announced to those that have joined."""
+        """Announce collectives of training ranks to joined ranks, inside join at zero >= 1."""
         self.announcer = announcer
         if self._board is not None:
             self._board.announce = self.announce if announcer is not None else lambda *_: None
@@ -549,15 +566,15 @@ class Replica:
 
     @property
     def announces_rounds(self) -> bool:
-        """Whether a rank that has joined must be told of a round as it opens."""
+        """Return True if joined ranks must be told of a round as it opens."""
         return self.zero >= 2 and not self.backend.capabilities.tells_standing
 
     def gather_beside(self, unit: int) -> None:
-        """Of a rank that has joined, on GPUs: its part in a gathering of the others."""
+        """Take part, as a joined rank on GPUs, in a gather of the training ranks."""
         self.parameters().gather_beside(unit)
 
     def gather_anew(self) -> None:
-        """At the end of a join: units are as after a step, whatever each rank has gathered. Collective on GPUs at zero=3."""
+        """Gather units as after a step at the end of a join. Collective on GPUs at zero=3."""
         self._storage.gather_anew()
 
     @property
@@ -565,12 +582,12 @@ class Replica:
         return self.announcer is not None and self.announcer.is_on
 
     def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
-        """Inside join, tells ranks that have joined what comes; else nothing."""
+        """Announce an operation to joined ranks inside join; else do nothing."""
         if self.announcer is not None and self.announcer.is_on:
             self.announcer.announce(kind, number, groups)
 
     def follow_factors(self, factors: list[list[Any]]) -> None:
-        """Scales what this rank holds of the gradients as ranks that train have scaled theirs."""
+        """Scale this rank's elements of the gradients by the factors of training ranks."""
         done = self.gradient_factors()
         for index, name, factor in factors[len(done) :]:
             view = self.views[index]
@@ -579,29 +596,33 @@ class Replica:
             done.append([index, name, factor])
 
     def board(self) -> GradientBoard:
-        """At zero >= 2 only."""
+        """Return the board of sliced gradients, at zero >= 2 only."""
         assert self._board is not None
         return self._board
 
     def serve(self, optimizer: torch.optim.Optimizer) -> int:
-        """Its position among the optimizers of this module, in order of their making: the same on every rank."""
+        """Return the optimizer's position among those of this module, in the order of their creation: the same on every
+        rank.
+        """
         self._optimizers.append(weakref.ref(optimizer))
         return len(self._optimizers) - 1
 
     def step_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """At zero=0, where it steps by itself: for describe()."""
+        """Note an optimizer that steps by itself at zero=0, for describe()."""
         if all(reference() is not optimizer for reference in self._steppers):
             self._steppers.append(weakref.ref(optimizer))
 
     def steppers(self) -> list[Any]:
-        """Optimizers that step on this module, as far as they are known."""
+        """Return the known optimizers that step on this module."""
         return [reference() for reference in [*self._optimizers, *self._steppers]]
 
     def optimizers(self) -> list[Any]:
         return [reference() for reference in self._optimizers]
 
     def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Parameters were written through other tensors: autograd and others that watch versions are told."""
+        """Bump the versions of parameters that were written through other tensors, for autograd and other readers of
+        versions.
+        """
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
         drift = self._drift_check()
@@ -610,7 +631,7 @@ class Replica:
         self._storage.accept_writes()
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
+        """Return whole averaged gradients by bare name. Collective at zero >= 2, else the gradients unchanged."""
         self.close_pending()
         if self._board is not None:
             self._agree_on_gradients()
@@ -633,7 +654,9 @@ class Replica:
         return found
 
     def _agree_on_gradients(self) -> None:
-        """Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors. Collective."""
+        """Raise Error on all ranks if one has gradients that are not averaged, or factors differ between ranks.
+        Collective.
+        """
 
         def answer() -> bytes:
             for index, parameter in enumerate(self.table.parameters):
@@ -659,7 +682,7 @@ class Replica:
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before the step of an optimizer that holds one of our parameters."""
+        """Prepare the step of an optimizer that holds one of our parameters, before it."""
         owner = getattr(optimizer, "replica", None)
         if self.zero and isinstance(owner, Replica) and owner is not self:
             raise Error(
@@ -680,23 +703,23 @@ class Replica:
         if not self.zero and self.group.world_size > 1:
             self.reducer.note_step(self.step_notes.note(optimizer))
         self.reducer.count_step()
-        self._in_forward = False  # a step has its round, whatever became of the forward
+        self._in_forward = False  # a step has its round, with or without a forward's
 
-    # rounds, by whatever way they end --------------------------------------------------------------------------------
+    # rounds, in all their endings
 
     def close(self) -> None:
-        """At the end of a backward."""
+        """Close the round at the end of a backward."""
         self._end_round(self.reducer.close)
 
     def close_pending(self) -> None:
-        """A synchronised forward that no backward followed: before gradients are used."""
+        """Close a synchronised forward that no backward followed, before gradients are used."""
         was_pending = self.reducer.pending_forward
         self._end_round(self.reducer.close_pending)
         if was_pending:
             self._closed_without_backward = True
 
     def shadow(self, standing: Sequence[int] | None = None) -> None:
-        """Of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
+        """Run a round of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
         self._end_round(self.reducer.shadow if standing is None else functools.partial(self.reducer.shadow, standing))
 
     def _end_round(self, end: Callable[[], None]) -> None:
@@ -706,7 +729,7 @@ class Replica:
             self.watcher.after_round(time.perf_counter() - begin_s)
 
     def renew_view(self, index: int) -> None:
-        """Make the view of a gradient. An old one, which somebody kept, moves to memory of its own."""
+        """Make the view of a gradient. An old one that the program kept moves to memory of its own."""
         kept = self.views[index]
         if kept is not None:
             kept.data = kept.detach().clone(memory_format=torch.preserve_format)
@@ -727,23 +750,25 @@ class Replica:
         self.step_notes.explain(self.group.comm.all_gather_bytes)
 
     def _describe_steps(self) -> str:
-        """Return what this rank's optimizer stepped with last, for the end of a sentence."""
+        """Return the facts of this rank's last step, for the end of a sentence."""
         return f" (rank {self.group.rank}: {self.step_notes.describe()})"
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
-        """Parameters and `buffers` of rank `root` to all. Collective."""
+        """Broadcast parameters and `buffers` of rank `root`. Collective."""
         parameters = (
             () if self.zero == 3 else self.table.parameters
-        )  # what is sliced or shared has rank 0's values already
+        )  # sliced or shared parameters have rank 0's values already
         self.broadcast([*parameters, *buffers], root, f"state of {self.label}")
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
-        """Values of rank `root` to all. Collective."""
+        """Broadcast values of rank `root`. Collective."""
         self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
-        """Takes the hooks off the parameters. Gradients stay where they are. `together`: all ranks do so at once, which is what
-        lets a GPU's released parameters be gathered."""
+        """Take the hooks off the parameters. Gradients stay in place.
+
+        `together`: all ranks do so at once, so that a GPU's released parameters can be gathered.
+        """
         _live.discard(self)
         _hooks.ignore_steps(self)
         for parameter in self.table.parameters if self.zero >= 2 else ():
@@ -764,12 +789,13 @@ def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
 
 
 def live_replicas() -> list[Replica]:
-    """Every wrapped module of this process that has an engine, in order of wrapping."""
+    """Return every wrapped module of this process that has an engine, in order of wrapping."""
     return sorted(_live, key=lambda replica: replica.serial)
 
 
 def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:
-    """What the reducer calls when a round opens. Weak: the reducer holds it, and the replica holds the reducer."""
+    """Return the callback for the opening of a round. It is weak: the reducer holds it, and the replica holds the
+    reducer."""
 
     def open_round() -> bool:
         alive = replica()
@@ -783,7 +809,8 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
 
 
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
-    """Return `method` without its object, which the reducer must not hold: `otherwise` once that is gone."""
+    """Return `method` without its object, which the reducer must not hold; it becomes `otherwise` once the object is
+    gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
