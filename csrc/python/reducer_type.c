@@ -569,72 +569,60 @@ static PyMethodDef reducer_methods[] = {
      "open_round($self, /)\n--\n\nAnnounces a round to the first gradient."},
     {"close", sw_py_round_close, METH_NOARGS, "close($self, /)\n--\n\nEnds the round."},
     {"fail", sw_py_round_fail, METH_NOARGS,
-     "fail($self, /)\n--\n\nThe backward of an open round has failed: tells the peers."},
+     "fail($self, /)\n--\n\nTells the peers that the backward of an open round failed."},
     {"close_pending", sw_py_round_close_pending, METH_NOARGS,
      "close_pending($self, /)\n--\n\nA whole round, if a forward has none."},
     {"shadow", sw_py_round_shadow, METH_VARARGS,
-     "shadow($self, standing=(), /)\n--\n\nA whole round without contributing. `standing`, on a "
-     "GPU: a byte "
-     "a "
-     "parameter, whether the other ranks' contributions are on top of the mean that stands."},
+     "shadow($self, standing=(), /)\n--\n\nA round without contributing. `standing`, on a GPU: a "
+     "byte a parameter, 1 where the other ranks contribute on top of the standing mean."},
     {"has_memory", reducer_has_memory, METH_O,
-     "has_memory($self, index, /)\n--\n\nWhether its gradient has memory: on a GPU once it "
-     "trains."},
+     "has_memory($self, index, /)\n--\n\nTrue if its gradient has memory."},
     {"average", sw_py_round_average, METH_NOARGS,
-     "average($self, /)\n--\n\nA whole round over what stands in .grad."},
+     "average($self, /)\n--\n\nA whole round over the current .grad."},
     {"count_step", reducer_count_step, METH_NOARGS,
      "count_step($self, /)\n--\n\nA step of the optimizer; ranks compare."},
     {"note_step", reducer_note_step, METH_O,
-     "note_step($self, digest, /)\n--\n\nWhat the step uses; ranks compare it in the next round."},
+     "note_step($self, digest, /)\n--\n\nNotes a step; ranks compare it in the next round."},
     {"forget_steps", reducer_forget_steps, METH_NOARGS,
      "forget_steps($self, /)\n--\n\nCounts from 0 again."},
     {"set_divide_by", reducer_set_divide_by, METH_O,
-     "set_divide_by($self, active_only, /)\n--\n\nWhat the mean divides by."},
+     "set_divide_by($self, active_only, /)\n--\n\nSets the mean's divisor."},
     {"set_bucket_callback", reducer_set_bucket_callback, METH_VARARGS,
      "set_bucket_callback($self, callback, wait=None, /)\n--\n\nA communication hook, or None: "
      "callback(bucket, is_last, is_early) averages a bucket. With `wait` it may only begin to, and "
      "comes early where it can."},
     {"used_by_any", reducer_used_by_any, METH_O,
-     "used_by_any($self, index, /)\n--\n\nWhether some rank used it."},
+     "used_by_any($self, index, /)\n--\n\nTrue if some rank used it."},
     {"divisor", reducer_divisor, METH_NOARGS,
-     "divisor($self, /)\n--\n\nRanks that a communication hook's mean is to be over, in the last "
-     "round."},
+     "divisor($self, /)\n--\n\nThe ranks that a hook's mean of the last round is to be over."},
     {"standing_ranks", reducer_standing_ranks, METH_O,
      "standing_ranks($self, index, /)\n--\n\nRanks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,
-     "is_used($self, index, /)\n--\n\nWhether this rank used it since the last round."},
+     "is_used($self, index, /)\n--\n\nTrue if this rank used it since the last round."},
     {"averaged_in", reducer_averaged_in, METH_O,
-     "averaged_in($self, index, /)\n--\n\nNumber of the last round in which some rank used it, "
-     "from 1."},
+     "averaged_in($self, index, /)\n--\n\nThe last round in which some rank used it, from 1."},
     {"foreign", reducer_foreign, METH_NOARGS,
      "foreign($self, /)\n--\n\nIndices of the parameters whose .grad is no view of ours."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
      "mark_unfrozen($self, index, /)\n--\n\nLets its bucket take part."},
     {"stats", reducer_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nCounts since creation; those of the driver, on a GPU, are of all of "
-     "it."},
+     "stats($self, /)\n--\n\nCounts since creation; the driver's are the process's."},
     {"adopt", sw_py_reducer_adopt, METH_VARARGS,
-     "adopt($self, bucket, tensor, /)\n--\n\nOn a GPU: its memory; it takes part from the next "
-     "round on."},
+     "adopt($self, bucket, tensor, /)\n--\n\nOn a GPU: its memory from the next round on."},
     {"set_places", sw_py_reducer_set_places, METH_VARARGS,
-     "set_places($self, tensors, /)\n--\n\nOn a GPU, sliced: where buckets travel in turn, the "
-     "largest "
-     "first."},
+     "set_places($self, tensors, /)\n--\n\nOn a GPU, sliced: memory that buckets use in turn, the "
+     "largest first."},
     {"lend", sw_py_reducer_lend, METH_VARARGS,
-     "lend($self, tensors, /)\n--\n\nOn a GPU: memory for what others send, and for what a bucket "
-     "travels "
-     "as."},
+     "lend($self, tensors, /)\n--\n\nOn a GPU: memory to receive into and to encode buckets in."},
     {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
      "withdraw($self, /)\n--\n\nOn a GPU: the engine averages no bucket any more."},
     {"set_active", sw_py_reducer_set_active, METH_O,
-     "set_active($self, trains, /)\n--\n\nOn a GPU: which ranks still train, a byte a rank."},
+     "set_active($self, trains, /)\n--\n\nOn a GPU: the ranks that train, a byte a rank."},
     {"set_order", sw_py_reducer_set_order, METH_O,
-     "set_order($self, order, /)\n--\n\nOn a GPU: a digest that ranks must agree on in each "
-     "round, or "
+     "set_order($self, order, /)\n--\n\nOn a GPU: a digest that ranks compare in each round, or "
      "None."},
     {"set_announcer", sw_py_reducer_set_announcer, METH_O,
-     "set_announcer($self, announce, /)\n--\n\nOn a GPU: told what stands as a round opens, or "
-     "None."},
+     "set_announcer($self, announce, /)\n--\n\nOn a GPU: called as a round opens, or None."},
     {NULL, NULL, 0, NULL},
 };
 

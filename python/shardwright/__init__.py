@@ -3,7 +3,7 @@
     import shardwright as sw
     model, optimizer = sw.wrap(model, optimizer)
 
-Importing starts no thread and opens no connection; what is rarely used is loaded at first use.
+Importing starts no thread and opens no connection. Rarely used modules are loaded at first use.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # All names of the submodule at once: importing it has set its own name here, which hides a function of that name.
+    # Load all names of the submodule at once: its import has set its own name here, which hides a function of that
+    # name.
     loaded = import_module(f"{__name__}.{_LAZY[name]}")
     globals().update({each: getattr(loaded, each) for each, home in _LAZY.items() if home == _LAZY[name]})
     return globals()[name]

@@ -1,7 +1,7 @@
-"""How many bytes a wrapped model takes of a rank's memory, said before its first step.
+"""The bytes that a wrapped model takes of a rank's memory, known before its first step.
 
-Parameters and gradients are laid out when the module is wrapped. What an optimizer keeps is found by letting a copy of it step on
-one small tensor: of an elementwise one, the bytes an element follow.
+Parameters and gradients are laid out when the module is wrapped. The bytes of optimizer state are found by letting a
+copy of the optimizer step on one small tensor. For an elementwise optimizer the bytes an element follow from that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def memory_plan(replica: Replica) -> dict[str, Any]:
 
 
 def _parameter_bytes(replica: Replica) -> int:
-    """Of a host's one copy, a rank's share."""
+    """Return the bytes of parameters; for a host's one copy, this rank's part of it."""
     sizes = [p.numel() * p.element_size() for p in replica.table.parameters]
     if not replica.zero:
         return sum(sizes)
@@ -57,7 +57,7 @@ def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
         and optimizer.partition == "tensor"
         and f"{type(inner).__module__}.{type(inner).__name__}" not in ELEMENTWISE
     ):
-        return None  # what it keeps depends on shapes
+        return None  # the state depends on shapes
     total, rates = 0, {}
     for group, numel, dtype, has_master in _held(replica, optimizer):
         key = (id(group), dtype, has_master)
@@ -83,14 +83,17 @@ def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
 
 
 def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """Of state, an element. None where the class steps neither on a copy of itself nor on another with its defaults."""
+    """Return the bytes of state an element. None where the class steps neither on a copy of itself nor on another with
+    its
+    defaults.
+    """
     tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, device="cpu", requires_grad=True)
     tensor.grad = torch.zeros_like(tensor)
     step = type(inner).step
     for make in (_emptied, _made_anew):
         try:
             twin = make(inner, group, tensor)
-            getattr(step, "__wrapped__", step)(twin)  # without hooks
+            getattr(step, "__wrapped__", step)(twin)  # a copy without hooks
         except Exception:
             continue
         values = [value for value in twin.state[tensor].values() if isinstance(value, torch.Tensor)]
@@ -106,5 +109,5 @@ def _emptied(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: tor
 
 
 def _made_anew(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> torch.optim.Optimizer:
-    """Some make their state as they are made, and count on it (Adagrad in torch 2.4)."""
+    """Some classes make their state in the constructor, and count on it (Adagrad in torch 2.4)."""
     return type(inner)([tensor], **inner.defaults)

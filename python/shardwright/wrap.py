@@ -53,35 +53,38 @@ def wrap(
     partition: str = "auto",
     **options: Any,
 ) -> Any:
-    """Makes `module` train together with the other ranks.
+    """Make `module` train together with the other ranks.
 
     Parameters
     ----------
     module : Module
-        On the CPU, or at zero=0, 1 or 2 on one GPU a rank. It is not changed; its parameters keep their identity.
+        A module on the CPU, or on one GPU a rank. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
-        Returned as it is at zero=0; else one that steps on this rank's slices takes its place. Where it holds bfloat16 or float16
-        parameters it steps on float32 masters of theirs, `state[p]["master"]`, at every stage, also at 0.
+        An optimizer, returned unchanged at zero=0. At the other stages one that steps on this rank's slices takes its
+        place. For bfloat16 or float16 parameters it steps on their float32 masters, `state[p]["master"]`, at every
+        stage, also at 0.
     zero : {0, 1, 2, 3}
-        What is sliced over ranks: nothing at 0; the optimizer's state at 1; averaged gradients too at 2; at 3 a host has one
-        copy of the parameters, of which each rank updates its slices.
+        The stage. Sliced over ranks is nothing at 0; the optimizer's state at 1; averaged gradients too at 2;
+        parameters too at 3, where a host has one copy, or each rank gathers units.
     clip_grad_norm : float, optional
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        What travels instead of whole gradients; a communication hook then cannot be registered. "auto" compresses only where
-        that pays: not inside one host, nor between GPUs; between hosts (at zero=0) five rounds are plain and timed, and then all ranks
-        choose alike.
+        The form in which gradients travel; a communication hook then cannot be registered. "auto" compresses only where
+        that pays, which is not inside one host, nor between GPUs. Between hosts (at zero=0) it times five plain rounds,
+        and then all ranks choose alike.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
-        In what the module computes. Parameters are then float32 (low-precision ones become so), are their own masters, and are
-        cast for the time of the wrapper's forward. None: nothing is cast. See docs/design/precision.md.
+        The precision in which the module computes. Parameters are then float32 (low-precision ones are converted), are
+        their own masters, and are cast for the time of the wrapper's forward. None: nothing is cast. See
+        docs/design/precision.md.
     offload : {"cpu", "nvme:<folder>"}, optional
-        Where the optimizer's state lies, masters among it. "nvme:<folder>": in a file a rank in that folder, without a name, which a step
-        moves through three buffers of 16 MiB. "cpu", of parameters on a GPU: in the host's memory; no effect on the CPU. Of parameters on a
-        GPU a step runs on the host then, batch by batch, with gradients coming down and new parameters going up beside it. Either of
-        sw.optim's optimizers, with the bits of no offload. See docs/design/zero.md and gpu.md.
+        The place of the optimizer's state and masters. "nvme:<folder>": an unnamed file a rank in that folder, which a
+        step moves through three buffers of 16 MiB. "cpu": the host's memory; no effect for parameters on the CPU. For
+        parameters on a GPU a step then runs on the host in batches, while gradients are copied down and new parameters
+        up. Both need an optimizer of sw.optim, and have the bits of no offload. See docs/design/zero.md and gpu.md.
     partition : {"auto", "flat", "tensor"}
-        How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, of optimizers that are known to treat each
-        element by itself; "flat": of any, the caller vouches for it; "tensor": whole tensors, balanced over ranks.
+        The way an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers that are known
+        to be elementwise. "flat": flat slices for any optimizer; the caller vouches for it. "tensor": whole tensors,
+        balanced over ranks.
     **options
         Fields of Options.
 
@@ -93,18 +96,18 @@ def wrap(
     Raises
     ------
     Error
-        The module is wrapped already, or ranks disagree about it.
+        If the module is wrapped already, or ranks disagree about it.
     TypeError
-        An unknown option; the nearest known one is offered.
+        For an unknown option; the nearest known one is offered.
     ValueError
-        A launcher's variable is missing or contradicts another.
+        If a launcher's variable is missing or contradicts another.
     NotImplementedError
-        A stage or feature that does not exist yet.
+        For a stage or feature that does not exist.
 
     Notes
     -----
-    Collective. Without a process group the variables of torchrun, Open MPI or SLURM are read and one over Gloo is made
-    (docs/launch.md); without those it is one rank.
+    Collective. Without a process group wrap reads the variables of torchrun, Open MPI or SLURM and makes a group over
+    Gloo (docs/launch.md). Without those variables there is one rank.
 
     Examples
     --------
@@ -135,7 +138,7 @@ def wrap(
 
 
 class _Clip:
-    """What an optimizer calls before it steps."""
+    """The protocol of a listener that an optimizer calls before it steps."""
 
     def __init__(self, wrapped: DistributedDataParallel, max_norm: float) -> None:
         self._wrapped, self._max_norm = wrapped, max_norm
@@ -161,14 +164,15 @@ class _Clip:
 def shard_optimizer(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partition: str = "auto"
 ) -> torch.optim.Optimizer:
-    """The optimizer of a module that was wrapped with zero >= 1, or given to fully_shard, sliced over ranks. Collective.
+    """Return the sliced optimizer of a module that was wrapped with zero >= 1, or given to fully_shard. Collective.
 
     Raises
     ------
     Error
-        The module is not wrapped with zero >= 1.
+        If the module is not wrapped with zero >= 1.
     ValueError
-        The optimizer holds a parameter that is not the module's, or is not known to be elementwise (see `partition`).
+        If the optimizer holds a parameter that is not the module's, or is not known to be elementwise (see
+        `partition`).
     """
     wrapped = wrapper_of(module)
     if wrapped is None or not wrapped._zero:
@@ -194,8 +198,10 @@ def _agree_on_optimizer(
     partition: str,
     offload: Any,
 ) -> None:
-    """Raise, the same sentence on every rank, for an optimizer that cannot step on the module, or that ranks have made differently.
-    Collective."""
+    """Raise for an optimizer that cannot step on the module, or that differs between ranks. Collective.
+
+    The sentence is the same on every rank.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     refusal: Exception | None = None
     try:
@@ -207,7 +213,7 @@ def _agree_on_optimizer(
             check_members(type(module).__name__, names, optimizer, all_of_them=bool(zero))
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer)
-    except (TypeError, ValueError, Error) as error:  # the others are told, before they wait for this rank
+    except (TypeError, ValueError, Error) as error:  # the peers get the error before they wait for this rank
         refusal = error
     rows = [] if refusal else given_rows(optimizer, names, partition if zero else "")
     agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {type(module).__name__}")
@@ -250,7 +256,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
         wrapped._options.offload is not None or earlier is not None
     )
     if folder is None and not moves and not in_file:
-        if earlier is not None:  # the module has left its GPU, and the state is where it is
+        if earlier is not None:  # the module has left its GPU, and the state stays
             inner.keep_in(None)
         return
     store: Any
@@ -258,7 +264,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
         link = replica.backend.link
         route = (
             None if link is None else make_route(replica.group, link, replica.label)
-        )  # anew: an earlier one's link may be gone
+        )  # made anew: an earlier wrapping's link may have ended
         if in_file:
             store = earlier
         elif folder is not None:
@@ -282,7 +288,7 @@ def _exact_bytes(numel: int, dtype: torch.dtype) -> int:
 def _state_bytes(
     replica: Replica, optimizer: Any, inner: Any, nbytes_of: Callable[[int, torch.dtype], int] = _exact_bytes
 ) -> int:
-    """Of the state of `inner`, once each parameter that trains was stepped on."""
+    """Return the bytes of state of `inner` once each parameter that trains was stepped on."""
     indices, nbytes = {id(p): i for i, p in enumerate(replica.table.parameters)}, 0
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -293,8 +299,11 @@ def _state_bytes(
 
 
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What steps at zero=0: the optimizer itself, or on float32 masters where parameters of it are low-precision, it keeps none
-    and no policy says no; as at zero >= 1, where they are slices. Its state is where offload= says. Collective."""
+    """Return the optimizer that steps at zero=0. Collective.
+
+    That is the optimizer itself, or one on float32 masters if some parameters are low-precision, it keeps no masters
+    and no policy forbids them. At zero >= 1 the same holds for slices. Its state lies where offload= says.
+    """
     group = wrapped._engine().group
     _agree_on_optimizer(group, wrapped.module, optimizer, 0, "", wrapped._options.offload)
     return _keep(wrapped, optimizer)
@@ -317,14 +326,15 @@ def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole optimizer's state in torch's ordinary format, copied, on every rank, at any stage. Collective at zero >= 1."""
+    """Return the whole optimizer's state in torch's format, copied, on every rank, at any stage. Collective at zero
+    >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
     return copy.deepcopy(optimizer.state_dict())
 
 
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Whole averaged gradients by the bare module's names, None where there is none. Collective at zero >= 2.
+    """Return whole averaged gradients by the bare module's names, None where there is none. Collective at zero >= 2.
 
     Cost at zero >= 2: the gradients' bytes to every rank.
     """
@@ -335,16 +345,17 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Average what stands in `.grad` over ranks, for gradients that no backward of the module brings. Collective.
+    """Average `.grad` over ranks, for gradients that no backward of the module brings. Collective.
 
-    Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a synchronised backward. For
-    gradients of torch.autograd.grad that are set by hand, and pipelines that add to weight.grad past all hooks (zero-bubble schedules): run
-    their forwards inside no_sync(), or not, and call this once before the step. What is averaged already is averaged again.
+    Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a
+    synchronised backward. It serves gradients of torch.autograd.grad that are set by hand, and pipelines that add to
+    weight.grad past all hooks (zero-bubble schedules). Run their forwards inside no_sync(), or not, and call this once
+    before the step. A gradient that is averaged already is averaged again.
 
     Raises
     ------
     Error
-        The module is not wrapped; inside a backward.
+        If the module is not wrapped, or a backward runs.
     """
     wrapped = wrapper_of(module)
     if wrapped is None:
@@ -354,14 +365,14 @@ def average_gradients(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Iterator[None]:
-    """Inside, every rank has whole parameters. Collective.
+    """Give every rank whole parameters inside. Collective.
 
     Parameters
     ----------
     module : Module
-        Wrapped, at any stage.
+        A wrapped module, at any stage.
     writable : bool
-        Whether they may be written. Each rank writes to its own; afterwards all ranks have rank 0's.
+        True if they may be written. Each rank writes to its own; afterwards all ranks have rank 0's.
     """
     wrapped = wrapper_of(module)
     if wrapped is None:
@@ -372,7 +383,7 @@ def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Itera
 
 
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """The bare module's state_dict, copied, on every rank, at any stage. Collective at zero=3.
+    """Return the bare module's state_dict, copied, on every rank, at any stage. Collective at zero=3.
 
     Cost: the parameters' bytes a rank.
     """
@@ -381,7 +392,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 class UnmatchedNames(NamedTuple):
-    """What load_full_state_dict returns, under torch's names."""
+    """The result of load_full_state_dict, under torch's names."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -390,16 +401,16 @@ class UnmatchedNames(NamedTuple):
 def load_full_state_dict(
     module: torch.nn.Module, state: Mapping[str, Any] | None, *, strict: bool = True
 ) -> UnmatchedNames:
-    """Takes what full_state_dict() gave, or a bare module's state_dict, at any stage and world size. Collective.
+    """Load a result of full_state_dict(), or a bare module's state_dict, at any stage and world size. Collective.
 
     Parameters
     ----------
     module : Module
-        Wrapped, at any stage.
+        A wrapped module, at any stage.
     state : mapping of str to Tensor
-        By the bare module's names. Rank 0's is what all ranks get; others may pass None.
+        Tensors by the bare module's names. All ranks get rank 0's; other ranks may pass None.
     strict : bool
-        Whether a name on one side alone is an error.
+        True if a name on one side alone is an error.
 
     Returns
     -------
@@ -409,8 +420,8 @@ def load_full_state_dict(
     Raises
     ------
     Error
-        Names on one side alone, or another shape: the same sentence on every rank. As with torch's load_state_dict, what fits is
-        loaded all the same.
+        For names on one side alone, or another shape: the same sentence on every rank. As with torch's load_state_dict,
+        tensors that fit are loaded nevertheless.
 
     Notes
     -----
@@ -442,12 +453,12 @@ def load_full_state_dict(
 
 
 def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, list[str], list[str]]:
-    """(what is wrong, names that `state` lacks, names that the module lacks)."""
+    """Return (the errors, names that `state` lacks, names that the module lacks)."""
     if not isinstance(state, Mapping):
         return f"state must be a mapping of names to tensors on rank 0, got {type(state).__name__}", [], []
     try:
         found = bare.load_state_dict(state, strict=False)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # any error: the peers wait for the answer
         return str(error) or type(error).__name__, [], []
     missing, unexpected = list(found.missing_keys), list(found.unexpected_keys)
     sentences = [
@@ -461,12 +472,13 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, l
 def load_full_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Takes what full_optimizer_state_dict() gave, at any stage and world size; `state` is the same on every rank."""
+    """Load a result of full_optimizer_state_dict(), at any stage and world size; `state` is the same on every rank."""
     optimizer.load_state_dict(state)
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside a wrapper (also inside torch.compile(wrapper)); a bare module as it is."""
+    """Return the user's own module inside a wrapper (also inside torch.compile(wrapper)); return a bare module
+    unchanged."""
     inner = _original(module)
     return inner.module if isinstance(inner, TorchDDP) else module
 

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from simulated_gpus import SimulatedGpus
-from torch.utils._python_dispatch import _disable_current_modes
-
 from shardwright.backend.transport import VARIABLE
 from shardwright.gpu_check.place import wall_milliseconds
 from shardwright.torch_compat import cuda
+from simulated_gpus import SimulatedGpus
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: JSON: simulated_gpus.build(), and "text", the library of test_fake_gpu.kernel_text()
 PATHS = "SW_TEST_SIMULATION"

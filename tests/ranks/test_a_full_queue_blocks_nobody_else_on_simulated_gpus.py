@@ -158,9 +158,7 @@ def keep_enqueuing(gpus: SimulatedGpus, model: Any) -> None:
 
 @at_least_two
 @pytest.mark.parametrize("transport", ["nccl", "shm"])
-def test_a_late_peer_lets_a_blocked_host_go(
-    teams: Any, world_size: int, paths: dict[str, str], transport: str
-) -> None:
+def test_a_late_peer_lets_a_blocked_host_go(teams: Any, world_size: int, paths: dict[str, str], transport: str) -> None:
     run(teams, world_size, paths, late, policy="random", transport=transport)
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from peer import PEER
-from simulated_gpus import SimulatedGpus, run
-
 from shardwright import _engine
 from shardwright.torch_compat import cuda
+from simulated_gpus import SimulatedGpus, run
 
-pytestmark = [pytest.mark.skipif(PEER == "torch", reason="ours"), pytest.mark.timeout(180)]  # a compiler of C++ runs first
+pytestmark = [
+    pytest.mark.skipif(PEER == "torch", reason="ours"),
+    pytest.mark.timeout(180),
+]  # a compiler of C++ runs first
 #: cases of each kernel, spread over its table; fewer of those whose text is slow, a thread at a time
 CASES, FEW = 8, {"orthonormalize": 2, "project": 3}
 

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 from gpu_check_place import Simulated
 from peer import PEER
-from simulated_gpus import SimulatedGpus
-from simulated_gpus import run as run_simulated
-
 from shardwright.gpu_check import report, runner
 from shardwright.gpu_check.child import load
 from shardwright.gpu_check.plan import Part, Run, parts
 from shardwright.gpu_check.report import row
 from shardwright.gpu_check.runner import compare, run_parts
+from simulated_gpus import SimulatedGpus
+from simulated_gpus import run as run_simulated
 
 RANKS = Path(__file__).resolve().parent
 LONG = os.environ.get("SW_TEST_LONG") == "1"
@@ -83,9 +82,13 @@ def check_rows(found: list[dict[str, Any]]) -> None:
 
 RUNS = [(part.name, k, run) for part in parts(is_quick=True) for k, run in enumerate(part.runs)]
 #: sanitizers run the same body
-ALONE = [(name, k) for name, k, run in RUNS if run.ranks == 1 and (name, k) not in (("sanitizers", 1), ("sanitizers", 2))]
+ALONE = [
+    (name, k) for name, k, run in RUNS if run.ranks == 1 and (name, k) not in (("sanitizers", 1), ("sanitizers", 2))
+]
 #: the other numbers of ranks and ways are the long form's; a killed peer takes its interpreter along
-WITH_PEERS = [(name, k) for name, k, run in RUNS if run.ranks == 2 and run.dying is None and "ipc" not in run.environment.values()]
+WITH_PEERS = [
+    (name, k) for name, k, run in RUNS if run.ranks == 2 and run.dying is None and "ipc" not in run.environment.values()
+]
 
 
 def test_every_body_of_one_rank_gives_its_rows(teams: Any, paths: dict[str, str]) -> None:

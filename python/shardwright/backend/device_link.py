@@ -1,8 +1,9 @@
 """The link of a rank's GPU to those of its peers.
 
-One DeviceLink a group and GPU, shared by all modules wrapped over it: a communicator of our own in the NCCL that torch has
-loaded, or slots in memory of the host (backend/transport.py says which), and one stream for it. NCCL's unique id travels over the
-group's host communicator, which is where ranks also tell one another why they cannot use their GPU, before anybody waits.
+All modules wrapped over one group and GPU share one DeviceLink: a communicator and one stream for it. The communicator
+is our own in the NCCL that torch has loaded, or slots in memory of the host (see backend/transport.py). NCCL's unique
+id travels over the group's host communicator. There ranks also report why they cannot use their GPU, before any rank
+waits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from . import transport as device_transport
 from .lender import Lender
 
 _WATCH_PERIOD_S = 0.1
-#: how long a failure waits for its communicators' ends, which another's kernels on the GPU may hold up, before it is raised all the same
+#: seconds that a failure waits for its communicators' ends before it is raised: another communicator's kernels may
+#: delay them
 _ENDING_S = 10.0
 _OTHER_FAILED = "another communicator of this rank's GPU has failed"
 #: elements that the exact sum takes between two carries
@@ -38,8 +40,11 @@ _NORM_NUMEL = 1 << 31
 def alias(
     link: DeviceLink, owner: Any, address: int, dtype: str, shape: Sequence[int], like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a tensor over memory of `owner`, which it keeps, with a storage of exactly its bytes and the strides of `like`, if those
-    are dense and of that shape. `like` is on the memory's device, too."""
+    """Return a tensor over memory of `owner`, which it keeps alive.
+
+    Its storage has exactly its bytes. It has the strides of `like` if those are dense and of that shape. `like` is on
+    the memory's device, too.
+    """
     ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
     strides = dense_strides(like) if like.shape == torch.Size(shape) else None
     return from_dlpack(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
@@ -66,27 +71,28 @@ class DeviceLink:
     rows : sequence of sequence of int, optional
         Each rank is linked to the ranks of its row alone, in their order. Default: one row of all.
     main : DeviceLink, optional
-        Of the whole group: what ends it ends this one, and the other way round.
+        The link of the whole group. A failure of either link ends both.
     borrows : bool
-        torch's NCCL communicator of the group instead of one of our own.
+        Use torch's NCCL communicator of the group instead of one of our own.
 
     Attributes
     ----------
     comm : DeviceComm
     ordinal : int
     rank, world_size : int
-        Inside the row.
+        Numbers inside the row.
     host : HostComm
-        The group's, between the ranks' hosts.
+        The group's communicator between the ranks' hosts.
     transport_reason : str
-        Why it is not NCCL; empty if it is.
+        The reason why the transport is not NCCL; empty if it is.
 
     Raises
     ------
     NotImplementedError
-        On every rank alike: some rank's driver or kernels cannot be used; no transport can; some rank's torch has nothing to lend.
+        On every rank alike: if some rank's driver or kernels cannot be used, if no transport can, or if some rank's
+        torch has nothing to lend.
     CommTimeoutError
-        A rank did not come.
+        If a rank did not come.
     """
 
     def __init__(
@@ -99,7 +105,8 @@ class DeviceLink:
         borrows: bool = False,
     ) -> None:
         self._main = main
-        # of which this one is the main; a tuple, since the thread that watches goes over it while the program's makes another
+        # links of which this one is the main; a tuple, since the watching thread iterates over it while the program's
+        # thread adds one
         self._rows: tuple[weakref.ref[DeviceLink], ...] = ()
         self._lender: Lender | None = None
         self._telling = threading.Lock()
@@ -107,7 +114,7 @@ class DeviceLink:
         self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
-        #: torch's current stream, in this thread
+        #: Return torch's current stream in this thread.
         self.current_stream: Callable[[], int] = cuda.runtime.stream_reader(ordinal)
         self.host = group.comm  # the group holds its links, not the other way round
         libraries: dict[str, str | None] = {}
@@ -145,16 +152,16 @@ class DeviceLink:
                 _LenderWatch(self).start()
 
     def refuse_capture(self, what: str) -> None:
-        """NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
+        """Raise NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
         self.comm.refuse_capture(self.current_stream(), what)
 
     @property
     def borrows(self) -> bool:
-        """Whether the communicator is torch's."""
+        """Return True if the communicator is torch's."""
         return self._lender is not None
 
     def check(self) -> None:
-        """Raises what has ended the communicator, if anything has. No driver call otherwise."""
+        """Raise the error that has ended the communicator, if there is one. There is no driver call otherwise."""
         self._look_at_lender()
         if self._main is not None:
             if not self._main.comm.is_alive:
@@ -166,7 +173,7 @@ class DeviceLink:
             self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
             self._tell_lender()
-            if self._was_left:  # the group's other ranks hear of it, and wrapping again makes new ones
+            if self._was_left:  # the group's other ranks get the error, and wrapping again makes new links
                 self.fail(self._failure or "")
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
@@ -179,15 +186,20 @@ class DeviceLink:
         return [row for row in (each() for each in self._rows) if row is not None]
 
     def _look_at_lender(self) -> None:
-        """What torch has ended is not touched any more. Nobody is told before somebody asks for it: programs end their group as they end."""
+        """Forget a communicator that torch has ended. No rank is told before an operation needs it: programs end their
+        group as they exit.
+        """
         if self._lender is not None and self._lender.has_ended:
             self._lender, self._was_left = None, True
             self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
             self.comm.abort(self._failure)
 
     def _tell_lender(self) -> None:
-        """Ours has failed: torch ends its communicator, which lets its kernels go, and us forget it. Who comes here while another thread
-        tells torch waits for that: what is raised next says that it has been told."""
+        """Let torch end its communicator after ours failed, which releases its kernels and us.
+
+        A thread that comes here while another tells torch waits for that. The error raised next says that torch has
+        been told.
+        """
         if not self._telling.acquire(timeout=_ENDING_S):
             return
         try:
@@ -198,15 +210,18 @@ class DeviceLink:
             self._telling.release()
 
     def fail(self, reason: str) -> None:
-        """Ends the communicators: peers that wait for this rank, on the GPU or on the host, learn why."""
+        """End the communicators: peers that wait for this rank, on the GPU or on the host, get the reason."""
         if self.host.is_alive:
-            with contextlib.suppress(Error):  # it was closed meanwhile
+            with contextlib.suppress(Error):  # another thread closed it meanwhile
                 self.host.abort(reason)
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """Ends this rank's communicators of the family side by side: what NCCL frees as it aborts one waits for all that the GPU does,
-        the kernels of the others among it, which wait for peers that have gone."""
+        """End this rank's communicators of the family side by side.
+
+        As NCCL aborts one, its frees wait for all work of the GPU. That includes kernels of the other communicators,
+        which wait for peers that have left.
+        """
         main = self._main or self
         family = [main, *main._live_rows()]
         enders = [threading.Thread(target=link.comm.abort, args=(reason,), daemon=True) for link in family]
@@ -219,9 +234,11 @@ class DeviceLink:
             link._tell_lender()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
+        """Broadcast the values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters
+        stay.
 
-        Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not contiguous go
+        Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not
+        contiguous go
         through a copy.
         """
         check_sendable(tensors, "a broadcast")
@@ -236,11 +253,14 @@ class DeviceLink:
                 tensor.copy_(copy)
 
     def norm(self, gradients: Iterable[torch.Tensor]) -> float:
-        """The exact 2-norm of them together: the number that the host would compute. See norm_sums."""
+        """Return the exact 2-norm of all tensors together: the number that the host would compute. See norm_sums."""
         return norm_value(self.norm_sums(gradients))
 
     def norm_sums(self, gradients: Iterable[torch.Tensor]) -> list[bytes]:
-        """Exact sums of squares, as norm_sum() gives them: at least one, of 2^31 elements at most. Waits for each on the host."""
+        """Return exact sums of squares like norm_sum(): at least one, each of at most 2^31 elements. Waits for each on
+        the
+        host.
+        """
         ranges: list[tuple[int, int, str]] = []
         sums: list[bytes] = []
         held = [as_real(gradient.detach()).contiguous() for gradient in gradients]
@@ -259,7 +279,7 @@ class DeviceLink:
         return sums
 
     def close(self) -> None:
-        """Ends the communicator, or gives it back, once what was enqueued has run."""
+        """End the communicator, or give it back, once what was enqueued has run."""
         self._lender = None
         self.comm.close()
 
@@ -294,10 +314,10 @@ def device_link(
     rows: Sequence[Sequence[int]] | None = None,
     borrows: bool = False,
 ) -> DeviceLink:
-    """The link of a group's GPUs, made at its first use (collective then) and shared afterwards.
+    """Return the link of a group's GPUs, made at its first use (collective then) and shared afterwards.
 
-    `rows`: the link inside this rank's row, which has a stream and a communicator of its own; also where the one row is the group.
-    `borrows`: whether the group's own communicator is torch's.
+    `rows` asks for the link inside this rank's row, which has a stream and a communicator of its own, also where the
+    one row is the group. `borrows` asks for torch's communicator of the group.
     """
     ordinal = cuda.runtime.ordinal(tensor)
     key = (ordinal, None if rows is None else tuple(map(tuple, rows)), borrows)

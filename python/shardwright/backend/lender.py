@@ -1,8 +1,8 @@
 """torch's NCCL communicator, borrowed (`communicator="borrow"`).
 
-torch's ProcessGroupNCCL tells its communicator's address (`_comm_ptr`), and keeps owning it: we neither destroy nor abort it behind torch's
-back. What ends ours, a failure or a deadline, is told to torch by its own `abort()`, which lets go whoever waits in the
-communicator's kernels; what torch ends itself is seen before each forward, and by the thread that looks after the link.
+torch's ProcessGroupNCCL tells its communicator's address (`_comm_ptr`) and keeps owning it. We neither destroy nor
+abort it ourselves. A failure or a deadline of ours is passed to torch's own `abort()`, which releases threads that wait
+in the communicator's kernels. An end by torch is noticed before each forward, and by the thread that watches the link.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ class Lender:
     Parameters
     ----------
     runtime
-        What the engine uses of torch.cuda (device.CudaRuntime).
+        The functions of torch.cuda that the engine uses (CudaRuntime).
     group : ProcessGroup or None
     ordinal : int
 
     Attributes
     ----------
     address : int
-        Of the communicator.
+        The communicator's address.
 
     Raises
     ------
     NotImplementedError
-        There is no group, its backend on GPUs is not NCCL, this torch does not tell the address, or it has no communicator yet.
+        If there is no group, its backend on GPUs is not NCCL, this torch does not tell the address, or it has no
+        communicator yet.
     """
 
     def __init__(self, runtime: Any, group: Any, ordinal: int) -> None:
@@ -46,7 +47,7 @@ class Lender:
             )
 
     def _ask(self) -> int:
-        """0: there is none, or it was ended."""
+        """Return the address of torch's communicator; 0 if there is none, or it was ended."""
         with contextlib.suppress(RuntimeError):
             address: int = self._runtime.communicator(self._backend, self._ordinal)
             return address
@@ -54,11 +55,11 @@ class Lender:
 
     @property
     def has_ended(self) -> bool:
-        """Whether torch has ended it, or made another."""
+        """Return True if torch has ended the communicator, or made another."""
         return self._ask() != self.address
 
     def abort(self) -> None:
-        """torch's own, of all of the group's communicators. What it says is logged: the failure is known already."""
+        """Abort all communicators of the group through torch. Its log repeats the failure, which is known already."""
         try:
             self._backend.abort()
         except Exception as error:

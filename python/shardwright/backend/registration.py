@@ -1,7 +1,8 @@
-"""Memory that NCCL reads and writes where it lies (`communicator="register"`): see docs/design/gpu.md, "Registered buckets".
+"""Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu.md, "Registered buckets".
 
-NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks try, tell one
-another how it went over the hosts' communicator, and all keep it or all go on with torch's memory, with one line in the log.
+NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks try
+and exchange the outcome over the hosts' communicator. Then all ranks keep the memory, or all go on with torch's memory
+and one line in the log.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..torch_compat import cuda
 from .device_link import DeviceLink, alias
 
 _logger = logging.getLogger("shardwright")
-#: of each buffer, bytes: more than what any of NCCL's ways asks for
+#: bytes to which each buffer is aligned: more than any of NCCL's algorithms asks for
 _ALIGNMENT = 512
 
 
@@ -27,25 +28,25 @@ class Registration:
     Parameters
     ----------
     link : DeviceLink
-        Whose communicator passes them.
+        The link whose communicator passes the buffers.
     sizes : sequence of int
         Bytes of each buffer, alike on all ranks.
     like : torch.Tensor
-        On the same GPU.
+        A tensor on the same GPU.
     what : str
-        In the line of the log.
+        A name for the line of the log.
 
     Attributes
     ----------
     reason : str
-        Why nothing is registered; empty if it is.
+        The reason why nothing is registered; empty if it is.
     buffers : list of torch.Tensor
-        Bytes, zeroed, on torch's current stream; empty where nothing is registered.
+        Byte tensors, zeroed on torch's current stream; empty where nothing is registered.
 
     Notes
     -----
-    The memory is NCCL's: torch's statistics do not know it. It is freed behind the last tensor over it, once torch's stream
-    of now has passed what it was given; `record_stream` has no effect on it.
+    The memory is NCCL's: torch's statistics do not count it. It is freed after the last tensor over it, once torch's
+    current stream has passed the work that it was given. `record_stream` has no effect on it.
     """
 
     def __init__(self, link: DeviceLink, sizes: Sequence[int], like: torch.Tensor, what: str) -> None:
@@ -61,7 +62,7 @@ class Registration:
         self.reason = _agree(link, self._try(link, nbytes), list(sizes))
         if self.reason:
             _logger.warning("%s: not registered with NCCL: %s", what, self.reason)
-            # The region gives it back. Where that fails the memory stays, nobody uses it, and the communicator lives.
+            # The region gives the memory back. Where that fails the memory stays unused, and the communicator lives.
             self._region = None
             return
         region = self._region
@@ -69,20 +70,20 @@ class Registration:
         self.buffers = [_over(region, begin, size, link, like) for begin, size in zip(begins, sizes)]
 
     def _try(self, link: DeviceLink, nbytes: int) -> str:
-        """Why this rank cannot; empty if it has."""
+        """Return the reason why this rank cannot register; empty if it has."""
         try:
             self._region = DeviceRegion(link.comm, nbytes, link.current_stream())
-        except Exception as error:  # whatever it is: the others must not wait for this rank
+        except Exception as error:  # any error: the peers must not wait for this rank
             return str(error) or type(error).__name__
         return ""
 
     @property
     def nbytes(self) -> int:
-        """That are registered now."""
+        """Return the bytes that are registered now."""
         return self._region.nbytes if self._region is not None and self._region.is_registered else 0
 
     def end(self, reason: str) -> None:
-        """Nothing is registered from now on, on all ranks alike; the buffers stay. Waits for the communicator's stream."""
+        """Stop registering, on all ranks alike; the buffers stay. Waits for the communicator's stream."""
         region, self._region = self._region, None
         self.reason = self.reason or reason
         if region is not None:
@@ -90,19 +91,19 @@ class Registration:
 
 
 def _agree(link: DeviceLink, failure: str, sizes: list[int]) -> str:
-    """Why not all ranks have registered the same; the same sentence on all of them."""
+    """Return the reason why not all ranks have registered the same; the same sentence on all of them."""
     said = json.dumps([failure, sizes]).encode()
-    everyone = [json.loads(each) for each in link.host.all_gather_bytes(said, "registering buckets with NCCL")]
-    for rank, (why, theirs) in enumerate(everyone):
+    answers = [json.loads(each) for each in link.host.all_gather_bytes(said, "registering buckets with NCCL")]
+    for rank, (why, theirs) in enumerate(answers):
         if why:
             return f"rank {rank}: {why}"
-        if theirs != everyone[0][1]:
+        if theirs != answers[0][1]:
             return f"rank {rank}: its buckets have other sizes than rank 0's"
     return ""
 
 
 def _over(region: DeviceRegion, begin: int, size: int, link: DeviceLink, like: torch.Tensor) -> torch.Tensor:
-    """Bytes of it as a storage of their own, which keeps it. One without elements has an address too."""
+    """Return a zeroed tensor over `size` bytes of the region. It keeps the region, and has an address if empty, too."""
     memory = alias(link, region, region.address + begin, "uint8", [size or _ALIGNMENT], like)
     made: torch.Tensor = cuda.runtime.seen(memory.zero_())
     return made

@@ -1,6 +1,6 @@
-"""How GPUs reach each other: NCCL, or slots in memory of one host. See docs/design/gpu.md, "Two transports".
+"""The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu.md, "Two transports".
 
-The ranks tell one another what they have, and each decides the same from it.
+The ranks exchange what they have, and each makes the same choice from it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from .._engine import DeviceComm
 
 VARIABLE = "SHARDWRIGHT_GPU_TRANSPORT"
 TRANSPORTS = ("auto", "nccl", "shm", "ipc")
-#: of each of a rank's two slots
+#: bytes of each of a rank's two slots
 SLOT_BYTES = 4 << 20
-#: the first NCCL that takes several ranks on one GPU, where it is told to
+#: the first NCCL that allows several ranks on one GPU, where an option asks for it
 _NCCL_SHARES = (2, 30, 0)
 
 
 def wanted_transport() -> str:
-    """The environment's SHARDWRIGHT_GPU_TRANSPORT. Bits depend on it only where `deterministic=False`."""
+    """Return the environment's SHARDWRIGHT_GPU_TRANSPORT. Bits depend on it only where `deterministic=False`."""
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in TRANSPORTS:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(TRANSPORTS)}, got {wanted!r}")
@@ -28,7 +28,7 @@ def wanted_transport() -> str:
 
 
 def offer_of(comm: DeviceComm) -> dict[str, Any]:
-    """What a rank tells the others of its GPU: plain values."""
+    """Return the facts of a rank's GPU that its peers need: plain values."""
     found = comm.describe()
     return {
         "wanted": wanted_transport(),
@@ -42,23 +42,23 @@ def offer_of(comm: DeviceComm) -> dict[str, Any]:
 def choose_transport(
     offers: Sequence[Mapping[str, Any]], host_of: Sequence[int], borrows: bool = False
 ) -> tuple[str, str]:
-    """(transport, why it is not NCCL); "auto" stands for slots wherever all ranks can have them.
+    """Return (transport, the reason why it is not NCCL); "auto" stands for slots wherever all ranks can have them.
 
     Parameters
     ----------
     offers : sequence of dict
-        offer_of() each rank.
+        The offer_of() of each rank.
     host_of : sequence of int
         Each rank's host.
     borrows : bool
-        Whether the communicator is to be torch's: NCCL then. Alike on all ranks.
+        True if the communicator is to be torch's, which needs NCCL. Alike on all ranks.
 
     Raises
     ------
     ValueError
-        Ranks want different ones.
+        If ranks ask for different transports.
     NotImplementedError
-        What is wanted, or all that there is, cannot be had; the sentence is the same on all ranks.
+        If the requested transport, or every transport, is unavailable; the sentence is the same on all ranks.
     """
     wanted = offers[0]["wanted"]
     for rank, offer in enumerate(offers):
@@ -84,7 +84,7 @@ def choose_transport(
 
 
 def _judge_borrowing(offers: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """NCCL, or an error. Whether ranks share a GPU is not asked: torch's communicator is there, or is not."""
+    """Return NCCL, or raise. Ranks may share a GPU: only torch's communicator has to exist."""
     wanted = offers[0]["wanted"]
     why = f"{VARIABLE}={wanted} asks for slots" if wanted in ("shm", "ipc") else _missing_nccl(offers)
     if why:

@@ -1,4 +1,4 @@
-"""describe() and stats(): what was found, what was chosen and why, in a form to paste into a bug report."""
+"""describe() and stats(): facts and choices with their reasons, in a form to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Description(dict[str, Any]):
 
 
 def describe() -> Description:
-    """Versions, processor, limits, communicators, models and the environment variables that matter.
+    """Return versions, processor, limits, communicators, models and the environment variables that matter.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def _checkpointers() -> list[dict[str, Any]]:
 
 
 def stats() -> dict[str, Any]:
-    """Counts since creation: `communicators` by group name, `models` in order of wrapping. No communication."""
+    """Return counts since creation: `communicators` by group name, `models` in order of wrapping. No communication."""
     return {
         "communicators": {g.name: g.comm.stats() for g in live_groups()},
         "models": [{"module": r.label, **r.stats()} for r in live_replicas()],
@@ -98,7 +98,7 @@ def _machine() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The processor's own name."""
+    """Return the processor's own name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -131,7 +131,7 @@ def _model(replica: Any) -> dict[str, Any]:
 
 
 def _offload(replica: Any) -> dict[str, Any]:
-    """Where optimizer state lies, if the user said so."""
+    """Return the place of the optimizer state, if the user chose one."""
     stores = list(replica.stores)
     if stores:
         found: dict[str, Any] = stores[0].describe()

@@ -1,8 +1,8 @@
-"""The two-shot exchange of wire bytes, over torch.distributed's group or over the engine's communicator.
+"""The two-step exchange of encoded slices, over torch.distributed's group or over the engine's communicator.
 
-A message has world_size equal slices. First shot: every rank gets its own slice of everybody's message. It folds them, in
-rank order, into the result of its slice. Second shot: everybody gets all results. So the fold of an element happens once,
-on one rank, and all ranks end with the same bytes. A rank sends 2 (W - 1) / W of its message in all.
+A message has world_size equal slices. In the first step every rank gets its own slice of all messages. It folds them,
+in rank order, into the result of its slice. In the second step all ranks get all results. The fold of an element
+happens once, on one rank, so all ranks end with the same bytes. A rank sends 2 (W - 1) / W of its message in all.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ _ALIGNMENT = 64
 
 
 class Exchange:
-    """begin() gives the message to fill, scatter() the W pieces to fold, result() where to, gather() the whole result.
+    """The protocol of an exchange: begin() gives the message to fill, scatter() the W pieces to fold, result() the
+    memory for the fold, gather() the whole result.
 
-    What is returned stays valid until the next begin(); gather()'s until the next gather(). Every rank calls alike.
+    Returned memory stays valid until the next begin(); gather()'s until the next gather(). Every rank calls alike.
 
     Attributes
     ----------
     rank, world_size : int
     wire_bytes : int
-        Sent by this rank to others so far: counted where bytes are handed over.
+        Bytes that this rank has sent to peers so far, counted where they are handed over.
     bucket_wire_bytes : tuple of int
-        The same of each bucket of the last complete round.
+        The same for each bucket of the last complete round.
     takes_part : bool
-        False on a rank whose contributions another one exchanges: it owes nothing.
+        False on a rank whose contributions another rank exchanges: it has no error to keep.
     on_device : bool
-        Whether messages lie on a GPU, where nothing of them is read by the host.
+        True if messages lie on a GPU, where the host reads nothing of them.
     """
 
     on_device = False
@@ -54,18 +55,18 @@ class Exchange:
         self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def begin_round(self) -> None:
-        """Forgets the buckets of a round that was cut short."""
+        """Forget the buckets of a round that was cut short."""
         self._before_bucket, self._buckets = self.wire_bytes, []
 
     def end_bucket(self, is_last: bool) -> None:
-        """What was sent since the last call was this bucket's."""
+        """Attribute bytes sent since the last call to this bucket."""
         self._buckets.append(self.wire_bytes - self._before_bucket)
         self._before_bucket = self.wire_bytes
         if is_last:
             self.bucket_wire_bytes, self._buckets = tuple(self._buckets), []
 
     def begin(self, slice_bytes: int) -> torch.Tensor:
-        """The message, uint8, world_size slices of slice_bytes; what was in it is anything."""
+        """Return the message: uint8, world_size slices of slice_bytes. Its contents are undefined."""
         self._slice_bytes = slice_bytes
         if self._whole.numel() < slice_bytes * self.world_size:
             self._whole = self._memory(slice_bytes * self.world_size)
@@ -75,55 +76,60 @@ class Exchange:
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def scatter(self) -> list[torch.Tensor]:
-        """Own slice of every rank's message, in rank order."""
+        """Return this rank's slice of every rank's message, in rank order."""
         self.wire_bytes += (self.world_size - 1) * self._slice_bytes
         return self._scatter(self._slice_bytes)
 
     def result(self) -> torch.Tensor:
-        """Where the fold of scatter()'s pieces goes, uint8."""
+        """Return the memory for the fold of scatter()'s pieces, uint8."""
         return self._result(self._slice_bytes)
 
     def gather(self) -> torch.Tensor:
-        """All ranks' results in rank order, contiguous uint8."""
+        """Return all ranks' results in rank order, contiguous uint8."""
         self.wire_bytes += (self.world_size - 1) * self._slice_bytes
         whole = self.whole()
         self._gather(whole, self._slice_bytes)
         return whole
 
     def swap(self) -> list[torch.Tensor] | None:
-        """In place of scatter() and gather(), where that costs no byte more: every rank's whole message, in rank order. Whoever has
-        them folds them all, into whole(). None, at once and on every rank, where it would cost more."""
+        """Return every rank's whole message in rank order, in place of scatter() and gather(), where that costs no more
+        bytes.
+
+        The caller folds every message into whole(). Return None, at once and on every rank, where it would cost more.
+        """
         return None
 
     def whole(self) -> torch.Tensor:
-        """Where gather() puts the result, uint8."""
+        """Return the memory into which gather() puts the result, uint8."""
         return self._whole[: self._slice_bytes * self.world_size]
 
     def agree(self, ok: bool) -> bool:
-        """In place of gather(), where each rank needs its own result alone: whether all ranks say ok. A byte from each."""
+        """Return True if all ranks pass `ok`. Replaces gather() where each rank needs its own result alone. Each rank
+        sends a byte.
+        """
         self.wire_bytes += self.world_size - 1
         return self._agree(ok)
 
-    # arithmetic on messages, where they lie; addresses
+    # arithmetic on messages in place; arguments are addresses
 
     def floats(self, numel: int) -> torch.Tensor:
-        """Memory beside the messages, float32; what is in it is anything."""
+        """Return memory beside the messages, float32. Its contents are undefined."""
         return torch.empty(numel, dtype=torch.float32, device="cpu")
 
     def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
-        """scatter()'s pieces, or what lies equally far into each, in rank order."""
+        """Return the addresses of scatter()'s pieces, or those equally far into each, in rank order."""
         fold(result, pieces, numel, dtype, op)
 
     def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
-        """Scales float32 and rounds it."""
+        """Scale and round float32 values."""
         half_encode(dtype, wire, source, numel, scale)
 
     def decode_half(self, dtype: str, out: int, wire: int, numel: int) -> None:
-        """Widens to float32."""
+        """Widen values to float32."""
         half_decode(dtype, out, wire, numel)
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The first of each pair becomes the second. Both are one-dimensional, dense and of one dtype."""
+        """Copy the first tensor of each pair to the second. Both are one-dimensional, dense and of one dtype."""
         for to, source in pairs:
             to.copy_(source)
 
@@ -144,7 +150,7 @@ class Exchange:
 
 
 class TorchExchange(Exchange):
-    """Over torch: all_to_all, all_gather, which a subclass gives."""
+    """A two-step exchange over torch; a subclass provides all_to_all and all_gather."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
@@ -184,7 +190,7 @@ class TorchExchange(Exchange):
 
 
 class GroupExchange(TorchExchange):
-    """Over a group of torch.distributed. `group` None: the default group; without one, one rank."""
+    """An exchange over a group of torch.distributed. `group` None: the default group; without one, one rank."""
 
     def __init__(self, group: Any) -> None:
         joined = dist.is_available() and dist.is_initialized()
@@ -206,20 +212,20 @@ class GroupExchange(TorchExchange):
         return bool(flag)
 
 
-#: of a message between hosts, and how many of them may be ahead of what came. Whole messages of megabytes, both ways at once,
-#: fill the link's queues: acknowledgements then wait behind data, and half of the link stands still
+#: bytes of a message between hosts, and the number of messages that may be sent ahead of those received. Whole messages
+#: of megabytes in both directions fill the link's queues: acknowledgements wait behind data, and half of the link idles
 _BLOCK_BYTES = 256 * 1024
 _BLOCKS_AHEAD = 6
 
 
 class GlooExchange(TorchExchange):
-    """Over a Gloo backend of our own, by messages of a few blocks between every two ranks.
+    """An exchange over a Gloo backend of our own, by messages of a few blocks between every two ranks.
 
     Parameters
     ----------
     gloo : Backend
     members : sequence of (int, str)
-        Rank in the wrapper's group, and host name, of each of its ranks: for messages.
+        The rank in the wrapper's group and the host name of each rank, for error messages.
     """
 
     def __init__(self, gloo: Any, members: Sequence[tuple[int, str]]) -> None:
@@ -228,7 +234,7 @@ class GlooExchange(TorchExchange):
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def swap(self) -> list[torch.Tensor] | None:
-        """Between two, of messages of one block: it is the number of messages that these cost."""
+        """Exchange messages of one block between two ranks: the number of messages determines their cost."""
         size = self._slice_bytes * self.world_size
         if self.world_size != 2 or size > _BLOCK_BYTES:
             return None
@@ -250,7 +256,9 @@ class GlooExchange(TorchExchange):
         self._swap([mine] * self.world_size, into, size)
 
     def _swap(self, to: list[torch.Tensor], into: list[torch.Tensor], size: int) -> None:
-        """Sends `to[peer]` to each peer, and receives `into[peer]`; a block goes out once one came, but for the first few."""
+        """Send `to[peer]` to each peer, and receive `into[peer]`. After the first few, a block is sent for each one
+        received.
+        """
         blocks = [slice(begin, begin + _BLOCK_BYTES) for begin in range(0, size, _BLOCK_BYTES)]
         receives = [[self._gloo.recv([into[peer][block]], peer, 0) for peer in self._peers] for block in blocks]
         sends = []
@@ -262,8 +270,8 @@ class GlooExchange(TorchExchange):
             self._wait(each)
 
     def _wait(self, works: list[Any]) -> None:
-        """One a peer."""
-        for peer, work in zip(self._peers, works):  # once each: a second wait for the same one never ends
+        """Wait for one operation a peer."""
+        for peer, work in zip(self._peers, works):  # once each: a second wait for the same operation never ends
             try:
                 work.wait()
             except RuntimeError as error:
@@ -277,10 +285,10 @@ class GlooExchange(TorchExchange):
 
 
 class HostExchange(Exchange):
-    """Over shared memory: a rank reads its pieces where the peers wrote them. Two barriers an exchange.
+    """An exchange over shared memory: a rank reads its pieces where the peers wrote them. It takes two barriers.
 
-    A rank's memory is its result, then its message, both at places that do not depend on the slice: after an exchange's second
-    barrier nobody reads messages any more, and after the next one's first barrier nobody reads results, so neither is ever
+    A rank's memory is its result, then its message, both at places that do not depend on the slice. After an exchange's
+    second barrier no rank reads messages, and after the next one's first barrier no rank reads results. So neither is
     overwritten while a slower rank reads it.
     """
 
@@ -291,7 +299,7 @@ class HostExchange(Exchange):
         self._parts: list[torch.Tensor] = []
 
     def _reserve(self, slice_bytes: int) -> None:
-        """Collective where it grows, and it grows alike on every rank."""
+        """Make memory for a slice. Collective where it grows, and it grows alike on every rank."""
         if slice_bytes <= self._capacity:
             return
         size = slice_bytes * (self.world_size + 1)
@@ -325,7 +333,7 @@ _single: dict[None, GroupExchange] = {}
 
 
 def group_exchange(group: Any) -> GroupExchange:
-    """The exchange over a torch group, made once a group; None is the default group."""
+    """Return the exchange over a torch group, made once a group; None is the default group."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     table: Any = _single if group is None else _exchanges
@@ -335,7 +343,7 @@ def group_exchange(group: Any) -> GroupExchange:
 
 
 def slice_numel(numel: int, world_size: int) -> int:
-    """Elements of a slice that holds a share of `numel`, a multiple of what keeps slices aligned."""
+    """Return the elements of a slice that holds this fraction of `numel`, a multiple of the alignment of slices."""
     share = -(-numel // world_size)
     return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
 
@@ -352,13 +360,13 @@ class _RealBucket:
     def gradients(self) -> list[torch.Tensor]:
         return [torch.view_as_real(gradient) for gradient in self._bucket.gradients()]
 
-    def __getattr__(self, name: str) -> Any:  # what a bucket does not have, this one does not either
+    def __getattr__(self, name: str) -> Any:  # attributes that the bucket lacks are missing here, too
         found = getattr(self._bucket, name)
         return (lambda: 2 * found()) if name == "slice_numel" else found
 
 
 def check_place(exchange: Exchange, buffer: torch.Tensor) -> None:
-    """Raises NotImplementedError for a bucket that is not where an exchange works."""
+    """Raise NotImplementedError for a bucket in memory where an exchange does not work."""
     if cuda.runtime.holds(buffer) and not exchange.on_device:
         raise NotImplementedError(
             "hooks of shardwright.hooks work on the CPU, and this bucket is on a GPU: there sw.wrap(..., compress=...) is, and torch's own hooks"
@@ -366,28 +374,31 @@ def check_place(exchange: Exchange, buffer: torch.Tensor) -> None:
 
 
 def real_bucket(bucket: Any) -> Any:
-    """`bucket`, or a view of it as real numbers if it is complex: what compressors work on."""
+    """Return `bucket`, or a view of it as real numbers if it is complex, for compressors."""
     return _RealBucket(bucket) if bucket.buffer().is_complex() else bucket
 
 
 def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """What a hook returns that has communicated already."""
+    """Return the completed future of a hook that has communicated already."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(result)
     return future
 
 
 def share_of(bucket: Any) -> tuple[int | None, bool]:
-    """Elements of a rank's slice of a bucket, None where the bucket does not say; and whether that slice alone is wanted."""
+    """Return the elements of a rank's slice of a bucket, None if the bucket does not say, and whether that slice alone
+    is
+    wanted.
+    """
     if not hasattr(bucket, "slice_numel"):
         return None, False
     return bucket.slice_numel(), bucket.keeps_slice()
 
 
 def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
-    """This rank's slice of begin()'s message, as elements of its dtype, averaged or summed over ranks in rank order.
+    """Return this rank's slice of begin()'s message in its dtype, averaged or summed over ranks in rank order.
 
-    Of one rank it is the message itself.
+    With one rank it is the message itself.
     """
     if exchange.world_size == 1:
         return message
@@ -396,7 +407,7 @@ def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tens
 
 
 def fold_message(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
-    """The same, and the whole of it."""
+    """Return the whole message of begin(), averaged or summed over ranks in rank order."""
     if exchange.world_size == 1:
         return message
     messages = exchange.swap()
@@ -413,8 +424,10 @@ def _fold(exchange: Exchange, result: torch.Tensor, pieces: Sequence[torch.Tenso
 
 
 def average_plain(exchange: Exchange, flat: torch.Tensor, share: int | None = None, keeps_slice: bool = False) -> None:
-    """The mean over ranks in place, in the dtype of `flat`, which is one-dimensional: no compression. Of the rank's own
-    `share` elements alone if `keeps_slice`: the rest is then anything."""
+    """Average over ranks in place, in the dtype of `flat`, which is one-dimensional. There is no compression.
+
+    With `keeps_slice` only this rank's `share` elements are averaged; the rest is then undefined.
+    """
     if exchange.world_size == 1:
         return
     share = share or slice_numel(flat.numel(), exchange.world_size)

@@ -1,10 +1,10 @@
-"""Which ranks train together, on which hosts, and the communicator that joins them. The only user of torch.distributed.
+"""The ranks that train together, their hosts, and the communicator that joins them. The only user of torch.distributed.
 
-One communicator a group, shared by all modules wrapped over it; its deadline is the latest wrapper's. It lives as long as torch's group does, not
-as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they still have one. At exit
-it is closed: a rank that leaves says so, and peers that wait for it learn it at once. Addresses, the secret and the map of hosts
-travel once, through torch's store (comm/rendezvous.py). Between hosts bytes go through a Gloo group of our own (comm/wire.py), which
-never adds two of them.
+All modules wrapped over one group share one communicator; its deadline is the latest wrapper's. It lives as long as
+torch's group, not as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they
+still have one. At exit it is closed. A rank that leaves says so, and peers that wait for it learn it at once.
+Addresses, the secret and the map of hosts travel once, through torch's store (comm/rendezvous.py). Between hosts bytes
+go through a Gloo group of our own (comm/wire.py), which only moves them and never adds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, barrier_of
 
 _logger = logging.getLogger("shardwright")
 
-#: A test's entry: the host of each rank, instead of what the handshake finds, whatever the group.
+#: A test's entry: the host of each rank, used for every group instead of the result of the handshake.
 _forced_hosts: Sequence[int] | None = None
 
 
@@ -47,52 +47,54 @@ class HostGroup:
     ----------
     comm : HostComm
     rank, world_size : int
-        Inside the group.
+        Numbers inside the group.
     name : str
         torch's name of the group.
     hosts : list of str
-        Each rank's host name; for messages alone.
+        Each rank's host name, for error messages alone.
     host_of : list of int
-        Each rank's host, numbered by their lowest rank: who can map whose memory.
+        Each rank's host, numbered by its lowest rank: ranks of one host map one another's memory.
     """
 
     def __init__(self, group: Any, name: str, timeout_s: float) -> None:
         self.name = name
-        self._group = (lambda: None) if group is None else weakref.ref(group)  # which is the key that it is found by
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # torch's group is the key of this object
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self._children: list[HostComm] = []
         #: DeviceLinks by GPU; they end before the host's communicator
         self.links: dict[Any, Any] = {}
         self._join(group, timeout_s)
-        if self.rank == self.host_of.index(self.host_of[self.rank]):  # the host's lowest
+        if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
             self._warn_of_threads()
         self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
-        self._leave.atexit = False  # _close_all does it
+        self._leave.atexit = False  # _close_all closes it
 
     @property
     def torch_group(self) -> Any:
-        """torch's; None without one."""
+        """Return torch's group; None without one."""
         return self._group()
 
     def is_of(self, torch_group: Any) -> bool:
-        """Whether these are the ranks of that very group of torch's; None: of its default one."""
+        """Return True if these are the ranks of this group of torch's; None is its default group."""
         return (torch_group if torch_group is not None else dist.group.WORLD) is self.torch_group
 
     @property
     def is_usable(self) -> bool:
-        """Whether neither the hosts' communicator nor one of the GPUs' has ended with an error: the thread that looks after the latter may
-        not have told the former yet."""
+        """Return True if neither the hosts' communicator nor one of the GPUs' has ended with an error.
+
+        The thread that watches a GPU's communicator may not have told the hosts' communicator yet.
+        """
         return self.comm.is_alive and not any(link.comm.has_failed for link in self.links.values())
 
     @property
     def host_count(self) -> int:
-        """Hosts that the ranks run on."""
+        """Return the number of hosts that the ranks run on."""
         return max(self.host_of) + 1
 
     @property
     def carriers(self) -> list[int]:
-        """The lowest rank of each host."""
+        """Return the lowest rank of each host."""
         found: list[int] = []
         for rank, host in enumerate(self.host_of):
             if host == len(found):  # hosts are numbered by their lowest rank
@@ -100,20 +102,23 @@ class HostGroup:
         return found
 
     def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
-        """The lowest rank of `rank`'s (this one's) replica on its host: its memory holds what these have one copy of."""
+        """Return the lowest rank of `rank`'s (this one's) replica on its host. Its memory holds data of which these
+        ranks
+        have one copy.
+        """
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
 
     def ranks_beside(self, slicing: Slicing) -> int:
-        """How many ranks share the host's copy of what `slicing` slices, this one among them."""
+        """Return the number of ranks that share the host's copy of the slices, this one among them."""
         return sum(self.host_of[rank] == self.host_of[self.rank] for rank in slicing.replica())
 
     def is_apart(self, slicing: Slicing) -> bool:
-        """Whether some replica's slices are updated on several hosts."""
+        """Return True if some replica's slices are updated on several hosts."""
         return self.host_count > 1 and (not slicing.is_replicated or slicing.crosses(self.host_of))
 
     def host_map(self) -> dict[str, str]:
-        """For describe(): what each host is called and which ranks it has, the one that carries first."""
+        """Return each host's name and its ranks, the carrier first, for describe()."""
         ranks: list[list[int]] = [[] for _ in range(self.host_count)]
         for rank, host in enumerate(self.host_of):
             ranks[host].append(rank)
@@ -123,7 +128,7 @@ class HostGroup:
         }
 
     def _join(self, group: Any, timeout_s: float) -> None:
-        """Meets the other ranks, and joins them: first those of this host, then other hosts."""
+        """Meet the other ranks and join them: first those of this host, then other hosts."""
         host, failure = socket.gethostname(), ""
         try:
             self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=host, log=_logger.warning)
@@ -164,12 +169,12 @@ class HostGroup:
         return meeting.meet(line, _forced_hosts), meeting
 
     def _join_host(self, met: Meeting) -> None:
-        """Joins the ranks of this host through memory."""
+        """Join the ranks of this host through memory."""
         addresses, hosts = [each.address for each in met.here], [each.host for each in met.here]
         self.comm.connect(addresses, met.secret, hosts, members=[each.rank for each in met.here])
 
     def _join_hosts(self, met: Meeting, meeting: Rendezvous, host: str, timeout_s: float) -> None:
-        """Joins the other hosts through a wire between their lowest ranks."""
+        """Join the other hosts through a wire between their lowest ranks."""
         bridge = None
         carriers = self.carriers
         try:
@@ -179,13 +184,13 @@ class HostGroup:
                 gloo = self.gloo_group("wire", carriers, timeout_s, connects_late=self.host_count > wire.EAGER_HOSTS)
                 bridge = wire.Wire(gloo, carriers, met.secret, others, lambda: _exits)
         except (RuntimeError, MemoryError, OSError) as error:
-            with contextlib.suppress(RuntimeError):  # it has ended already
+            with contextlib.suppress(RuntimeError):  # the wire has ended already
                 self.comm.abort(str(error))
             raise
         self.comm.extend(self.host_of, host, wire=bridge)
 
     def _warn_of_threads(self) -> None:
-        """Where this host's ranks compute on more threads than they have cores: as a rule nobody has meant that."""
+        """Warn where this host's ranks compute on more threads than they have cores, which is seldom intended."""
         here, mask = self._here, 0
         for each in here:
             mask |= int(each.cores, 16)
@@ -200,22 +205,23 @@ class HostGroup:
 
     @property
     def is_closed(self) -> bool:
-        """Whether close() was called."""
+        """True once close() was called."""
         return not self._leave.alive
 
     def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float, connects_late: bool = False) -> Any:
-        """A Gloo group of our own over `ranks` of this one, this rank among them: a backend, without torch's dispatch.
-        Collective over `ranks` alone; its timeout is for finding one another too.
+        """Return a Gloo group of our own over `ranks` of this one, this rank among them: a backend, without torch's
+        dispatch.
 
-        torch's new_group() would either need every rank of the job, or name the group after the number of groups that a
-        process has: ranks that are in different numbers of groups would wait for one another in vain.
+        Collective over `ranks` alone; its timeout bounds the rendezvous, too. torch's new_group() would either need
+        every rank of the job, or name the group after the number of groups that a process has. Ranks that are in
+        different numbers of groups would then wait for one another in vain.
         """
         store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
         return wire.make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
 
     def join_inside(self, timeout_s: float) -> HostComm | None:
-        """A communicator of the ranks of this rank's host alone, in order; None for one alone. Collective over all hosts."""
+        """Return a communicator of this host's ranks, in order; None for a single rank. Collective over all hosts."""
         here = [rank for rank in range(self.world_size) if self.host_of[rank] == self.host_of[self.rank]]
         comm, said, failure = None, {"address": "", "secret": "", "failure": ""}, None
         if len(here) > 1:
@@ -230,13 +236,11 @@ class HostGroup:
                 said = {**said, "address": comm.address, "secret": secrets.token_hex(SECRET_BYTES)}
             except (MemoryError, OSError) as error:
                 said["failure"] = str(error)
-        everyone = [
-            json.loads(each) for each in self.comm.all_gather_bytes(json.dumps(said).encode(), "joining a host")
-        ]
-        if comm is not None and not any(each["failure"] for each in everyone):
+        answers = [json.loads(each) for each in self.comm.all_gather_bytes(json.dumps(said).encode(), "joining a host")]
+        if comm is not None and not any(each["failure"] for each in answers):
             try:
-                secret = bytes.fromhex(everyone[here[0]]["secret"])
-                comm.connect([everyone[rank]["address"] for rank in here], secret, [self.hosts[rank] for rank in here])
+                secret = bytes.fromhex(answers[here[0]]["secret"])
+                comm.connect([answers[rank]["address"] for rank in here], secret, [self.hosts[rank] for rank in here])
                 self._children.append(comm)
             except (RuntimeError, MemoryError, OSError) as error:
                 said["failure"], failure = str(error), error
@@ -253,11 +257,12 @@ class HostGroup:
         return comm
 
     def close(self) -> None:
-        """Takes leave of the peers, once; those that wait for this rank get a CommError. No effect in a forked child."""
+        """Leave the group, once; peers that wait for this rank get a CommError. No effect in a forked child."""
         self._leave()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
-        """Values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters stay.
+        """Broadcast the values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters
+        stay.
 
         Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
         """
@@ -272,7 +277,7 @@ class HostGroup:
                     tensor.copy_(copy)
 
     def highest_rank_where(self, condition: bool, label: str) -> int:
-        """The highest rank on which `condition` holds, -1 if none. Collective."""
+        """Return the highest rank on which `condition` holds, -1 if none. Collective."""
         verdicts = self.comm.all_gather_bytes(b"\1" if condition else b"\0", label)
         return max((rank for rank, verdict in enumerate(verdicts) if verdict == b"\1"), default=-1)
 
@@ -282,14 +287,15 @@ def _row_major(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def comm_error(message: str, rank: int = -1, host: str = "") -> CommError:
-    """A CommError with its attributes set."""
+    """Return a CommError with its attributes set."""
     error = CommError(message)
     error.rank, error.host = rank, host
     return error
 
 
 def _place() -> str:
-    """Equal for processes under one running kernel in one network namespace; empty where it cannot be known."""
+    """Return a text that is equal for processes under one running kernel in one network namespace; empty if it is
+    unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -297,12 +303,14 @@ def _place() -> str:
         return ""
 
 
-#: meetings so far, by the name and the ranks of their group: alike on these ranks
+#: rendezvous so far, by the name and the ranks of their group: alike on these ranks
 _meetings: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
 
 
 def _next_meeting(name: str, group: Any) -> str:
-    """What all ranks call the next meeting of `group`, and no other meeting of this job is called."""
+    """Return the name of the next rendezvous of `group`, equal on all its ranks and used by no other rendezvous of this
+    job.
+    """
     ranks = tuple(dist.get_process_group_ranks(group))
     _meetings[name, ranks] += 1
     digest = hashlib.sha256(json.dumps([name, ranks]).encode()).hexdigest()[:16]
@@ -320,20 +328,20 @@ _single: dict[None, HostGroup] = {}
 
 
 def live_groups() -> list[HostGroup]:
-    """Every communicator of this process that is in use."""
+    """Return every communicator of this process that is in use."""
     return [group for group in (*_single.values(), *_groups.values()) if not group.is_closed]
 
 
 def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
     """Return torch's group for these options; None for a single rank without one.
 
-    `trains`: whether a module is to train over it. Without a launcher a default group of one rank is made then, as it is where a
-    launcher starts one rank, and one line says so.
+    `trains` says that a module will train over it. Without a launcher a default group of one rank is made then, like
+    that of a launcher that starts one rank, and the log has a line about it.
 
     Raises
     ------
     ValueError
-        This rank is not part of the group.
+        If this rank is not part of the group.
     """
     if device_mesh is not None:
         process_group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of_mesh(device_mesh)
@@ -365,7 +373,7 @@ _mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakr
 
 
 def _group_of_mesh(device_mesh: Any) -> Any:
-    """Over all its dimensions. Collective over its ranks where it has none yet."""
+    """Return the group over all dimensions of a mesh. Collective over its ranks where it has none yet."""
     ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
     if dist.get_rank() not in ranks:
         raise ValueError(
@@ -381,35 +389,32 @@ def _group_of_mesh(device_mesh: Any) -> Any:
 
 
 def mesh_rows(device_mesh: Any, group: Any) -> list[list[int]]:
-    """The ranks of `group` in each row of a mesh of two dimensions, which is made of them."""
+    """Return the ranks of `group` in each row of a mesh of two dimensions."""
     return [[dist.get_group_rank(group, rank) for rank in row] for row in device_mesh.mesh.tolist()]
 
 
 def group_ranks(group: Any) -> list[int]:
-    """The global numbers of the ranks of torch's `group`; None: one rank."""
+    """Return the global numbers of the ranks of torch's `group`; None: one rank."""
     return [0] if group is None else list(dist.get_process_group_ranks(group))
 
 
 def _join(launch: Launch) -> None:
-    """Makes the default process group."""
+    """Make the default process group."""
     if not launch.master_addr:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    elif launch.launcher == "torchrun":  # its own way: after a restart its agent keeps the store
+    elif launch.launcher == "torchrun":  # torchrun's own way: after a restart its agent keeps the store
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", init_method=launch.init_method, rank=launch.rank, world_size=launch.world_size)
 
 
 def is_default_group(group: Any) -> bool:
-    """Whether `group` is what an unpickled copy would find."""
+    """Return True if an unpickled copy would find `group`."""
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)
 
 
 def host_group(group: Any, timeout_s: float) -> HostGroup:
-    """The communicator of torch's `group`, made at its first use (collective then) and shared afterwards.
-
-    One that ended with an error, on whatever rank, gives way to a new one.
-    """
+    """Return the communicator of torch's `group`, made at its first use (collective then) and shared afterwards."""
     table: Any = _single if group is None else _groups
     found = table.get(group)
     if found is not None and found.is_usable:
@@ -441,23 +446,26 @@ def _close_all() -> None:
 
 
 def _close_comms(comm: HostComm, children: list[HostComm], links: dict[Any, Any], pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not take leave in its parent's name
+    if os.getpid() == pid:  # a forked child must not leave in its parent's name
         # A row's link before the one of all ranks, whose end would be taken for its failure.
         ends = *reversed(links.values()), *children, comm
-        with contextlib.ExitStack() as closing:  # all of them, whatever interrupts one
+        with contextlib.ExitStack() as closing:  # close all of them, even if an interrupt stops one
             for each in reversed(ends):
                 closing.callback(each.close)
 
 
 def group_size(group: Any) -> int:
-    """Ranks of torch's `group` (None: the default one); 1 where there is none."""
+    """Return the number of ranks of torch's `group` (None: the default one); 1 if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size(group)
 
 
 def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
-    """Every rank's `row`, over torch's `group`: by a sum with zeros, which every backend has for its devices, and which is exact."""
+    """Return every rank's `row`, over torch's `group`.
+
+    It is a sum with zeros, which is exact and which every backend has for its devices.
+    """
     rows = row.new_zeros(dist.get_world_size(group), row.numel())
     rows[dist.get_rank(group)] = row
     dist.all_reduce(rows, group=group)
@@ -465,7 +473,7 @@ def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, .
 
 
 def describe_group() -> str:
-    """One line for describe(): what torch.distributed is in this process."""
+    """Return one line for describe(): the state of torch.distributed in this process."""
     if not dist.is_available():
         return "torch.distributed is not in this build of torch"
     if not dist.is_initialized():

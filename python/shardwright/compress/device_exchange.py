@@ -1,8 +1,8 @@
-"""The two-shot exchange of wire bytes between GPUs, and blocks over it (PowerSGD: compress/device_powersgd.py).
+"""The two-step exchange of encoded slices between GPUs, and blocks over it (PowerSGD: compress/device_powersgd.py).
 
-Everything is enqueued: arithmetic on torch's current stream, which the collectives on the communicator's stream follow and are
-followed by. Nothing of a message is read by the host; what it decides on the CPU, whether errors are kept, a verdict in the
-GPU's memory says to the kernels.
+Everything is enqueued. Arithmetic runs on torch's current stream, collectives on the communicator's stream, and each
+follows the other. The host reads nothing of a message. On the CPU it decides whether errors are kept; here a verdict in
+the GPU's memory tells the kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .state import CompressionState
 
 
 class DeviceExchange(Exchange):
-    """Over the communicator of a link. `like`: any tensor on its GPU."""
+    """An exchange over the communicator of a link. `like`: any tensor on its GPU."""
 
     on_device = True
 
@@ -40,7 +40,7 @@ class DeviceExchange(Exchange):
         self._said = self._received = self._like
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory on the GPU, which collectives may use."""
+        """Return memory on the GPU that collectives may use."""
         made: torch.Tensor = cuda.runtime.zeros(numel, dtype, self._like)
         return made
 
@@ -49,7 +49,7 @@ class DeviceExchange(Exchange):
 
     def _message(self, slice_bytes: int) -> torch.Tensor:
         size = slice_bytes * self.world_size
-        if self._said.numel() < size:  # the streams have met since a collective used the old ones
+        if self._said.numel() < size:  # the streams have met since a collective used the old tensors
             self._said, self._received = self._memory(size), self._memory(size)
         return self._said[:size]
 
@@ -64,7 +64,7 @@ class DeviceExchange(Exchange):
 
     @property
     def received_address(self) -> int:
-        """Rank r's piece that scatter() has brought lies r slices on; the own one is in the message."""
+        """Return the addresses of scatter()'s pieces: rank r's lies r slices on, this rank's own in the message."""
         return self._received.data_ptr()
 
     def _result(self, slice_bytes: int) -> torch.Tensor:
@@ -74,11 +74,13 @@ class DeviceExchange(Exchange):
         self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
 
     def agree(self, ok: bool) -> bool:
-        """Streams order the ranks' messages, so there is nothing to wait for; and hosts decide nothing here."""
+        """Return True: streams order the ranks' messages, and the host decides nothing here."""
         return ok
 
     def tell(self, flags: torch.Tensor) -> int:
-        """Of world_size + 1 int32 each rank has set its own; the last one becomes the sum of all ranks'. Its address."""
+        """Sum world_size + 1 int32, of which each rank has set its own, into the last one on all ranks. Return its
+        address.
+        """
         world, stream = self.world_size, self.link.current_stream()
         self.wire_bytes += 4 * (world - 1)
         begin, last = flags.data_ptr(), flags.data_ptr() + 4 * world
@@ -91,7 +93,7 @@ class DeviceExchange(Exchange):
 
     def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
         own = self.rank
-        other = int(own == 0)  # received ones are equally far apart
+        other = int(own == 0)  # received pieces are equally far apart
         rest = pieces[other] - other * self._slice_bytes
         device_fold(
             self.link.comm,
@@ -114,7 +116,10 @@ class DeviceExchange(Exchange):
         device_cast(self.link.comm, out, "float32", wire, dtype, numel, 1.0, self.link.current_stream())
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
-        """In one launch for each 64; with the address of a verdict, unless that is 1."""
+        """Call a kernel with at most 64 pieces a launch and the address of a verdict; it does nothing where the verdict
+        is
+        1.
+        """
         copies = [
             (to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs if to.numel()
         ]
@@ -123,7 +128,7 @@ class DeviceExchange(Exchange):
 
 
 class OnDevice(CompressionState):
-    """A state whose exchange, and what it keeps, are a GPU's."""
+    """A state whose exchange and tensors are on a GPU."""
 
     @property
     def _device(self) -> DeviceExchange:
@@ -137,7 +142,9 @@ class OnDevice(CompressionState):
 
 
 class DeviceBlockState(OnDevice, BlockState):
-    """BlockState whose exchange, errors and scratch memory are a GPU's. A pass is one launch over all parts of a message."""
+    """A BlockState whose exchange, errors and scratch memory are on a GPU. A pass is one launch over all parts of a
+    message.
+    """
 
     _flags = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -168,7 +175,7 @@ class DeviceBlockState(OnDevice, BlockState):
             device_block_owe(comm, *codec, owed, verdict, float(world), stream)
 
     def _take_all(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
-        """Every rank's results are decoded, and errors kept. Where the verdict lies."""
+        """Decode every rank's results, and keep errors. Return the address of the verdict."""
         comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
         size, verdict = self._record_bytes, self._flags.data_ptr()
         whole = exchange.gather().data_ptr()
@@ -179,7 +186,7 @@ class DeviceBlockState(OnDevice, BlockState):
         return verdict
 
     def _take_own(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
-        """This rank's results alone are decoded, and before that the errors of all parts kept. Where the verdict lies."""
+        """Keep the errors of all parts, then decode this rank's results alone. Return the address of the verdict."""
         comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
         size, first, verdict = self._record_bytes, exchange.rank * count, 0
         result = exchange.result().data_ptr()
@@ -199,7 +206,10 @@ class DeviceBlockState(OnDevice, BlockState):
         return verdict
 
     def _reserve(self, exchange: DeviceExchange, count: int) -> int:
-        """Where what rounding left out of the sums goes; 0 if nobody owes it. The verdicts have a place then, too."""
+        """Return the address for the rounding error of the sums; 0 if no rank keeps it. Makes the memory of the
+        verdicts,
+        too.
+        """
         if not self.error_feedback:
             return 0
         if self._rest.numel() < count * self.block:

@@ -143,10 +143,12 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
     NotImplementedError
         If torch has no set_all_reduce_hook, or parameters are not on the CPU.
 
-    Notes ----- FSDP2 averages over the sharded dimension, the hook over the replicas: together the mean over all ranks.
-    Inside set_requires_gradient_sync(False) neither runs. Parameters are not broadcast: replicas must start equal, as
-    in FSDP2 itself. PowerSGD compresses a rank's slice of each matrix. State belongs to this rank's slices and can be
-    loaded on a mesh with the same dimensions. Cost: the compressor's, on 1/S of the gradients.
+    Notes
+    -----
+    FSDP2 averages over the sharded dimension, the hook over the replicas: together the mean over all ranks. Inside
+    set_requires_gradient_sync(False) neither runs. Parameters are not broadcast: replicas must start equal, as in FSDP2
+    itself. PowerSGD compresses a rank's slice of each matrix. State belongs to this rank's slices and can be loaded on
+    a mesh with the same dimensions. Cost: the compressor's, on 1/S of the gradients.
 
     Examples
     --------

@@ -10,8 +10,10 @@ buckets never mix.
 
 Annotations are objects here, not strings, because torch compares them.
 
-References ---------- Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization, NeurIPS 2019.
+References
+----------
+Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS
+2019.
 """
 
 from typing import Any
@@ -91,9 +93,11 @@ def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.fut
     -------
     Future of the buffer, averaged in place.
 
-    Notes ----- Contributions are divided by W in float32 and cast in the same pass, so they overflow at 65504 W, like
-    torch's. An element is off by at most 2^-11 (mean magnitude + magnitude of the mean), plus 2^-25 each below 2^-14.
-    Cost: 4 (W - 1) / W bytes an element a rank.
+    Notes
+    -----
+    Contributions are divided by W in float32 and cast in the same pass, so they overflow at 65504 W, like torch's. An
+    element is off by at most 2^-11 (mean magnitude + magnitude of the mean), plus 2^-25 each below 2^-14. Cost: 4 (W -
+    1) / W bytes an element a rank.
     """
     return run_half(group_exchange(process_group), bucket, torch.float16)
 
@@ -116,10 +120,12 @@ def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
         A group (None: the default one) means blocks of 256 without error feedback; a BlockState may say otherwise.
     bucket : GradBucket
 
-    Notes ----- Blocks are counted from each parameter's start, so values do not depend on how parameters are cut into
-    buckets. An element is off by at most 1/254 of the greatest magnitude in its block, once for the mean of the
-    contributions and once for the result. An infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1
-    + 4 / block) bytes an element a rank.
+    Notes
+    -----
+    Blocks are counted from each parameter's start, so values do not depend on how parameters are cut into buckets. An
+    element is off by at most 1/254 of the greatest magnitude in its block, once for the mean of the contributions and
+    once for the result. An infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1 + 4 / block) bytes
+    an element a rank.
     """
     _block_state(state, 8).average(real_bucket(bucket))
     return done(bucket.buffer())
@@ -137,8 +143,10 @@ def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: N802, torch's name
     """Average `bucket` through matrices of low rank. See PowerSGDState.
 
-    Notes ----- A bucket takes two exchanges. Cost: rank * (rows + columns) floats for each compressed matrix; other
-    parameters travel whole.
+    Notes
+    -----
+    A bucket takes two exchanges. Cost: rank * (rows + columns) floats for each compressed matrix; other parameters
+    travel whole.
     """
     if not isinstance(state, PowerSGDState):
         raise TypeError(

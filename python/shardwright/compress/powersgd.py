@@ -62,10 +62,12 @@ class PowerSGDState(CompressionState):
     ValueError
         If a value is out of range.
 
-    Notes ----- The error is each rank's own, (I - P Pᵀ) v, so it does not grow with other ranks' contributions. It is
-    never stored: the memory holds v. If a bucket's P is not finite on some rank, the state is unchanged on every rank
-    and the compressed gradients are NaN. If P is finite but Q overflows, the state restarts. Memory: one element of
-    error_dtype an element, and 2 rank (rows + columns) float32.
+    Notes
+    -----
+    The error is each rank's own, (I - P Pᵀ) v, so it does not grow with other ranks' contributions. It is never stored:
+    the memory holds v. If a bucket's P is not finite on some rank, the state is unchanged on every rank and the
+    compressed gradients are NaN. If P is finite but Q overflows, the state restarts. Memory: one element of error_dtype
+    an element, and 2 rank (rows + columns) float32.
     """
 
     kind = "PowerSGD"

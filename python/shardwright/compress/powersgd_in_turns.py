@@ -7,8 +7,10 @@ before.
 Both errors are projections of v, and this rank's own. The state does not change until the average is known to be
 finite.
 
-References ---------- Zhang, Li, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed Deep
-Learning, ICDCS 2023 (ACP-SGD).
+References
+----------
+Zhang, Li, Shi, Chu, Li, Evaluation and Optimization of Gradient Compression for Distributed Deep Learning, ICDCS 2023
+(ACP-SGD).
 """
 
 from __future__ import annotations

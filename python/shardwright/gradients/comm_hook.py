@@ -1,8 +1,9 @@
 """A user's communication hook in torch's protocol: torch's own hooks run unchanged.
 
-Instead of the engine's fold, the hook gets each bucket at the end of the round (or earlier, on a thread: gradients/comm_thread.py), in
-order, as an object that answers what torch.distributed.GradBucket answers, and returns a future of the result. Padding between parameters is zero.
-Parameters that no rank used keep their bytes, whatever the hook does to the bucket.
+The hook replaces the engine's fold. It gets each bucket in order at the end of the round (or earlier, on a thread:
+gradients/comm_thread.py) as an object with the methods of torch.distributed.GradBucket, and returns a future of the
+result. Padding between parameters is zero. Parameters that no rank used keep their bytes, whatever the hook does to the
+bucket.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .._engine import Error, Reducer
 from ..layout.shard_mesh import Slicing
 from ..layout.views import dense_strides, dtype_name
 
-#: cuts lie on such boundaries (csrc/tensor/layout.h)
+#: cuts lie at multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
 
 
 class GradBucket:
-    """What torch.distributed.GradBucket is to a hook, and, for hooks of our own, what a bucket of ours knows besides."""
+    """A bucket with the methods of torch.distributed.GradBucket and, for hooks of our own, more facts."""
 
     def __init__(self, bucket: _Bucket, flat: torch.Tensor, index: int, is_last: bool, used: list[bool]) -> None:
         self._bucket = bucket
@@ -34,66 +35,69 @@ class GradBucket:
         self._used = used
 
     def index(self) -> int:
-        """Position of the bucket in the round, from 0."""
+        """Return the position of the bucket in the round, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """The whole bucket, one-dimensional: this rank's contributions, not divided. Written in place as one likes."""
+        """Return the whole bucket, one-dimensional: this rank's contributions, not divided. It may be written in
+        place."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of buffer(), one a parameter, of its shape."""
+        """Return views of buffer(), one a parameter, of its shape."""
         base = self._buffer.storage_offset()
         return [
             self._buffer.as_strided(*layout, base + o) for layout, o in zip(self._bucket.layouts, self._bucket.offsets)
         ]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of gradients()."""
+        """Return the parameters, in the order of gradients()."""
         return self._bucket.parameters
 
     def is_last(self) -> bool:
-        """Whether no bucket follows in this round."""
+        """Return True if no bucket follows in this round."""
         return self._is_last
 
     def used(self) -> list[bool]:
-        """Whether some rank used the parameter in this round, in the order of parameters(). torch's bucket has no such thing."""
+        """Return, for each of parameters(), True if some rank used it in this round. torch's bucket has no such
+        method."""
         return self._used
 
     def slice_numel(self) -> int:
-        """Elements of each rank's slice of the bucket. torch's bucket has no such thing."""
+        """Return the elements of each rank's slice of the bucket. torch's bucket has no such method."""
         return self._bucket.slice_numel
 
     def keeps_slice(self) -> bool:
-        """Whether the result is wanted in this rank's slice of buffer() alone. torch's bucket has no such thing."""
+        """Return True if the result is needed in this rank's slice of buffer() alone. torch's bucket has no such
+        method."""
         return self._bucket.keeps_slice
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces buffer(), by one of the same number of elements."""
+        """Replace buffer() by a tensor of the same number of elements."""
         if buffer.numel() != self._buffer.numel():
             raise ValueError(f"set_buffer needs {self._buffer.numel()} elements, got {buffer.numel()}")
         self._buffer = buffer
 
 
 class HookRunner:
-    """Runs `hook(state, bucket)` for the buckets of a reducer.
+    """A runner that calls `hook(state, bucket)` for the buckets of a reducer.
 
     Parameters
     ----------
     reducer : Reducer
     parameters : sequence of Parameter
-        As attached to the reducer.
+        The parameters attached to the reducer.
     like : sequence of Tensor
-        Tensors with their shapes and strides: a parameter may be released.
+        Tensors with the parameters' shapes and strides: a parameter may be released.
     world_size : int
     state : object
-        Passed to the hook.
+        The first argument of the hook.
     hook : callable
-        `hook(state, bucket)` gives a Future of a tensor (or of a list of one), or the tensor itself.
+        A function that returns a Future of a tensor (or of a list of one), or the tensor itself.
     wanted : Wanted
     over_all : bool
-        The hook gives the mean over all ranks, whatever was asked for: it is multiplied by all ranks over those that count
-        (join). Else what it gives is taken as it is.
+        True if the hook always gives the mean over all ranks: it is multiplied by all ranks over those that count
+        (join). Else its result is used unchanged.
     """
 
     def __init__(
@@ -123,11 +127,11 @@ class HookRunner:
         self.job(bucket, is_last, is_early)()
 
     def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
-        """What the hook is to do with a bucket, of its place in the round as jobs are asked for, by whatever thread.
+        """Return the hook's job for a bucket, with its place in the round. Jobs are asked for in order, on any thread.
 
-        `is_early`: before ranks have said what they used, since this one used all of it.
+        `is_early` says that ranks have not exchanged their use bits yet; this rank used all of the bucket.
         """
-        # a round that an exception cut short is followed by one that begins again
+        # after a round that an exception cut short the next one begins again
         self._position = self._position + 1 if bucket > self._previous else 0
         self._previous = bucket
         it = self._buckets[bucket]
@@ -135,18 +139,18 @@ class HookRunner:
         return functools.partial(self._average, it, self._position, is_last, used, is_early)
 
     def finish_early(self, buckets: Iterable[int]) -> None:
-        """Of buckets averaged before ranks have said whether they count: at the end of the round."""
+        """Rescale, at the end of the round, buckets that were averaged before ranks exchanged whether they count."""
         for bucket in buckets:
             self._divide(self._buckets[bucket].flat())
 
     def _divide(self, flat: torch.Tensor) -> None:
-        """Means over all ranks become means over those that count."""
+        """Turn means over all ranks into means over those that count."""
         count = self._count()
         if count != self._world_size:
             flat.mul_(self._world_size / count)
 
     def _count(self) -> int:
-        """Ranks that the mean is over."""
+        """Return the number of ranks that the mean is over."""
         return self._divisor() if self._over_all else self._world_size
 
     @torch.no_grad()
@@ -173,12 +177,15 @@ class HookRunner:
 
 
 class SlicedHookRunner(HookRunner):
-    """The same where a rank keeps its slices of the averages apart from the buckets (zero >= 2, in a pool).
+    """A runner where a rank keeps its slices of the averages apart from the buckets (zero >= 2, in a pool).
 
-    A bucket is then a slot that others use too; the hook leaves the average in this rank's slice of it, and it goes on from
-    there. A contribution on top of a standing average came without it: the owner adds its share of that to the result.
-    A user's hook is asked for the whole result, in buckets of the length that they have at zero=0: the order in which its collectives add may
-    depend on that. So is ours where a slice has several owners (a mesh of two dimensions): it knows one owner a slice.
+    A bucket is then a slot that other buckets use, too. The hook leaves the average in this rank's slice of it. A
+    contribution on top of a standing average arrived without it: the owner adds its part of the standing average to the
+    result.
+
+    A user's hook is asked for the whole result, in buckets of the length that they have at zero=0: the order in which
+    its collectives add may depend on that. The same holds for our hooks where a slice has several owners (a mesh of two
+    dimensions), since they know one owner a slice.
     """
 
     def __init__(
@@ -223,14 +230,14 @@ class SlicedHookRunner(HookRunner):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Of a bucket's result: where it lies, and how much of it counts.
+    """The place of a bucket's result, and the part of it that counts.
 
     Attributes
     ----------
     in_slots : bool
-        Buckets lie in slots, which others use too: where one lies is asked anew each time.
+        True if buckets lie in slots that other buckets use, too: each use asks for the address anew.
     slice_alone : bool
-        This rank's slice of the result is enough.
+        True if this rank's slice of the result is enough.
     """
 
     in_slots: bool = False
@@ -238,7 +245,7 @@ class Wanted:
 
 
 class _Bucket:
-    """What lies where in a bucket."""
+    """The places of parameters in a bucket."""
 
     def __init__(
         self,
@@ -261,7 +268,7 @@ class _Bucket:
             if parameter.dtype != dtype:
                 raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(parameter.dtype)}")
         ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
-        # as if every rank had a slice of its own: a compressor's bits do not depend on who keeps what
+        # as if every rank had a slice of its own: a compressor's bits do not depend on the owners of slices
         self.slice_numel = _slice_numel(max(ends, default=0), world_size, dtype)
         self._end = self.numel if wanted.slice_alone else max(ends, default=0)
         self._gaps = [(a, b) for a, b in zip([0, *ends], [*self.offsets, self._end]) if b > a]
@@ -270,7 +277,7 @@ class _Bucket:
         self._dtype = dtype
 
     def flat(self) -> torch.Tensor:
-        """All of it, one-dimensional; without the padding at its end where the whole result is wanted."""
+        """Return the whole bucket, one-dimensional; without the padding at its end where the whole result is needed."""
         if self._in_slots or self._flat is None:  # a slot may have moved
             get, bucket = self._memory
             self._flat = from_dlpack(get(bucket))[: self._end]
@@ -282,7 +289,7 @@ class _Bucket:
 
 
 def _slice_numel(numel: int, world_size: int, dtype: torch.dtype) -> int:
-    """Elements of a slice, as the engine's layout cuts a bucket of `numel` into one a rank."""
+    """Return the elements of a slice, by the engine's layout of a bucket of `numel` with one slice a rank."""
     aligned = _SLICE_BYTES // dtype.itemsize
     return -(-numel // (world_size * aligned)) * aligned
 
@@ -292,7 +299,7 @@ def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _value_of(result: Any) -> torch.Tensor:
-    if hasattr(result, "wait"):  # torch.futures.Future, or the C++ one beneath it, or a Work's
+    if hasattr(result, "wait"):  # torch.futures.Future, or the C++ object beneath it, or a Work's
         result = result.wait()
     if isinstance(result, (list, tuple)) and len(result) == 1:
         result = result[0]

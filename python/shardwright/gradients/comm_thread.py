@@ -1,11 +1,11 @@
-"""Buckets that are averaged beside the backward: a thread a wrapper, which takes them in the order in which they come.
+"""A thread a wrapper that averages buckets beside the backward, in the order in which they are handed over.
 
-The reducer hands a bucket over as soon as all its gradients lie in it, in index order; what is not complete by then, or used by
-other ranks alone, follows at the end of the backward, which waits for all of them. The thread exchanges over communicators of its
-own: the wrapper's may be needed by the backward meanwhile (SyncBatchNorm). All ranks hand over the same buckets in the same order,
-whenever each of them comes to it.
+The reducer hands a bucket over as soon as all its gradients lie in it, in index order. Buckets that are incomplete by
+then, or used by other ranks alone, follow at the end of the backward, which waits for all of them. The thread exchanges
+over communicators of its own, since the backward may use the wrapper's meanwhile (SyncBatchNorm). All ranks hand over
+the same buckets in the same order, at any time.
 
-A failure ends the round's other buckets on this rank, and is raised where the round is waited for.
+A failure ends the round's other buckets on this rank, and is raised by the wait for the round.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, Protocol
 
 from .._engine import CommTimeoutError, HostComm
 
-#: beyond the deadline of the exchanges themselves, which know more about what failed
+#: seconds beyond the deadline of the exchanges themselves, whose errors say more about the cause
 _GRACE_S = 2.0
-#: how long a program that ends waits for threads in the middle of a bucket
+#: seconds that an ending program waits for threads in the middle of a bucket
 _LEAVE_S = 1.0
 #: threads with a bucket under way
 _busy: set[threading.Thread] = set()
 
 
 class Runner(Protocol):
-    """What is to be done with a bucket: see HookRunner."""
+    """The work on one bucket: see HookRunner."""
 
     def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]: ...
 
@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 class _Round:
-    """What became of the buckets handed over since the last wait()."""
+    """The results of the buckets handed over since the last wait()."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -47,17 +47,17 @@ class _Round:
 
 
 class BucketThread:
-    """Runs the buckets of `runner` on a thread, begun at the first one.
+    """A thread for the buckets of `runner`, started at the first one.
 
     Parameters
     ----------
     runner : Runner
     comm : HostComm
-        The wrapper's: its deadline is that of a wait, and it ends when one passes.
+        The wrapper's communicator. Its deadline bounds a wait, and it ends when that passes.
     label : str
-        Of the model, in messages.
+        The model's name in messages.
     lease : object
-        What the buckets are exchanged over, held for as long as the thread may use it.
+        The communicators of the exchange, held for as long as the thread may use them.
     """
 
     def __init__(self, runner: Runner, comm: HostComm, label: str, lease: object) -> None:
@@ -70,7 +70,7 @@ class BucketThread:
         end.atexit = False
 
     def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
-        """Hands a bucket over; its gradients and its memory are the thread's until wait()."""
+        """Hand a bucket over; its gradients and its memory belong to the thread until wait()."""
         if self._thread is None:
             self._thread = _begin(self._jobs, self._done, self._lease)
         self._round.under_way += 1
@@ -78,11 +78,11 @@ class BucketThread:
         self._jobs.put((self._round, self._runner.job(bucket, is_last, is_early)))
 
     def is_under_way(self) -> bool:
-        """Whether buckets were handed over since the last wait()."""
+        """Return True if buckets were handed over since the last wait()."""
         return self._round.under_way > 0
 
     def wait(self) -> None:
-        """Until all buckets handed over are averaged. Raises what failed, once, and then begins anew."""
+        """Wait until all buckets handed over are averaged. Raise an error once, and then begin anew."""
         while self._round.under_way:
             try:
                 self._done.get(timeout=self._comm.timeout_s + _GRACE_S)
@@ -107,7 +107,7 @@ def _begin(jobs: Any, done: Any, lease: object) -> threading.Thread:
 
 
 def _run(jobs: Any, done: Any, lease: object) -> None:
-    """Holds nothing of a wrapper between jobs, so that one that is dropped ends."""
+    """Run jobs. Between jobs hold nothing of a wrapper, so that a dropped wrapper ends."""
     me = threading.current_thread()
     while (job := jobs.get()) is not None:
         its_round, run = job
@@ -124,11 +124,14 @@ def _run(jobs: Any, done: Any, lease: object) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Of a program that ends while a bucket is under way: a thread that comes back from Gloo into an interpreter that is gone
-    ends the program by SIGABRT. Where peers are gone too, it comes back at once."""
+    """Wait for threads with a bucket under way as the program ends.
+
+    A thread that returns from Gloo into an interpreter that has ended would end the program by SIGABRT. If peers have
+    left, too, it returns at once.
+    """
     deadline_s = time.monotonic() + _LEAVE_S
     while _busy and time.monotonic() < deadline_s:
         time.sleep(1e-3)
 
 
-os.register_at_fork(after_in_child=_busy.clear)  # it has no such thread
+os.register_at_fork(after_in_child=_busy.clear)  # another operating system: it has no such thread

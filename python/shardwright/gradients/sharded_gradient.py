@@ -1,8 +1,8 @@
-"""ShardedGradient: what `.grad` is at zero >= 2, where a rank keeps only its slice of each averaged gradient.
+"""ShardedGradient: the `.grad` at zero >= 2, where a rank keeps only its slice of each averaged gradient.
 
-It has its parameter's shape and dtype and no memory of its own, and answers rightly what training loops ask of gradients:
-norms (torch's clip_grad_norm_), scaling by a number, GradScaler's unscaling, zeroing, and the next backward's accumulation.
-Everything else raises and names sw.full_gradients: a slice must never be taken for the whole.
+It has its parameter's shape and dtype and no memory of its own. It supports the operations of training loops: norms
+(torch's clip_grad_norm_), scaling by a number, GradScaler's unscaling, zeroing, and the next backward's accumulation.
+Every other operation raises and names sw.full_gradients: a slice must never be taken for the whole.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ aten = torch.ops.aten
 
 
 class GradientBoard:
-    """What the gradients of one module answer together: norms over all ranks, and votes.
+    """The answers that gradients of one module give together: norms over all ranks, and agreements.
 
     Parameters
     ----------
     comm : HostComm
     reducer : Reducer
     label : str
-        Of the model, in messages.
+        The model's name in messages.
     speaks : bool
-        Whether norms count this rank's slices; else another owner's.
+        True if norms count this rank's slices; else another owner's count.
     """
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
@@ -37,24 +37,24 @@ class GradientBoard:
         self._pieces: dict[int, torch.Tensor] = {}  # not the gradients: they hold the board, and autograd holds them
         self._factors: list[list[Any]] = []
         self._factors_of = -1
-        self._scalings = 0  # of factors that were accepted
+        self._scalings = 0  # factors that all ranks accepted
         self._norms: dict[float, dict[int, float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
         self._factor: tuple[torch.Tensor, int, float] | None = None
         self.announce: Callable[..., None] = lambda *_: (
             None
-        )  # what ranks that joined must be told; see parallel/join.py
+        )  # tells joined ranks which collective comes; see parallel/join.py
 
     def join(self, index: int, piece: torch.Tensor) -> None:
-        """`piece` is this rank's slice of the gradient of parameter `index`, alike on all ranks."""
+        """Add `piece`, this rank's slice of the gradient of parameter `index`, alike on all ranks."""
         self._pieces[index] = piece
 
     def scaled(self, index: int, name: str, factor: float) -> None:
-        """A gradient was scaled: norms that were asked before hold no longer, and ranks must have done the same."""
+        """Note that a gradient was scaled: earlier norms no longer hold, and all ranks must have done the same."""
         self.factors().append([index, name, factor])
 
     def number(self, factor: Any) -> float:
-        """A factor's value. On a GPU the host waits for it, and gradients are as a rule scaled one by one by the same tensor."""
+        """Return a factor's value. On a GPU the host waits for it; usually one tensor scales all gradients in turn."""
         if not isinstance(factor, torch.Tensor):
             return float(factor)
         version = -1 if factor.is_inference() else factor._version
@@ -63,9 +63,10 @@ class GradientBoard:
         return self._factor[2]
 
     def factors(self) -> list[list[Any]]:
-        """[index, "mul_" or "div_", factor] of what was scaled since accept_factors(): compared between ranks before a step.
+        """Return [index, "mul_" or "div_", factor] of each scaling since accept_factors(). Ranks compare it before a
+        step.
 
-        A round keeps those that still count: of gradients on top of which some rank's contribution was.
+        A round keeps scalings that still count: those of gradients on top of which some rank contributed.
         """
         rounds = self._reducer.stats()["rounds"]
         if rounds != self._factors_of:
@@ -74,12 +75,14 @@ class GradientBoard:
         return self._factors
 
     def accept_factors(self) -> None:
-        """Ranks have compared their factors, which are the same."""
+        """Clear the factors after ranks have compared them and agree."""
         self._scalings += len(self._factors)
         self._factors = []
 
     def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
-        """Of one parameter's gradient. The first one asked after a round is one collective for all; the rest are kept.
+        """Return the norm of one parameter's gradient. The first one after a round is one collective for all; the rest
+        are
+        cached.
 
         `averaged` raises Error where the gradient is not averaged yet; then all ranks raise it.
         """
@@ -93,7 +96,7 @@ class GradientBoard:
         return self._norms[order][index]
 
     def gather_norms(self, order: float, averaged: Callable[[], object] = lambda: None) -> dict[int, float]:
-        """Of every gradient, by index. Collective."""
+        """Return the norm of every gradient, by index. Collective."""
         count = len(self._pieces)
 
         def answer() -> bytes:
@@ -107,13 +110,15 @@ class GradientBoard:
         return {index: _whole(column, order) for index, column in zip(self._pieces, zip(*rows))}
 
     def any_rank(self, overflowed: Callable[[], bool]) -> bool:
-        """Whether a gradient overflowed on some rank. Collective. Where `overflowed` raises Error on some rank, all raise."""
+        """Return True if a gradient overflowed on some rank. Collective. If `overflowed` raises Error on some rank, all
+        raise.
+        """
         said = gather_answers(self._comm, lambda: bytes([overflowed()]), "whether a gradient overflowed")
         return b"\1" in said
 
 
 def _partial(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """A rank's share of a norm, a float64 scalar: what adds up, or the extreme."""
+    """Return a rank's part of a norm, a float64 scalar: a sum of powers, or the extreme."""
     wide = piece.abs().double()
     if piece.numel() == 0:
         return wide.new_full((), float("inf") if order == float("-inf") else 0.0)
@@ -165,10 +170,10 @@ class ShardedGradient(torch.Tensor):
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         made.piece = piece
-        # All of the average that this rank holds, `piece` included: more than it where gradients are staged.
+        # all elements of the average on this rank, `piece` included: more than it where gradients are staged
         made._held = piece if held is None else held
-        made._cleared = False  # zeroed since the last round: the average stands for nothing here
-        made._pending = None  # what backwards have added since the last round; the engine takes it
+        made._cleared = False  # zeroed since the last round: the average no longer stands
+        made._pending = None  # the sum of later backwards since the last round; the engine takes it
         made._board, made._index = board, index
         board.join(index, piece)
         return made
@@ -180,7 +185,7 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)}, {self.piece.numel()} elements on this rank{pending})"
 
     def averaged_piece(self) -> torch.Tensor:
-        """`piece`, if nothing was added since it was averaged."""
+        """Return `piece`, if nothing was added since it was averaged."""
         if self._pending is not None:
             raise Error(
                 "a gradient holds what a backward inside no_sync() added, which is not averaged yet: run a backward outside of "
@@ -195,14 +200,18 @@ class ShardedGradient(torch.Tensor):
         raise Error("a gradient of which this rank keeps a slice cannot be pickled: see sw.full_gradients")
 
     def share_memory_(self) -> Any:
-        """module.share_memory() comes here, past the dispatch of operations: torch would read memory that is not there."""
+        """Raise: module.share_memory() calls this past the dispatch of operations, and torch would read memory that is
+        not
+        there.
+        """
         raise Error(
             "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"
         )
 
     @property
     def data(self) -> Any:
-        """Itself. Assigned, it would be changed past the dispatch of operations, and the slice would stay."""
+        """Return the gradient itself. An assignment would bypass the dispatch of operations, and the slice would
+        stay."""
         return self
 
     @data.setter
@@ -216,7 +225,7 @@ class ShardedGradient(torch.Tensor):
         raise Error("a gradient of which this rank keeps a slice has no memory to lend: see sw.full_gradients")
 
     def apply_(self, callable: Any) -> Any:
-        """It and its like read memory past the dispatch."""
+        """Raise: it and similar methods read memory past the dispatch."""
         raise Error("a gradient of which this rank keeps a slice has no elements to visit: see sw.full_gradients")
 
     def map_(self, tensor: Any, callable: Any) -> Any:
@@ -266,7 +275,7 @@ def _scaled(name: str) -> Callable[..., Any]:
 
 
 def _zero(grad: Any) -> Any:
-    grad._cleared = True  # the slice stays: other ranks may not have cleared their share of it
+    grad._cleared = True  # the slice stays: other ranks may not have cleared theirs
     grad._pending = None
     return grad
 
@@ -285,7 +294,8 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
         return torch.linalg.vector_norm(nothing, order, dtype=dtype)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
     norm = grad._board.norm(grad._index, float(order), grad.averaged_piece)
-    return torch.full((), norm, dtype=dtype or real, device=grad.device)  # which copies nothing to a GPU: no wait
+    # a CPU scalar copies nothing to a GPU: no wait
+    return torch.full((), norm, dtype=dtype or real, device=grad.device)
 
 
 def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
@@ -296,7 +306,7 @@ def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
 
 
 def _each(name: str) -> Callable[..., Any]:
-    """A foreach form: of the gradients one by one, ours or not."""
+    """Handle a foreach operation gradient by gradient, for ours and others."""
 
     def apply(grads: Any, factors: Any = None) -> None:
         several = isinstance(factors, (list, tuple))

@@ -105,7 +105,9 @@ class Accelerator(accelerate.Accelerator):
         would train each by itself, as it does under torchrun on a host without GPUs: set ACCELERATE_USE_CPU=1, or pass
         cpu=True.
 
-    Notes ----- Models, optimizers, loaders and schedulers may be prepared in any order and in several calls. With
+    Notes
+    -----
+    Models, optimizers, loaders and schedulers may be prepared in any order and in several calls. With
     mixed_precision="fp16" on the CPU this class creates a torch.amp.GradScaler; the stock class trains in float32
     without a warning. Call save_state(), load_state() and get_state_dict() on every rank. A launch of one process wraps
     nothing.

@@ -1,7 +1,7 @@
 """transformers' Trainer with shardwright.
 
-    from shardwright.integrations.transformers import Trainer trainer = Trainer(model=model, args=args,
-    train_dataset=data, zero=2)       # the rest of the program stays unchanged
+    from shardwright.integrations.transformers import Trainer
+    trainer = Trainer(model=model, args=args, train_dataset=data, zero=2)       # the rest of the program stays unchanged
 
 The Trainer creates its accelerator itself; it is turned into shardwright's before it prepares anything. Saving and
 loading read and write whole parameters and full optimizer states, so checkpoints are those of the stock class at every
@@ -37,8 +37,10 @@ class TrainerMixin:
     zero, compress, partition, wrap_options
         See Accelerator.
 
-    Notes ----- Launch several CPU processes with ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Every rank saves and
-    loads checkpoints, as in the Trainer itself.
+    Notes
+    -----
+    Launch several CPU processes with ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Every rank saves and loads
+    checkpoints, as in the Trainer itself.
     """
 
     def __init__(

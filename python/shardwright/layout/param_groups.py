@@ -1,7 +1,7 @@
-"""Which parameters are gathered together: the cut of a module into units.
+"""The cut of a module into units: parameters that are gathered together.
 
-A unit is a module, and holds the parameters of its subtree that no unit inside it holds; the outermost module is always one.
-A parameter that several modules hold belongs to the innermost unit around all of them.
+A unit is a module, and holds the parameters of its subtree that no unit inside it holds; the outermost module is always
+one. A parameter that several modules hold belongs to the innermost unit around all of them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .param_table import ParameterTable
 _MIB = 1024 * 1024
 #: bytes of parameters from which a module is a unit where units are cut by size
 _SIZE_BYTES = 32 * _MIB
-#: their forward is not what runs
+#: containers, whose forward does not run
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def mark_of(module: torch.nn.Module) -> Any:
-    """What fully_shard said of a module (fully_shard.Mark); None if nothing."""
+    """Return the mark that fully_shard left on a module (fully_shard.Mark); None if there is none."""
     return getattr(type(module), "_shardwright_mark", None)
 
 
 def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> None:
-    """ValueError for a module that fully_shard was called on, if it is wrapped as anything but what that means."""
+    """Raise ValueError for a module that fully_shard was called on, if it is wrapped in another way."""
     marked = next((name for name, each in module.named_modules() if mark_of(each) is not None), None)
     if marked is not None and (zero != 3 or share_parameters is not False):
         raise ValueError(
@@ -38,14 +38,15 @@ def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> No
 
 
 def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -> None:
-    """NotImplementedError for what fully_shard said of an inner module, if the outermost's engine would do something else in silence.
+    """Raise NotImplementedError for options of fully_shard on an inner module that the outermost module's engine would
+    silently ignore.
 
     Parameters
     ----------
     module : Module
-        The outermost.
+        The outermost module.
     ranks : nested list of int
-        That slice it: one list, or one of rows. Global numbers.
+        The ranks that slice it, by global numbers: one list, or a list of rows.
     ignored : collection of str
         Names of the parameters that the engine leaves alone.
     """
@@ -70,27 +71,27 @@ def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -
 
 
 def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collection[str]) -> bool:
-    """Whether an inner module has parameters, and the outermost one's engine leaves all of them alone."""
+    """Return True if an inner module has parameters, and the outermost one's engine leaves all of them alone."""
     own = [names[id(p)] for p in module.parameters()]
     return bool(own) and all(name in ignored for name in own)
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitPlan:
-    """One unit.
+    """The plan of one unit.
 
     Attributes
     ----------
     name : str
-        Of the module in the outermost one; "" for that itself.
+        The module's name in the outermost one; "" for the outermost.
     module : Module
-        Whose forward the parameters are whole for.
+        The module for whose forward the parameters are whole.
     indices : tuple of int
-        Its parameters, in the table's numbers.
+        Its parameters' numbers in the table.
     reshard_after_forward : bool
-        Whether it is released between its forward and its backward.
+        True if it is released between its forward and its backward.
     beside : tuple of (str, Module)
-        Other modules of the unit, and their names: those of a list that fully_shard was called on.
+        Other modules of the unit and their names, if fully_shard was called on a list.
     """
 
     name: str
@@ -109,7 +110,7 @@ class UnitPlan:
 
 
 def comparable(units: Any) -> Any:
-    """The option as ranks compare it: types by their names, in whatever order they were given."""
+    """Return the option in a form that ranks compare: types by sorted names."""
     types = unit_types(units)
     return sorted(f"{each.__module__}.{each.__qualname__}" for each in types) if types else units
 
@@ -117,9 +118,10 @@ def comparable(units: Any) -> Any:
 def cut(
     module: torch.nn.Module, table: ParameterTable, units: Any = "auto", reshard_after_forward: bool = True
 ) -> list[UnitPlan]:
-    """The units of `module`, the outermost first, then in the order of modules().
+    """Return the units of `module`, the outermost first, then in the order of modules().
 
-    The outermost unit is whole from its forward to the end of its backward: it is needed last in the one, first in the other.
+    The outermost unit is whole from its forward to the end of its backward: it is the last that the forward needs, and
+    the first that the backward needs.
     """
     chosen = _choose(module, table, units)
     first = _first_of_each(module, chosen)
@@ -149,7 +151,8 @@ def cut(
 
 
 def _first_of_each(module: torch.nn.Module, chosen: Collection[int]) -> dict[int, torch.nn.Module]:
-    """The identity of each module of a list that fully_shard was called on -> the first of them, whose unit it is."""
+    """Map the identity of each module of a list that fully_shard was called on to the first of them, which has the
+    unit."""
     found: dict[int, torch.nn.Module] = {}
     lists: dict[int, torch.nn.Module] = {}
     for each in module.modules():
@@ -160,7 +163,7 @@ def _first_of_each(module: torch.nn.Module, chosen: Collection[int]) -> dict[int
 
 
 def _choose(module: torch.nn.Module, table: ParameterTable, units: Any) -> set[int]:
-    """Identities of the modules that are units, but for the outermost."""
+    """Return the identities of the modules that are units, without the outermost."""
     if units == "auto":
         held = {id(p) for p in table.parameters}
         marked = {
@@ -176,13 +179,15 @@ def _choose(module: torch.nn.Module, table: ParameterTable, units: Any) -> set[i
 
 
 def _holds_none(module: torch.nn.Module, held: Collection[int]) -> bool:
-    """Whether all of its parameters are left alone: it is no unit, and may have an engine of its own."""
+    """Return True if all parameters of a module are left alone: it is no unit, and may have an engine of its own."""
     own = list(module.parameters())
     return bool(own) and not any(id(p) in held for p in own)
 
 
 def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost modules that have a sibling of the same class with parameters of the same names, shapes and dtypes."""
+    """Return the outermost modules that have a sibling of the same class with parameters of the same names, shapes and
+    dtypes.
+    """
     found: list[torch.nn.Module] = []
     waiting = [module]
     while waiting:
@@ -199,7 +204,9 @@ def _kind(module: torch.nn.Module) -> Any:
 
 
 def _by_size(module: torch.nn.Module, least_bytes: int) -> set[int]:
-    """Innermost first: a module is a unit once what no unit inside it holds reaches `least_bytes`."""
+    """Return units by size, innermost first: a module is one once the parameters outside its inner units reach
+    `least_bytes`.
+    """
     chosen: set[int] = set()
     taken: set[int] = set()
 
@@ -218,7 +225,7 @@ def _by_size(module: torch.nn.Module, least_bytes: int) -> set[int]:
 
 
 def _paths(module: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
-    """Name of each module, under every name that it has -> the modules from the outermost to it."""
+    """Map each name of each module to the modules from the outermost to it."""
     found = {"": [module]}
     for name, each in module.named_modules(remove_duplicate=False):
         if name:

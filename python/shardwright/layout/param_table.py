@@ -1,7 +1,7 @@
 """The table of a wrapped module's parameters and buffers, and the proof that all ranks have the same one.
 
-Ranks that disagree about names, order, shapes, dtypes or strides would average different things into each other without
-any error in sight. A digest is compared first (32 bytes a rank); only ranks that disagree exchange their tables.
+Ranks that disagree about names, order, shapes, dtypes or strides would silently average unrelated values. A digest is
+compared first (32 bytes a rank); only ranks that disagree exchange their tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .views import dense_strides, dtype_name
 
 @dataclasses.dataclass(frozen=True)
 class ParameterTable:
-    """What takes part: parameters in registration order, tied ones once, and buffers.
+    """The trained state of a module: parameters in registration order, tied ones once, and buffers.
 
     Attributes
     ----------
@@ -38,12 +38,12 @@ class ParameterTable:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether all of it is on a GPU; it is on one device."""
+        """Return True if all of it is on a GPU; it is on one device."""
         return bool(cuda.runtime.holds(self.parameters[0]))
 
     @classmethod
     def of(cls, module: torch.nn.Module, ignored: frozenset[str]) -> ParameterTable:
-        """Raises what cannot take part, by name."""
+        """Raise for tensors that cannot take part, by name."""
         pairs = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         buffers = {name: b for name, b in module.named_buffers() if name not in ignored}
         for name, parameter in pairs:
@@ -58,8 +58,11 @@ class ParameterTable:
         return cls(tuple(name for name, _ in pairs), tuple(p for _, p in pairs), buffers)
 
     def check_apart(self) -> None:
-        """Error where a parameter shares elements with another tensor of the module: parameters are about to move, each to
-        memory of its own, and what was one would be two in silence. (A parameter in several places is one.)"""
+        """Raise Error where a parameter shares elements with another tensor of the module.
+
+        Parameters are about to move, each to memory of its own, so tensors that shared elements would silently part.
+        (One parameter under several names is allowed.)
+        """
         tensors: list[tuple[str, torch.Tensor]] = [*zip(self.names, self.parameters), *self.buffers.items()]
         spans = sorted((*_span(tensor), at) for at, (_, tensor) in enumerate(tensors) if tensor.numel())
         for position, (begin, end, at) in enumerate(spans):
@@ -74,11 +77,11 @@ class ParameterTable:
                     )
 
     def rows(self) -> list[tuple[str, int, str, bool]]:
-        """(name, numel, dtype, requires_grad) a parameter: what the reducer is made from."""
+        """Return (name, numel, dtype, requires_grad) of each parameter, from which the reducer is made."""
         return [(n, p.numel(), dtype_name(p.dtype), p.requires_grad) for n, p in zip(self.names, self.parameters)]
 
     def description(self, settings: Mapping[str, Any]) -> list[list[str]]:
-        """[what, value] lines that must be equal on every rank, the first difference first."""
+        """Return [item, value] lines that must be equal on every rank, the most telling difference first."""
         lines = [
             [f"parameter {i}", _sentence(n, p, with_gradient=True)]
             for i, (n, p) in enumerate(zip(self.names, self.parameters))
@@ -133,13 +136,13 @@ def _check_one_device(pairs: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses [begin, end) between which its elements lie."""
+    """Return the addresses [begin, end) between which a tensor's elements lie."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr(), tensor.data_ptr() + (extent + 1) * tensor.element_size()
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors whose spans meet have a byte in common; both may have gaps, in which the other lies."""
+    """Return True if two tensors whose spans meet have a byte in common; each may lie in gaps of the other."""
     first = min(a.data_ptr(), b.data_ptr())
     touched = torch.zeros(max(_span(a)[1], _span(b)[1]) - first, dtype=torch.bool, device="cpu")
 
@@ -168,10 +171,10 @@ def verify(
     what: str,
     refusal: Exception | None = None,
 ) -> None:
-    """Error, the same sentence on every rank, unless all ranks have the same description. Collective.
+    """Raise Error, the same sentence on every rank, unless all ranks have the same description. Collective.
 
-    A rank that cannot describe anything passes why as `refusal`, which it gets back; the others get an Error that quotes
-    it. Cost: 32 bytes a rank when they agree.
+    A rank that cannot describe anything passes its error as `refusal` and raises it; the other ranks raise an Error
+    that quotes it. Cost: 32 bytes a rank when they agree.
     """
     encoded = json.dumps(description, separators=(",", ":")).encode()
     digests = gather(hashlib.sha256(encoded).digest(), "digest of the parameter table")

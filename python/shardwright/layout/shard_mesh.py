@@ -1,10 +1,11 @@
-"""Who owns which slice of a bucket: one slice a rank, or, on a mesh of two dimensions, one a column, owned by all of it.
+"""The owners of the slices of a bucket: one slice a rank or, on a mesh of two dimensions, one a column, owned by all of
+it.
 
     mesh (replicate, shard)      slices        replicas
         0 1 2                    0 1 2         0 0 0
         3 4 5                    0 1 2         1 1 1
 
-Arithmetic only. A row is a *replica*: its ranks together own every slice once. Owners of one slice fold it out of the same
+Arithmetic only. A row is a *replica*: its ranks together own every slice once. Owners of one slice fold the same
 contributions and step on it with the same state, so they keep the same bits.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Of one group of ranks, seen from one of them.
+    """The slices of one group of ranks, seen from one of them.
 
     Attributes
     ----------
@@ -37,7 +38,10 @@ class Slicing:
 
     @classmethod
     def of_rows(cls, rank: int, rows: Sequence[Sequence[int]]) -> Slicing:
-        """`rows`: the ranks of each replica, in the order of their slices; every rank once. One row is no replication."""
+        """Make the slicing of `rows`: the ranks of each replica in the order of their slices, every rank once.
+
+        One row is no replication.
+        """
         if len(rows) == 1:
             return cls.one_a_rank(rank, len(rows[0]))
         place = {member: (column, row) for row, members in enumerate(rows) for column, member in enumerate(members)}
@@ -46,52 +50,52 @@ class Slicing:
 
     @functools.cached_property
     def count(self) -> int:
-        """Slices of a bucket."""
+        """Return the number of slices of a bucket."""
         return max(self.of_rank) + 1
 
     @property
     def is_replicated(self) -> bool:
-        """Whether a slice has several owners."""
+        """Return True if a slice has several owners."""
         return self.count < len(self.of_rank)
 
     @property
     def own(self) -> int:
-        """This rank's slice."""
+        """Return the number of this rank's slice."""
         return self.of_rank[self.rank]
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's slices count where all owners' together are one too many: of each, one does."""
+        """Return True if this rank's slices count in a sum over all ranks: one owner of each slice counts."""
         return self.replica_of_rank[self.rank] == 0
 
     def crosses(self, host_of: Sequence[int]) -> bool:
-        """Whether the ranks of some replica, of several, are on different hosts."""
+        """Return True if the ranks of some replica, of several, are on different hosts."""
         return self.is_replicated and any(len({host_of[rank] for rank in row}) > 1 for row in self.rows())
 
     def first_owner(self, index: int) -> int:
-        """The rank whose slice `index` counts."""
+        """Return the rank whose slice `index` counts."""
         return next(r for r, of in enumerate(self.of_rank) if of == index and self.replica_of_rank[r] == 0)
 
     def replica(self, rank: int | None = None) -> list[int]:
-        """The ranks of `rank`'s (this one's), in order."""
+        """Return the ranks of `rank`'s (this one's) replica, in order."""
         mine = self.replica_of_rank[self.rank if rank is None else rank]
         return [each for each, replica in enumerate(self.replica_of_rank) if replica == mine]
 
     def rows(self) -> list[list[int]]:
-        """The ranks of each replica, in the order of their slices."""
+        """Return the ranks of each replica, in the order of their slices."""
         found: list[list[int]] = [[0] * self.count for _ in range(max(self.replica_of_rank) + 1)]
         for rank, (column, row) in enumerate(zip(self.of_rank, self.replica_of_rank)):
             found[row][column] = rank
         return found
 
     def for_engine(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """What Reducer and HostComm.all_gather take."""
+        """Return the form of this that Reducer and HostComm.all_gather take."""
         return (self.of_rank, self.replica_of_rank) if self.is_replicated else None
 
     def run(self, numel: int, place: tuple[int, int], rank: int) -> tuple[int, int]:
-        """[begin, end) of the elements of a parameter that `rank` owns; empty ones are (0, 0).
+        """Return [begin, end) of the elements of a parameter that `rank` owns; empty ones are (0, 0).
 
-        `numel`: of its bucket. `place`: its first element there, and how many.
+        `numel` is the bucket's. `place` is the parameter's first element in it, and its number of elements.
         """
         begin, size = place
         width = numel // self.count

@@ -1,7 +1,7 @@
-"""Which elements of a parameter a rank owns, and where they lie: what memories of parameters have in common.
+"""The elements of a parameter that a rank owns, and their places: common to all memories of parameters.
 
-Parameters lie as their gradients do: a bucket has the gradients' layout, so a slice of the one is stepped on with a slice of
-the other.
+A bucket of parameters has the layout of its gradients, so a slice of parameters is stepped on with a slice of
+gradients.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .._engine import Arena, Reducer
 
 
-#: cuts lie on such boundaries (csrc/tensor/layout.h)
+#: cuts lie at multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
-#: that Outcomes takes a rank
+#: bytes that Outcomes takes a rank
 OUTCOME_BYTES = 2 * _SLICE_BYTES
 
 
@@ -38,16 +38,17 @@ class Copies(Protocol):
 
 
 class Storage:
-    """Parameters as the rest of the package sees them, whichever memory they lie in: at zero=0 just this, whole on each rank.
+    """Parameters in any memory, as the rest of the package sees them. At zero=0 this class alone: whole parameters on
+    each rank.
 
     Attributes
     ----------
     reason : str
-        Why slices are broadcast instead of gathered; empty if they are not.
+        The reason why slices are broadcast instead of gathered; empty if they are not.
     shared : bool
-        A host has one copy.
+        True if a host has one copy.
     releases : bool
-        Parameters are whole only while they are used, in units that a schedule gathers.
+        True if parameters are whole only while they are used, in units that a schedule gathers.
     """
 
     reason = ""
@@ -59,62 +60,63 @@ class Storage:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the memory that this storage made for parameters; 0 where they stay in their own."""
+        """Return the bytes of the memory that this storage made for parameters; 0 where they stay in their own."""
         return 0
 
     def like(self, index: int) -> torch.Tensor:
-        """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
+        """Return a tensor of a parameter's shape, strides and dtype, whatever replaces it now. It must not be read."""
         return self._table.parameters[index]
 
     def layouts(self) -> list[torch.Tensor] | None:
-        """like() of every parameter, where parameters do not have it themselves at all times."""
+        """Return like() of every parameter, where parameters do not always have their shape themselves; else None."""
         return None
 
     def places(self) -> Callable[[], list[int]] | None:
-        """What tells where the data of every parameter should be now, if it moves."""
+        """Return a function that gives the expected address of every parameter's data, if it moves."""
         return None
 
     def adopt(self, index: int) -> None:
-        """A parameter trains from now on."""
+        """Note that a parameter trains from now on."""
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, all parameters are whole."""
+        """Keep all parameters whole inside."""
         return contextlib.nullcontext()
 
     def plan(self) -> dict[str, Any]:
-        """For describe()."""
+        """Return facts for describe()."""
         return {}
 
     def stats(self) -> dict[str, Any]:
-        """Counts of what was gathered."""
+        """Return counts of gathers."""
         return {}
 
     def accept_writes(self) -> None:
-        """Parameters were written where that is allowed, or by the engine."""
+        """Note that parameters were written where that is allowed, or by the engine."""
 
     def arrange_hooks(self) -> None:
-        """Parameters are whole in all hooks of the user's modules, whenever they were registered."""
+        """Keep parameters whole in all hooks of the user's modules, whenever they were registered."""
 
     def follow(self, copies: Copies) -> None:
         """Make low-precision copies while parameters are whole."""
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join: what is called with a unit before it is gathered, where ranks that joined must gather it, too."""
+        """Inside a join: have `announce` called with a unit before it is gathered, where joined ranks must gather
+        it, too."""
 
     def gather_anew(self) -> None:
-        """At the end of a join: units are as after a step, whatever each rank has gathered. Collective where gathering is."""
+        """Gather units as after a step, whatever each rank has gathered, at the end of a join. Collective for units."""
 
     def give_back(self, together: bool = False) -> None:
-        """The parameters are this rank's own again. `together`: all ranks call it at once."""
+        """Give the parameters back to this rank. `together`: all ranks call it at once."""
 
 
 class SliceRuns:
-    """Which elements of each parameter a rank owns.
+    """The elements of each parameter that a rank owns.
 
     Parameters
     ----------
     reducer : Reducer
-        Its layout places parameters as it places their gradients.
+        The reducer whose layout places parameters like their gradients.
     slicing : Slicing
     """
 
@@ -125,7 +127,9 @@ class SliceRuns:
         self._stepped: set[int] = set()  # buckets with parameters that train, or have
 
     def is_stepped(self, index: int) -> bool:
-        """Whether a parameter trains, or has: one that is frozen later is stepped on for as long as it has a gradient."""
+        """Return True if a parameter trains, or has trained: one that is frozen later is stepped on while it has a
+        gradient.
+        """
         return self._reducer.place(index)[0] in self._stepped
 
     def publish_all(self) -> None:
@@ -134,14 +138,16 @@ class SliceRuns:
         self.publish()  # type: ignore[attr-defined]
 
     def take_writes(self) -> None:
-        """Where slices are apart from the parameters that a program sees: those take what it has written to these."""
+        """Update slices that are apart from the parameters that a program sees from values that it has written to
+        those."""
 
     def is_published(self, index: int) -> bool:
         """Return whether publish() makes this rank's slice of a parameter visible where a program sees it whole."""
         return False
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
-        """[begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0, 0)."""
+        """Return [begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0,
+        0)."""
         bucket, begin, numel = self._reducer.place(index)
         return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
 
@@ -154,7 +160,7 @@ class SliceRuns:
         return bucket, first, high - low
 
     def own_run(self, index: int) -> tuple[int, int]:
-        """run(index, this rank), kept."""
+        """Return run(index, this rank), cached."""
         if index not in self._runs:
             self._runs[index] = self.run(index, self._slicing.rank)
         return self._runs[index]
@@ -166,42 +172,45 @@ class ParameterSlices(Storage, SliceRuns):
     Parameters
     ----------
     reducer : Reducer
-        Its layout places parameters as it places their gradients.
+        The reducer whose layout places parameters like their gradients.
     table : ParameterTable
     slicing : Slicing
     label : str
-        Of the model, in messages.
+        The model's name in messages.
     """
 
     def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
         SliceRuns.__init__(self, reducer, slicing)
         self._table, self._label = table, label
         self._moved: set[int] = set()  # buckets
-        self._flat: dict[int, torch.Tensor] = {}  # of a parameter, where it lies now
+        self._flat: dict[int, torch.Tensor] = {}  # a parameter's tensor at its current place
 
     def flat(self, index: int) -> torch.Tensor:
-        """All elements of a parameter in memory order: a one-dimensional alias of the memory that it was moved to."""
+        """Return all elements of a parameter in memory order: a one-dimensional alias of the memory that it was
+        moved to."""
         if index in self._flat:
             return self._flat[index]
         data = self._table.parameters[index].data
         return data.as_strided((data.numel(),), (1,), data.storage_offset())
 
     def is_moved(self, index: int) -> bool:
-        """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
+        """Return True if a parameter lies at its final address; a frozen one moves when it is unfrozen."""
         return index in self._flat
 
     def is_published(self, index: int) -> bool:
         return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
+        """Return this rank's elements of a parameter; None if it owns none. Parameters without elements belong to the
+        first slice.
+        """
         low, high = self.own_run(index)
         flat = self.flat(index)
         return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
 
     @property
     def bytes_held(self) -> int:
-        """Of parameters, on this rank; where they are shared, on the host."""
+        """Return the bytes of parameters on this rank; where they are shared, on the host."""
         return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
 
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
@@ -210,7 +219,8 @@ class ParameterSlices(Storage, SliceRuns):
 
 
 class Outcomes:
-    """A byte a rank, at the end of an arena of parameters: whether its step failed. It travels with what publishes the step.
+    """A byte a rank at the end of an arena of parameters: 1 if its step failed. It travels with the operation that
+    publishes the step.
 
     There are two sets, for two steps in turn: a rank writes one while a slower rank still reads the other.
 
@@ -218,7 +228,7 @@ class Outcomes:
     ----------
     arena : Arena
     offset : int
-        Behind the parameters; OUTCOME_BYTES a rank are free there.
+        The first byte behind the parameters; OUTCOME_BYTES a rank are free there.
     rank, world_size : int
     part : int
         The rank in whose part of the arena they lie.
@@ -230,21 +240,24 @@ class Outcomes:
         self._turn = 0
 
     def put(self, failed: bool) -> tuple[int, int]:
-        """Write this rank's; return (first byte, bytes) of the set, of which each rank has a slice."""
+        """Write this rank's outcome; return (first byte, bytes) of the set, of which each rank has a slice."""
         self._turn ^= 1
         self._bytes[self._turn, self._rank, 0] = failed
         size = self._bytes[0].numel()
         return self._offset + self._turn * size, size
 
     def read(self) -> list[int]:
-        """Return every rank's, once they were published."""
+        """Return every rank's outcome, once they were published."""
         found: list[int] = self._bytes[self._turn, :, 0].tolist()
         return found
 
 
 def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
-    """Pages behind (first byte, bytes) of this rank's part, huge ones where the kernel can: parameters are read in every step."""
-    pending: list[int] = []  # neighbours make one range: a huge page may lie across them
+    """Populate ranges (first byte, bytes) of this rank's part, with huge pages where the kernel can.
+
+    Parameters are read in every step.
+    """
+    pending: list[int] = []  # adjacent ranges become one: a huge page may lie across them
     for offset, nbytes in sorted(ranges):
         if pending and pending[1] == offset:
             pending[1] = offset + nbytes
@@ -257,7 +270,7 @@ def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return getattr(torch, dtype).itemsize
 
 
@@ -268,9 +281,9 @@ def make_dense(parameter: torch.Tensor) -> None:
 
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in the order in which those of `like`, of the same shape, lie in memory: one-dimensional.
+    """Return the elements of `tensor`, one-dimensional, in the memory order of `like`, which has the same shape.
 
-    An alias where the strides agree, else a copy.
+    The result is an alias where the strides agree, else a copy.
     """
     strides = dense_strides(like)
     if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():

@@ -17,12 +17,12 @@ _warned_of_sparse = False
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32: the engine's name."""
+    """Return the engine's name of a dtype: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides in elements if they are non-overlapping and dense, else None."""
+    """Return strides in elements if they are non-overlapping and dense, else None."""
     if tensor.is_contiguous():
         return tuple(tensor.stride())
     expected = 1
@@ -34,7 +34,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torch.Tensor:
-    """A tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`. No copy.
+    """Return a tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`. No copy.
 
     The memory lives as long as the tensor.
     """
@@ -43,7 +43,7 @@ def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torc
 
 
 def made_dense(gradient: torch.Tensor) -> torch.Tensor:
-    """A strided gradient: itself, or what a sparse one holds, with one warning a process."""
+    """Return a strided gradient: itself, or the dense form of a sparse one, with one warning a process."""
     global _warned_of_sparse
     if gradient.layout is torch.strided:
         return gradient
@@ -56,11 +56,11 @@ def made_dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def copy_gradient(view: torch.Tensor, gradient: torch.Tensor) -> None:
-    """view[:] = gradient, of any layout, strides or dtype, without history."""
+    """Copy a gradient of any layout, strides or dtype into a view, without history."""
     with torch.no_grad():
         view.copy_(made_dense(gradient.detach()))
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Pairs of reals for complex numbers; else the tensor."""
+    """Return complex numbers as pairs of reals; any other tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -51,10 +51,12 @@ def clip_grad_norm_(
     RuntimeError
         If the norm is not finite and `error_if_nonfinite` is set.
 
-    Notes ----- Scale: max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass
-    over the gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is
-    below 1. On a GPU the host waits for the norm. If no wrapped module of this process uses a GPU, its gradients are
-    copied to the host for the norm.
+    Notes
+    -----
+    Scale: max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass over the
+    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is below 1. On
+    a GPU the host waits for the norm. If no wrapped module of this process uses a GPU, its gradients are copied to the
+    host for the norm.
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")

@@ -1,7 +1,8 @@
-"""partition="tensor" on a GPU: what optim/whole_tensors.py does, with values that travel between GPUs.
+"""partition="tensor" on a GPU: like optim/whole_tensors.py, with values that travel between GPUs.
 
-Tensors are put together, and given to everybody, bucket by bucket in one room on the GPU: slices are gathered into it by one all_gather, owners'
-tensors by one broadcast an owner. All of it is in the order of torch's current stream; the host waits for nothing.
+Tensors are assembled and broadcast bucket by bucket in one buffer on the GPU. One all_gather collects slices in it, and
+one broadcast an owner sends owners' tensors. All of it is in the order of torch's current stream; the host waits for
+nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from .whole_tensors import TensorPartitionedOptimizer
 
 
 class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
-    """What `sw.wrap(module, optimizer, zero=1, partition="tensor")` returns as the optimizer of a module on a GPU.
+    """The optimizer that `sw.wrap(module, optimizer, zero=1, partition="tensor")` returns for a module on a GPU.
 
     Notes
     -----
-    Memory: state about 1 / world_size, at worst one tensor more than that; at zero >= 2 the largest bucket, and for the time of a step
-    the gradients of the tensors that this rank owns; at zero=3 also a copy of those that are released. A step sends every tensor to
-    each rank; at zero >= 2 the gradients' bytes before it, at zero=3 those of the parameters too.
+    Memory: state about 1 / world_size, at worst one tensor more than that. At zero >= 2 also the largest bucket, and
+    during a step the gradients of the tensors that this rank owns; at zero=3 also a copy of owned tensors that are
+    released. A step sends every tensor to each rank. Before it, at zero >= 2 the gradients' bytes are sent, at zero=3
+    those of the parameters too.
     """
 
     _room: torch.Tensor | None = None
-    #: of parameters that this step changes and that are released: this rank's slices
+    #: this rank's slices of released parameters that this step changes
     _released: Mapping[int, torch.Tensor] = {}
 
     @property
@@ -52,7 +54,9 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     # bucket by bucket -----------------------------------------------------------------------------------------------
 
     def _by_bucket(self, indices: Iterable[int]) -> Iterator[tuple[torch.Tensor, dict[int, tuple[int, int]]]]:
-        """Of each bucket with some of them: room for all of it, and where those lie there, [begin, end) in elements."""
+        """Yield, for each bucket with some of these parameters, memory for all of it and their [begin, end) in it in
+        elements.
+        """
         found: dict[int, list[int]] = {}
         for index in sorted(indices):
             found.setdefault(self._replica.reducer.place(index)[0], []).append(index)
@@ -71,7 +75,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
         return whole[begin + low : begin + high]
 
     def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """(to, from), each dense and alike."""
+        """Copy tensors given as (to, from), each dense and with equal strides."""
         copies = [(to.data_ptr(), of.data_ptr(), to.numel() * to.element_size()) for to, of in pairs if to.numel()]
         if copies:
             self._link.comm.pack(copies, self._link.current_stream())
@@ -79,7 +83,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     def _gathered(
         self, slices: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, dict[int, tuple[int, int]]]]:
-        """As _by_bucket, with everybody's slices of these tensors in it. Collective."""
+        """Yield like _by_bucket, with all ranks' slices of these tensors filled in. Collective."""
         row = self._replica.backend.row
         assert row is not None
         for whole, places in self._by_bucket(slices):
@@ -91,7 +95,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     # stepping -------------------------------------------------------------------------------------------------------
 
     def _complete_gradients(self) -> None:
-        """Owners get the gradients of their tensors from everybody's slices, and the tensors if they are cut too. Collective."""
+        """Give owners the gradients of their tensors from all ranks' slices, and released tensors, too. Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}
         self._released = {i: self._memory.piece(i) for i in slices if self._is_released(i)}
         for whole, places in self._gathered(self._released):
@@ -104,7 +108,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
                     piece.grad = gradient.as_strided(piece.shape, piece.stride())
 
     def _held(self, indices: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Of some parameters, those that this rank owns, in memory order."""
+        """Yield the parameters among these that this rank owns, in memory order."""
         for index in indices:
             piece = self.slice_of(index)
             if piece is not None:

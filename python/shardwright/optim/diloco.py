@@ -11,8 +11,10 @@ Over a mesh of two dimensions, (replicate, shard), each row steps as one at zero
     model, inner = sw.wrap(model, inner, zero=3, device_mesh=mesh["shard"])
     trainer = sw.DiLoCo(model, inner, every=50, device_mesh=mesh)
 
-References ---------- Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023.
-Douillard et al., Streaming DiLoCo with overlapping communication, 2025 (fragments).
+References
+----------
+Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023. Douillard et al., Streaming
+DiLoCo with overlapping communication, 2025 (fragments).
 """
 
 from __future__ import annotations
@@ -83,10 +85,12 @@ class DiLoCo:
         If a value is out of range, or another wrapper averages the model. If only one rank has such an error, all
         others raise an Error that names this rank, at once.
 
-    Notes ----- Let θ be the parameter that all ranks last had in common, and θ_r this rank's. At an exchange the outer
-    optimizer steps on θ with the mean of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank.
-    Without `overlap` an exchange ends before step() returns. With it, θ_r is set to θ plus the change of the rank's own
-    steps since. Ranks then differ until synchronise(), and only θ is bitwise equal.
+    Notes
+    -----
+    Let θ be the parameter that all ranks last had in common, and θ_r this rank's. At an exchange the outer optimizer
+    steps on θ with the mean of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank. Without
+    `overlap` an exchange ends before step() returns. With it, θ_r is set to θ plus the change of the rank's own steps
+    since. Ranks then differ until synchronise(), and only θ is bitwise equal.
 
     Cost: a copy of the parameters and the outer optimizer's state, with overlap also a copy of the largest fragment. On
     the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh` the memory is

@@ -319,8 +319,10 @@ class AdamW(_AdamStep, torch.optim.AdamW):
     ValueError
         For an option out of torch's range, or for a parameter or form of the step that this class does not support.
 
-    Notes ----- Each element gets the arithmetic of the vector body of `torch.optim.AdamW(fused=True)`. float32 results
-    have its bits, except where torch itself runs a scalar tail (at most one unit in the last place a step)::
+    Notes
+    -----
+    Each element gets the arithmetic of the vector body of `torch.optim.AdamW(fused=True)`. float32 results have its
+    bits, except where torch itself runs a scalar tail (at most one unit in the last place a step)::
 
         p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
         p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
@@ -436,9 +438,10 @@ class SGD(_Fused, torch.optim.SGD):
     ValueError
         As in `AdamW`. Sparse gradients are refused by `step()`.
 
-    Notes ----- Bits as `torch.optim.SGD(fused=True)`, with the same exception as in `AdamW`. At a parameter's first
-    step its gradient becomes its buffer. Cost of a step: 12 bytes read and 8 written an element, or 8 and 4 without
-    momentum.
+    Notes
+    -----
+    Bits as `torch.optim.SGD(fused=True)`, with the same exception as in `AdamW`. At a parameter's first step its
+    gradient becomes its buffer. Cost of a step: 12 bytes read and 8 written an element, or 8 and 4 without momentum.
 
     References
     ----------

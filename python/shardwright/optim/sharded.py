@@ -1,10 +1,13 @@
-"""An optimizer whose state and work are sliced over ranks: ZeRO-1 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models", section 5).
+"""An optimizer whose state and work are sliced over ranks: ZeRO-1.
 
-The user's own optimizer does the arithmetic, on one-dimensional tensors: the slices that this rank owns. What is
-elementwise gives every element the same bits on a slice as on the whole, because slices are cut on 128-byte boundaries.
-Around it, this class keeps what others see: `param_groups` are the user's own dictionaries over whole parameters, so
-schedulers, zero_grad and clipping work as before.
+The user's own optimizer does the arithmetic on one-dimensional tensors: the slices that this rank owns. An elementwise
+update gives every element the same bits on a slice as on the whole, because slices are cut on 128-byte boundaries. This
+class keeps the interface of the whole optimizer. `param_groups` are the user's own dictionaries over whole parameters,
+so schedulers, zero_grad and clipping work as before.
+
+References
+----------
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from ..torch_compat.optimizers import on_meta
 from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .sliced_state import MARK, SlicedState
 
-#: torch's optimizers that treat each element by itself, so that a slice steps as the whole does
+#: torch's elementwise optimizers, which give a slice the same bits as the whole
 ELEMENTWISE = frozenset(
     f"torch.optim.{module}.{name}"
     for module, name in [
@@ -39,21 +42,21 @@ ELEMENTWISE = frozenset(
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """What `sw.wrap(module, optimizer, zero=1)` returns as the optimizer.
+    """The optimizer that `sw.wrap(module, optimizer, zero=1)` returns.
 
     Parameters
     ----------
     optimizer : Optimizer
-        The user's. Its groups are taken over as they are; state that it has is sliced.
+        The user's optimizer. Its groups are taken over unchanged; its state is sliced.
     replica : Replica
-        Of the wrapped module, which must hold every parameter of the optimizer.
+        The replica of the wrapped module, which must hold every parameter of the optimizer.
     partition : {"auto", "flat"}
-        "auto" takes torch's elementwise optimizers; "flat" takes any: the caller vouches that it is elementwise. For "tensor" see
-        optim/whole_tensors.py.
+        "auto" accepts torch's elementwise optimizers. "flat" accepts any: the caller vouches that it is elementwise.
+        For "tensor" see optim/whole_tensors.py.
 
     without_master : collection of Tensor
-        Low-precision parameters that a policy denies a float32 master; the others have one, behind every optimizer but
-        sw.optim's, which decide for themselves.
+        Low-precision parameters that have no float32 master by the user's policy. Others have one, except under
+        sw.optim's optimizers, which make their own.
 
     Notes
     -----
@@ -94,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = optimizer.state
         for parameter, state in whole.items():
             self._take_state(self._index[id(parameter)], state)
-        #: how many rounds there were when it stepped last
+        #: the number of rounds at its last step
         self.rounds_at_step = 0
         self._position = replica.steppers.add_sliced(self)
 
@@ -107,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether it steps on a parameter."""
+        """Return True if it steps on a parameter."""
         index = self._index.get(id(parameter))
         return index is not None and index in self._group_of
 
@@ -115,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's: the user's own class takes it first, and may refuse it."""
+        """Add a group like torch: the user's own class takes it first, and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
             self._check_members(_members(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
@@ -132,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # stepping -----------------------------------------------------------------------------------------------------
 
     def slice_of(self, index: int) -> torch.Tensor | None:
-        """This rank's slice of a parameter: the tensor that the user's optimizer steps on and keys its state by."""
+        """Return this rank's slice of a parameter: the user's optimizer steps on it and keys its state by it."""
         memory = self._memory
         if index in self._slices and not (index in self._unmoved and memory.is_moved(index)):
             return self._slices[index]
@@ -150,12 +153,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._memory.slice(index)
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
-        """[begin, end) of the elements of a parameter, in memory order, that `rank` updates."""
+        """Return [begin, end) of the elements of a parameter, in memory order, that `rank` updates."""
         return self._memory.run(index, rank)
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
-        """The user's optimizer, over slices instead of whole parameters; gives those that have masters here."""
+        """Give the user's optimizer slices instead of whole parameters inside, with masters where this class makes
+        them."""
         whole = [group["params"] for group in self._inner.param_groups]
         try:
             with_master = []
@@ -170,20 +174,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = parameters
 
     def has_master(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has a float32 master because of this class."""
+        """Return True if a parameter has a float32 master because of this class."""
         return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
 
     def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
-        """State that is being loaded, with a master of this class or of sw.optim's, or without. `exactly`: from where what others keep
-        beside their parameters was taken as it was; else in torch's format, which torch's own loading casts."""
+        """Return loaded state with a master of this class or of sw.optim's, or without one.
+
+        `exactly` says that the state has the dtypes in which it was kept. Otherwise it is in torch's format, which
+        torch's own loading casts.
+        """
         if self._masters is None:
             return kept_by(self._inner, parameter, state)
         has_master = self.has_master(parameter)
         return as_kept(state, parameter, has_master) if has_master or not exactly else state
 
     def _loaded(self) -> None:
-        """The user's class sees what was loaded as after torch's own loading: older formats are brought up to date. Who wrote to
-        parameters before is not known any longer, so a master that does not round to its parameter is taken anew."""
+        """Let the user's class bring loaded state up to date, as after torch's own loading.
+
+        The write history of parameters is lost, so a master that does not round to its parameter is rebuilt.
+        """
         self._consolidated = None
         with self._on_slices():
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
@@ -191,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._masters.forget_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Behave like torch's method."""
         with unguarded():
             super().zero_grad(set_to_none)
 
@@ -203,7 +212,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     piece = self.slice_of(index)
                     self._take_gradient(index, piece, gradient_of(index))
                     if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
-                        torch.autograd.graph.increment_version(piece)  # written by others: masters follow
+                        # another program wrote to the parameters: masters follow
+                        torch.autograd.graph.increment_version(piece)
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
         return self._replica.gradients.slice_of(index)
@@ -213,19 +223,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece.grad = gradient
 
     def _complete_gradients(self) -> None:
-        """What is left to do when all ranks are known to step."""
+        """Finish the gradients once all ranks are known to step."""
 
     def _publish(self, failed: bool) -> list[int] | None:
-        """Make this rank's slices visible to all. Return which ranks failed; None if it takes an exchange of its own to say so."""
+        """Make this rank's slices visible to all. Return which ranks failed; None if that needs an exchange of its
+        own."""
         return self._memory.publish(failed=failed)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on this rank's slices; then every rank has every update. Collective.
+        """Step on this rank's slices; afterwards every rank has every update. Collective.
 
         Raises
         ------
         Error
-            Ranks whose hyperparameters differ, each group and name on both sides.
+            If hyperparameters differ between ranks; it names each group and both values.
         """
         loss = None
         if closure is not None:
@@ -244,8 +255,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def shadow_step(
         self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None], states: Sequence[int]
     ) -> None:
-        """A step of the others, of a rank that ran out of inputs (join): on its slices, with hyperparameters and gradients that it
-        was told. `states`: see state_of, of every parameter of the module. Collective."""
+        """Take part in a step of the training ranks as a joined rank. Collective.
+
+        It steps on its slices with announced hyperparameters and gradients. `states`: see state_of, for every parameter
+        of the module.
+        """
         self._replica.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
@@ -256,13 +270,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_together(
         self, gradient_of: Callable[[int], torch.Tensor | None], states: Mapping[torch.Tensor, int]
     ) -> None:
-        """Step on this rank's slices and publish them. `states`: see state_of, of this optimizer's parameters. Collective."""
+        """Step on this rank's slices and publish them. `states`: see state_of, for this optimizer's parameters.
+        Collective.
+        """
         self._consolidated = None
         refusal: Exception | None = None
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
-        except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank's slices
+        except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank's slices
             refusal = error
         self._agree(refusal, states)
         self.rounds_at_step = self._replica.reducer.stats()["rounds"]
@@ -274,7 +290,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._tell(failure)
 
     def _tell(self, failure: Exception | None) -> None:
-        """Raise what failed in this rank's step, or that another's did: all ranks raise, and the next step is a step as any other."""
+        """Raise the error of this rank's step, or report another rank's: all ranks raise, and the next step is an
+        ordinary
+        one.
+        """
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
         if failure is not None:
@@ -286,7 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _step_on_slices(self) -> Exception | None:
-        """What was raised in between, if the ranks can go on together after it."""
+        """Return an error raised in between, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
             self._replica.parameters().take_writes()
@@ -297,7 +316,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
                 return error
-            if comm.is_alive:  # the peers, which wait for this rank's slices, must hear of it
+            if comm.is_alive:  # the peers, which wait for this rank's slices, must get the error
                 comm.abort(f"the optimizer's step was broken off: {error!r}")
             raise
         finally:
@@ -312,7 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
     def _facts(self, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
-        """What ranks must agree on before a step, beside the groups."""
+        """Return the facts, beside the groups, on which ranks must agree before a step."""
         names = self._replica.table.names
         without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
         return {
@@ -322,7 +341,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
-        """All backwards are done everywhere, and all ranks step with the same hyperparameters on gradients scaled alike."""
+        """Check that all backwards are done everywhere, and that all ranks step with the same hyperparameters and
+        factors."""
         rows: list[Row] = rows_of(self, self._index)
         rows.append((GRADIENTS, [], self._facts(states)))
         agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
@@ -331,7 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # state --------------------------------------------------------------------------------------------------------
 
     def _take_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Keeps this rank's slices of a whole parameter's state."""
+        """Keep this rank's slices of a whole parameter's state."""
         piece = self.slice_of(index)
         if piece is None:
             return
@@ -354,7 +374,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.state[piece] = self._placed(index, kept, piece)
 
     def _placed(self, index: int, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
-        """State that comes from elsewhere, where a step needs it; what is offloaded moves as it is stepped on."""
+        """Move state that comes from elsewhere to the place where a step needs it; offloaded state moves as it is
+        stepped
+        on.
+        """
         if getattr(self._inner, "store", None) is not None:
             return dict(state)
         return beside(state, piece, self._group_of[index])
@@ -386,7 +409,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return made
 
     def own_slices(self) -> dict[str, Any]:
-        """Return what load_state_dict() takes back on this rank, for a file that only this rank reads."""
+        """Return a state that load_state_dict() takes back on this rank, for a file that only this rank reads."""
         return {MARK: self._slices_of_state()}
 
     def _slices_of_state(self) -> dict[str, Any]:
@@ -416,12 +439,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() gave at this rank, or a whole optimizer's ordinary state, the same on every rank.
+        """Load a result of state_dict() at this rank, or a whole optimizer's ordinary state, the same on every rank.
 
         Raises
         ------
         ValueError
-            Slices of another rank, world size or layout; groups of other sizes.
+            For slices of another rank, world size or layout, or groups of other sizes.
         """
         load_with_hooks(self, self._load, state_dict)
 
@@ -487,7 +510,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._consolidated = whole if group.rank == to else None
 
     def full_state_dict(self) -> dict[str, Any]:
-        """torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
+        """Return torch's ordinary state_dict of the whole optimizer, on every rank. Collective.
 
         Cost: the state's bytes to every rank, and as much memory.
         """
@@ -517,12 +540,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # slices, for checkpoints --------------------------------------------------------------------------------------
 
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """[begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None: of none."""
+        """Return [begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None if it
+        keeps
+        none.
+        """
         index = self._index[id(parameter)]
         return None if self.slice_of(index) is None else self.run(index, self._replica.group.rank)
 
     def layout_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A tensor with the shape and strides of a parameter, which itself may be released. Not to be read."""
+        """Return a tensor with the shape and strides of a parameter, which itself may be released. It must not be
+        read."""
         return self._replica.layout_of(self._index[id(parameter)])
 
     def layouts(self) -> Iterator[torch.Tensor]:
@@ -536,11 +563,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state, piece, run[0] if run else 0
 
     def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-        """The elements of held_run(), as the state keeps them."""
+        """Return the elements of held_run() in the form of the state."""
         return flat
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """One-dimensional, for elements of a slice's state that are about to be loaded: where state is kept."""
+        """Return a one-dimensional tensor for elements of a slice's state that are about to be loaded, where state is
+        kept.
+        """
         store = getattr(self._inner, "store", None)
         return (
             torch.empty(numel, dtype=dtype, device="cpu")
@@ -549,11 +578,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The parameter's whole state. Collective."""
+        """Return the parameter's whole state. Collective."""
         return self._gather_state(self._index[id(parameter)])
 
     def load_held_state(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Takes the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
+        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
         self._load_groups(groups, "params")
         self._inner.state.clear()
         for parameter, state in states.items():
@@ -594,7 +623,7 @@ def _from_memory_order(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
-    """JSON: how each entry travels: as slices, as a small tensor's value, or as it is."""
+    """Return, as JSON, the form in which each entry travels: as slices, as a small tensor's value, or unchanged."""
     described = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -607,13 +636,15 @@ def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
 
 
 def small_tensor(value: Any, dtype: str) -> torch.Tensor:
-    """What _describe() wrote of one."""
+    """Return one entry of _describe()'s."""
     return torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
 
 
 def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with its tensors on the device of `piece`; as in torch's own loading a count of steps stays where it is, but in forms of
-    the step that have it on the GPU."""
+    """Return the state with its tensors on the device of `piece`.
+
+    As in torch's own loading a count of steps stays where it is, except for forms of the step that have it on the GPU.
+    """
     counts_there = group.get("capturable") or group.get("fused")
     return {
         key: value.to(piece.device) if isinstance(value, torch.Tensor) and (key != "step" or counts_there) else value
@@ -626,14 +657,14 @@ def _copy(value: Any) -> Any:
 
 
 def _members(param_group: Any) -> list[torch.Tensor]:
-    """The tensors of a group that is about to be added, with names or without; what can be read once is a list afterwards."""
+    """Return the tensors of a group that is about to be added, with names or without; an iterator becomes a list."""
     given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
     if isinstance(given, torch.Tensor):
         return [given]
     if not isinstance(given, (list, tuple, set)):
         given = param_group["params"] = list(given)
     named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
-    return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses what is none
+    return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses everything else
 
 
 def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
@@ -656,7 +687,7 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
 
 
 def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Another rank's hyperparameters; what a tensor holds is written into it."""
+    """Take another rank's hyperparameters; a tensor's value is written into it."""
     for key, value in theirs.items():
         mine = group.get(key)
         if plain(mine) == value:

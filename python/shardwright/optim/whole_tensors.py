@@ -1,8 +1,9 @@
-"""partition="tensor": whole tensors instead of slices, balanced over ranks, for optimizers that look at a tensor as a whole
-(Adafactor's row and column averages, Muon's orthogonalised momentum, norms a tensor, third-party classes).
+"""partition="tensor": whole tensors instead of slices, balanced over ranks.
 
-Each parameter has one owner, which alone keeps its optimizer state and steps on it as a tensor of its own shape; then everybody gets the
-owner's. Gradients are averaged and sliced as ever: at zero >= 2 an owner puts those of its tensors together before the step.
+It serves optimizers whose update depends on a tensor as a whole: Adafactor's row and column averages, Muon's
+orthogonalised momentum, norms a tensor, third-party classes. Each parameter has one owner, which alone keeps its
+optimizer state and steps on it as a tensor of its own shape. Then all ranks get the owner's values. Gradients are
+averaged and sliced as usual: at zero >= 2 an owner assembles those of its tensors before the step.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ _CHUNK_BYTES = 8 << 20
 
 
 class TensorPartitionedOptimizer(ShardedOptimizer):
-    """What `sw.wrap(module, optimizer, zero=1, partition="tensor")` returns as the optimizer.
+    """The optimizer that `sw.wrap(module, optimizer, zero=1, partition="tensor")` returns.
 
     Parameters
     ----------
     optimizer : Optimizer
-        Any whose update of a tensor depends on that tensor, its gradient and its state alone.
+        An optimizer whose update of a tensor depends on that tensor, its gradient and its state alone.
     replica : Replica
 
     Notes
     -----
-    Memory: state about 1 / world_size, at worst one tensor more than that; at zero=3 without sharing also a copy of the tensors that
-    this rank owns, read from slices before a step and written to them after it. Else a step writes every tensor to world_size - 1
-    ranks (none at zero=3); at zero >= 2 the gradients' bytes go to every rank before it, 8 MiB at a time.
+    Memory: state about 1 / world_size, at worst one tensor more than that. At zero=3 without sharing also a copy of the
+    tensors that this rank owns, read from slices before a step and written to them after it. Else a step writes every
+    tensor to world_size - 1 ranks (none at zero=3). At zero >= 2 the gradients' bytes go to every rank before it, 8 MiB
+    at a time.
     """
 
     def __init__(
@@ -52,7 +54,11 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         self._give_owners(param_group["params"])
 
     def _give_owners(self, parameters: list[torch.Tensor]) -> None:
-        """The largest first, each to the rank of a replica that has least: the same on every rank. Ranks go by their slices."""
+        """Assign owners: the largest tensor first, each to the rank of a replica that has least. The same on every
+        rank.
+
+        Ranks are counted by their slices.
+        """
         new = {self._index[id(p)]: p.numel() * p.element_size() for p in parameters}
         for index in sorted(new, key=lambda index: (-new[index], index)):
             if index not in self._owners:
@@ -61,7 +67,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
                 self._loads[owner] += new[index]
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
-        """All elements of a parameter for its owner."""
+        """Return all elements of a parameter for its owner."""
         return (
             (0, self._replica.table.parameters[index].numel())
             if self._owners.get(index) == self._replica.slicing.of_rank[rank]
@@ -78,7 +84,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
     def _held_whole(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Parameters of which this rank steps on a copy, and the copy in memory order."""
+        """copies of parameters on which this rank steps, in memory order"""
         for index in self._owners:
             piece = self.slice_of(index)
             if piece is not None:
@@ -87,7 +93,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
     # stepping -----------------------------------------------------------------------------------------------------
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
-        piece = super()._own_gradient(index)  # or why there cannot be a step
+        piece = super()._own_gradient(index)  # or the reason why there cannot be a step
         gradient = self._replica.table.parameters[index].grad
         return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
 
@@ -103,7 +109,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             piece.grad = None if gradient is None else _shaped(gradient, piece)
 
     def _complete_gradients(self) -> None:
-        """Owners get the gradients of their tensors from everybody's slices, and the tensors if they are cut too. Collective."""
+        """Give owners the gradients of their tensors from all ranks' slices, and released tensors, too. Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}
         memory, group = self._replica.parameters(), self._replica.group
         if memory.releases:
@@ -157,7 +163,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             self._broadcast(root, [memory.flat(index) for index in owned])
 
     def _owned(self) -> Iterator[tuple[int, list[int]]]:
-        """(rank, what it owns and may have updated)."""
+        """Yield (rank, the parameters that it owns and may have updated)."""
         memory, slicing = self._replica.parameters(), self._replica.slicing
         for owner in range(slicing.count):
             owned = [index for index, its_owner in sorted(self._owners.items()) if its_owner == owner]
@@ -169,10 +175,10 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
 
     def _from_other_hosts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Tensors that ranks elsewhere have updated, in memory order, for the rank that has the host's copy (on a mesh of two dimensions,
-        its replica's on this host). Collective.
+        """Send tensors that ranks of other hosts have updated to the rank that has this host's copy. Collective.
 
-        Cost: the bytes of a tensor, on top of the copy, for the time.
+        On a mesh of two dimensions that is the copy of its replica on this host. Tensors are in memory order. Cost: the
+        bytes of a tensor, on top of the copy, for the time.
         """
         group = self._replica.group
         slicing = self._replica.slicing
@@ -211,7 +217,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         if piece is not None:
             state = self._inner.state.get(piece, {})
             tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            on_gpu = [key for key, value in tensors.items() if not value.is_cpu]  # others' have other numbers
+            on_gpu = [key for key, value in tensors.items() if not value.is_cpu]  # other ranks have other numbers
             torch.save([{**state, **{key: tensors[key].cpu() for key in on_gpu}}, on_gpu], packed)
         label = f"optimizer state of {self._replica.table.names[index]}"
         owner = self._replica.slicing.first_owner(self._owners[index])
@@ -222,5 +228,5 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
 
 
 def _shaped(gradient: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """As it is; or, from another rank, one-dimensional in memory order, in the shape of `piece`."""
+    """Return the state unchanged or, from another rank, one-dimensional in memory order, in the shape of `piece`."""
     return gradient if gradient.shape == piece.shape else gradient.as_strided(piece.shape, piece.stride())

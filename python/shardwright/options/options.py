@@ -1,7 +1,7 @@
 """Options of a wrapped module: one frozen dataclass, validated in one place.
 
-Names are torch's where torch has one. What a later stage of the engine brings is known by name already and refused
-with a sentence, so that a program finds out at construction, not after an hour.
+Names are torch's where torch has one. An option of a stage that does not exist yet is known by name and refused with a
+sentence. A program finds out at construction, not after an hour.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRANSPORTS = ("auto", "pool", "staged")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a module is wrapped. All fields are keyword-only; every rank must pass the same values.
+    """The options of a wrapped module. All fields are keyword-only; every rank must pass the same values.
 
     Parameters
     ----------
@@ -41,61 +41,70 @@ class Options:
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1.
     process_group : torch.distributed.ProcessGroup, optional
-        Ranks that train together. Default: the default group; without one, what the launcher's variables say
+        The ranks that train together. Default: the default group; without one, the group of the launcher's variables
         (docs/launch.md); without those, one rank.
     device_mesh : torch.distributed.device_mesh.DeviceMesh, optional
-        Of one dimension: its group is used. Of two, (replicate, shard): all its ranks average gradients; what a stage slices is
-        sliced inside a row and kept alike by all rows; least travels where each lies on one host. Not together with `process_group`.
+        A mesh of one dimension: its group is used. A mesh of two, (replicate, shard): all its ranks average gradients;
+        the stage slices inside a row, and all rows keep the same bits. Traffic is least where each row lies on one
+        host. Not together with `process_group`.
     bucket_cap_mb : float
-        Largest gradient bucket, MiB; at zero >= 2 never above 8. Affects speed and memory only: results do not depend on it.
+        The largest gradient bucket, MiB; at zero >= 2 never above 8. It affects speed and memory only: results do not
+        depend on it.
     timeout_s : float
-        Seconds a rank waits for another before CommTimeoutError.
+        The seconds that a rank waits for another before CommTimeoutError.
     broadcast_buffers : bool
         Broadcast buffers from rank 0 at construction and before each forward, by torch's rules.
     init_sync : bool
         Broadcast parameters and buffers from rank 0 at construction. Their table is compared in any case.
     gradient_as_bucket_view, find_unused_parameters, static_graph : bool
-        Accepted for torch's sake. Gradients are always views of buckets, and one that somebody keeps is moved out of its
-        bucket before that is written to again; unused parameters are always handled.
+        Accepted for compatibility with torch. Gradients are always views of buckets, and one that the program keeps is
+        moved out of its bucket before that is written to again. Unused parameters are always handled.
     ignored_params : collection of Parameter or str
         Parameters left alone: neither broadcast nor averaged.
     reduce : {"mean", "sum"}
-        How contributions are joined. A sum leaves the scale to the loss, as where ranks count their own tokens.
+        The reduction of contributions. A sum leaves the scale to the loss, for example where ranks count their own
+        tokens.
     deterministic : bool
-        On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it always holds.
+        On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it
+        always holds.
     communicator : {"own", "borrow", "register"}
-        On GPUs: a NCCL communicator of our own, or torch's of the process group, whose torch says where it is (ProcessGroupNCCL._comm_ptr), or
-        one of our own that reads and writes buckets where they lie. "borrow" means NCCL: beside SHARDWRIGHT_GPU_TRANSPORT=shm or ipc it is an error. One communicator less in memory; torch's own collectives over the group are in one order with ours between steps, and not to be
-        called inside a backward; and what ends ours, a failing rank or a deadline, ends torch's by its abort().
-        "register" takes memory for buckets from NCCL (2.19 or newer) and registers it, on all ranks or, with one line in the log that names the rank and
-        NCCL's reason, on none. Bits are those of "own"; the memory is none that torch's allocator counts, and `record_stream` does nothing for it.
+        On GPUs: the NCCL communicator. "own": one of our own. "borrow": that of torch's process group, found by
+        ProcessGroupNCCL._comm_ptr; an error with SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. It saves a communicator's
+        memory. torch's own collectives over the group are then in one order with ours between steps, and must not be
+        called inside a backward. A failing rank or a passed deadline ends torch's communicator, too, by its abort().
+        "register": one of our own that reads and writes buckets in place. It takes memory for buckets from NCCL (2.19
+        or newer) and registers it on all ranks; or on none, with a line in the log that names the rank and NCCL's
+        reason. Bits are those of "own". torch's allocator does not count the memory, and `record_stream` has no effect
+        on it.
     transport : {"auto", "pool", "staged"}
-        Where gradient memory lies: shared between ranks, or private and staged through slots. Same bits either way.
+        The place of gradient memory: shared between ranks, or private and staged through slots. The bits are the same.
     share_parameters : {"auto", True, False}
-        Of zero=3: whether the ranks of a host share one copy of the parameters, which nothing has to gather ("auto": they do), or
-        each keeps its slices and gathers whole ones while they are used.
+        At zero=3: True if the ranks of a host share one copy of the parameters, which needs no gather; "auto" does.
+        False if each keeps its slices and gathers units while they are used.
     units : "auto", "size", float, type or collection of types
-        Of zero=3 without sharing: what is gathered together. Modules that sw.fully_shard marked, or else repeated blocks; modules
-        of at least 32 MiB ("size") or that many MiB; or modules of the types. What is left belongs to the whole module's own unit.
+        At zero=3 without sharing: the cut into units. "auto": modules that sw.fully_shard marked, or else repeated
+        blocks. "size": modules of at least 32 MiB; a number: of that many MiB. Types: modules of these types. Other
+        parameters belong to the whole module's own unit.
     reshard_after_forward : bool
-        Of zero=3 without sharing: whether units are released between forward and backward. The outermost one never is.
+        At zero=3 without sharing: True if units are released between forward and backward. The outermost one never is.
 
     gather : {None, "int8"}
-        Of zero=3 with share_parameters=False: what float32 parameters are gathered from. "int8": from blocks of 32 elements as 8-bit
-        integers and one float32 scale, which each rank makes of its slices after every step; the slices, what the optimizer
-        steps on and what is saved, stay exact, and so is everything inside full_parameters.
+        At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
+        32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
+        slices stay exact: the optimizer steps on them, they are saved, and full_parameters gathers them.
     write_guard : {"auto", "samples", "read-only", None}
-        Of zero=3 with shared parameters: how a write outside of the step is found that versions do not tell of, as one through `.data` (averages of
-        weights, EMA and SWA, are swapped in and out by such). "samples": 8 words of each are compared before and after each forward
-        and before each step; "auto" is that where several ranks share them. "read-only", for debugging: a write gets a SIGSEGV at its line. None:
-        versions alone are compared.
+        At zero=3 with shared parameters: the check for writes outside of the step that version counters do not record.
+        Such is a write through `.data`, by which averages of weights (EMA and SWA) are swapped in and out. "samples":
+        compare 8 words of each parameter before and after each forward and before each step; "auto" is that where
+        several ranks share them. "read-only", for debugging: a write gets a SIGSEGV at its line. None: compare versions
+        alone.
 
     Raises
     ------
     TypeError, ValueError
-        A value of the wrong type or outside its range.
+        For a value of the wrong type or outside its range.
     NotImplementedError
-        A value whose stage of the engine does not exist yet.
+        For a value of a stage that does not exist yet.
     """
 
     zero: int = 0
@@ -184,7 +193,7 @@ class Options:
 
     @property
     def chosen_transport(self) -> str:
-        """`transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT.
+        """Return `transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT.
 
         A debug entry: bits do not depend on it.
         """
@@ -195,17 +204,17 @@ class Options:
 
     @property
     def bucket_cap_bytes(self) -> int:
-        """Largest bucket, bytes; at least one cache line."""
+        """Return the largest bucket, bytes; at least one cache line."""
         return max(int(self.bucket_cap_mb * _MIB), 128)
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any], also_known: Collection[str] = ()) -> Options:
-        """Options from a caller's keywords.
+        """Make options from a caller's keywords.
 
         Raises
         ------
         TypeError
-            An unknown name; the sentence offers the nearest of ours and of `also_known`.
+            For an unknown name; the sentence offers the nearest of ours and of `also_known`.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name in keywords:
@@ -220,7 +229,7 @@ class Options:
                 raise ValueError(f"{name} is of zero=3, and was given with zero={self.zero}")
 
     def ignored_names(self, module: Any) -> set[str]:
-        """The names in ignored_params. ValueError for one that no parameter or buffer of `module` has."""
+        """Return the names in ignored_params. Raise ValueError for one that no parameter or buffer of `module` has."""
         named = {
             name
             for pairs in (module.named_parameters, module.named_buffers)
@@ -236,7 +245,7 @@ class Options:
         return names
 
     def without_group(self) -> Options:
-        """A copy that can be pickled: process group and mesh left out."""
+        """Return a copy that can be pickled, without process group and mesh."""
         return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
 
 

@@ -41,15 +41,16 @@ _RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", 
 
 
 class DistributedDataParallel(TorchDDP):
-    """Averages the gradients of `module` over ranks, as torch's DistributedDataParallel does, on CPU or CUDA tensors.
+    """A wrapper that averages the gradients of `module` over ranks, like torch's DistributedDataParallel, on CPU or
+    CUDA tensors.
 
     Parameters
     ----------
     module : Module
-        On the CPU, or at zero=0, 1 or 2 on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is a view
-        of a bucket.
+        A module on the CPU or on one GPU. Its parameters keep their identity; after a synchronised backward, `.grad` is
+        a view of a bucket.
     process_group, device_mesh, bucket_cap_mb, init_sync, broadcast_buffers, forward_sync_buffers
-        As torch's; see Options.
+        Like torch's; see Options.
     find_unused_parameters, static_graph, gradient_as_bucket_view
         Accepted; see Options.
     device_ids, output_device
@@ -57,11 +58,11 @@ class DistributedDataParallel(TorchDDP):
     mixed_precision, bucket_cap_mb_list, delay_all_reduce_named_params, param_to_hook_all_reduce
         Refused with a sentence naming what to use.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
-        Accepted; what they ask for holds anyway.
+        Accepted; their effect holds anyway.
     zero : {0, 1, 2, 3}
-        What is sliced over ranks (see wrap).
+        The stage (see wrap).
     precision : str, Precision or dict
-        In what the module computes, and gradients travel (see wrap).
+        The precision in which the module computes, and gradients travel (see wrap).
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         See wrap.
     **options
@@ -70,11 +71,11 @@ class DistributedDataParallel(TorchDDP):
     Raises
     ------
     Error
-        Ranks that disagree about the module: the same sentence on each, naming both sides.
+        If ranks disagree about the module: the same sentence on each, naming both sides.
     CommError, CommTimeoutError
-        A rank died, left or did not come.
+        If a rank died, left or did not come.
     NotImplementedError
-        What the engine does not do yet; a driver or NCCL that cannot be used.
+        For a feature that the engine does not have, or a driver or NCCL that cannot be used.
 
     Notes
     -----
@@ -160,12 +161,12 @@ class DistributedDataParallel(TorchDDP):
         if self._compressor is not None:
             self.compress_gradients(self._compressor)
         elif compress is not None:
-            from .auto_compression import begin_auto  # which measures such wrappers
+            from .auto_compression import begin_auto  # torch's counter of such wrappers
 
             begin_auto(self)
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
-        """Every attribute of torch's class that other code reads."""
+        """Set every attribute of torch's class that other code reads."""
         options, parameters = self._options, list(self.module.parameters())
         self._join_config = _JoinConfig.construct_disabled_join_config()
         self.parameters_to_ignore = self._ignored_names()
@@ -212,13 +213,13 @@ class DistributedDataParallel(TorchDDP):
         self._assign_modules_buffers()
 
     def _plan_precision(self, precision: Any) -> PrecisionPlan | None:
-        """Makes masters, before anybody looks at the parameters."""
+        """Make masters, before the parameters are read."""
         if precision is None:
             remove_plan(self.module)
             return None
         plan = PrecisionPlan(self.module, precision, self._ignored_names())
         check_compressor(plan.compressor(), self._options.reduce)
-        for replica in live_replicas():  # what an earlier wrapper released is whole again
+        for replica in live_replicas():  # an earlier wrapping's released parameters are whole again
             if replica.wraps(self.module) and replica.releases_parameters:
                 replica.retire(together=True)
         plan.install()
@@ -232,7 +233,7 @@ class DistributedDataParallel(TorchDDP):
         return ignored
 
     def _build(self, *, init_sync: bool, sync_buffers: bool, compress: Any = None) -> None:
-        """Makes the engine. Collective."""
+        """Make the engine. Collective."""
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
         group = host_group(self.process_group, options.timeout_s)
@@ -278,7 +279,7 @@ class DistributedDataParallel(TorchDDP):
             self._replica.broadcast_state(0, self.modules_buffers if sync_buffers else ())
 
     def _slice_over(self, group: HostGroup) -> Slicing:
-        """Who owns which slice."""
+        """Return the owners of slices."""
         mesh = self._options.device_mesh
         if mesh is None or getattr(mesh, "ndim", 1) == 1:
             return Slicing.one_a_rank(group.rank, group.world_size)
@@ -286,7 +287,7 @@ class DistributedDataParallel(TorchDDP):
         return Slicing.of_rows(group.rank, rows)
 
     def _engine(self) -> Replica:
-        """The engine; made now, collectively, if this is a copy that has none yet."""
+        """Return the engine; make it now, collectively, if this is a copy that has none yet."""
         if self._replica is None:
             self._build(init_sync=False, sync_buffers=False)
             assert self._replica is not None
@@ -356,7 +357,7 @@ class DistributedDataParallel(TorchDDP):
     # buffers ------------------------------------------------------------------------------------------------------
 
     def _sync_buffers(self, candidate: bool = True) -> None:
-        """Buffers of rank 0, or inside join of the highest rank that still trains, to all. Collective."""
+        """Broadcast buffers of rank 0, or inside join of the highest rank that still trains. Collective."""
         replica = self._engine()
         root = 0
         if self._join_config.enable:
@@ -375,7 +376,7 @@ class DistributedDataParallel(TorchDDP):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add to `.grad` locally; the next one outside averages the sum."""
+        """Add to `.grad` locally in backwards inside; the next backward outside averages the sum."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -384,7 +385,7 @@ class DistributedDataParallel(TorchDDP):
             self.require_backward_grad_sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards from now on average gradients. `recurse` is accepted for FSDP2's sake."""
+        """Set if backwards from now on average gradients. `recurse` is accepted for compatibility with FSDP2."""
         self.require_backward_grad_sync = bool(requires_gradient_sync)
 
     # uneven inputs ------------------------------------------------------------------------------------------------
@@ -392,10 +393,11 @@ class DistributedDataParallel(TorchDDP):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
-        """A context in which ranks may run out of inputs at different times. See torch's.
+        """Return a context in which ranks may run out of inputs at different times. See torch's.
 
-        At zero >= 1 a rank that ran out goes on updating the slices that it owns, with the hyperparameters of the lowest rank that
-        still trains; collectives of one's own inside (full_gradients, full_parameters, checkpoints) wait for it in vain.
+        At zero >= 1 a joined rank goes on updating the slices that it owns, with the hyperparameters of the lowest
+        training rank. The program's own collectives inside (full_gradients, full_parameters, checkpoints) would wait
+        for it until the deadline.
         """
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
@@ -404,40 +406,41 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
+        """Return the hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self, divide_by_initial_world_size)
 
     def _agree_on_sync(self, required: bool, *, trains: bool = True) -> bool:
-        """Whether some rank that still trains synchronises in its next backward. Collective."""
+        """Return True if some rank that still trains synchronises in its next backward. Collective."""
         replica = self._engine()
         mine = bytes([trains, required])
         said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
-        if not replica.backend.capabilities.tells_standing:  # else the round itself says which ranks contribute
+        if not replica.backend.capabilities.tells_standing:  # else the round itself carries which ranks contribute
             replica.reducer.set_active(b"".join(each[:1] for each in said))
         return any(each[1] for each in said)
 
     # communication hooks ------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """`hook(state, bucket)` averages each bucket instead of the engine, in torch's GradBucket protocol.
+        """Have `hook(state, bucket)` average each bucket instead of the engine, in torch's GradBucket protocol.
 
         Raises
         ------
         Error
-            A hook is registered already.
+            If a hook is registered already.
         TypeError, ValueError
-            Not a communication hook, by torch's own checks.
+            For a function that is no communication hook, by torch's own checks.
         NotImplementedError
-            torch's post-local SGD at zero >= 1.
+            For torch's post-local SGD at zero >= 1.
 
         Notes
         -----
         Buckets are handed over at the end of the backward, in order. The hook's own collectives decide cost and bits.
 
-        At zero >= 2 a bucket (of 8 MiB at most) holds this rank's whole contributions all the same, and the hook averages all of it; this
-        rank keeps its slice of the result. So the bits are those of zero=0 with equal buckets, and so are the bytes on the wire. A standing average, of which no
-        rank has more than a slice, is not in the bucket: it is added to the result. On a GPU at zero=3 a bucket is of one unit.
+        At zero >= 2 a bucket (of 8 MiB at most) holds this rank's whole contributions, too, and the hook averages all
+        of it; this rank keeps its slice of the result. So the bits and the bytes on the wire are those of zero=0 with
+        equal buckets. A standing average, of which no rank has more than a slice, is not in the bucket: it is added to
+        the result. On a GPU at zero=3 a bucket holds one unit.
         """
         self._check_comm_hook(hook)
         if self._zero and type(state).__name__ == "PostLocalSGDState":
@@ -450,7 +453,10 @@ class DistributedDataParallel(TorchDDP):
     def _run_buckets_by(
         self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
     ) -> None:
-        """`lease`: of what the hook exchanges over on a thread of its own, while the backward goes on. `is_ours`: see Replica.hook_runner."""
+        """Set the hook. `lease` holds the communicators of a hook on a thread of its own, beside the backward.
+        `is_ours`:
+        see Replica.hook_runner.
+        """
         replica = self._engine()
         if self._comm_hooks or replica.compression is not None:
             raise Error("register_comm_hook can only be called once: a communication hook is registered already")
@@ -467,21 +473,22 @@ class DistributedDataParallel(TorchDDP):
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
-        """What wrap(..., compress=compress) does: its hook, over the engine's communicator. Collective.
+        """Compress gradients like wrap(..., compress=compress): its hook runs over the engine's communicator.
+        Collective.
 
         Raises
         ------
         Error
-            A hook or compressor is registered already, or ranks disagree about it.
+            If a hook or compressor is registered already, or ranks disagree about it.
         NotImplementedError
-            The options want a sum instead of a mean.
+            If the options ask for a sum instead of a mean.
         """
         check_compressor(compress, self._options.reduce)
         if self._comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
-        if getattr(replica.reducer, "wire", None) is not None:  # the reducer's own
+        if getattr(replica.reducer, "wire", None) is not None:  # the reducer compresses by itself
             replica.compression = (repr(compress), None)
             return
         levels, lease = replica.levels(compress)
@@ -502,7 +509,7 @@ class DistributedDataParallel(TorchDDP):
         raise err_type(err_msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """World size, rank, buckets and counts, under torch's names where it has them."""
+        """Return world size, rank, buckets and counts, under torch's names where it has them."""
         replica = self._engine()
         return {
             "world_size": replica.group.world_size,
@@ -560,7 +567,7 @@ class DistributedDataParallel(TorchDDP):
 
 
 def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
-    """The hook, and the bytes of each bucket counted."""
+    """Return the hook, with the bytes of each bucket counted."""
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:
@@ -574,7 +581,8 @@ def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]
 
 
 def _is_under_way(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], bool]:
-    """Weak: a state that is kept does not keep the thread, nor what it has leased."""
+    """Return a function that ends the thread. It is weak: a kept state does not keep the thread, nor what it has
+    leased."""
 
     def ask() -> bool:
         alive = method()

@@ -1,7 +1,8 @@
-"""What others reach for on torch's DistributedDataParallel: `.reducer`, `.logger`, its constructor's arguments.
+"""Attributes of torch's DistributedDataParallel that other libraries use: `.reducer`, `.logger`, its constructor's
+arguments.
 
 accelerate and Lightning call `reducer.prepare_for_backward`, torch's own code calls the logger. Nothing here does work
-of its own; a method that has no meaning for our engine is missing, or is accepted where its effect holds anyway.
+of its own. A method without meaning for our engine is missing, or is accepted where its effect holds anyway.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from .._engine import Error
 
 
 class ReducerFacade:
-    """torch's Reducer, as far as others use it."""
+    """torch's Reducer, with the methods that other libraries use."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)
 
     def prepare_for_forward(self) -> None:
-        """No effect: forward() does it."""
+        """Do nothing: forward() does it."""
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor] = ()) -> None:
-        """Declares that the next backward synchronises, for graphs whose forward ran inside no_sync()."""
+        """Declare that the next backward synchronises, for graphs whose forward ran inside no_sync()."""
         wrapper = self._wrapper()
         if wrapper is None or not torch.is_grad_enabled():
             return
@@ -39,13 +40,13 @@ class ReducerFacade:
         return False
 
     def _push_all_rebuilt_params(self) -> None:
-        """No effect: buckets are never rebuilt."""
+        """Do nothing: buckets are never rebuilt."""
 
     def _set_static_graph(self) -> None:
-        """No effect: nothing depends on it."""
+        """Do nothing: nothing depends on it."""
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """No effect: stats() counts always."""
+        """Do nothing: stats() counts always."""
 
     def _remove_autograd_hooks(self) -> None:
         wrapper = self._wrapper()
@@ -59,7 +60,7 @@ class ReducerFacade:
 
 
 class LoggerFacade:
-    """torch's DDP logger, as far as torch calls it."""
+    """torch's DDP logger, with the methods that torch calls."""
 
     def set_runtime_stats_and_log(self) -> None: ...
     def set_error_and_log(self, message: str) -> None: ...
@@ -69,7 +70,7 @@ class LoggerFacade:
 
 
 def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) -> None:
-    """ValueError unless they name the module's own GPU, or nothing."""
+    """Raise ValueError unless they name the module's own GPU, or nothing."""
     if not device_ids and output_device is None:
         return
     given = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids or ()]
@@ -85,7 +86,10 @@ def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) 
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with the tensors of nested tuples, lists and dicts on `device`; of a PackedSequence all but its lengths, which stay on the CPU."""
+    """Return `value` with the tensors of nested tuples, lists and dicts on `device`; the lengths of a PackedSequence
+    stay
+    on the CPU.
+    """
     if isinstance(value, (torch.Tensor, PackedSequence)):
         movable: Any = value  # torch's stub of PackedSequence.to() knows a dtype alone
         return movable.to(device, non_blocking=True)
@@ -100,7 +104,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Takes torch's constructor arguments that have no field in Options. Raises a sentence for what cannot work."""
+    """Check torch's constructor arguments that have no field in Options. Raise for those that cannot work."""
     if arguments["mixed_precision"] is not None:
         raise NotImplementedError(
             "mixed_precision= is not there: precision='bf16', 'fp16' or sw.Precision(...) computes in low precision and reduces in what "

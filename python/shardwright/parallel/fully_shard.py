@@ -1,12 +1,12 @@
-"""fully_shard: zero=3 with private parameters, composed by hand and in place, as torch's FSDP2 does it.
+"""fully_shard: zero=3 with private parameters, composed by hand and in place, like torch's FSDP2.
 
     for block in model.blocks:
         sw.fully_shard(block)
     sw.fully_shard(model)
     optimizer = sw.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
 
-The instance's class becomes a subclass made for it, which is the only mark that is left. The outermost module makes the engine
-when it is first needed: by shard_optimizer, by its first forward, or by whatever asks for whole parameters.
+The instance's class becomes a subclass made for it, which is the only mark that remains. The outermost module makes the
+engine at first need: in shard_optimizer, in its first forward, or in a function that needs whole parameters.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .ddp import DistributedDataParallel
 
 @dataclasses.dataclass
 class Mark:
-    """What fully_shard said of a module, and what became of it.
+    """The mark of fully_shard on a module: its options, and its unit.
 
     Attributes
     ----------
     is_list : bool
-        Whether several modules were given, which are one unit and have this mark in common.
+        True if several modules were given, which are one unit and share this mark.
     wrapper : DistributedDataParallel or None
-        Of the outermost module, once it is made.
+        The wrapper of the outermost module, once it is made.
     """
 
     reshard_after_forward: bool
@@ -49,16 +49,17 @@ class Mark:
     _unit: int = 0
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
-        """The module became a unit."""
+        """Note that the module became a unit."""
         self._schedule, self._unit = weakref.ref(schedule), unit
 
     def place(self) -> tuple[UnitSchedule, Unit] | None:
-        """The module's unit; None before there is one, and after its end."""
+        """Return the module's unit; None before there is one, and after its end."""
         schedule = self._schedule() if self._schedule is not None else None
         return (schedule, schedule.units[self._unit]) if schedule is not None and schedule.units else None
 
     def make(self, module: torch.nn.Module) -> None:
-        """The engine, with `module` the outermost, unless it is inside of one that has an engine. Collective then."""
+        """Return the engine, with `module` the outermost, unless it is inside of one that has an engine. Collective
+        then."""
         if self.place() is None and self.is_list:
             raise Error(
                 f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "
@@ -73,13 +74,13 @@ class Mark:
 
 
 def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
-    """What fully_shard said of precision, of `module` and of those inside it."""
+    """Return the precision options of fully_shard for `module` and the modules inside it."""
     marks = {name: mark_of(each) for name, each in module.named_modules()}
     return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
 
 
 class FullySharded(torch.nn.Module):
-    """What the class of a module inherits from after fully_shard."""
+    """The base that the class of a module gets from fully_shard."""
 
     _shardwright_mark: Mark
     _shardwright_original: type
@@ -108,21 +109,23 @@ class FullySharded(torch.nn.Module):
         return place
 
     def unshard(self) -> None:
-        """Makes the parameters of this module's unit whole until reshard(). Of an inner unit: after the outermost is made."""
+        """Gather this module's unit until reshard(). For an inner unit the outermost module's engine must exist."""
         schedule, unit = self._placed()
         schedule.pin(unit)
 
     def reshard(self) -> None:
-        """Releases this module's unit, now or once nothing runs in it."""
+        """Release this module's unit, now or once nothing runs in it."""
         schedule, unit = self._placed()
         schedule.unpin(unit)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside add to `.grad` locally. Of the outermost module."""
+        """Add to `.grad` locally in backwards inside. For the outermost module."""
         return self._outermost("no_sync").no_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards from now on average gradients. Of the outermost module; `recurse` is accepted for FSDP2's sake."""
+        """Set if backwards from now on average gradients. For the outermost module; `recurse` is accepted for
+        compatibility with FSDP2.
+        """
         self._outermost("set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
 
     def _outermost(self, what: str) -> DistributedDataParallel:
@@ -132,7 +135,7 @@ class FullySharded(torch.nn.Module):
         return wrapper
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the class that was before; our hooks refuse it while the module is released."""
+        """Pickle as the class that was before; our hooks refuse a copy while the module is released."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
         return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
 
@@ -154,26 +157,27 @@ def fully_shard(
     ignored_params: Collection[Any] = (),
     **options: Any,
 ) -> Any:
-    """Makes `module` a unit: its parameters are whole while it runs, and each rank has its slices otherwise. In place.
+    """Make `module` a unit: its parameters are whole while it runs, and each rank has its slices otherwise. In place.
 
-    Call it on inner modules first, and last on the outermost one, whose unit is what is left. The outermost unit is whole
-    from its forward to the end of its backward.
+    Call it on inner modules first, and last on the outermost one, whose unit holds the remaining parameters. The
+    outermost unit is whole from its forward to the end of its backward.
 
     Parameters
     ----------
     module : Module or sequence of Module
-        Several are one unit: each is whole while any of them runs. The outermost module is given by itself.
+        Several modules are one unit: each is whole while any of them runs. Pass the outermost module by itself.
     mesh, device_mesh
-        See Options; `mesh` is FSDP2's name for the same. That of the outermost module counts: an inner one of other ranks is an error.
+        See Options; `mesh` is FSDP2's name for the same. The outermost module's mesh counts: an inner one of other
+        ranks is an error.
     ignored_params, **options
-        See Options; those of the outermost module count. An inner module of which the outermost one ignores all parameters is no unit of it: it has
-        an engine of its own, over its own mesh, and wants an optimizer of its own.
+        See Options; those of the outermost module count. An inner module whose parameters the outermost one all ignores
+        is no unit of it. It has an engine of its own, over its own mesh, and needs an optimizer of its own.
     reshard_after_forward : bool
-        Whether the unit is released between its forward and its backward.
+        True if the unit is released between its forward and its backward.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
-        In what the module computes, and modules inside it that have none of their own; see wrap.
+        The precision in which the module computes, and modules inside it that have none of their own; see wrap.
     offload : {"cpu", "nvme:<folder>"}, optional
-        Of the outermost module: where shard_optimizer puts the optimizer's state; see wrap.
+        For the outermost module: the place to which shard_optimizer moves the optimizer's state; see wrap.
 
     Returns
     -------
@@ -183,13 +187,15 @@ def fully_shard(
     Raises
     ------
     Error
-        fully_shard was called on it before.
+        If fully_shard was called on it before.
     NotImplementedError
-        On all ranks, as the engine is made: an inner module with another mesh, or that ignores parameters that the outermost does not.
+        On all ranks, as the engine is made: for an inner module with another mesh, or one that ignores parameters that
+        the outermost does not.
 
     Notes
     -----
-    Not collective. The engine is made, collectively, when the outermost module is first run, or given to shard_optimizer,
+    Not collective. The engine is made, collectively, when the outermost module is first run, or given to
+    shard_optimizer,
     full_parameters or the like; parameters then have rank 0's values.
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
@@ -221,7 +227,7 @@ def fully_shard(
 
 
 def _listed(modules: Any) -> list[Any]:
-    """The modules of a list that are one unit. ValueError where that cannot be."""
+    """Return the modules of a list that are one unit. Raise ValueError where that cannot be."""
     if not isinstance(modules, (list, tuple)):
         raise TypeError(
             f"fully_shard needs a torch.nn.Module that is run itself, or a list of such, got {type(modules).__name__}"
@@ -235,7 +241,7 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """The wrapper of a module that was wrapped, or fully_shard was called on last; None for any other.
+    """Return the wrapper of a module that was wrapped, or fully_shard was called on last; None for any other.
 
     Collective where it makes the engine of the latter.
     """

@@ -107,8 +107,10 @@ def headroom(
     ValueError
         If repeat or bandwidth are out of range.
 
-    Notes ----- Collective. Cost: 2 (repeat + 1) backwards, and each candidate's codec on 4 MiB. With a given bandwidth,
-    plain gradients are assumed to overlap the backward as much as they do here.
+    Notes
+    -----
+    Collective. Cost: 2 (repeat + 1) backwards, and each candidate's codec on 4 MiB. With a given bandwidth, plain
+    gradients are assumed to overlap the backward as much as they do here.
 
     Examples
     --------

@@ -1,17 +1,17 @@
-"""Uneven inputs: what a rank does that ran out of them, in torch's Join protocol.
+"""Uneven inputs: the work of a rank that ran out of inputs, in torch's Join protocol.
 
-A joined rank shadows each iteration of the others, collective for collective, in the order in which forward and
-backward issue them: buffers, the flag that says whether this backward synchronises, the round. At the end all take the
+A joined rank shadows each iteration of the training ranks, collective for collective, in the order in which forward and
+backward issue them: buffers, the flag of whether this backward synchronises, the round. At the end all ranks take the
 model of the rank that trained longest.
 
-At zero >= 1 a joined rank still owns slices, so it has more to take part in: the optimizer's step and, where gradients are sliced
-too, their norms and votes. How many of these an iteration has is the others' affair, so each is *announced*: the ranks that still
-train say what comes, and with it all that a joined rank lacks (hyperparameters, which gradients there are, what they were scaled
-by), which it takes from the lowest of them.
+At zero >= 1 a joined rank still owns slices, so it takes part in the optimizer's step, too, and where gradients are
+sliced in their norms and agreements. Their number in an iteration is up to the training ranks, so each is *announced*.
+The training ranks say which operation comes. With it comes everything that a joined rank lacks: hyperparameters, which
+gradients exist, the factors that scaled them. It takes those from the lowest training rank.
 
-Several modules in one Join: torch's context counts announcements by its first member alone, so whichever module has something to say, the
-first one's hook listens, and what was heard is the named member's. As one communicator serves them all, a rank that has joined follows one
-round at a time: each module's backward ends before anything else is announced.
+Several modules may be in one Join. torch's context counts announcements by its first member alone, so the first
+module's hook listens for the announcements of all, and passes each to the module that it names. One communicator serves
+them all, so a joined rank follows one round at a time: each module's backward ends before anything else is announced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ShadowHook(JoinHook):
     ----------
     wrapper : DistributedDataParallel
     divide_by_initial_world_size : bool
-        True: the mean divides by all ranks; False: by those that still train.
+        True: the mean divides by all ranks. False: by those that still train.
     """
 
     def __init__(self, wrapper: _Wrapper, divide_by_initial_world_size: bool) -> None:
@@ -54,12 +54,12 @@ class ShadowHook(JoinHook):
         _remember(wrapper)
 
     def main_hook(self) -> None:
-        """One iteration of the others; at zero >= 1 one of the things that they announce."""
+        """Shadow one iteration of the training ranks; at zero >= 1 one announced operation."""
         announcer = self._wrapper._engine().announcer
         assert announcer is not None
         if not announcer.is_on:
             _shadow_forward(self._wrapper)
-        elif self._wrapper._join_config.is_first_joinable:  # the others' hooks have nothing to add
+        elif self._wrapper._join_config.is_first_joinable:  # the training ranks' hooks have nothing to add
             member, heard = announcer.listen()
             if heard["kind"] == "forward":
                 _shadow_forward(member)
@@ -67,7 +67,7 @@ class ShadowHook(JoinHook):
                 _SHADOWS[heard["kind"]](member._engine(), heard)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Everybody takes the model of the last rank that joined; among several, the highest."""
+        """Take the model of the last rank that joined, on all ranks; among several, of the highest."""
         wrapper = self._wrapper
         replica = wrapper._engine()
         replica.join_through(None)
@@ -84,7 +84,7 @@ class ShadowHook(JoinHook):
 
 
 def _shadow_forward(wrapper: _Wrapper) -> None:
-    """A forward of the others and, where they synchronise, its round."""
+    """Shadow a forward of the training ranks and, where they synchronise, its round."""
     if wrapper._check_sync_bufs_pre_fwd():
         wrapper._sync_buffers(candidate=False)
     synchronises = wrapper._agree_on_sync(False, trains=False)
@@ -93,7 +93,7 @@ def _shadow_forward(wrapper: _Wrapper) -> None:
         wrapper._engine().shadow()
 
 
-#: wrappers whose join hook was made and has not ended, in that order: those of one Join lie side by side
+#: wrappers whose join hook was made and has not ended, in that order: those of one Join are adjacent
 _joining: list[weakref.ref[_Wrapper]] = []
 
 
@@ -107,7 +107,7 @@ def _remember(wrapper: _Wrapper) -> None:
 
 
 class Announcer:
-    """How ranks that still train tell joined ones what comes, at zero >= 1.
+    """The announcements of training ranks to joined ranks at zero >= 1.
 
     Attributes
     ----------
@@ -124,28 +124,31 @@ class Announcer:
         self._owed: int | None = None
 
     def _members(self) -> list[_Wrapper]:
-        """The wrappers of this Join, in its order; none if it begins with somebody else's module."""
-        everyone = [wrapper for each in _joining if (wrapper := each()) is not None]
+        """Return the wrappers of this Join, in its order; none if it begins with another library's module."""
+        all_wrappers = [wrapper for each in _joining if (wrapper := each()) is not None]
         wrapper = self._wrapper()
-        at = next((i for i, each in enumerate(everyone) if each is wrapper), None)
+        at = next((i for i, each in enumerate(all_wrappers) if each is wrapper), None)
         if at is None:
             return []
-        firsts = [i for i, each in enumerate(everyone) if each._join_config.is_first_joinable]
+        firsts = [i for i, each in enumerate(all_wrappers) if each._join_config.is_first_joinable]
         begin = max((i for i in firsts if i <= at), default=None)
-        return [] if begin is None else everyone[begin : min((i for i in firsts if i > at), default=len(everyone))]
+        return (
+            [] if begin is None else all_wrappers[begin : min((i for i in firsts if i > at), default=len(all_wrappers))]
+        )
 
     @property
     def is_on(self) -> bool:
-        """Whether a join is under way in which something is sliced; one with enable=False is not."""
+        """Return True if a join of sliced state is under way; one with enable=False is not."""
         wrapper = self._wrapper()
         if wrapper is None or not wrapper._join_config.enable:
             return False
         return bool(wrapper._zero) or any(each._zero for each in self._members())
 
     def announce(self, kind: str, number: float, groups: Any) -> None:
-        """What every rank that trains calls before what joined ranks must take part in. Collective.
+        """Announce an operation in which joined ranks must take part, before it begins. Every training rank calls it.
+        Collective.
 
-        `number`: which optimizer, or the order of the norm.
+        `number` names the optimizer, or the order of the norm.
         """
         members = self._members()
         if not members:
@@ -171,26 +174,32 @@ class Announcer:
 
     @property
     def owes(self) -> int | None:
-        """How many rounds had ended when ranks that joined began to wait for the next one; None where none does."""
+        """Return the number of rounds that had ended when joined ranks began to wait for the next one; None if none
+        waits."""
         return self._owed
 
     def listen(self) -> tuple[_Wrapper, dict[str, Any]]:
-        """What the lowest rank that trains announced, and of which module."""
+        """Return the announcement of the lowest training rank, and the module that it names."""
         members = self._members()
         heard: dict[str, Any] = self._exchange(members, b"")
         return members[heard["member"]], heard
 
     def announce_round(self, standing: bytes) -> None:
-        """On GPUs at zero >= 2 a round is announced as it opens, with which contributions are on top of a mean that stands, a byte a parameter:
-        on the host these bits travel with the data. Collective where a rank has joined."""
+        """Announce a round as it opens, on GPUs at zero >= 2. Collective where a rank has joined.
+
+        `standing` tells which contributions are on top of a standing mean, a byte a parameter. On the host these bits
+        travel with the data.
+        """
         self._announce_to_joined("round", 0, list(standing))
 
     def announce_unit(self, unit: int) -> None:
-        """On GPUs at zero=3 gathering a unit is a collective. Collective where a rank has joined."""
+        """Announce the gather of a unit, which is a collective on GPUs at zero=3. Collective where a rank has
+        joined."""
         self._announce_to_joined("unit", unit, None)
 
     def _announce_to_joined(self, kind: str, number: int, groups: Any) -> None:
-        """Who joins later takes part itself: since the last announcement no rank has left out anything."""
+        """Note that ranks that join later take part themselves: no rank has left anything out since the last
+        announcement."""
         if self.joined and self.is_on:
             self.announce(kind, number, groups)
 
@@ -218,7 +227,7 @@ class Announcer:
 
 
 def _check_ended(wrapper: _Wrapper, kind: str) -> None:
-    """Error where a round that joined ranks wait in has not ended."""
+    """Raise Error where a round that joined ranks wait in has not ended."""
     replica = wrapper._engine()
     owed = replica.announcer.owes if replica.announcer is not None else None
     if owed is None or replica.reducer.stats()["rounds"] != owed:
@@ -232,7 +241,7 @@ def _check_ended(wrapper: _Wrapper, kind: str) -> None:
     raise Error(message)
 
 
-#: part of a forward or a backward
+#: an operation of a forward or a backward
 _INSIDE = ("round", "unit")
 _WORDS = {
     "round": "a backward",
@@ -243,22 +252,22 @@ _WORDS = {
     "norms": "the norms of gradients",
     "vote": "unscaling gradients",
 }
-#: what a gradient is on a rank that trains
+#: the state of a gradient on a training rank
 NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
 
 
 def state_of(gradient: torch.Tensor | None) -> int:
-    """NO_GRADIENT, ZEROED (known of sliced ones only) or A_GRADIENT."""
+    """Return NO_GRADIENT, ZEROED (known of sliced ones only) or A_GRADIENT."""
     if gradient is None:
         return NO_GRADIENT
     return ZEROED if isinstance(gradient, ShardedGradient) and gradient._cleared else A_GRADIENT
 
 
-# what a joined rank does -------------------------------------------------------------------------------------------
+# the work of a joined rank
 
 
 def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
-    """This rank's slices of sliced averages, as ranks that train would have them."""
+    """Return this rank's slices of sliced averages, scaled like those of training ranks."""
     found: list[torch.Tensor | None] = []
     for view, state in zip(replica.gradients.views, states):
         assert isinstance(view, ShardedGradient)
@@ -313,11 +322,11 @@ _SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
 def exchange_slices(
     replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
 ) -> list[torch.Tensor | None]:
-    """zero=1: joined ranks' slices of the gradients, from the lowest rank that trains, which may have scaled or cut them as it
-    liked. Collective; what a joined rank gets back is what it steps with, `states` says which gradients there are, and
-    run(index, rank) what a rank steps on.
+    """Send joined ranks, at zero=1, their slices of the gradients from the lowest training rank. Collective.
 
-    Cost: the bytes of the joined ranks' slices; on GPUs through their hosts, which wait for them.
+    That rank may have scaled or clipped the gradients. `states` tells which gradients exist, and run(index, rank) the
+    elements on which a rank steps. A joined rank gets back the gradients with which it steps. Cost: the bytes of the
+    joined ranks' slices; on GPUs through their hosts, which wait for them.
     """
     announcer = replica.announcer
     assert announcer is not None

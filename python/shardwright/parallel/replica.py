@@ -53,15 +53,15 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
 class Replica:
-    """One rank's copy of a module, ready for rounds. Making it is collective.
+    """One rank's replica of a module, ready for rounds. Making it is collective.
 
-    Holds its owner, the wrapper, weakly: the parameters' hooks lead here, and would keep the wrapper alive for ever.
+    It holds its owner, the wrapper, weakly: the parameters' hooks lead here, and would keep the wrapper alive for ever.
 
     Attributes
     ----------
     group : HostGroup
     slicing : Slicing
-        Who owns which slice at zero >= 1.
+        The owners of slices at zero >= 1.
     table : ParameterTable
     reducer : Reducer
     gradients : ModuleGradients
@@ -99,7 +99,7 @@ class Replica:
                 self.table.check_apart()
             check_inner(module, _ranks_of(options, group), ignored)
             description = self.table.description(settings)
-        except (Error, NotImplementedError) as error:  # the others are told, before they wait for this rank
+        except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
         verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
         make_backend = choose_backend(self.table)
@@ -118,7 +118,7 @@ class Replica:
         self.steppers = Steppers(group)
         try:
             self._attach(synchronises)
-        except BaseException as error:  # of this rank alone: the others must not wait for it
+        except BaseException as error:  # an error of this rank alone: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
@@ -143,7 +143,7 @@ class Replica:
 
     @property
     def link(self) -> DeviceLink | None:
-        """Of a GPU."""
+        """Return the link of a GPU."""
         return self.backend.link
 
     def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
@@ -151,22 +151,22 @@ class Replica:
         if kind is None or not memory.shared:
             return None
         if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
-            return None  # no rank shares them
+            return None  # no rank shares the parameters
         if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
         return ReadOnlyParameters(memory)
 
     @property
     def write_guard(self) -> str | None:
-        """For describe()."""
+        """Return facts for describe()."""
         return None if self._guard is None else self._guard.kind
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Around what writes to parameters by right. All ranks are past a barrier as it ends."""
+        """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
         return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
 
     def layout_of(self, index: int) -> torch.Tensor:
-        """A tensor with the strides of a parameter, which itself may be released. Not to be read."""
+        """Return a tensor with the strides of a parameter, which itself may be released. It must not be read."""
         like: torch.Tensor = self._storage.like(index)
         return like
 
@@ -193,8 +193,11 @@ class Replica:
                 self._hook(index)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
-        """Whether compressed buckets cross while the backward goes on: between hosts, where the network is the bottleneck, not a core;
-        at zero >= 2 buckets share slots, and leave at its end."""
+        """Return True if compressed buckets cross while the backward goes on.
+
+        They do between hosts, where the network is the bottleneck, not a core. At zero >= 2 buckets share slots, and
+        leave at its end.
+        """
         return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
 
     @property
@@ -202,12 +205,18 @@ class Replica:
         return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
-        """Over what a compressor's hook exchanges, leased where that is a thread's of its own. Collective at first use across hosts."""
+        """Return the levels of a compressor's exchange, with a lease where a thread has its own. Collective at first
+        use
+        across hosts.
+        """
         return self.backend.exchange(compress, self._request, self.layout_of(0))
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """What calls a communication hook for every bucket. One of ours gives the mean over all ranks, and may leave what is
-        not of this rank's slice out; a user's has the last word on both."""
+        """Return the runner of a communication hook. Our hooks give the mean over all ranks, and may fill this rank's
+        slice alone.
+
+        A user's hook decides both by itself.
+        """
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport != "staged":
@@ -219,7 +228,7 @@ class Replica:
         return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook, over_all=is_ours)
 
     def _supersede(self, module: torch.nn.Module) -> None:
-        """An older replica of this very module gives way; one of another module that shares a parameter is an error."""
+        """Retire an older replica of this very module; raise for one of another module that shares a parameter."""
         for other in live_replicas():
             shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
             if shared is None:
@@ -232,12 +241,12 @@ class Replica:
             other.retire(together=True)
 
     def wraps(self, module: torch.nn.Module) -> bool:
-        """Whether it is of this very module."""
+        """Return True if it is the replica of this very module."""
         return self._module() is module
 
     @property
     def retired(self) -> bool:
-        """Whether a later wrapper has taken over the module."""
+        """Return True if a later wrapper has taken over the module."""
         return self not in _live
 
     def _hook(self, index: int) -> None:
@@ -248,10 +257,10 @@ class Replica:
             self.reducer.watch_hooks(index, hooks)
 
     def watch(self, module: torch.nn.Module, ignored: frozenset[str]) -> DriftCheck:
-        """Checks the module from now on, for as long as the caller keeps what is returned.
+        """Check the module from now on, for as long as the caller keeps the result.
 
-        The wrapper keeps it. The end of the wrapper calls retire(): whatever held the module from here would hold the hooks of its
-        submodules too, which may hold the wrapper, and nothing would end.
+        The wrapper keeps it. The end of the wrapper calls retire(). A reference from here to the module would hold the
+        hooks of its submodules, which may hold the wrapper, and nothing would end.
         """
         storage = self._storage
         drift = DriftCheck(
@@ -272,7 +281,7 @@ class Replica:
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
-        """Called before each forward with gradients. Raises Error if the module is not the one that was wrapped."""
+        """Prepare a forward with gradients, before it. Raise Error if the module is not the one that was wrapped."""
         self._notice_unended_forward()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
@@ -284,18 +293,19 @@ class Replica:
         self.reducer.forward(synchronises)
 
     def before_evaluation(self) -> None:
-        """Called before each forward without gradients."""
+        """Prepare a forward without gradients, before it."""
         if self._guard is not None:
             self._guard.check("before a forward")
 
     def after_forward(self) -> None:
-        """Called after each forward with gradients that ended without an exception."""
+        """Count a forward with gradients that ended without an exception."""
         self._in_forward = False
         if self._guard is not None:
             self._guard.check("after a forward")
 
     def _notice_unended_forward(self) -> None:
-        if _hooks.graph_task_id() >= 0:  # recomputed inside a backward, which may break off when it has what it needs
+        # recomputed inside a backward, which may break off once it has the values it needs
+        if _hooks.graph_task_id() >= 0:
             return
         if self._in_forward and not self._warned_of_forward and self.group.world_size > 1:
             self._warned_of_forward = True
@@ -309,25 +319,25 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            if self.releases_parameters:  # on this rank alone, perhaps
+            if self.releases_parameters:  # an error of this rank alone, perhaps
                 self._abort(str(error))
             raise
         return drift
 
     def _abort(self, reason: str) -> None:
-        """The others, which would wait for this rank, get the sentence too."""
+        """Abort the communicators, so that ranks that would wait for this one get the same sentence."""
         self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` is in the table."""
+        """Return True if `parameter` is in the table."""
         return id(parameter) in self._identities
 
     def parameters(self) -> Any:
-        """Where the parameters lie."""
+        """Return the storage of the parameters."""
         return self._storage
 
     def parameter_plan(self) -> dict[str, Any]:
-        """For describe()."""
+        """Return facts for describe()."""
         storage = self._storage
         if not self.zero:
             return {}
@@ -336,15 +346,16 @@ class Replica:
         return {**plan, "parameters_reason": storage.reason} if storage.reason else plan
 
     def stats(self) -> dict[str, Any]:
-        """The reducer's counts, those of units, and what this rank has sent to others: in all, a step and a bucket of the last round.
+        """Return the reducer's counts, those of units, and the bytes sent to peers: in all, a step, and a bucket of the
+        last round.
 
-        A compressor's bytes are counted where they are handed over; plain buckets fold in place, of which a rank's share is
-        W - 1 slices read (and at zero 0 and 1 as many written).
+        A compressor's bytes are counted where they are handed over. Plain buckets fold in place: a rank reads W - 1
+        slices (and at zero 0 and 1 writes as many).
         """
         counts = {**self.reducer.stats(), **self._storage.stats()}
         name, exchange = self.compression or ("", None)
         if exchange is None:
-            halves = self.compression is not None  # between GPUs: in place of what is wider
+            halves = self.compression is not None  # between GPUs: replaces the wider types
             world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
             slices = self.slicing.count if self.zero >= 2 else world
             shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
@@ -367,14 +378,17 @@ class Replica:
         return self.gradients.whole()
 
     def average_gradients(self) -> None:
-        """A round over what stands in `.grad`. Collective."""
+        """Average the current `.grad` in a round. Collective."""
         self._check_drift()
         self._end_round(self.reducer.average)
         self._in_forward = False
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
-        """`hook()` is called before parameters are written by another way than a step of this rank: full_parameters(writable=True), and
-        steps of others that this rank follows, in which their hooks are not called."""
+        """Have `hook()` called before parameters are written in another way than by a step of this rank.
+
+        That is full_parameters(writable=True), and shadowed steps of training ranks, in which their hooks are not
+        called.
+        """
         handle = RemovableHandle(self._before_writes)
         self._before_writes[handle.id] = hook
         return handle
@@ -385,7 +399,7 @@ class Replica:
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
-        """See full_parameters."""
+        """Give each rank whole parameters to write to. See full_parameters."""
         self.before_writes()
         if not self.zero:
             try:
@@ -400,17 +414,17 @@ class Replica:
             self.count_writes(self.table.parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Where parameters are released, low-precision copies are made while they are whole."""
+        """Make low-precision copies of parameters that are released while they are whole."""
         self._storage.follow(precision)
 
     @property
     def releases_parameters(self) -> bool:
-        """Whether parameters are whole only while they are used."""
+        """Return True if parameters are whole only while they are used."""
         releases: bool = self._storage.releases
         return releases
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """See full_parameters."""
+        """Keep parameters whole inside. See full_parameters."""
         if self._guard is not None:
             self._guard.check("before all parameters are read")
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()
@@ -419,7 +433,7 @@ class Replica:
     # uneven inputs, see parallel/join.py -------------------------------------------------------------------------------------
 
     def join_through(self, announcer: Any) -> None:
-        """Inside join at zero >= 1 collectives of ranks that train are announced to those that have joined."""
+        """Announce collectives of training ranks to joined ranks, inside join at zero >= 1."""
         self.announcer = announcer
         board = self.gradients.sliced_board
         if board is not None:
@@ -431,15 +445,15 @@ class Replica:
 
     @property
     def announces_rounds(self) -> bool:
-        """Whether a rank that has joined must be told of a round as it opens."""
+        """Return True if joined ranks must be told of a round as it opens."""
         return self.zero >= 2 and not self.backend.capabilities.tells_standing
 
     def gather_beside(self, unit: int) -> None:
-        """Of a rank that has joined, on GPUs: its part in a gathering of the others."""
+        """Take part, as a joined rank on GPUs, in a gather of the training ranks."""
         self.parameters().gather_beside(unit)
 
     def gather_anew(self) -> None:
-        """At the end of a join: units are as after a step, whatever each rank has gathered. Collective on GPUs at zero=3."""
+        """Gather units as after a step at the end of a join. Collective on GPUs at zero=3."""
         self._storage.gather_anew()
 
     @property
@@ -447,12 +461,14 @@ class Replica:
         return self.announcer is not None and self.announcer.is_on
 
     def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
-        """Inside join, tells ranks that have joined what comes; else nothing."""
+        """Announce an operation to joined ranks inside join; else do nothing."""
         if self.announcer is not None and self.announcer.is_on:
             self.announcer.announce(kind, number, groups)
 
     def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Parameters were written through other tensors: autograd and others that watch versions are told."""
+        """Bump the versions of parameters that were written through other tensors, for autograd and other readers of
+        versions.
+        """
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
         drift = self._drift_check()
@@ -461,7 +477,7 @@ class Replica:
         self._storage.accept_writes()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before the step of an optimizer that holds one of our parameters."""
+        """Prepare the step of an optimizer that holds one of our parameters, before it."""
         owner = getattr(optimizer, "replica", None)
         if self.zero and isinstance(owner, Replica) and owner is not self:
             raise Error(
@@ -482,7 +498,7 @@ class Replica:
         if not self.zero and self.group.world_size > 1:
             self.reducer.note_step(self.steppers.note(optimizer))
         self.reducer.count_step()
-        self._in_forward = False  # a step has its round, whatever became of the forward
+        self._in_forward = False  # a step has its round, with or without a forward's
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.
@@ -497,18 +513,18 @@ class Replica:
     # rounds, by whatever way they end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """At the end of a backward."""
+        """Close the round at the end of a backward."""
         self._end_round(self.reducer.close)
 
     def close_pending(self) -> None:
-        """A synchronised forward that no backward followed: before gradients are used."""
+        """Close a synchronised forward that no backward followed, before gradients are used."""
         was_pending = self.reducer.pending_forward
         self._end_round(self.reducer.close_pending)
         if was_pending:
             self.gradients.closed_without_backward = True
 
     def shadow(self, standing: Sequence[int] | None = None) -> None:
-        """Of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
+        """Run a round of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
         self._end_round(self.reducer.shadow if standing is None else functools.partial(self.reducer.shadow, standing))
 
     def _end_round(self, end: Callable[[], None]) -> None:
@@ -518,19 +534,21 @@ class Replica:
             self.watcher.after_round(time.perf_counter() - begin_s)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
-        """Parameters and `buffers` of rank `root` to all. Collective."""
+        """Broadcast parameters and `buffers` of rank `root`. Collective."""
         parameters = (
             () if self.zero == 3 else self.table.parameters
-        )  # what is sliced or shared has rank 0's values already
+        )  # sliced or shared parameters have rank 0's values already
         self.broadcast([*parameters, *buffers], root, f"state of {self.label}")
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
-        """Values of rank `root` to all. Collective."""
+        """Broadcast values of rank `root`. Collective."""
         self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
-        """Takes the hooks off the parameters. Gradients stay where they are. `together`: all ranks do so at once, which is what
-        lets a GPU's released parameters be gathered."""
+        """Take the hooks off the parameters. Gradients stay in place.
+
+        `together`: all ranks do so at once, so that a GPU's released parameters can be gathered.
+        """
         _live.discard(self)
         _hooks.ignore_steps(self)
         if self.zero >= 2:
@@ -550,12 +568,13 @@ def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
 
 
 def live_replicas() -> list[Replica]:
-    """Every wrapped module of this process that has an engine, in order of wrapping."""
+    """Return every wrapped module of this process that has an engine, in order of wrapping."""
     return sorted(_live, key=lambda replica: replica.serial)
 
 
 def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:
-    """What the reducer calls when a round opens. Weak: the reducer holds it, and the replica holds the reducer."""
+    """Return the callback for the opening of a round. It is weak: the reducer holds it, and the replica holds the
+    reducer."""
 
     def open_round() -> bool:
         alive = replica()
@@ -569,7 +588,8 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
 
 
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
-    """Return `method` without its object, which the reducer must not hold: `otherwise` once that is gone."""
+    """Return `method` without its object, which the reducer must not hold; it becomes `otherwise` once the object is
+    gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

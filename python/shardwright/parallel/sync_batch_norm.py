@@ -21,17 +21,25 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     Arguments, parameters, buffers and state_dict are those of torch.nn.SyncBatchNorm. In evaluation with running
     statistics, and with one rank, it is torch's batch_norm.
 
-    Notes ----- With the ranks' counts n_r, means and biased variances v_r: N = sum n_r, mean = sum n_r mean_r / N and
-    var = sum n_r (v_r + (mean_r - mean)^2) / N; running_var takes N / (N - 1) var. Weight and bias get the gradient of
-    this rank's loss, which a wrapper averages like any other. Ranks may have batches of different sizes, including
-    none. Cost: an all_reduce of (2 C + 1) W float32 in forward and 2 C W in backward, over torch's group.
+    Notes
+    -----
+    With the ranks' counts n_r, means and biased variances v_r: N = sum n_r, mean = sum n_r mean_r / N and var = sum n_r
+    (v_r + (mean_r - mean)^2) / N; running_var takes N / (N - 1) var. Weight and bias get the gradient of this rank's
+    loss, which a wrapper averages like any other. Ranks may have batches of different sizes, including none. Cost: an
+    all_reduce of (2 C + 1) W float32 in forward and 2 C W in backward, over torch's group.
 
-    References ---------- Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1; Chan, Golub and LeVeque,
-    "Updating formulae and a pairwise algorithm for computing sample variances", 1979, for the joined variance.
+    References
+    ----------
+    Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1; Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1979, for the joined variance.
 
-    Examples -------- >>> import torch, shardwright as sw >>> model =
-    sw.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))) >>>
-    type(model[1]).__module__.startswith("shardwright") True
+    Examples
+    --------
+    >>> import torch, shardwright as sw
+    >>> inner = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    >>> model = sw.SyncBatchNorm.convert_sync_batchnorm(inner)
+    >>> type(model[1]).__module__.startswith("shardwright")
+    True
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Parameters on a GPU of which a rank keeps its slices, gathered in units while they are used (zero=3).
 
-A unit's buckets hold nothing but its parameters, so gathering it is one all-gather a bucket, out of slices into a place: memory
-that units share. The outermost unit and those that stay whole after their forward have a place each; of the others, those
-inside equally many units take turns with two. A released parameter's data is one NaN, its own, expanded to its shape. What is
-never released lies as at zero=2 (ParameterMemory).
+A unit's buckets hold only its parameters, so gathering it is one all-gather a bucket, from slices into a place: GPU
+memory that units share. The outermost unit and those that stay whole after their forward have a place each. Of the
+others, those inside equally many units take turns with two. A released parameter's data is one NaN, its own, expanded
+to its shape. Parameters that are never released lie as at zero=2 (ParameterMemory).
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 
 def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tuple[str, int, str, bool, int]]:
-    """Of a reducer whose buckets hold the parameters of one unit each, or such as are never released."""
+    """Return the rows of a reducer whose buckets each hold parameters of one unit, or parameters that are never
+    released."""
     groups = {index: number for number, members in enumerate(releasable(table, plans), 1) for index in members}
     return [(*row, groups.get(index, 0)) for index, row in enumerate(table.rows())]
 
 
 def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
-    """The place of each unit; those of no bytes disturb nobody."""
+    """Return the place of each unit; units without bytes may share any."""
     places: list[int] = []
-    shared: dict[int, list[int]] = {}  # by how many units are around: the places, and whose turn it is
+    shared: dict[int, list[int]] = {}  # by the number of units around: the places, and the next in turn
     count = 0
     for plan, size in zip(plans, sizes):
         depth = sum(any(plan.name.startswith(f"{name}.") for name in other.names) for other in plans[1:])
@@ -58,21 +59,21 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
 
 
 class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
-    """Slices the parameters of a table on the GPU and releases them. Making it is collective; values are rank 0's.
+    """Parameters of a table on the GPU, sliced and released. Making it is collective; values are rank 0's.
 
     Parameters
     ----------
     backend : Backend
     row : DeviceLink
-        Inside which a unit is gathered.
+        The link over which a unit is gathered.
     reducer : Reducer
-        Made with rows_in_groups().
+        A reducer made with rows_in_groups().
     request : Request
-        With plans of units.
+        A request with plans of units.
 
     Notes
     -----
-    Memory a rank: its slices; the places; what is never released.
+    Memory a rank: its slices, the places, and parameters that are never released.
     """
 
     schedule: DeviceUnitSchedule
@@ -84,7 +85,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         self._link, self._row = link, row
         self._released = {index for each in members for index in each}
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
-        self._stepped_slices: set[int] = set()  # buckets with parameters that are released and train, or have
+        self._stepped_slices: set[int] = set()  # buckets with released parameters that train, or have trained
         self._whole = {}
         link.broadcast(table.parameters, 0)
         super().__init__(backend, reducer, request, shared=False)
@@ -100,10 +101,10 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         )
         self._tell_marks(plans)
 
-    # where things lie -----------------------------------------------------------------------------------------------
+    # where parameters lie
 
     def _slice(self, index: int) -> torch.Tensor:
-        """This rank's elements of a parameter; may be empty."""
+        """Return this rank's elements of a parameter; may be empty."""
         bucket, first, count = self.run_in_slice(index, self._slicing.rank)
         if bucket not in self._pieces:
             _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
@@ -140,7 +141,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return DeviceUnits(self._row.comm, len(spans), specs)
 
     def _tensors(self, unit: int, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters of a unit that lies in `memory`, each with a storage of its own."""
+        """Return the parameters of a unit that lies in `memory`, each with a storage of its own."""
         found = []
         for index in self._unit_members[unit]:
             data = self._table.parameters[index].data if index not in self._whole else self._whole[index]
@@ -155,13 +156,13 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
 
     @property
     def digest(self) -> int:
-        """Of the units gathered so far: alike on all ranks."""
+        """Return a digest of the units gathered so far: alike on all ranks."""
         return self._places.digest
 
-    # what the optimizer and the replica ask of any memory ---------------------------------------------------------------
+    # the interface of all memories for the optimizer and the replica
 
     def adopt(self, index: int) -> None:
-        """What is released is sliced from the start."""
+        """Do nothing: released parameters are sliced from the start."""
         if index in self._released:
             self._stepped_slices.add(self._reducer.place(index)[0])
         else:
@@ -171,35 +172,36 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return self._reducer.place(index)[0] in self._stepped_slices or super().is_stepped(index)
 
     def is_released(self, index: int) -> bool:
-        """Whether a parameter is whole only while its unit runs."""
+        """Return True if a parameter is whole only while its unit runs."""
         return index in self._released
 
     def piece(self, index: int) -> torch.Tensor:
-        """This rank's elements of a parameter that is released; may be empty."""
+        """Return this rank's elements of a released parameter; may be empty."""
         return self._slices[index]
 
     def is_moved(self, index: int) -> bool:
         return index in self._released or super().is_moved(index)
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter; None if it owns none."""
+        """Return this rank's elements of a parameter; None if it owns none."""
         if index not in self._released:
             return super().slice(index)
         piece = self._slices[index]
         return piece if piece.numel() else None
 
     def publish(self, *, sliced: bool = True, failed: bool | None = None) -> None:
-        """Every rank has updated its slices, on torch's current stream: units are gathered anew when they are used. Collective.
-        `sliced`: of what is never released ranks have updated slices too, and lack one another's still.
+        """Publish slices that every rank has updated on torch's current stream. Collective.
 
-        Cost: the bytes of what is never released, and of units that stay whole. Waits for nothing.
+        Units are gathered anew when they are used. `sliced` says that ranks have also updated slices of parameters that
+        are never released, and lack one another's. Cost: the bytes of those, and of units that stay whole. Waits for
+        nothing.
         """
         if sliced:
             super().publish()
         self._gather_pinned_anew()
 
     def _gather_pinned_anew(self) -> None:
-        """Units are as at first. Collective, on ranks that have joined too."""
+        """Reset units to their first state. Collective, on joined ranks, too."""
         with self._unannounced():
             self.schedule.release_all()
             self._places.update()
@@ -214,24 +216,24 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._places.announce = announce
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join: what is called with a unit before it is gathered."""
+        """Inside a join: have `announce` called with a unit before it is gathered."""
         self._places.announce = announce
 
     def gather_beside(self, unit: int) -> None:
-        """Of a rank that has joined: its part in a gathering of those who train. Collective."""
+        """Take part, as a joined rank, in a gather of the training ranks. Collective."""
         with self._unannounced():
             self.schedule.gather_beside(unit)
 
     def gather_anew(self) -> None:
-        """On all ranks at once, whatever each has gathered: units are as after a step. Collective."""
+        """Gather units as after a step, on all ranks at once, whatever each has gathered. Collective."""
         self.schedule.forget_order()
         self._gather_pinned_anew()
 
     @property
     def bytes_held(self) -> int:
-        """Of slices, and of what is never released."""
+        """Return the bytes of slices, and of parameters that are never released."""
         return super().bytes_held + sum(piece.nbytes for piece in self._pieces.values())
 
     def give_back(self, together: bool = False) -> None:
-        """The parameters become this rank's own again: whole where all ranks do it, else as they are."""
+        """Give the parameters back to this rank: whole where all ranks do it, else as they are."""
         self.schedule.surrender(together)

@@ -23,7 +23,7 @@ _REMEDY = "wrap again after such a change: sw.wrap(sw.unwrap(model), ...), with 
 
 
 class DriftCheck:
-    """Compares a module with the table it was wrapped with.
+    """A check that compares a module with the table it was wrapped with.
 
     Parameters
     ----------
@@ -32,11 +32,11 @@ class DriftCheck:
     ignored : frozenset of str
         Names left out of the table.
     pinned : bool
-        Whether the data of parameters must stay where it is, because slices of it are stepped on.
+        True if the data of parameters must stay at its address, because an optimizer steps on slices of it.
     shared : bool
-        Whether the data is the host's one copy: what one rank writes to it, all ranks have.
+        True if the data is the host's one copy: all ranks see what one rank writes.
     places : callable, optional
-        Says where the data of every parameter should be, if the engine itself moves it.
+        A function that returns the expected address of every parameter's data, if the engine itself moves it.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class DriftCheck:
         self._empty = [each for each in dictionaries if not each]
         self._views = [each.values() for each in dictionaries if each]  # live views
         self._members = [*chain.from_iterable(self._views)]
-        # Equality of lists tests identity first. Where it must go on to compare two tensors it raises or is False,
-        # but for tensors of one element, which may be equal and not the same.
+        # Comparison of lists tests identity first. Where it goes on to compare two tensors it raises or is False.
+        # Tensors of one element are the exception: they may be equal and not the same.
         self._single = [
             (d, name, p)
             for d in dictionaries
@@ -75,13 +75,13 @@ class DriftCheck:
         ]
 
     def take_unfrozen(self) -> list[int]:
-        """The indices of frozen parameters that require a gradient since the last call."""
+        """Return the indices of frozen parameters that require a gradient since the last call."""
         if not self._frozen or not any(map(_requires_grad, self._frozen.values())):
             return []
         return [index for index, p in list(self._frozen.items()) if p.requires_grad and self._frozen.pop(index) is p]
 
     def check(self, module: torch.nn.Module) -> None:
-        """Raises Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
+        """Raise Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
         if not self._same_members():
             self._compare_names(module)
         addresses = self._read_addresses()
@@ -98,7 +98,7 @@ class DriftCheck:
     def _same_members(self) -> bool:
         try:
             same = [*chain.from_iterable(self._views)] == self._members
-        except RuntimeError:  # two tensors were compared: they are not the same one
+        except RuntimeError:  # two tensors were compared: they are different objects
             return False
         return same and not any(self._empty) and all(d.get(name) is p for d, name, p in self._single)
 
@@ -125,7 +125,7 @@ class DriftCheck:
         self._take_snapshot(module)  # the module was rearranged, but its parameters are the same
 
     def accept_writes(self) -> None:
-        """Parameters were written where that is allowed."""
+        """Note that parameters were written where that is allowed."""
         if self._versions is not None:
             self._versions = self._read_versions()
 
@@ -142,7 +142,7 @@ class DriftCheck:
                 )
 
     def forget_address(self, index: int) -> None:
-        """The engine itself has moved a parameter."""
+        """Note that the engine itself has moved a parameter."""
         self._addresses[index] = self._table.parameters[index].data_ptr()
 
     def _compare_addresses(self, addresses: list[int]) -> None:

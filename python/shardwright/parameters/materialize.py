@@ -13,14 +13,16 @@ __all__ = ["materialize"]
 
 
 def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
-    """Gives parameters and buffers that are on the meta device memory on the CPU, and their modules' own first values. In place.
+    """Give parameters and buffers on the meta device memory on the CPU, and their modules' own first values. In place.
 
     Parameters
     ----------
     module : Module
-        Not wrapped yet, and without an optimizer (wrap refuses one that was made before): meta parameters are replaced by new ones, tied ones by one. What has memory stays.
+        A module that is not wrapped yet and has no optimizer (wrap refuses one that was made before). Meta parameters
+        are replaced by new ones, tied ones by one. Tensors with memory stay.
     init : callable, optional
-        Called with each module that holds what was on the meta device, inner ones first, instead of its reset_parameters().
+        A function called with each module that held tensors on the meta device, inner ones first, instead of its
+        reset_parameters().
 
     Returns
     -------
@@ -30,13 +32,14 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     Raises
     ------
     Error
-        A module that holds meta tensors of its own has no reset_parameters(), and there is no `init`: its values would be
-        whatever lay in memory. Nothing has changed then.
+        If a module that holds meta tensors of its own has no reset_parameters(), and there is no `init`: its values
+        would be undefined. Nothing has changed then.
 
     Notes
     -----
-    Not collective; sw.wrap gives all ranks rank 0's values. A parent's own initialisation of its children (scaled output layers,
-    say) is not repeated: that is what `init` is for. Memory: the whole module's on each rank, until it is wrapped.
+    Not collective; sw.wrap gives all ranks rank 0's values. A parent's own initialisation of its children (scaled
+    output layers, for example) is not repeated: use `init` for it. Memory: the whole module's on each rank, until it is
+    wrapped.
 
     Examples
     --------
@@ -87,7 +90,7 @@ def _call_reset(module: torch.nn.Module) -> None:
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the same class, strides and attributes, on the CPU; uninitialised."""
+    """Return an uninitialised tensor of the same class, strides and attributes on the CPU."""
     memory = torch.empty_like(tensor, device="cpu", requires_grad=False, memory_format=torch.preserve_format)
     if isinstance(tensor, torch.nn.Parameter):
         memory = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)

@@ -1,10 +1,11 @@
-"""When units are gathered and released on a GPU: as on the host, and one ahead.
+"""The schedule of units on a GPU: like the host's, and one unit ahead.
 
-Gathering is a collective there, enqueued and not waited for. While a unit is computed with, the one that followed it the last
-time is gathered into another place. Ranks therefore run the same units in the same order; a digest of it travels with each round.
+A gather is a collective there, enqueued and not waited for. While a unit computes, the unit that followed it last time
+is gathered into another place. Ranks therefore run the same units in the same order; a digest of it travels with each
+round.
 
-A unit always comes to lie in the same place, since autograd keeps views of it. Where its place is taken by one that must stay
-whole (both run at once, full_parameters(), unshard()), it is gathered apart, into memory of its own for the time.
+A unit always lies in the same place, since autograd keeps views of it. If another unit that must stay whole has taken
+its place (both run at once, full_parameters(), unshard()), it is gathered apart, into temporary memory of its own.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ _NO_TASK = -1
 
 
 class Places:
-    """The engine's units, in the order of torch's current stream. With the methods of Units that a schedule calls.
+    """The engine's units in the order of torch's current stream, with the methods of Units that a schedule calls.
 
     Parameters
     ----------
     engine : DeviceUnits
     stream : callable
-        torch's current stream.
+        A function that returns torch's current stream.
     make_apart : WeakMethod
-        (address, tensors) of memory of its own for a unit.
+        A method that returns (address, tensors) of memory of its own for a unit.
 
     Attributes
     ----------
     apart, coming : set of int
-        Units that lie in memory of their own; that are being gathered ahead of time.
+        Units that lie in memory of their own, and units that are being gathered ahead of time.
     digest : int
-        Of the units that were gathered so far, in their order.
+        A digest of the units gathered so far, in their order.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Places:
         self.apart: set[int] = set()
         self.coming: set[int] = set()
         self.digest = 0
-        #: inside a join: what tells ranks that have joined, which then gather the same
+        #: inside a join: tells joined ranks, which then gather the same unit
         self.announce: Callable[[int], None] | None = None
 
     def _note(self, unit: int) -> None:
@@ -65,7 +66,7 @@ class Places:
         return self._engine.holder(place)
 
     def begin(self, unit: int) -> None:
-        """Ahead of time."""
+        """Gather a unit ahead of time."""
         self._note(unit)
         self._engine.gather(unit)
         self.coming.add(unit)
@@ -73,11 +74,11 @@ class Places:
     def gather(self, unit: int) -> None:
         if unit not in self.coming:
             self.begin(unit)
-        self._engine.take(unit, self._stream())  # refused inside a capture: then it is still coming
+        self._engine.take(unit, self._stream())  # refused inside a capture: then the gather is still under way
         self.coming.discard(unit)
 
     def gather_apart(self, unit: int) -> list[torch.Tensor]:
-        """The unit's tensors, in memory of its own."""
+        """Return the unit's tensors in memory of its own."""
         make = self._make_apart()
         assert make is not None
         address, tensors = make(unit)
@@ -88,22 +89,22 @@ class Places:
 
     def release(self, unit: int) -> None:
         if unit in self.apart:
-            self.apart.discard(unit)  # torch's allocator orders the memory's end
+            self.apart.discard(unit)  # torch's allocator orders the release of the memory
         else:
             self._engine.release(unit, self._stream())
 
     def drop_coming(self) -> None:
-        """What was gathered ahead of time and not needed."""
+        """Release units that were gathered ahead of time and not needed."""
         for unit in sorted(self.coming):
             self.gather(unit)
             self.release(unit)
 
     def take_write(self, unit: int) -> int:
-        """A write through an older view is not seen on a GPU."""
+        """Return -1: a write through an older view is not seen on a GPU."""
         return -1
 
     def update(self) -> None:
-        """Slices were written."""
+        """Note that slices were written."""
         self._engine.update(self._stream())
 
     def stats(self) -> dict[str, int]:
@@ -117,16 +118,16 @@ class DeviceUnit(Unit):
     ----------
     place : int
     ran_apart : set of int
-        When forwards began whose graphs hold views of it apart, and keep that memory.
+        Clock times of forwards whose graphs hold views of it apart, and keep that memory.
     needs_place : bool
-        Whether a graph that is about to run holds views of it in its place.
+        True if a graph that is about to run holds views of it in its place.
     """
 
     place = 0
     needs_place = False
 
     def _make_placeholders(self) -> None:
-        """As on the host; nobody reads them, since that would be a wait."""
+        """Make placeholders like the host's. They are not read, since that would be a wait."""
         self.ran_apart: set[int] = set()
         counts: dict[torch.dtype, int] = {}
         for parameter in self.parameters:
@@ -142,15 +143,15 @@ class DeviceUnit(Unit):
         self.lie_in(self.whole)
 
     def lie_in(self, whole: list[torch.Tensor] | None) -> None:
-        """What its parameters are when it is whole; None: those of its place."""
+        """Return the data of its parameters when it is whole; None: those of its place."""
         self.whole = self._in_place if whole is None else whole
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
     def note_samples(self) -> None:
-        """Remember nothing: reading the GPU would make the host wait."""
+        """Do nothing: reading the GPU would make the host wait."""
 
     def take_written(self) -> str | None:
-        """The name of a parameter whose data was replaced while it was released; what was written into it is not seen."""
+        """Return the name of a parameter whose data was replaced while it was released; a write into it is not seen."""
         found = self.data_pointers()
         if found == self._addresses:
             return None
@@ -164,7 +165,7 @@ class DeviceUnitSchedule(UnitSchedule):
     Parameters
     ----------
     places : sequence of int
-        Of each unit.
+        The place of each unit.
     """
 
     unit_class = DeviceUnit
@@ -199,7 +200,7 @@ class DeviceUnitSchedule(UnitSchedule):
         return unit.needs_place or not (self._keepers or unit.pin is Pin.BY_USER)
 
     def _make_room(self, unit: DeviceUnit) -> bool:
-        """Whether the place of `unit` is free, or can be made so."""
+        """Return True if the place of `unit` is free, or can be made so."""
         number = self._units.holder(unit.place)
         if number is None:
             return True
@@ -227,12 +228,12 @@ class DeviceUnitSchedule(UnitSchedule):
             unit.lie_in(None)
 
     def forget_order(self) -> None:
-        """What followed what is learned anew."""
+        """Forget the order of units, and learn it anew."""
         self._before = {"forward": None, "backward": None}
         self._after = {"forward": {}, "backward": {}}
 
     def gather_beside(self, number: int) -> None:
-        """The collective of a gathering, for others' sake: nothing is whole here afterwards."""
+        """Take part in a gather for the other ranks: nothing is whole here afterwards."""
         self.release_all()
         self._units.gather(number)
         self._units.release(number)
@@ -244,19 +245,21 @@ class DeviceUnitSchedule(UnitSchedule):
         super().release_all()
 
     def pin(self, unit: Unit) -> None:
-        """As on the host; it lies apart, so that others have its place."""
+        """Gather like on the host, but apart, so that other units have its place."""
         if not (unit.running or unit.opened):
             self._release(unit)
         super().pin(unit)
 
     def surrender(self, together: bool = False) -> None:
-        """`together`: on all ranks at once. Else nothing can be gathered any more: what is released stays so."""
+        """Release for good. `together`: on all ranks at once. Otherwise nothing can be gathered, so released parameters
+        stay so.
+        """
         if together:
             self._units.drop_coming()
             self.release_all()
             super().surrender()
             return
-        with contextlib.suppress(Error):  # of a GPU that has failed, or nobody would take the hooks off
+        with contextlib.suppress(Error):  # a GPU may have failed; the hooks must come off all the same
             self._units.drop_coming()
         self.detach()
         units, self.units = self.units, []
@@ -270,7 +273,7 @@ class DeviceUnitSchedule(UnitSchedule):
     # what happens in a module -------------------------------------------------------------------------------------
 
     def _look_ahead(self, phase: str, unit: DeviceUnit) -> None:
-        """Begins to gather what followed `unit` the last time, if its place is free."""
+        """Begin to gather the unit that followed `unit` last time, if its place is free."""
         before = self._before[phase]
         if before is not None and before is not unit:
             self._after[phase][before.number] = unit

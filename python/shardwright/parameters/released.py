@@ -46,7 +46,7 @@ class ReleasedParameters(Storage, SliceRuns):
         return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
 
     def _tell_marks(self, plans: Sequence[UnitPlan]) -> None:
-        """What fully_shard was called on knows its unit from now on."""
+        """Tell the modules that fully_shard was called on their unit."""
         for number, plan in enumerate(plans):
             for module in plan.modules:
                 mark = mark_of(module)
@@ -58,18 +58,18 @@ class ReleasedParameters(Storage, SliceRuns):
         return index in self._whole
 
     def like(self, index: int) -> torch.Tensor:
-        """A tensor of a parameter's shape, strides and dtype, whatever stands for it now. Not to be read."""
+        """Return a tensor of a parameter's shape, strides and dtype, whatever replaces it now. It must not be read."""
         return self._whole.get(index, self._table.parameters[index])
 
     def layouts(self) -> list[torch.Tensor]:
-        """like() of every parameter."""
+        """Return like() of every parameter."""
         return [self.like(index) for index in range(len(self._table.parameters))]
 
     def places(self) -> Callable[[], list[int]]:
         return self.addresses
 
     def addresses(self) -> list[int]:
-        """Where the data of every parameter should be now."""
+        """Return the expected address of every parameter's data now."""
         expected = self.schedule.addresses()
         return [expected.get(i, p.data_ptr()) for i, p in enumerate(self._table.parameters)]
 
@@ -87,7 +87,7 @@ class ReleasedParameters(Storage, SliceRuns):
         self.schedule.on_release = weakref.WeakMethod(copies.forget)
 
     def plan(self) -> dict[str, Any]:
-        """For describe()."""
+        """Return facts for describe()."""
         return {
             "units": [f"{name or self._label}: {size} bytes" for name, size in self._unit_sizes],
             "unit_bytes": self._unit_bytes,
@@ -125,7 +125,7 @@ class ReleasedParameters(Storage, SliceRuns):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, all parameters are whole."""
+        """Keep all parameters whole inside."""
         try:
             with self.schedule.everything():
                 yield

@@ -1,10 +1,10 @@
 """Parameters of which a rank keeps its slices, gathered in units while they are used: private parameters at zero=3.
 
-What stands behind a parameter: its slices, one a rank, in an arena that the host's ranks map; and a range of addresses of its
-own, which are pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape.
-Over several hosts each (on a mesh of two dimensions, each replica that spans some) has a copy of all slices, in the part of its lowest
-rank: a unit is gathered without a message.
-When units are gathered and released is the schedule's (parameters/unshard_schedule.py).
+A parameter has slices, one a rank, in an arena that the host's ranks map, and a range of addresses of its own, which
+has pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape. With
+several hosts each has a copy of all slices, in the part of its lowest rank, so a unit is gathered without a message. On
+a mesh of two dimensions each replica that spans hosts has one. The schedule (parameters/unshard_schedule.py) decides
+when units are gathered and released.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ if TYPE_CHECKING:
     from ..backend.base import Backend, Request
 
 _ALIGNMENT = 128
-#: in which units' pages are counted
+#: the size of a page, in which units' memory is counted
 _CHUNK_BYTES = 2 << 20
-#: elements of a record of 8-bit integers: what cuts between slices are multiples of, so that values do not depend on them
+#: elements of a record of 8-bit integers: cuts between slices are multiples of it, so that values do not depend on them
 _BLOCK, _BITS = 32, 8
 
 
 class UnitMemory(ReleasedParameters):
-    """Slices the parameters of a table and releases them. Making it is collective; values are rank 0's.
+    """Parameters of a table, sliced and released. Making it is collective; values are rank 0's.
 
     Parameters
     ----------
     backend : Backend
     reducer : Reducer
-        Its layout says which elements a rank owns.
+        The reducer whose layout gives each rank its elements.
     request : Request
-        With plans of units.
+        A request with plans of units.
     coded : bool
-        Units are gathered from records of 8-bit integers, which each rank makes of its float32 slices after every step.
+        True if units are gathered from records of 8-bit integers, which each rank encodes from its float32 slices after
+        every step.
 
     Attributes
     ----------
@@ -51,8 +52,8 @@ class UnitMemory(ReleasedParameters):
 
     Notes
     -----
-    Memory a rank: its slices, and their records; the pages of units that are whole at once; and, kept warm between uses, pages for the outermost
-    unit and the largest other one.
+    Memory a rank: its slices and their records, and the pages of units that are whole at once. Pages for the outermost
+    unit and the largest other one are kept between uses.
     """
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
@@ -67,7 +68,7 @@ class UnitMemory(ReleasedParameters):
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
         self._outcomes: Outcomes | None = None
-        if group.host_count == 1 and not slicing.is_replicated:  # else a barrier carries nothing
+        if group.host_count == 1 and not slicing.is_replicated:  # otherwise a barrier carries nothing
             self._outcomes = Outcomes(self._arena, self._part_bytes, group.rank, group.world_size, 0)
         self._populate()
         self._codes = self._make_codes() if coded else None
@@ -90,7 +91,7 @@ class UnitMemory(ReleasedParameters):
         group.comm.barrier(f"slices of the parameters of {label}")
 
     def _plan_slices(self) -> None:
-        """Where buckets begin: in a rank's part, that has its slice of each; or in the host's copy."""
+        """Return the first bytes of buckets: in a rank's part, which has its slice of each, or in the host's copy."""
         self._offsets: list[int] = []
         self._part_bytes = self._slice_bytes = 0
         for bucket in range(self._reducer.bucket_count):
@@ -110,7 +111,7 @@ class UnitMemory(ReleasedParameters):
             populate(self._arena, [(offset, numel * itemsize_of(dtype)) for offset, numel, dtype in buckets])
 
     def _place(self, bucket: int, rank: int) -> tuple[int, int]:
-        """In whose part the slice of a rank lies, and its first byte there."""
+        """Return the rank in whose part the slice of a rank lies, and its first byte there."""
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         if not self.one_copy:
             return rank, self._offsets[bucket]
@@ -123,7 +124,7 @@ class UnitMemory(ReleasedParameters):
         return self._group.comm.arena(size, f"records of the parameters of {self._label}")
 
     def _encode(self) -> None:
-        """Records of what this rank's float32 slices hold now. Nobody may be gathering."""
+        """Encode records from this rank's float32 slices. No unit may be gathered meanwhile."""
         if self._codes is None:
             return
         places = [
@@ -138,7 +139,7 @@ class UnitMemory(ReleasedParameters):
                 block_encode(_BLOCK, _BITS, places[1] + record, places[0] + offset, 0, numel)
 
     def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
-        """The elements of a parameter that a rank owns, this one if not said; may be empty."""
+        """Return the elements of a parameter that a rank owns (default: this one); may be empty."""
         rank = self._group.rank if rank is None else rank
         bucket, first, count = self.run_in_slice(index, rank)
         dtype = self._reducer.bucket_shape(bucket)[2]
@@ -146,7 +147,7 @@ class UnitMemory(ReleasedParameters):
         return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
 
     def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """(low, high, slice) of every rank of this replica that owns some of a parameter."""
+        """Return (low, high, slice) of every rank of this replica that owns some of a parameter."""
         runs = [(rank, *self.run(index, rank)) for rank in self._slicing.replica()]
         return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
 
@@ -183,9 +184,11 @@ class UnitMemory(ReleasedParameters):
         return units
 
     def _plan_unit(self, indices: list[int]) -> tuple[int, list[tuple[int, int, int, int, bool]], dict[int, int]]:
-        """Bytes of a unit, its runs, and where each parameter begins. What lies side by side in a bucket does so here too."""
+        """Return the bytes of a unit, its runs, and the first byte of each parameter. Neighbours in a bucket stay
+        neighbours here.
+        """
         size, offsets = 0, {}
-        pieces: list[list[int]] = []  # bucket, first and last element, where the first one goes
+        pieces: list[list[int]] = []  # bucket, first and last element, target of the first one
         for index in sorted(indices, key=lambda index: self._reducer.place(index)[:2]):
             bucket, begin, numel = self._reducer.place(index)
             item = itemsize_of(self._reducer.bucket_shape(bucket)[2])
@@ -209,24 +212,28 @@ class UnitMemory(ReleasedParameters):
                     runs.append((target + (low - begin) * item, part, source, (high - low) * item, coded))
         return size, runs, offsets
 
-    # what the optimizer and the replica ask of either kind of memory ----------------------------------------------------
+    # the interface of both kinds of memory for the optimizer and the replica
 
     def adopt(self, index: int) -> None:
-        """Frozen parameters are sliced from the start; now it trains."""
+        """Note that a parameter trains: frozen ones are sliced from the start."""
         self._stepped.add(self._reducer.place(index)[0])
 
     def is_moved(self, index: int) -> bool:
         return True
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """This rank's elements of a parameter; None if it owns none. Parameters without elements are of the first slice."""
+        """Return this rank's elements of a parameter; None if it owns none. Parameters without elements belong to the
+        first slice.
+        """
         piece = self._slices[index]
         empty = self._table.parameters[index].numel() == 0
         return piece if piece.numel() or (empty and self._slicing.own == 0) else None
 
     def take_writes(self) -> None:
-        """What this rank's slices hold of parameters that are never released becomes what these hold: a program may have written to them,
-        alike on all ranks (a temperature that is clamped), as it may at zero 0 to 2. As a step begins, when no rank reads slices.
+        """Update this rank's slices of parameters that are never released from their current values.
+
+        A program may have written to them, alike on all ranks (a temperature that is clamped), as it may at zero 0 to
+        2. It runs as a step begins, when no rank reads slices.
         """
         with torch.no_grad():
             for index, parameter, _ in self._refreshed:
@@ -235,7 +242,8 @@ class UnitMemory(ReleasedParameters):
                     self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
-        """All elements of a parameter in memory order, to `flat`: from every rank's slices, where it is released."""
+        """Copy all elements of a parameter in memory order to `flat`: from every rank's slices, where it is
+        released."""
         if index not in self._whole:
             data = self._table.parameters[index].data
             flat.copy_(memory_order(data, data))
@@ -244,16 +252,20 @@ class UnitMemory(ReleasedParameters):
             flat[low:high] = piece
 
     def write_whole(self, index: int, flat: torch.Tensor) -> None:
-        """The reverse; over hosts, in this host's copy. Between the two barriers of a step, of one rank alone for each parameter."""
+        """Copy `flat` to the slices; over hosts, those in this host's copy.
+
+        One rank alone calls it for each parameter, between the two barriers of a step.
+        """
         for low, high, piece in self._owned(index):
             piece.copy_(flat[low:high])
 
     def publish(self, *, sliced: bool = True, failed: bool | None = None) -> list[int] | None:
-        """Every rank has updated its slices: whatever is whole is out of date, and gathered anew when it is used. Return which ranks
-        said `failed`; None if that does not travel along. Collective. `sliced`: hosts lack one another's updates still.
+        """Publish slices that every rank has updated: whole units are out of date, and gathered anew when used.
+        Collective.
 
-        Cost: one barrier, two with records, and the bytes of what is never released. Over hosts, each sends the others what its
-        ranks have updated, once.
+        Return which ranks said `failed`; None if that does not travel along. `sliced` says that hosts lack one
+        another's updates. Cost: one barrier, two with records, and the bytes of parameters that are never released.
+        Over hosts, each sends the others its ranks' updates, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
         outcomes = self._outcomes if failed is not None else None
@@ -261,7 +273,7 @@ class UnitMemory(ReleasedParameters):
             outcomes.put(bool(failed))
         self.schedule.release_all()
         if self._codes is not None:
-            comm.barrier(f"updated slices of {self._label}")  # whoever's they are
+            comm.barrier(f"updated slices of {self._label}")  # slices of any rank
             self._encode()
         if self.one_copy and sliced and self._stepped:
             ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
@@ -294,14 +306,14 @@ class UnitMemory(ReleasedParameters):
 
     @property
     def bytes_held(self) -> int:
-        """Of slices, on this rank; of all of them, where the host has a copy."""
+        """Return the bytes of slices on this rank; of all of them, where the host has a copy."""
         return self._part_bytes
 
     def plan(self) -> dict[str, Any]:
         return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}
 
     def give_back(self, together: bool = False) -> None:
-        """The parameters become this rank's own again, whole. Not collective: slices are read where they are."""
+        """Give the parameters back to this rank, whole. Not collective: slices are read in place."""
         self.schedule.surrender()
 
 

@@ -1,8 +1,9 @@
 """Parameters in the layout of their gradients' buckets, and the slice of each that a rank owns (zero >= 1).
 
-Owning means updating: a rank's optimizer steps on its slices alone, and publish() makes the others' updates visible. Two forms:
-*private*, each rank has all parameters and slices are gathered after the step; *shared*, a host has one copy, and publish() is a
-barrier, in which the slices of other hosts arrive if there are any. Where buckets lie, and how slices travel, is the backend's.
+A rank's optimizer steps on the slices that the rank owns, and publish() makes the updates visible to all ranks. There
+are two forms. *Private*: each rank has all parameters, and slices are gathered after the step. *Shared*: a host has one
+copy, and publish() is a barrier, in which the slices of other hosts arrive if there are any. The backend decides where
+buckets lie and how slices travel.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from ..layout.shard_runs import ParameterSlices, itemsize_of, make_dense
 
 
 class ParameterMemory(ParameterSlices):
-    """Moves the parameters of a table into buckets. Making it is collective.
+    """Parameters of a table, moved into buckets. Making it is collective.
 
     Parameters
     ----------
     backend : Backend
     reducer : Reducer
-        Its layout places parameters as it places their gradients.
+        The reducer whose layout places parameters like their gradients.
     request : Request
     shared : bool
-        One copy a host (on a mesh of two dimensions, a replica on it), rank 0's values; else one a rank.
+        True: one copy a host (on a mesh of two dimensions, one a replica on the host), with rank 0's values. False: one
+        a rank.
 
     Notes
     -----
-    A parameter keeps its identity, shape and strides (or is contiguous from then on, where its strides overlapped or left
-    gaps), and has a storage of exactly its bytes; its data moves. Memory: the layout's size, once a rank or once a host.
+    A parameter keeps its identity, shape and strides (or is contiguous from then on, where its strides overlapped or
+    left
+    gaps), and has a storage of exactly its bytes; its data moves. Memory: the layout's size, once a rank or once a
+    host.
     """
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, shared: bool) -> None:
@@ -43,7 +47,7 @@ class ParameterMemory(ParameterSlices):
         buckets = {reducer.place(index)[0] for index in moving}
         self._buckets: Any = backend.empty(reducer, buckets, request, shared=shared)
         self.reason = self._buckets.reason
-        if shared and self._buckets.is_copied:  # each is made out of what its first rank has
+        if shared and self._buckets.is_copied:  # each copy starts with the values of its first rank
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
         for index in moving:
             self.adopt(index)
@@ -51,11 +55,11 @@ class ParameterMemory(ParameterSlices):
             backend.fence(f"parameters of {self._label} shared")
 
     def _moving(self) -> list[int]:
-        """Parameters that lie in buckets from the start."""
+        """Return the parameters that lie in buckets from the start."""
         return [index for index, p in enumerate(self._table.parameters) if p.requires_grad or self.shared]
 
     def adopt(self, index: int) -> None:
-        """Moves a parameter, and its whole bucket into what publish() gathers."""
+        """Move a parameter, and add its whole bucket to those that publish() gathers."""
         parameter = self._table.parameters[index]
         bucket, begin, _ = self._reducer.place(index)
         self._moved.add(bucket)
@@ -71,19 +75,22 @@ class ParameterMemory(ParameterSlices):
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
 
     def give_back(self, together: bool = False) -> None:
-        """Parameters that the host shares become this rank's own again."""
+        """Give parameters that the host shares back to this rank."""
         for index in self._flat if self.shared else ():
             parameter = self._table.parameters[index]
             if parameter.data_ptr() == self._flat[index].data_ptr():
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def words(self) -> torch.Tensor:
-        """All memory that parameters were moved to, as words of 4 bytes."""
+        """Return all memory that parameters were moved to, as words of 4 bytes."""
         found: torch.Tensor = self._buckets.words()
         return found
 
     def span(self, index: int) -> tuple[int, int]:
-        """(first, count) of the words that a parameter lies in; it fills all of them, but for the last one of halves or bytes."""
+        """Return (first, count) of the words that a parameter lies in.
+
+        It fills all of them, except for the last one of 16-bit elements or bytes.
+        """
         bucket, begin, numel = self._reducer.place(index)
         offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
         if index not in self._flat:
@@ -91,22 +98,24 @@ class ParameterMemory(ParameterSlices):
         return (offset + begin * itemsize_of(dtype)) // 4, -(-numel * itemsize_of(dtype) // 4)
 
     def protect(self, *, writable: bool) -> None:
-        """Whether this process may write to the memory that parameters were moved to."""
+        """Allow or forbid this process to write to the memory that parameters were moved to."""
         self._buckets.protect(writable)
 
     def is_moved(self, index: int) -> bool:
-        """Whether a parameter lies where it will stay; a frozen one moves when it is unfrozen."""
+        """Return True if a parameter lies at its final address; a frozen one moves when it is unfrozen."""
         return bool(self.reason) or super().is_moved(index)
 
     def publish(self, *, failed: bool | None = None) -> list[int] | None:
-        """Every rank has updated its slices: make them visible to all. Return which ranks said `failed`; None if that does not travel
-        along. Collective; its cost is the backend's (Buckets.publish)."""
+        """Make updated slices visible after every rank has updated its own. Collective; its cost is the backend's.
+
+        Return the ranks that said `failed`; None if that does not travel along. See Buckets.publish.
+        """
         outcomes: list[int] | None = self._buckets.publish(self._stepped, failed, self._ranges_of)
         return outcomes
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
-        """Inside, each rank has whole parameters of its own to write to; afterwards all have rank 0's. Collective.
+        """Give each rank whole parameters of its own to write to; afterwards all have rank 0's. Collective.
 
         Cost: shared, a copy of the parameters a rank for the time; private, a broadcast.
         """

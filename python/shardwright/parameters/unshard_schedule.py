@@ -1,9 +1,9 @@
-"""When units are gathered and released: around their modules' forwards, and again around their backwards.
+"""The times at which units are gathered and released: around their modules' forwards, and again around their backwards.
 
-Each forward of a unit has a beginning and an end, counted by one clock. Autograd runs the nodes of a graph in the reverse of
-the order in which they were made; so when the backward reaches the outputs of a forward, that of every forward which began after
-this one's end is over, and their units are released. What is left is released at the end of the graph task. Releasing is
-always safe: whoever needs a unit gathers it first.
+Each forward of a unit has a beginning and an end, counted by one clock. Autograd runs the nodes of a graph in the
+reverse of the order in which they were made. When the backward reaches the outputs of a forward, the backward of every
+forward that began after its end is over. Those units are released. Remaining units are released at the end of the graph
+task. Releasing is always safe: code that needs a unit gathers it first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..torch_compat import autograd as _hooks
 from .read_guard import ReadGuard
 
 _NO_TASK = -1
-#: of a parameter, beside its first and last bytes
+#: samples of a parameter, beside its first and last bytes
 _SAMPLES = 8
 _COPY = (
     "this module's parameters are released, and each rank keeps slices of them: {what} inside "
@@ -36,10 +36,10 @@ _COPY = (
 
 
 class Pin(enum.Enum):
-    """Why a unit stays whole though nothing runs in it."""
+    """The reason why a unit stays whole though nothing runs in it."""
 
     NONE = 0
-    #: a second backward may come, or one that no hook announces; or an output is a view of a parameter
+    #: a second backward may come, or one without a hook; or an output is a view of a parameter
     UNTIL_STEP = 1
     #: unshard()
     BY_USER = 2
@@ -51,11 +51,12 @@ class Unit:
     Attributes
     ----------
     running : list of int
-        When each forward that is running began.
+        The clock at the beginning of each forward that is running.
     opened : list of (int, int)
-        Of each backward that has begun: when its forward began, and its graph task.
+        For each backward that has begun: the clock at the beginning of its forward, and its graph task.
     is_whole : bool
-        Set by the schedule as it gathers and releases; nobody asks the engine.
+        True while the parameters are whole. The schedule sets it as it gathers and releases, without a question to the
+        engine.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class Unit:
         self.note_versions()
 
     def _make_placeholders(self) -> None:
-        """One NaN a parameter, expanded to its shape."""
+        """Make one NaN a parameter, expanded to its shape."""
         dtypes = {parameter.dtype for parameter in self.parameters}
-        self._bytes = {  # what lies behind them: compared without a torch operation
+        self._bytes = {  # addresses behind the placeholders: compared without a torch operation
             dtype: bytearray(b"\xff" * (dtype.itemsize * sum(p.dtype == dtype for p in self.parameters)))
             for dtype in dtypes
         }
@@ -93,44 +94,46 @@ class Unit:
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in this unit's pages."""
+        """Return True if `tensor` lies in this unit's pages."""
         address = address_of(tensor) if self.whole else 0
         return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
 
     def show_whole(self) -> None:
-        """The parameters are whole, and can be read."""
+        """Make the parameters whole, so that they can be read."""
         self._guard.lower(self.parameters)
         for parameter, each in zip(self.parameters, self.whole):
             parameter.data = each
 
     def show_released(self) -> None:
-        """The parameters are NaN, and whoever reads them gets an error."""
+        """Make the parameters NaN, so that reading them raises an error."""
         self._guard.lower(self.parameters)
         for parameter, each in zip(self.parameters, self.placeholders):
             parameter.data = each
         self._guard.raise_(self.parameters)
 
     def give_up(self, *, whole: bool = True) -> None:
-        """The parameters are no longer the unit's: they can be read; or are released for good."""
+        """Let go of the parameters: they can be read, or are released for good."""
         self._guard.is_orphan = True
         if whole:
             self._guard.lower(self.parameters)
 
     def data_pointers(self) -> list[int]:
-        """Where each parameter's data is now."""
+        """Return the current address of each parameter's data."""
         with _hooks.unguarded():
             return list(map(torch.Tensor.data_ptr, self.parameters))
 
     def addresses(self) -> list[int]:
-        """Where the data of each parameter should be now."""
+        """Return the expected address of each parameter's data now."""
         return self._whole_addresses if self.is_whole else self._addresses
 
     def all_addresses(self) -> set[int]:
-        """Where it may be, whole or released."""
+        """Return the addresses that are legal, whole or released."""
         return {*self._whole_addresses, *self._addresses}
 
     def take_written(self) -> str | None:
-        """The name of a parameter whose placeholder somebody wrote to or replaced while it was released; it is released again."""
+        """Return the name of a parameter whose placeholder was written to or replaced while it was released. Release it
+        again.
+        """
         found = self.data_pointers()
         if self._bytes == self._blank and found == self._addresses:
             return None
@@ -142,7 +145,7 @@ class Unit:
         for dtype, blank in self._blank.items():
             self._bytes[dtype][:] = blank
         self.show_released()
-        return written[0] if written else None  # another NaN than ours is no write that anybody would miss
+        return written[0] if written else None  # a NaN other than ours is a write without effect on training
 
     def note_versions(self) -> None:
         self._versions = self._read_versions()
@@ -180,27 +183,27 @@ class Unit:
         return next(name for name, old, new in changes if old != new)
 
     def name_at(self, offset: int) -> str:
-        """The parameter at a byte of the unit."""
+        """Return the parameter at a byte of the unit."""
         first = min(self._whole_addresses)
         places = sorted((address - first, name) for address, name in zip(self._whole_addresses, self.names))
         return next(name for begin, name in reversed(places) if begin <= offset)
 
 
 class UnitSchedule:
-    """The units of one module, and what runs in each.
+    """The units of one module, and the forwards and backwards that run in each.
 
     Parameters
     ----------
     units : Units
-        Or what has its methods.
+        The engine's units, or an object with their methods.
     plans : sequence of UnitPlan
         The outermost unit first.
     members : sequence of list
-        Of each unit: (number in the table, name, parameter, its whole data).
+        The parameters of each unit: (number in the table, name, parameter, its whole data).
     abort : callable
-        Tells the other ranks why this one will not go on.
+        A function that tells the other ranks why this one will not go on.
     coded : bool
-        What runs sees parameters as their records say; inside everything() they are exact.
+        True if running modules see parameters decoded from records; inside everything() they are exact.
     """
 
     unit_class = Unit
@@ -223,13 +226,14 @@ class UnitSchedule:
         self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
-        self._keepers = 0  # how many everything() are entered
-        self._latest: Unit | None = None  # whose forward ended last
-        self._turning: Unit | None = None  # whose forward is the last before the backward, as it was the last time
+        self._keepers = 0  # the number of everything() that are entered
+        self._latest: Unit | None = None  # the unit whose forward ended last
+        self._turning: Unit | None = None  # the unit whose forward was the last before the backward, the last time
         self._handles: list[Any] = []
-        self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []  # a module, and its two hooks of ours
+        # a module, and our two hooks on it
+        self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []
         #: told which parameters are about to be released
-        self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _nobody
+        self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _no_listener
         for unit in self.units:
             unit.show_released()
         for unit, plan in zip(self.units, plans):
@@ -249,7 +253,7 @@ class UnitSchedule:
         self._hooked.append((weakref.ref(module), handles[0].id, handles[1].id))
 
     def arrange_hooks(self) -> None:
-        """Ours run before all others and after all others, also after ones that came later: those see whole parameters."""
+        """Move our hooks to run before and after all others, also those that came later: they see whole parameters."""
         for reference, before, after in self._hooked:
             module = reference()
             if module is None:
@@ -270,7 +274,9 @@ class UnitSchedule:
                 self._handles.append(each.register_state_dict_pre_hook(hook))
 
     def _hook_holders(self, module: torch.nn.Module) -> None:
-        """Modules whose own parameters are the outermost unit's may be called by themselves: an encoder before its decoder (generate())."""
+        """Hook modules with parameters of the outermost unit, which may be called by themselves: an encoder before its
+        decoder.
+        """
         members = {id(p) for p in self.units[0].parameters}
         for each in module.modules():
             if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
@@ -278,7 +284,7 @@ class UnitSchedule:
                 self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
 
     def detach(self) -> None:
-        """Takes the hooks off the modules."""
+        """Take the hooks off the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -298,7 +304,7 @@ class UnitSchedule:
             unit.note_versions()
 
     def _check_released(self, unit: Unit) -> None:
-        """Error, on all ranks, if somebody wrote to a parameter while it was released."""
+        """Raise Error, on all ranks, if a parameter was written to while it was released."""
         name, how = unit.take_written(), "was written to while it was released"
         offset = self._units.take_write(unit.number)
         if name is None and offset < 0:
@@ -309,7 +315,7 @@ class UnitSchedule:
 
     def _refuse_write(self, name: str, how: str) -> NoReturn:
         message = f"parameter {name!r} {how}, and what was written is lost: write inside `with sw.full_parameters(module, writable=True)`"
-        self._abort(message)  # the others would wait for this rank's gradients
+        self._abort(message)  # the peers would wait for this rank's gradients
         raise Error(message)
 
     def _release(self, unit: Unit) -> None:
@@ -326,7 +332,7 @@ class UnitSchedule:
                 self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
 
     def accept_writes(self) -> None:
-        """Parameters were written where that is allowed, or by the engine."""
+        """Accept writes that are allowed, or the engine's."""
         for unit in self.units:
             unit.note_versions()
 
@@ -335,7 +341,7 @@ class UnitSchedule:
             self._release(unit)
 
     def release_all(self) -> None:
-        """The slices are about to be others: nothing that was gathered before is used again."""
+        """Forget everything gathered: the slices are about to change."""
         self._tasks.clear()
         for unit in self.units:
             unit.running.clear()
@@ -345,14 +351,14 @@ class UnitSchedule:
             self._release(unit)
 
     def gather_pinned(self) -> None:
-        """What is whole at all times is whole again."""
+        """Gather the units that are always whole."""
         for unit in self.units:
             if self._keepers or unit.pin is Pin.BY_USER:
                 self._gather(unit)
 
     @contextlib.contextmanager
     def everything(self) -> Iterator[None]:
-        """Inside, all units are whole, and exact."""
+        """Keep all units whole, and exact, inside."""
         if self._coded and not self._keepers:
             self._release_coded()
         self._keepers += 1
@@ -368,7 +374,7 @@ class UnitSchedule:
                 self._release_if_idle(unit)
 
     def _release_coded(self) -> None:
-        """What is whole now is not exact."""
+        """Release units that hold int8-rounded weights; raise if one is in use."""
         busy = next((unit for unit in self.units if unit.running or unit.opened or unit.pin is Pin.UNTIL_STEP), None)
         if busy is not None:
             raise Error(
@@ -379,7 +385,9 @@ class UnitSchedule:
             self._release(unit)
 
     def surrender(self, together: bool = False) -> None:
-        """The parameters get memory of their own, but for those whose data was replaced; from then on nothing is ours."""
+        """Give the parameters memory of their own, except for those whose data was replaced. The schedule has ended
+        afterwards.
+        """
         self.detach()
         units, self.units = self.units, []
         for unit in units:
@@ -404,12 +412,12 @@ class UnitSchedule:
         self._release_if_idle(unit)
 
     def holds_whole(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter can be read now."""
+        """Return True if a parameter can be read now."""
         unit = self._unit_of.get(id(parameter))
         return unit is None or unit.is_whole
 
     def addresses(self) -> dict[int, int]:
-        """Number of each parameter that can be released -> where its data should be now."""
+        """Map the number of each parameter that can be released to the expected address of its data."""
         return {index: address for unit in self.units for index, address in zip(unit.indices, unit.addresses())}
 
     def stats(self) -> dict[str, Any]:
@@ -422,7 +430,7 @@ class UnitSchedule:
             self.arrange_hooks()
         unit.running.append(next(self._clock))
         if _hooks.graph_task_id() == _NO_TASK:
-            if self._tasks:  # no backward runs: those that have not ended were broken off by an exception
+            if self._tasks:  # no backward runs: an exception broke off those that have not ended
                 self._end_tasks(self._tasks.copy())
         self._gather(unit)
 
@@ -441,7 +449,8 @@ class UnitSchedule:
             self._release_if_idle(unit)
 
     def _note_order(self, unit: Unit) -> None:
-        """The unit that runs last in a forward is the one that the backward begins with: it is not released between them."""
+        """Note the unit that runs last in a forward: the backward begins with it, so it is not released between
+        them."""
         if unit is self.units[0]:
             self._turning, self._latest = self._latest, None
         elif not unit.running:
@@ -469,7 +478,7 @@ class UnitSchedule:
         if (begin, task) not in unit.opened:
             unit.opened.append((begin, task))
         self._gather(unit)
-        if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: the backward of this backward is to come
+        if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: a backward of this backward will follow
             self._pin_until_step(unit)
 
     def _pin_until_step(self, unit: Unit) -> None:
@@ -486,7 +495,7 @@ class UnitSchedule:
                 self._release_if_idle(unit)
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
-        """A module is called, in its unit's forward or outside of it. Then its pages, which are kept in any case, are filled until the step."""
+        """Gather the unit for a call of a module outside its unit's forward, and pin it until the step. Its pages are kept."""
         if not unit.is_whole:
             self._gather(unit)
             self._pin_until_step(unit)
@@ -495,12 +504,12 @@ class UnitSchedule:
         self.refuse(unit, "take the state_dict")
 
     def refuse(self, unit: Unit, what: str) -> None:
-        """Error if `unit` is released."""
+        """Raise Error if `unit` is released."""
         if not unit.is_whole:
             raise Error(_COPY.format(what=what))
 
 
-def _nobody() -> None:
+def _no_listener() -> None:
     return None
 
 
@@ -511,8 +520,10 @@ def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:
 
 
 class _ModuleHook:
-    """A hook that lies in a module's own dictionaries. It refuses to be copied with it while the module is released; a copy of
-    a whole module gets one that does nothing."""
+    """A hook in a module's own dictionaries.
+
+    It refuses to be copied with the module while that is released. In a copy of a whole module it does nothing.
+    """
 
     def __init__(self, schedule: UnitSchedule, method: Callable[..., None], number: int) -> None:
         self._schedule = weakref.ref(schedule)
@@ -539,7 +550,7 @@ class _ModuleHook:
 
 
 class _NoHook:
-    """What stands in a copied module where the original has a hook of ours."""
+    """The hook that stands for one of ours in a copied module."""
 
     def __call__(self, *arguments: Any) -> None:
         pass

@@ -1,9 +1,10 @@
-"""What finds writes to parameters that a host's ranks share, where their versions do not tell of them.
+"""Checks for writes to parameters that a host's ranks share, where version counters do not record them.
 
-A write through `.data`, or by foreign code, changes the parameter for every rank of the host, in the middle of their forwards: averages of
-weights that are swapped in and out (EMA, SWA) leave wrong weights on all ranks, without a word. *samples*, the default, compares some elements of each
-parameter before and after each forward and before each step; *read-only*, for debugging, takes the right to write away between steps, so that a
-write gets a SIGSEGV where it happens (`python -X faulthandler` prints the line).
+A write through `.data`, or by foreign code, changes the parameter for every rank of the host, in the middle of their
+forwards. Averages of weights that are swapped in and out (EMA, SWA) silently leave wrong weights on all ranks.
+*samples*, the default, compares some elements of each parameter before and after each forward and before each step.
+*read-only*, for debugging, forbids writes between steps, so that a write gets a SIGSEGV where it happens (`python -X
+faulthandler` prints the line).
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import torch
 from .._engine import Error, HostComm
 from .storage import ParameterMemory
 
-#: words of a parameter, spread evenly; where they begin moves with each step
+#: words of a parameter, spread evenly; their first position moves with each step
 _SAMPLES = 8
 
 
 class SampledParameters:
-    """Finds writes by comparing samples.
+    """A guard that finds writes by comparing samples.
 
     Parameters
     ----------
     memory : ParameterMemory
-        Shared.
+        Shared memory of parameters.
     names : sequence of str
-        Of its parameters.
+        The names of its parameters.
     comm : HostComm
-        Ended when a write is found: the values are wrong for all ranks, and all of them get the sentence.
+        The communicator to end when a write is found: the values are wrong for all ranks, and all of them get the
+        sentence.
 
     Notes
     -----
@@ -64,7 +66,7 @@ class SampledParameters:
         self._samples = self._words[self._places]
 
     def check(self, when: str) -> None:
-        """Error if a sample is not what it was when the last step, or full_parameters(writable=True), ended."""
+        """Raise an Error if a sample differs from the end of the last step, or of full_parameters(writable=True)."""
         now = self._words[self._places]
         if not torch.equal(now, self._samples):
             self._fail(self._of[int((now != self._samples).nonzero()[0])], when)
@@ -81,18 +83,18 @@ class SampledParameters:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what may write. All ranks are past a barrier as it ends."""
+        """Allow writes inside. All ranks are past a barrier as it ends."""
         yield
         self._take()
 
 
 class ReadOnlyParameters:
-    """Makes the mapping of the shared parameters read-only but for the time in which this rank may write.
+    """A guard that makes the mapping of the shared parameters read-only except while this rank may write.
 
     Parameters
     ----------
     memory : ParameterMemory
-        Shared.
+        Shared memory of parameters.
     """
 
     kind = "read-only"
@@ -103,11 +105,11 @@ class ReadOnlyParameters:
         memory.protect(writable=False)
 
     def check(self, when: str) -> None:
-        """Nothing: the kernel looks."""
+        """Do nothing: the kernel checks."""
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what may write."""
+        """Allow writes inside."""
         self._depth += 1
         self._memory.protect(writable=True)
         try:

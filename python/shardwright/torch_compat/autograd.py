@@ -1,10 +1,14 @@
 """Every hook into autograd, the optimizers and the compiler. The only file that uses private names of torch.
 
-Each private name has a fallback, so that a torch that drops it costs a feature, not the program:
-`torch._C._current_graph_task_id` (else one number for every backward: reentrant checkpointing is then not told apart),
-`torch._C.DisableTorchFunctionSubclass` (else a read of a released parameter is NaN, and no error),
-`torch._C._cuda_getCurrentRawStream` (else a slower public way), `torch._disable_dynamo` (else `torch.compiler.disable`), `Tensor._post_accumulate_grad_hooks` (else a hook that changes
-gradients must be registered before wrapping), `Tensor._use_count` (else joining a group does not wait for torch's threads), the compiler's tracer (else fullgraph=True ends in its own error).
+Each private name has a fallback, so that a torch without it costs a feature, not the program:
+
+- `torch._C._current_graph_task_id`: else one number for every backward, and reentrant checkpointing is not told apart.
+- `torch._C.DisableTorchFunctionSubclass`: else a read of a released parameter is NaN, and no error.
+- `torch._C._cuda_getCurrentRawStream`: else a slower public function.
+- `torch._disable_dynamo`: else `torch.compiler.disable`.
+- `Tensor._post_accumulate_grad_hooks`: else a hook that changes gradients must be registered before wrapping.
+- `Tensor._use_count`: else joining a group does not wait for torch's threads.
+- The compiler's tracer: else fullgraph=True ends in its own error.
 """
 
 from __future__ import annotations
@@ -52,17 +56,20 @@ def _no_graph_task() -> int:
 
 
 def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
-    """Where torch keeps the post-accumulate-grad hooks of `parameter`, in the order in which they run."""
+    """Return the table of post-accumulate-grad hooks of `parameter`, in the order in which torch runs them."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return hooks if isinstance(hooks, dict) else None
 
 
-#: id of the graph task that runs now; -1 outside of a backward
+#: the id of the graph task that runs now; -1 outside of a backward
 graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
 
 
 class _End:
-    """What torch calls at the end of a graph task, and drops if the task fails: then nothing else tells us so."""
+    """A callback that torch calls at the end of a graph task, and drops if the task fails: its deletion is the only
+    sign
+    of that.
+    """
 
     def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None) -> None:
         self._callback, self._failed = callback, failed
@@ -74,33 +81,34 @@ class _End:
 
     def __del__(self) -> None:
         if not self._called and self._failed is not None:
-            with contextlib.suppress(Exception):  # what is wrong with the peers is said by the next call
+            with contextlib.suppress(Exception):  # the next call reports what is wrong with the peers
                 self._failed()
 
 
 def queue_at_end(callback: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-    """Runs `callback` when the graph task that runs now has ended, while backward() still waits: on the thread that ran its last node
-    (the caller's, or torch's own for a GPU), where the caller's streams are the current ones then.
+    """Run `callback` when the graph task that runs now has ended, while backward() still waits.
 
-    Its exceptions come out of backward(). If the backward fails, `failed` runs instead; its own exceptions are dropped. On the
-    caller's thread that is before the exception comes out; a GPU's thread may drop the task some milliseconds later.
+    It runs on the thread that ran the last node (the caller's, or torch's own for a GPU), with the caller's streams
+    current. Its exceptions come out of backward(). If the backward fails, `failed` runs instead; its own exceptions are
+    dropped. On the caller's thread that is before the exception comes out; a GPU's thread may drop the task some
+    milliseconds later.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_End(callback, failed))
 
 
 def raw_stream(ordinal: int) -> int:
-    """The address of the stream that torch enqueues on now, in this thread, on GPU `ordinal`."""
+    """Return the address of the stream that torch enqueues on now, in this thread, on GPU `ordinal`."""
     if _raw_stream is not None:
         return int(_raw_stream(ordinal))
     return int(torch.cuda.current_stream(ordinal).cuda_stream)
 
 
 def stream_reader(ordinal: int) -> Callable[[], int]:
-    """Return raw_stream(ordinal) as a callable without a frame of Python's where torch has one."""
+    """Return raw_stream(ordinal) as a callable, without a Python frame where torch has such a function."""
     return functools.partial(raw_stream if _raw_stream is None else _raw_stream, ordinal)
 
 
-#: a context inside which subclasses of Tensor are taken for what they are made of: no __torch_function__ is called
+#: a context in which subclasses of Tensor are treated as plain tensors: no __torch_function__ is called
 unguarded: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
     torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext
 )
@@ -110,11 +118,11 @@ _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRa
 
 
 def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:
-    """`function`, run as it is under torch.compile. recursive=False: what it calls may be compiled.
+    """Return `function`, run uncompiled under torch.compile. recursive=False: its callees may be compiled.
 
-    A program that compiles nothing does not pay for the compiler: importing it takes seconds. Where it is there, what is called
-    from outside a compiled region is kept from it too: it may have given this very frame up (all such functions share its code,
-    and the compiler recompiles a frame a few times only), and then looks at the frames below.
+    A program that compiles nothing does not pay for the compiler, whose import takes seconds. Once it is loaded, calls
+    from outside a compiled region are kept from it, too. It may have given up this very frame, since all such functions
+    share its code and the compiler recompiles a frame a few times only. It would then look at the frames below.
     """
     lazy = getattr(torch, "_disable_dynamo", None)
     if lazy is not None:
@@ -138,7 +146,7 @@ _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def _check_breaks() -> None:
-    """Run by the compiler as it traces: Error where it must not break the graph here."""
+    """Raise an Error as the compiler traces, where it must not break the graph."""
     try:
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -147,7 +155,7 @@ def _check_breaks() -> None:
     except Exception:  # another torch: its own error follows
         return
     if whole:
-        # the compiler passes on none but its own exceptions as they are
+        # the compiler passes on only its own exceptions unchanged
         raise type("FullGraphError", (Error, Unsupported), {})(_FULL_GRAPH)
 
 
@@ -155,7 +163,7 @@ _check_breaks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested mappings, sequences, dataclasses and registered pytree nodes."""
+    """Yield the tensors in nested mappings, sequences, dataclasses and registered pytree nodes."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -184,7 +192,7 @@ def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> None:
-    """`on_gradient` is called by the first gradients of a backward through `output`.
+    """Have `on_gradient` called by the first gradients of a backward through `output`.
 
     Leaves are left out: a hook on a parameter would stay for ever.
     """
@@ -198,7 +206,10 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
 
 
 class StepListener(Protocol):
-    """Told before an optimizer that holds one of its parameters steps; the lowest `serial` first, on every rank."""
+    """A listener that is called before an optimizer that holds one of its parameters steps; the lowest `serial` first,
+    on
+    every rank.
+    """
 
     serial: int
 
@@ -210,7 +221,7 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_steps(listener: StepListener) -> None:
-    """Calls `listener.before_step(optimizer)` before each step of its optimizers, for as long as it lives."""
+    """Call `listener.before_step(optimizer)` before each step of its optimizers, for as long as it lives."""
     _listeners.add(listener)
     _install_step_hook()
 
