@@ -118,10 +118,8 @@ def gradients(rank: int, step: int, device: torch.device) -> list[torch.Tensor]:
 
 def _train(module: nn.Module, rank: int, device: torch.device, **options: Any) -> list[torch.Tensor]:
     """Return parameters and optimizer state after some clipped steps, whole and on the CPU."""
-    optimizer = sw.optim.AdamW(module.parameters(), lr=0.01)
-    model, optimizer = sw.wrap(
-        module, optimizer, bucket_cap_mb=0.002, deterministic=True, clip_grad_norm=1.0, **options
-    )
+    given = sw.optim.AdamW(module.parameters(), lr=0.01)
+    model, optimizer = sw.wrap(module, given, bucket_cap_mb=0.002, deterministic=True, clip_grad_norm=1.0, **options)
     for step in range(STEPS):
         model(gradients(rank, step, device)).backward()
         optimizer.step()

@@ -26,6 +26,7 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
     """Each arm and its copy take turns; medians are compared."""
     numel = 1 << 10 if is_quick else 64 << 20
     link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine().link
+    assert link is not None
     comm, stream = link.comm, link.current_stream()
     wide, back = (place.memory(torch.randn(numel, dtype=torch.float32, device="cpu")) for _ in range(2))
     half = place.memory(torch.zeros(numel, dtype=torch.bfloat16, device="cpu"))

@@ -49,8 +49,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, sequence, width = x.shape
         shape = (batch, sequence, self.heads, width // self.heads)
-        parts = (part.view(shape).transpose(1, 2) for part in self.attention(self.before(x)).split(width, 2))
-        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.attention(self.before(x)).split(width, 2))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, sequence, width))
         return x + self.down(functional.gelu(self.up(self.between(x))))
 
