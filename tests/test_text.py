@@ -33,7 +33,6 @@ STILL_TO_DO = (
     "docs/design/hosts.md",
     "docs/design/reduce.md",
     "docs/design/zero.md",
-    "python/shardwright/checkpoint/",
 )
 
 #: openings of a docstring that make it a fragment

@@ -206,7 +206,7 @@ class Checkpointer:
         _register_exit()
 
     def _warm_staging(self) -> None:
-        """For the model now, and for the optimizer's state once it is there: after its first step."""
+        """Prepare for the model now, and for the optimizer's state once it is there: after its first step."""
         if self._read_only:
             return
         optimizer = stepping_optimizer(self._training.optimizer)
@@ -309,8 +309,8 @@ class Checkpointer:
         self._every = every
 
     def _settle(self, what: str, refusal: Exception | None = None) -> None:
-        """As wait(), and what some ranks hear is raised on all: one that could not begin has raised its part at that save, and would
-        begin the next one while the others do not; and `refusal`, or that ranks come here for other calls. Collective."""
+        """Wait as wait() does, and raise on all ranks what some have heard, or `refusal`, or that ranks come here for other calls. A rank
+        that could not begin has raised its part at that save, and would begin the next one while the others do not. Collective."""
         failure: Exception | None = None
         try:
             self._wait()
@@ -362,9 +362,7 @@ class Checkpointer:
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
         kept = list_checkpoints(self.directory, look=has_rules)
         kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self._rejected else k for k in kept]
-        kept = [
-            k for k in kept if k.step <= new.step
-        ]  # who went back to an older one has not said that the newer ones go
+        kept = [k for k in kept if k.step <= new.step]  # a rollback to an older one does not say that the newer ones go
         goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)  # type: ignore[arg-type]
         # in this order: without its successor, what was replaced is a checkpoint again
         paths = [path for path in replaced_ones(self.directory) if path not in same]
@@ -398,7 +396,7 @@ class Checkpointer:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, device_bytes (came down from a GPU, in all saves), busy. No communication."""
+        """Return counts of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, device_bytes (came down from a GPU, in all saves), busy. No communication."""
         self._check_open()
         return self._writer.progress()
 
@@ -557,7 +555,7 @@ class Checkpointer:
             logger.warning("the last save failed: %s", failure)
 
     def describe(self) -> dict[str, Any]:
-        """For sw.describe()."""
+        """Return the entry of sw.describe()."""
         state = "closed" if self._closed else self._writer.progress()
         return {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
 
@@ -624,7 +622,7 @@ def _finish_all() -> None:
 
 
 def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
-    """When nobody holds the Checkpointer any more: what was begun is brought to its end."""
+    """Bring to its end what was begun, once the Checkpointer is gone."""
     if os.getpid() != pid:
         return
     try:

@@ -1,4 +1,4 @@
-"""What a training consists of: which tensors and texts make a checkpoint. Nothing here touches the disk.
+"""The content of a training: the tensors and texts that make a checkpoint. Nothing here touches the disk.
 
 Shared content is known to every rank: model, optimizer, and a line and rows of each rank's own. Rank 0 adds what it alone knows of.
 """
@@ -86,7 +86,7 @@ class Content:
     held: list[Any] = dataclasses.field(default_factory=list)
 
     def entries(self) -> Entries:
-        """What decides the plan: equal entries, equal plans."""
+        """Return what decides the plan: equal entries, equal plans."""
         texts = [(path, len(text), BY_ALL) for path, text in self.texts.items()]
         texts += [(path, nbytes, IN_PARTS) for path, (nbytes, _, _) in self.lines.items()]
         return [group.plan_entry() for group in self.groups], texts
@@ -103,7 +103,7 @@ class Content:
                     group.tensors[name] = slice_of_dtensor(tensor, boxes, stays=self.staging.takes)
 
     def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
-        """What this rank writes from, ascending: of what all ranks hold, the tensors and texts whose numbers are in `needed` (None: all);
+        """Return what this rank writes from, ascending: of what all ranks hold, the tensors and texts whose numbers are in `needed` (None: all);
         of what is held in parts, the parts that are this rank's turn."""
         wanted = None if needed is None else set(needed)
         found: list[Source] = []
@@ -182,7 +182,7 @@ def optimizer_content(
     body: dict[str, Any] = {"groups": groups}
     if further:
         body["further"] = {key: tree.encode(value, f"further.{key}", tensors) for key, value in further.items()}
-    eager = frozenset(tensors)  # a scheduler writes them at its own time, or who knows
+    eager = frozenset(tensors)  # a scheduler writes them at its own time
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
         values = whole.get(parameter, {})
@@ -209,7 +209,7 @@ def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, Any]) -> Any:
-    """As tree.encode(), with the parameter's name at the end: exp_avg.layer.weight."""
+    """Encode as tree.encode() does, with the parameter's name at the end: exp_avg.layer.weight."""
     if isinstance(value, Sliced):
         _add(f"{key}.{parameter}", value, tensors)
         return {"$tensor": f"{key}.{parameter}"}
@@ -303,7 +303,7 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def holds_shards(value: Any) -> bool:
-    """Whether a stateful value has DTensors, of which each rank holds a part. No state_dict() is asked for but modules'."""
+    """Return whether a stateful value has DTensors, of which each rank holds a part. No state_dict() is asked for but modules'."""
     if isinstance(value, torch.nn.Module):
         return any(map(is_dtensor, (*value.parameters(), *value.buffers())))
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 """Checkpoints of this format through torch.distributed.checkpoint: dcp.save, dcp.async_save and dcp.load.
 
-torch plans who writes which box of which tensor, and carries the results to its coordinator; here each box becomes ranges of
+torch plans which rank writes which box of which tensor, and carries the results to its coordinator; here each box becomes ranges of
 our files. Two ranks may write into one block: each reports a tally of its part (csrc/checkpoint/tally.h), and the coordinator joins
 them, so nothing is exchanged and no process group is touched. Writing and the commit are the engine's.
 """
@@ -214,7 +214,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
 
 class StorageReader(TorchStorageReader):
-    """Reads a checkpoint of this format for dcp.load, whoever wrote it, at any world size and any sharding.
+    """Reads a checkpoint of this format for dcp.load, of any writer, at any world size and any sharding.
 
     Parameters
     ----------
@@ -455,7 +455,7 @@ class _Layout:
 
 
 def _remove(partial: str, lock: PartialLock | None, pid: int) -> None:
-    """What is left of a save that came to no end: torch tells nobody of those. After a commit there is nothing of that name."""
+    """Remove the rest of a save that came to no end: torch does not tell of those. After a commit there is nothing of that name."""
     if os.getpid() == pid:
         if lock is not None:
             lock.release()
@@ -487,7 +487,7 @@ def _object(planner: SavePlanner, item: Any) -> Any:
 
 
 def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """What torch calls the tensors and objects of a folder."""
+    """Return what torch calls the tensors and objects of a folder."""
     state = tree.loads(folder.read_bytes("state.json"))
     stored = {stem: stored_tensors(folder, stem) for stem in ("model", "optimizer", "state")}
     known = state.get("dcp")

@@ -19,14 +19,14 @@ SLOT_BYTES = 8 << 20
 
 
 class DeviceStaging:
-    """What one rank's saves come down through: from the first GPU that it meets. What is on others is copied by torch."""
+    """The way down for one rank's saves, from the first GPU that it meets. Torch copies what is on others."""
 
     def __init__(self) -> None:
         self._stage: DeviceStage | None = None
         self._ordinal = -1
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a save can read the tensor's memory where it lies on the GPU."""
+        """Return whether a save can read the tensor's memory where it lies on the GPU."""
         if not cuda.runtime.stages(tensor):
             return False
         if self._stage is None:
@@ -42,7 +42,7 @@ class DeviceStaging:
         return plain(tensor), False
 
     def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Of the bytes of each. Those on the GPU come down together, once."""
+        """Return a checksum of the bytes of each. Those on the GPU come down together, once."""
         found = {name: self.memory_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
         flat = [memory.reshape(-1).view(torch.uint8) for memory, on_gpu in found.values() if on_gpu]
         together = iter(torch.cat(flat).cpu().split([each.numel() for each in flat]) if flat else ())
@@ -53,7 +53,7 @@ class DeviceStaging:
         return sums
 
     def for_saver(self) -> tuple[DeviceStage, int] | None:
-        """What CheckpointSaver.begin() takes."""
+        """Return what CheckpointSaver.begin() takes."""
         return None if self._stage is None else (self._stage, cuda.runtime.current_stream(self._ordinal))
 
     def stats(self) -> dict[str, int]:

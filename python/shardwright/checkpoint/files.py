@@ -65,7 +65,7 @@ def save(
     Notes
     -----
     Collective. Every rank writes 1/W of the bytes. Each job, and each disjoint group of ranks such as a pipeline stage, needs a
-    path of its own: of saves to one path at one time the first to commit stays, and the others raise on all of their ranks.
+    path of its own. Of saves to one path at one time the first to commit stays, and the others raise on all of their ranks.
 
     Examples
     --------
@@ -167,7 +167,7 @@ def load(
 
 
 def in_words(error: Exception) -> str:
-    """In words."""
+    """Return it in words."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -187,7 +187,7 @@ def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def why_not_there(folder: str, overwrite: bool) -> str:
-    """Why nothing can be saved to `folder`; "": it can."""
+    """Return why nothing can be saved to `folder`; "": it can."""
     if overwrite:
         try:
             CheckpointFolder.check_replaceable(folder)
@@ -222,7 +222,7 @@ def check_options(max_file_bytes: Any, timeout_s: Any) -> tuple[int, float]:
 
 
 def usable_timeout(timeout_s: Any) -> float:
-    """A time to wait for the others, who are to hear that it is none."""
+    """A time to wait for the others, which are to hear that it is none."""
     try:
         return check_timeout(timeout_s)
     except ValueError:

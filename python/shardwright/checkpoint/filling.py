@@ -57,7 +57,7 @@ class Filler:
             count += -(-nbytes // _BLOCK_BYTES)
 
     def fill(self, reads: Iterable[tuple[Stored, Any]]) -> None:
-        """Into tensors, or the slices that are held of them."""
+        """Read into tensors, or the slices that are held of them."""
         shared, own, landed = [], [], []
         for stored, target in reads:
             if not stored.nbytes:
@@ -80,7 +80,7 @@ class Filler:
             land()
 
     def fill_ahead(self, reads: Iterable[tuple[Stored, torch.Tensor]], spare: Sequence[tuple[int, int]]) -> None:
-        """Into live tensors, before it is known whether the folder is sound.
+        """Read into live tensors, before it is known whether the folder is sound.
 
         What stood there is kept in memory `spare`, (address, nbytes), as far as that goes, and until take_back(). The rest is
         left to fill(). A rank begins with its share of the files: it alone reads that from the disk.
@@ -101,7 +101,7 @@ class Filler:
         self._read(pieces, direct=self._turn[1] == 1)
 
     def _own_part_first(self, places: Sequence[tuple[Stored, int]]) -> Sequence[tuple[Stored, int]]:
-        """In the order of the files, from this rank's share on."""
+        """Return them in the order of the files, from this rank's share on."""
         ordered = sorted(places, key=lambda each: (each[0].path, each[0].begin))
         rank, world_size = self._turn
         before = sum(stored.nbytes for stored, _ in ordered) * rank // world_size
@@ -112,7 +112,7 @@ class Filler:
         return ordered[first:] + ordered[:first]
 
     def take_back(self) -> None:
-        """What fill_ahead() wrote to stands as it did before."""
+        """Restore what fill_ahead() wrote to."""
         for piece in self._kept:
             ctypes.memmove(piece.address, piece.undo, piece.nbytes)
         self._kept, self._ahead = [], {}
@@ -142,7 +142,7 @@ class Filler:
 
 
 def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Stored, int]]:
-    """(what, the address it goes to), of tensors whose own memory can be read into."""
+    """Yield (what, the address it goes to) of tensors whose own memory can be read into."""
     for stored, target in reads:
         if stored.nbytes and not is_dtensor(target) and target.device.type == "cpu" and target.is_contiguous():
             if has_memory(target) and not target.is_conj() and not target.is_neg():
@@ -150,7 +150,7 @@ def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Sto
 
 
 def _apart(places: Iterable[tuple[Stored, int]]) -> list[tuple[Stored, int]]:
-    """Without those that lie over another's memory: what stood there is what stood before both."""
+    """Leave out those that lie over another's memory: what stood there is what stood before both."""
     found: list[tuple[Stored, int]] = []
     end_of_last = 0
     for stored, address in sorted(places, key=lambda each: each[1]):
@@ -161,7 +161,7 @@ def _apart(places: Iterable[tuple[Stored, int]]) -> list[tuple[Stored, int]]:
 
 
 def _land(target: torch.Tensor, memory: torch.Tensor) -> None:
-    """What was read into `memory` to `target`, which it is an alias of, or a copy."""
+    """Copy what was read into `memory` to `target`, which it is an alias of, or a copy."""
     if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
         target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
     else:

@@ -1,4 +1,4 @@
-"""What a bare model's tensors are called, and what safetensors calls their dtypes."""
+"""Names of a bare model's tensors, and safetensors' names of their dtypes."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """What safetensors calls it; that of the real view for complex ones."""
+    """Return what safetensors calls it; that of the real view for complex ones."""
     if dtype not in _DTYPES:
         raise CheckpointError(f"tensor '{name}' has dtype {dtype}, which safetensors cannot name")
     return _DTYPES[dtype]

@@ -1,6 +1,6 @@
-"""What an optimizer keeps beside `state` and `param_groups`, which is all that torch's own have.
+"""Values that an optimizer keeps beside `state` and `param_groups`, which is all that torch's own have.
 
-Whoever keeps more says so in state_dict(): further keys there are saved, and given back through load_state_dict(). State of an
+An optimizer that keeps more says so in state_dict(): further keys there are saved, and given back through load_state_dict(). State of an
 optimizer inside, and state that state_dict() shows and `state` lacks, cannot be had by parameter: that is an error before anything
 is written. Tensors in attributes may be caches as well as state: they are warned of.
 """
@@ -22,7 +22,7 @@ _DEPTH = 4
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """What accelerate's wrapper steps: an Optimizer by its class alone, in which no hook of a step can be kept. Other wrappers may have
+    """Return what accelerate's wrapper steps: an Optimizer by its class alone, in which no hook of a step can be kept. Other wrappers may have
     state of their own."""
     while isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("accelerate."):
         inner = _attributes(optimizer).get("optimizer")
@@ -33,7 +33,7 @@ def bare_optimizer(optimizer: Any) -> Any:
 
 
 def stepping_optimizer(optimizer: Any) -> Any:
-    """Where a hook of each step can be kept: what a wrapper steps that is an Optimizer by its class alone."""
+    """Return where a hook of each step can be kept: what a wrapper steps that is an Optimizer by its class alone."""
     while isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in _attributes(optimizer):
         inner = _attributes(optimizer).get("optimizer")
         if not hasattr(inner, "param_groups"):
@@ -43,7 +43,7 @@ def stepping_optimizer(optimizer: Any) -> Any:
 
 
 def further_state(optimizer: Any) -> dict[str, Any]:
-    """What the optimizer's state_dict() has beside torch's own keys: values of any kind.
+    """Return what the optimizer's state_dict() has beside torch's own keys: values of any kind.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def _tells_more(optimizer: Any) -> bool:
-    """Whether its state_dict() may have more than torch's."""
+    """Return whether its state_dict() may have more than torch's."""
     made = getattr(type(optimizer), "state_dict", None)
     if "state_dict" in _attributes(optimizer) or getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
         return True
@@ -166,7 +166,7 @@ def _check_shown(optimizer: Any, shown: Any) -> None:
 
 
 def _shows(optimizer: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether state_dict() has all of them."""
+    """Return whether state_dict() has all of them."""
     if not _tells_more(optimizer):
         return False
     shown = {id(each) for each in _tensors(optimizer.state_dict(), _DEPTH + 1)}

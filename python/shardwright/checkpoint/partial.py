@@ -1,7 +1,7 @@
 """Folders that are being written, and what tells them from those of saves that died: a locked file, LOCK, in each.
 
 The kernel lets go of the lock when the process ends, over NFS too. A save to a path of its own has no lock on the directory, and so
-removes what lies there by its name alone: a nonce as this package makes them, and the lock of nobody.
+removes what lies there by its name alone: a nonce as this package makes them, and a lock without a holder.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ LOCK = "LOCK"
 lock_file = CheckpointFolder.lock
 #: a name, and the nonces of Writer and of StorageWriter
 _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(partial|trash)\Z", re.DOTALL)
-#: seconds after which a folder without LOCK is nobody's: one of an earlier release, or whose save is just about to make the file, or
+#: seconds after which a folder without LOCK is an orphan: one of an earlier release, or whose save is just about to make the file, or
 #: to commit; by the clocks of this host and of the file system
-_NOBODYS_S = 3600.0
+_ORPHAN_S = 3600.0
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 
 
@@ -30,7 +30,7 @@ class PartialLock:
     def __init__(self, partial: str) -> None:
         self._path = os.path.join(partial, LOCK)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(CheckpointError):  # a file system without locks: nobody is told, then
+        with contextlib.suppress(CheckpointError):  # a file system without locks: no process is told, then
             lock_file(self._fd, self._path)
 
     def release(self, folder: str | None = None) -> None:
@@ -43,7 +43,7 @@ class PartialLock:
 
 
 def is_alive(partial: str) -> bool | None:
-    """Whether the save that writes to `partial` lives; None: it has no file to lock, or the file system no locks."""
+    """Return whether the save that writes to `partial` lives; None: it has no file to lock, or the file system no locks."""
     try:
         fd = os.open(os.path.join(partial, LOCK), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -57,7 +57,7 @@ def is_alive(partial: str) -> bool | None:
 
 
 def of_saves(directory: str, name: str | None = None) -> list[str]:
-    """What dead saves to paths in `directory`, or to `name` there alone, have left; nothing where it may not be listed."""
+    """Return what dead saves to paths in `directory`, or to `name` there alone, have left; nothing where it may not be listed."""
     found: list[str] = []
     try:
         names = os.listdir(directory)
@@ -73,7 +73,7 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
 
 
 def is_left(partial: str) -> bool:
-    """Whether nobody writes to `partial` any more, for who holds the lock on its directory: no Checkpointer does, then."""
+    """Return whether no process writes to `partial` any more. The caller holds the lock on its directory, so no Checkpointer does."""
     return _is_dead(partial) if _OF_DCP.match(partial) else is_alive(partial) is not True
 
 
@@ -82,6 +82,6 @@ def _is_dead(partial: str) -> bool:
     if alive is not None:
         return not alive
     try:
-        return not os.path.lexists(os.path.join(partial, LOCK)) and time.time() - os.stat(partial).st_mtime > _NOBODYS_S
+        return not os.path.lexists(os.path.join(partial, LOCK)) and time.time() - os.stat(partial).st_mtime > _ORPHAN_S
     except OSError:
         return False

@@ -30,7 +30,7 @@ def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContex
 
 
 def averages_gradients(model: Any) -> bool:
-    """Whether a wrapper is known to keep the ranks' parameters alike."""
+    """Return whether a wrapper is known to keep the ranks' parameters alike."""
     model = getattr(model, "_orig_mod", model)
     return isinstance(model, TorchDDP) or wrapper_of(model) is not None
 
@@ -65,11 +65,11 @@ class Peers:
 
     @property
     def has_hosts(self) -> bool:
-        """Whether ranks are on several hosts."""
+        """Return whether ranks are on several hosts."""
         return self._group.host_count > 1
 
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
-        """What ranks tell each other through while they save: control pages that the ranks of a host map, and over hosts each rank's host
+        """Make the channel that ranks tell each other through while they save: control pages that the ranks of a host map, and over hosts each rank's host
         and a file at `path`. Collective.
 
         Raises
@@ -93,7 +93,7 @@ class Peers:
             self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
 
     def make_board(self, path: str, nonce: str) -> None:
-        """On rank 0: the file of a channel, all of its disk space included. In place of one that is there."""
+        """Make the file of a channel on rank 0, all of its disk space included, in place of one that is there."""
         if self.rank:
             return
         try:
@@ -104,7 +104,7 @@ class Peers:
             raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
 
     def renew_board(self, path: str, nonce: str) -> None:
-        """On rank 0: makes the file again if somebody took it away."""
+        """Make the file again on rank 0 if it was taken away."""
         if self.rank == 0 and self.has_hosts and not os.path.exists(path):
             self.make_board(path, nonce)
 
@@ -143,8 +143,8 @@ class Peers:
 
     def gather(self, value: Any, label: str) -> list[Any]:
         """Every rank's `value` (of JSON), on rank 0; nothing on the others. Collective."""
-        everyone = self.exchange(value, label)
-        return everyone if self.rank == 0 else []
+        of_all = self.exchange(value, label)
+        return of_all if self.rank == 0 else []
 
     def broadcast(self, data: bytes, label: str) -> bytes:
         """Rank 0's `data`. Collective."""
@@ -192,12 +192,12 @@ class Peers:
 
     @property
     def is_alive(self) -> bool:
-        """Whether no other rank is known to have failed or left."""
+        """Return whether no other rank is known to have failed or left."""
         return self.world_size == 1 or self._group.comm.is_alive
 
 
 def os_error(sentence: str, errno: int | None) -> CheckpointError:
-    """With the system's number; None: it refused nothing."""
+    """Return it with the system's number; None: it refused nothing."""
     error = CheckpointError(sentence)
     error.errno = errno
     return error

@@ -1,4 +1,4 @@
-"""From a folder back into a training: first everything is looked at, then ranks agree, then live tensors are touched."""
+"""The way from a folder back into a training: first everything is looked at, then ranks agree, then live tensors are touched."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Mismatch(CheckpointError):
 
 @dataclasses.dataclass
 class _Targets:
-    """Where an optimizer's tensors are read to, by their names in the folder."""
+    """Places that an optimizer's tensors are read to, by their names in the folder."""
 
-    new: dict[str, Any]  # Tensor, or Sliced: nobody's yet
+    new: dict[str, Any]  # Tensor, or Sliced: not in use yet
     live: dict[str, torch.Tensor]  # of the state that is there
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -103,7 +103,7 @@ class Reader:
         return dict(body)
 
     def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
-        """What goes where; one after the other where what is stored once is not tied here."""
+        """Plan what goes where; one after the other where what is stored once is not tied here."""
         stored, tied = stored_tensors(self.folder, "model")
         other_names: dict[str, list[str]] = {}
         for name, kept in self._found.tied.items():
@@ -167,7 +167,7 @@ class Reader:
         return body
 
     def _match_further(self, body: Mapping[str, Any]) -> None:
-        """What the optimizer keeps beside its state: what the checkpoint lacks of it stays as it is."""
+        """Return what the optimizer keeps beside its state: what the checkpoint lacks of it stays as it is."""
         kept = body.get("further", {})
         try:
             ours = further_state(self.training.optimizer)
@@ -234,7 +234,7 @@ class Reader:
         return tree.decode(self._state["extra"], tensors)
 
     def _is_sliced(self) -> bool:
-        """Whether this rank writes slices of parameters alone, or none outside of whole_parameters()."""
+        """Return whether this rank writes slices of parameters alone, or none outside of whole_parameters()."""
         replica = engine_of(self.training.model)
         return replica is not None and bool(replica.zero)
 
@@ -282,7 +282,7 @@ class Reader:
         return {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
 
     def _make_targets(self, body: Mapping[str, Any]) -> _Targets:
-        """Where the optimizer's tensors are read to."""
+        """Return where the optimizer's tensors are read to."""
         if isinstance(self.training.optimizer, ShardedOptimizer):
             return self._sliced_targets(body, self.training.optimizer)
         targets = _Targets({name: entry.empty() for name, entry in body["stored"].items()}, {})
@@ -385,7 +385,7 @@ class Reader:
         optimizer.load_held_state(groups, states)
 
     def _own_tree(self, rank: int) -> Any:
-        """What a rank alone held; None of a folder that torch.distributed.checkpoint has written."""
+        """Return what a rank alone held; None of a folder that torch.distributed.checkpoint has written."""
         if has_rows(self.folder):
             return read_line(self.folder, rank)
         path = f"ranks/{rank:05d}.json"  # as folders of the first release have it
@@ -412,7 +412,7 @@ class Reader:
             set_random_state(tree.decode(body["random"], tensors))
 
     def look_at_compressor(self, rank: int, world_size: int) -> bool:
-        """Whether this rank's own share of a compressor's memory is this very rank's: the same world, over the same hosts."""
+        """Return whether this rank's own share of a compressor's memory is this very rank's: the same world, over the same hosts."""
         state = self._compression_state()
         if state is None or self.folder.world_size != world_size:
             return False
@@ -423,7 +423,7 @@ class Reader:
         return getattr(getattr(self.training.model, "_orig_mod", self.training.model), "compression_state", None)
 
     def _apply_compressor(self, rank: int) -> None:
-        """What a compressor remembers: this rank's own, or in another world an equal share of what all owe."""
+        """Return what a compressor remembers: this rank's own, or in another world an equal share of what all owe."""
         state = self._compression_state()
         if state is None:
             return
@@ -442,7 +442,7 @@ class Reader:
             state.load_state_dict(share if state.exchange.takes_part else {**share, "parameters": {}})
 
     def _debtors(self) -> list[int]:
-        """The ranks whose state is somebody's: of each host's, the lowest."""
+        """Return the ranks that have state: the lowest of each host."""
         places: dict[Any, int] = {}
         for each in range(self.folder.world_size):
             node = self._compressor_node(each)
@@ -450,7 +450,7 @@ class Reader:
         return list(places.values())
 
     def _compressor_node(self, rank: int) -> dict[str, Any] | None:
-        """Without its tensors."""
+        """Return it without its tensors."""
         body = self._own_tree(rank)
         return None if body is None else body.get("compressor")
 
@@ -467,7 +467,7 @@ def _add_in_turn(turns: list[dict[Stored, torch.Tensor]], stored: Stored, target
 
 
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
-    """Whether a sliced optimizer keeps a slice of this entry, and not the whole of it."""
+    """Return whether a sliced optimizer keeps a slice of this entry, and not the whole of it."""
     shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
     return key != "step" and shape == tuple(parameter.shape)
 
@@ -599,7 +599,7 @@ _SOUND = [SOUND, ""]
 
 
 def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
-    """What this rank tells the others of its look at a folder."""
+    """A rank's report of its look at a folder, for the others."""
     try:
         look()
     except (Mismatch, NewerCheckpointError) as error:
@@ -614,7 +614,7 @@ def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
 
 
 def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
-    """Why the folder is passed over; "": it is sound for all. CheckpointError: it is not to be passed over."""
+    """Return why the folder is passed over; "": it is sound for all. CheckpointError: it is not to be passed over."""
     for kind in (FATAL, REJECTED):
         for rank, (found, text) in enumerate(verdicts):
             if found == kind:

@@ -1,4 +1,4 @@
-"""Which folders lie in a directory of checkpoints, and which of them go. Rank 0's business."""
+"""Folders in a directory of checkpoints, and the choice of those that go. Rank 0 alone calls this."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MANIFEST = "MANIFEST.json"
 #: damage, and something else in its place: not of a moment
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 BOARD = ".board"  # stays, as .lock does: a slower rank may still read the last verdict
-STEP_LIMIT = 10**15  # a folder's number has 15 digits at most
-#: nonces of checkpoints that a rollback has abandoned: after restore(step=2) a training goes on from step 2, while step-000005 of the
-#: abandoned course may still lie there, which a restore() after a crash must not prefer
+STEP_LIMIT = 10**15  # a folder's number has 15 digits at most.
+#: nonces of checkpoints that a rollback has abandoned: after restore(step=2) a training goes on from step 2. Then
+#: step-000005 of the abandoned course may still lie there: a restore() after a crash must not prefer it
 BRANCH = ".branch"
 _BRANCH_BYTES = 1 << 20
 
@@ -62,9 +62,9 @@ def list_checkpoints(directory: str, *, look: bool = False) -> list[Kept]:
 
 
 def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | None:
-    """Where the checkpoint called `path` lies: there, or under its replaced name if nothing is there; None: nowhere.
+    """Return where the checkpoint called `path` lies: there, or under its replaced name if nothing is there; None: nowhere.
 
-    Who replaces it takes three steps (`path` becomes the replaced name, the new one becomes `path`, the replaced one goes), and
+    Replacing it takes three steps (`path` becomes the replaced name, the new one becomes `path`, the replaced one goes), and
     each may fall between two looks: of three looks one meets none.
     """
     replaced = path.rstrip("/") + REPLACED
@@ -78,7 +78,7 @@ def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | No
 
 
 def left_overs(directory: str) -> list[str]:
-    """What saves of steps that died have left, and what retention had no time to unlink. Not what a save that lives is writing; that
+    """Return what saves of steps that died have left, and what retention had no time to unlink. Not what a save that lives is writing; that
     no Checkpointer is one of those, its lock on the directory tells."""
     steps = [os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name)]
     return sorted(path for path in steps if is_left(path))

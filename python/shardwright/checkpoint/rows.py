@@ -1,4 +1,4 @@
-"""What is each rank's own, in two files for all ranks: a line of JSON a rank, and tensors stacked in rank order.
+"""Each rank's own content, in two files for all ranks: a line of JSON a rank, and tensors stacked in rank order.
 
     ranks/all.jsonl          line r is rank r's tree, filled up with spaces: all lines have one length
     ranks/all.safetensors    `name`: [world_size, *shape], row r is rank r's, where all ranks have such a tensor;
@@ -33,7 +33,7 @@ def structure_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, li
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where each rank's own goes.
+    """Places of each rank's own content.
 
     Attributes
     ----------
@@ -49,21 +49,21 @@ class Rows:
     entries: Mapping[str, tuple[str, tuple[int, ...], int | None]]
 
     @classmethod
-    def over(cls, everyone: Sequence[tuple[Structure, int]], rank: int) -> Rows:
-        """Of every rank's (structure, bytes of its line)."""
-        longest = max(nbytes for _, nbytes in everyone)
+    def over(cls, of_all: Sequence[tuple[Structure, int]], rank: int) -> Rows:
+        """Make the rows from every rank's (structure, bytes of its line)."""
+        longest = max(nbytes for _, nbytes in of_all)
         line_bytes = -(-(longest + longest // 8 + 2) // _LINE_ALIGNMENT) * _LINE_ALIGNMENT
-        tables = [{name: (dtype, tuple(shape)) for name, dtype, shape in structure} for structure, _ in everyone]
+        tables = [{name: (dtype, tuple(shape)) for name, dtype, shape in structure} for structure, _ in of_all]
         entries: dict[str, tuple[str, tuple[int, ...], int | None]] = {}
         for name, entry in tables[0].items():
             if all(table.get(name) == entry for table in tables):
                 entries[name] = (*entry, None)
         for number, table in enumerate(tables):
             entries |= {_of(number, name): (*entry, number) for name, entry in table.items() if name not in entries}
-        return cls(rank, len(everyone), line_bytes, entries)
+        return cls(rank, len(of_all), line_bytes, entries)
 
     def fits(self, structure: Structure, nbytes: int) -> bool:
-        """Whether this rank's own goes there."""
+        """Return whether this rank's own goes there."""
         mine = {name: (dtype, tuple(shape)) for name, dtype, shape in structure}
         wanted = {
             name if rank is None else name.partition(".")[2]: (dtype, shape)
@@ -78,7 +78,7 @@ class Rows:
         return self.world_size * self.line_bytes, self.rank * self.line_bytes, text
 
     def tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, Sliced]:
-        """Of the file, as far as this rank holds them. `own`: row-major."""
+        """Return the tensors of the file, as far as this rank holds them. `own`: row-major."""
         found = {}
         for name, (dtype, shape, rank) in self.entries.items():
             kind, row = getattr(torch, dtype), 0 if rank is not None else self.rank
@@ -113,7 +113,7 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
 
 
 def rows_of(stored: Mapping[str, Stored], rank: int, names: Sequence[str]) -> dict[str, Stored]:
-    """Where the tensors of a rank's tree lie."""
+    """Return where the tensors of a rank's tree lie."""
     found = {}
     for name in names:
         own, every = stored.get(_of(rank, name)), stored.get(name)

@@ -1,6 +1,6 @@
-"""Whether what every rank holds alike is alike, by a few cache lines of each tensor.
+"""A check that what every rank holds alike is alike, by a few cache lines of each tensor.
 
-A checkpoint has each block from one rank, so that ranks which drifted apart (plain modules whose gradients nobody averaged) would be
+A checkpoint has each block from one rank, so that ranks which drifted apart (plain modules whose gradients are not averaged) would be
 mixed in it. Reading all values would cost a pass; training apart changes every tensor, and so the lines that are looked at.
 """
 
@@ -47,7 +47,7 @@ def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Ten
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return False  # who knows where a class of its own keeps its values
+        return False  # a class of its own keeps its values where it likes
     on_cpu = tensor.is_cpu and not cuda.runtime.holds(tensor)
     return on_cpu and has_memory(tensor) and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
@@ -57,10 +57,10 @@ def digest(samples: Samples) -> int:
     return zlib.crc32(repr(sorted(samples.items())).encode("utf-8", "backslashreplace"))
 
 
-def first_apart(everyones: Sequence[Samples]) -> str:
-    """Which tensor's sample is not the same on all ranks that have one; "": none's."""
+def first_apart(samples_of_all: Sequence[Samples]) -> str:
+    """Return which tensor's sample is not the same on all ranks that have one; "": none's."""
     seen: dict[str, tuple[int, int]] = {}
-    for rank, samples in enumerate(everyones):
+    for rank, samples in enumerate(samples_of_all):
         for name, crc in samples.items():
             first, expected = seen.setdefault(name, (rank, crc))
             if crc != expected:
@@ -68,10 +68,10 @@ def first_apart(everyones: Sequence[Samples]) -> str:
     return ""
 
 
-def check_alike(everyones: Sequence[Samples], *, is_averaged: bool) -> None:
+def check_alike(samples_of_all: Sequence[Samples], *, is_averaged: bool) -> None:
     """Raises CheckpointError for a tensor whose sample is not the same on all ranks. Where a wrapper averages gradients, ranks can
     drift by roundings alone (processors that are not alike): then that is a line in the log."""
-    apart = first_apart(everyones)
+    apart = first_apart(samples_of_all)
     if apart and is_averaged:
         _logger.warning("%s: the checkpoint has some blocks of each", apart)
     elif apart:

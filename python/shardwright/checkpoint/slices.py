@@ -28,7 +28,7 @@ CUT, WHOLE, VALUE = "cut", "whole", "value"
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """What one rank holds of a tensor.
+    """One rank's parts of a tensor.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ def check_placements(name: str, tensor: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
-    """Where a rank's part of DTensors of one shape and placement lies."""
+    """Return where a rank's part of DTensors of one shape and placement lies."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -178,7 +178,7 @@ def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], 
 
 
 def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:
-    """Whether some of a training's state is spread over ranks. Alike on all of them."""
+    """Return whether some of a training's state is spread over ranks. Alike on all of them."""
     return isinstance(optimizer, ShardedOptimizer) or any(is_dtensor(p) for p in model.parameters())
 
 
@@ -217,7 +217,7 @@ def compact(described: Mapping[int, Mapping[str, Entry]]) -> list[Any]:
 
 
 def expand(kinds: Sequence[Any]) -> dict[int, dict[str, Entry]]:
-    """What compact() was given."""
+    """Return what compact() was given."""
     found = {}
     for entries, runs in kinds:
         keys = {key: (how, dtype, tuple(shape)) for key, (how, dtype, shape) in entries}
@@ -280,7 +280,7 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Whether a run of its memory is a run of its bytes in the file."""
+    """Return whether a run of its memory is a run of its bytes in the file."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -294,7 +294,7 @@ def engine_of(model: Any) -> Any:
 
 
 def fills_slices(replica: Any) -> bool:
-    """Whether a load can write each rank's slices of parameters: those that are released must be row-major."""
+    """Return whether a load can write each rank's slices of parameters: those that are released must be row-major."""
     memory = replica.parameters() if replica.zero else None
     if not isinstance(memory, ReleasedParameters):
         return bool(replica.zero)

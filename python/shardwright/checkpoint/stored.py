@@ -42,20 +42,20 @@ class Stored:
 
 
 def complex_mark(metadata: Mapping[str, str], name: str) -> str | None:
-    """What the metadata of a file calls the tensor `name`, which is stored as its real view; None: it is real."""
+    """Return what the metadata of a file calls the tensor `name`, which is stored as its real view; None: it is real."""
     key = f"complex.{name}"
     return metadata[key] if key in metadata and _is_mark(key, metadata[key]) else None
 
 
 def _is_mark(key: str, value: str) -> bool:
-    """Of a tied tensor of a module called `complex` the value is a tensor's name."""
+    """Tell a tied tensor of a module called `complex`, whose value is a tensor's name."""
     return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
 
 
 def _complex_dtype(
     path: str, name: str, of_complex: str | None, dtype: str, shape: Sequence[int]
 ) -> torch.dtype | None:
-    """Of a tensor that is stored as its real view; its bytes are then those of the real one, or it is refused."""
+    """Describe a tensor that is stored as its real view; its bytes are those of the real one, or it is refused."""
     if of_complex is None:
         return None
     parts = {"complex64": "F32", "complex128": "F64"}.get(of_complex)

@@ -101,7 +101,7 @@ def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What encode() was given."""
+    """Return what encode() was given."""
     if isinstance(node, list):
         return [decode(item, tensors) for item in node]
     if not isinstance(node, dict):

@@ -94,7 +94,7 @@ class Training:
 
 @dataclasses.dataclass
 class _Draft:
-    """What one rank finds in its training, before it hears of the others.
+    """One rank's findings in its training, before it hears of the others.
 
     Attributes
     ----------
@@ -131,13 +131,13 @@ class _Draft:
         return {n: t for n, t in self.state[1].items() if is_dtensor(t)} if self.state is not None else {}
 
     def state_structure(self) -> list[tuple[str, str, list[int]]] | None:
-        """Of all tensors in the state, if some are DTensors."""
+        """Describes all tensors in the state, if some are DTensors."""
         return structure_of(self.state[1]) if self.shards else None  # type: ignore[index]
 
 
 @dataclasses.dataclass
 class _Layout:
-    """What stands from save to save, until some rank's training no longer fits it.
+    """The layout that stands from save to save, until some rank's training no longer fits it.
 
     Attributes
     ----------
@@ -321,7 +321,7 @@ class Writer:
     def _agree(
         self, training: Training, step: int, released: dict[int, Sliced], passing: set[int]
     ) -> tuple[Content, Content | None, CheckpointPlan]:
-        """What this rank saves: what all know of, and on rank 0 what it alone knows of; and the plan of the former. Collective.
+        """Gather what this rank saves: what all know of, and on rank 0 what it alone knows of; and the plan of the former. Collective.
 
         One exchange if the layout stands, in which all say the same. Else ranks tell what they hold.
         """
@@ -360,9 +360,9 @@ class Writer:
         return _Draft(found, described, body, tensors, samples, checksums, released, passing, state)
 
     def _hear(self, draft: _Draft | None, failure: Exception | None, is_averaged: bool = False) -> bool:
-        """Whether some rank's training does not fit the layout. Buffers whose bytes are not rank 0's, which are the model's, become the
+        """Return whether some rank's training does not fit the layout. Buffers whose bytes are not rank 0's, which are the model's, become the
         rank's own. Collective: what went wrong on a rank is raised on all, as is another value of what all ranks should hold alike, of a
-        model whose gradients nobody is known to average."""
+        model whose gradients are not known to be averaged."""
         reason = "" if failure is None else str(failure) or type(failure).__name__
         mine = [reason, False, 0, 0]
         if draft is not None:
@@ -393,17 +393,17 @@ class Writer:
         """Collective."""
         state = draft.state_structure() if self._peers.rank == 0 else list(draft.shards) or None
         mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
-        everyone = self._peers.exchange(mine, "what ranks hold of a checkpoint")
-        state = everyone[0][3]
-        for rank, (*_, theirs) in enumerate(everyone[1:], 1):
+        of_all = self._peers.exchange(mine, "what ranks hold of a checkpoint")
+        state = of_all[0][3]
+        for rank, (*_, theirs) in enumerate(of_all[1:], 1):
             odd = [name for name in theirs or () if name not in [each for each, *_ in state or ()]]
             if odd:
                 raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}', which rank 0 has none of: not savable")
         described: dict[int, dict[str, Entry]] = {}
-        for theirs, *_ in everyone:
+        for theirs, *_ in of_all:
             described |= expand(theirs)
         has_values = any(how == VALUE for keys in described.values() for how, _, _ in keys.values())
-        own = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in everyone], self._peers.rank)
+        own = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in of_all], self._peers.rank)
         return _Layout(described, own, has_values, None if state is None else [(n, d, list(s)) for n, d, s in state])
 
     def _content(
@@ -545,14 +545,14 @@ class Writer:
         """
         self._cancel_if_changed()
         failure: CheckpointError | None = None
-        over, everyone = False, [False]
-        while self._peers.has_hosts and not all(everyone):
+        over, of_all = False, [False]
+        while self._peers.has_hosts and not all(of_all):
             try:
                 over = over or self._saver.wait(_ROUND_S)
             except CheckpointError as error:
                 over, failure = True, error
             try:
-                everyone = self._peers.exchange(over, "waiting for a checkpoint")
+                of_all = self._peers.exchange(over, "waiting for a checkpoint")
             except Error:  # a rank died, or came with something else: the verdict may be on its way
                 break
         if failure is not None:
@@ -560,7 +560,7 @@ class Writer:
         self.wait_alone()
 
     def wait_alone(self) -> None:
-        """As wait(), whatever the other ranks do."""
+        """Wait as wait() does, whatever the other ranks do."""
         lost_at: float | None = None
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
@@ -573,7 +573,7 @@ class Writer:
         return {**self._saver.progress(), "device_bytes": self._staging.stats().get("bytes_down", 0)}
 
     def spare(self) -> list[tuple[int, int]]:
-        """(address, nbytes) of memory that is anybody's until the next save."""
+        """(address, nbytes) of memory that is free until the next save."""
         return self._saver.spare()
 
     def close(self) -> None:
@@ -584,7 +584,7 @@ class Writer:
 
 
 def _compressor_state(model: Any) -> dict[str, Any] | None:
-    """What a compressor of `model` remembers on this rank; None if there is none."""
+    """Return what a compressor of `model` remembers on this rank; None if there is none."""
     state = getattr(getattr(model, "_orig_mod", model), "compression_state", None)
     return None if state is None else state.state_dict()
 
@@ -623,7 +623,7 @@ def _model_index(plan: Any, names: Sequence[str]) -> bytes:
 
 
 def _tellable(reason: str) -> str:
-    """What the engine takes: a message may quote a name that is no UTF-8."""
+    """Return what the engine takes: a message may quote a name that is no UTF-8."""
     return reason.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 

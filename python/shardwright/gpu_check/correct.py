@@ -146,7 +146,7 @@ def _differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
 
 
 def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterator[Row]:
-    """At each stage the bits of the same ranks' CPUs. The ranks' counts of differing tensors are added."""
+    """Compare each stage with the bits of the same ranks' CPUs. The ranks' counts of differing tensors are added."""
     cpu = torch.device("cpu")
     with place.aside():
         expected = _train(Given(), rank, cpu)

@@ -192,7 +192,7 @@ class ModuleGradients:
 
     @property
     def board(self) -> GradientBoard:
-        """At zero >= 2 only."""
+        """The board of sliced gradients, at zero >= 2 only."""
         assert self._board is not None
         return self._board
 

@@ -133,7 +133,7 @@ class SliceRuns:
         return self._reducer.place(index)[0] in self._stepped
 
     def publish_all(self) -> None:
-        """As publish(), once slices of frozen parameters were written too, and unreleased ones whole on every rank. Collective."""
+        """Publish as publish() does, once slices of frozen parameters were written too, and unreleased ones whole on every rank. Collective."""
         self.take_writes()
         self.publish()  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""What a user declares. Imports nothing of the package but the engine."""
+"""Declarations of a user. Imports nothing of the package but the engine."""
 
 from .options import Options
 

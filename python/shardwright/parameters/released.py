@@ -54,7 +54,7 @@ class ReleasedParameters(Storage, SliceRuns):
                     mark.join(self.schedule, number)
 
     def is_released(self, index: int) -> bool:
-        """Whether a parameter is whole only while its unit runs."""
+        """Return whether a parameter is whole only while its unit runs."""
         return index in self._whole
 
     def like(self, index: int) -> torch.Tensor:

@@ -24,11 +24,11 @@ class CudaRuntime:
         self.kernels: dict[int, DeviceComm] = {}  # by GPU, of those that step on tensors outside of any wrapper
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on a GPU."""
+        """Return whether the tensor is on a GPU."""
         return tensor.device.type == "cuda"
 
     def stages(self, tensor: torch.Tensor) -> bool:
-        """Whether the CUDA driver can copy from it: torch calls other vendors' GPUs cuda, too."""
+        """Return whether the CUDA driver can copy from it: torch calls other vendors' GPUs cuda, too."""
         return self.holds(tensor) and torch.version.cuda is not None
 
     def ordinal(self, tensor: torch.Tensor) -> int:
@@ -78,7 +78,7 @@ runtime: Any = CudaRuntime()
 
 
 def nvidia_folders() -> list[Path]:
-    """Where pip puts NVIDIA's libraries, and where a toolkit does."""
+    """Return where pip puts NVIDIA's libraries, and where a toolkit does."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(part) for part in (spec.submodule_search_locations or ())] if spec is not None else []
     return [*folders, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
@@ -101,7 +101,7 @@ def nvrtc_companion(path: Path) -> str | None:
 
 
 def _image_folder() -> str | None:
-    """Where images lie that were made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, else the package's own."""
+    """Return where images lie that were made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, else the package's own."""
     own = Path(__file__).parents[1] / "images"
     return os.environ.get("SHARDWRIGHT_KERNELS") or (str(own) if own.is_dir() else None)
 
@@ -125,7 +125,7 @@ def open_gpu(ordinal: int, libraries: dict[str, str | None], host: Any = None) -
 
 
 def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
-    """(what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
+    """Return (what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
 
     Raises NotImplementedError where the GPU cannot be used.
     """
