@@ -65,6 +65,10 @@ $(VENV)/.headers: requirements/abi.txt tests/abi/headers.py | $(BIN)/python
 test: build $(VENV)/.headers
 	SW_TEST_WORLDS=$${SW_TEST_WORLDS:-1,3} $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
+# The inner loop: tests without ranks and laws of up to two, in files that take little time (tests/conftest.py)
+test-fast: build
+	SW_TEST_WORLDS=2 $(BIN)/python -m pytest --fast -n 2 $(PYTEST_ARGS)
+
 test-long: build $(VENV)/.headers
 	SW_TEST_WORLDS=1,2,3,5 SW_TEST_LONG=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +42,11 @@ IN_TIME = (
     "tests/ranks/test_stages_over_hosts_that_are_apart",
 )
 LONGEST = "tests/test_example.py"  # of those that go by files
+#: seconds that files took with --record-durations, one process, W = 2, on two busy cores
+DURATIONS = Path(__file__).with_name("durations.json")
+#: of the files that --fast runs, together; two processes share them
+FAST_TOTAL_S = 120.0
+FAST_WORLD_MAX = 2
 #: in order, and not far apart: who may not rise again takes part in the last group at the lowest
 NICENESS = {"in time": 0, "C programs": 12, "alone": 12, "ranks": 6}
 
@@ -51,7 +59,68 @@ def group(nodeid: str) -> str:
     return "ranks" if nodeid.startswith("tests/ranks/") else "alone"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options = parser.getgroup("shardwright")
+    options.addoption("--fast", action="store_true", help=f"the shortest files of {DURATIONS.name}, up to W = 2")
+    options.addoption(
+        "--record-durations", action="store_true", help=f"write the seconds of these files to {DURATIONS.name}"
+    )
+
+
+def fast_files() -> frozenset[str]:
+    """Return the files that --fast runs: the shortest ones, until their seconds add up to FAST_TOTAL_S."""
+    chosen, total = [], 0.0
+    for name, seconds in sorted(json.loads(DURATIONS.read_text()).items(), key=lambda row: row[1]):
+        if not (DURATIONS.parents[1] / name).exists():
+            continue
+        total += seconds
+        if total > FAST_TOTAL_S:
+            break
+        chosen.append(name)
+    return frozenset(chosen)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files out before they are imported, which would take longer than --fast may."""
+    if not config.option.fast or not collection_path.match("test_*.py"):
+        return None
+    return True if str(collection_path.relative_to(config.rootpath)) not in fast_files() else None
+
+
+def is_fast(item: pytest.Item) -> bool:
+    """Return True for a test without ranks, and for a law that ranks check in worlds up to FAST_WORLD_MAX."""
+    if not item.nodeid.startswith("tests/ranks/"):
+        return True
+    callspec = getattr(item, "callspec", None)
+    is_law = getattr(getattr(item, "function", None), "body", None) is not None
+    return is_law and callspec is not None and callspec.params["world_size"] <= FAST_WORLD_MAX
+
+
+class DurationRecorder:
+    """The seconds of each file, which replace its entry in the table."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.split("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        table = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        table |= {name: round(seconds, 2) for name, seconds in self.seconds.items()}
+        DURATIONS.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record_durations and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(DurationRecorder())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.fast or config.option.record_durations:
+        left_out = [item for item in items if not is_fast(item)]
+        items[:] = [item for item in items if is_fast(item)]
+        config.hook.pytest_deselected(items=left_out)
     limit_s = LONG_LIMIT_S if os.environ.get("SW_TEST_LONG") == "1" else QUICK_LIMIT_S
     for item in items:
         if item.get_closest_marker("timeout") is None:

@@ -18,7 +18,7 @@ static void take_items_locked(sw_crew *crew)
         if (status != SW_OK) {
             if (crew->failure.status == SW_OK)
                 crew->failure = err;
-            crew->done += crew->items - crew->next; /* nobody begins them */
+            crew->done += crew->items - crew->next; /* no thread begins them */
             crew->next = crew->items;
         }
     }

@@ -1,6 +1,6 @@
 /* crew.h - a few threads that share the items of one piece of work at a time.
  *
- * Idea: items are taken one by one, so a thread that is held up leaves the rest to the others. The
+ * Idea: threads take items one by one, so a delayed thread leaves the rest to the others. The
  * caller takes items too, so a crew of no helpers is a plain loop. Which thread does an item must
  * not matter to its result.
  *
@@ -16,7 +16,7 @@
 #include "base/status.h"
 #include "platform/thread.h"
 
-/* Item `item` of the work behind `context`. */
+/* Runs item `item` of the work behind `context`. */
 typedef sw_status sw_crew_fn(void *context, size_t item, sw_error *err);
 
 typedef struct sw_crew {
@@ -31,8 +31,8 @@ typedef struct sw_crew {
     bool ends;
 } sw_crew;
 
-/* `helper_count` threads beside the caller's, 0 or more. `name` as in sw_thread_start. SW_E_OS when
- * the system has no thread left, SW_E_MEMORY: nothing was started. */
+/* Starts `helper_count` threads beside the caller's, 0 or more. `name` as in sw_thread_start.
+ * SW_E_OS when the system has no thread left; SW_E_MEMORY. On failure no thread was started. */
 SW_MUST_USE sw_status sw_crew_init(sw_crew *crew, int helper_count, const char *name,
                                    sw_error *err);
 
@@ -41,7 +41,7 @@ SW_MUST_USE sw_status sw_crew_init(sw_crew *crew, int helper_count, const char *
 SW_MUST_USE sw_status sw_crew_run(sw_crew *crew, sw_crew_fn *work, void *context, size_t items,
                                   sw_error *err);
 
-/* Helpers end. */
+/* Ends the helpers. */
 void sw_crew_fini(sw_crew *crew);
 
 #endif

@@ -16,12 +16,12 @@
 
 enum { SW_FILE_ALIGNMENT_BYTES = 4096, SW_PATH_BYTES = 4096 };
 
-/* A new file for writing; SW_E_OS (EEXIST) when the name is taken. */
+/* Opens a new file for writing; SW_E_OS (EEXIST) when the name is taken. */
 SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
 
-/* A new empty file that is locked until its descriptor is closed, at the latest by the end of the
- * process and of children forked meanwhile: who gets the lock knows that they are gone. Without the
- * lock where the file system has none. */
+/* Opens a new empty file that is locked until its descriptor is closed, at the latest by the end of
+ * the process and of children forked meanwhile. A process that gets the lock knows that they ended.
+ * There is no lock where the file system has none. */
 SW_MUST_USE sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err);
 
 /* Takes a lock on a whole file that is open for writing, without waiting. It belongs to the open
@@ -29,18 +29,19 @@ SW_MUST_USE sw_status sw_file_create_locked(const char *path, int *fd, sw_error 
  * if another open file has it. SW_E_OS: the file system has no locks. */
 SW_MUST_USE sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err);
 
-/* A new file of no bytes in `folder` for reading and writing, without a name: it goes with its last
+/* Opens a new empty file in `folder` for reading and writing, without a name: it goes with its last
  * descriptor and mapping. Past the page cache when `direct` and the file system allows it. `path`:
  * its name in messages, and for a moment where the file system has no nameless ones. */
 SW_MUST_USE sw_status sw_file_create_nameless(const char *folder, const char *path, bool direct,
                                               int *fd, sw_error *err);
 
-/* `more_bytes` behind the file's `size_bytes`, both whole pages, zeroed and with their disk space,
- * written where the file system cannot allocate. After an error the file is as before. */
+/* Adds `more_bytes` behind the file's `size_bytes`, both whole pages. They are zeroed and have
+ * their disk space; they are written where the file system cannot allocate. After an error the file
+ * is as before. */
 SW_MUST_USE sw_status sw_file_extend(int fd, const char *path, uint64_t size_bytes,
                                      uint64_t more_bytes, sw_error *err);
 
-/* The file ends after `size_bytes`; as far as that can be had. */
+/* Cuts the file after `size_bytes`, where the file system can. */
 void sw_file_shorten(int fd, uint64_t size_bytes);
 
 /* Gives the file its size and its disk space; only its size where the file system cannot allocate.
@@ -48,11 +49,12 @@ void sw_file_shorten(int fd, uint64_t size_bytes);
 SW_MUST_USE sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes,
                                        sw_error *err);
 
-/* An existing regular file for writing; past the page cache when `direct` and the file system
+/* Opens an existing regular file for writing; past the page cache when `direct` and the file system
  * allows it. */
 SW_MUST_USE sw_status sw_file_open_write(const char *path, bool direct, int *fd, sw_error *err);
 
-/* An existing regular file for reading, and its size; past the page cache as sw_file_open_write. */
+/* Opens an existing regular file for reading, and gets its size; past the page cache as
+ * sw_file_open_write. */
 SW_MUST_USE sw_status sw_file_open_read(const char *path, bool direct, int *fd,
                                         uint64_t *size_bytes, sw_error *err);
 
@@ -66,11 +68,11 @@ SW_MUST_USE sw_status sw_file_write_at(int fd, const char *path, struct iovec *p
 SW_MUST_USE sw_status sw_file_read_at(int fd, const char *path, void *data, size_t size_bytes,
                                       uint64_t offset, sw_error *err);
 
-/* Whether reads and writes of the descriptor go past the page cache. */
+/* True if reads and writes of the descriptor go past the page cache. */
 bool sw_file_is_direct(int fd);
 
-/* Whether a range of an open file, from a whole page on, is in the page cache; also true where that
- * cannot be told. */
+/* True if a range of an open file, from a whole page on, is in the page cache, or if that is
+ * unknown. */
 bool sw_file_is_cached(int fd, uint64_t offset, size_t size_bytes);
 
 SW_MUST_USE sw_status sw_file_sync(int fd, const char *path, sw_error *err);
@@ -78,12 +80,12 @@ SW_MUST_USE sw_status sw_file_sync(int fd, const char *path, sw_error *err);
 /* Closes *fd (-1: nothing to do) and makes it -1. */
 SW_MUST_USE sw_status sw_file_close(int *fd, const char *path, sw_error *err);
 
-/* A new file with these bytes, durable when `sync`. */
+/* Writes a new file with these bytes, durable when `sync`. */
 SW_MUST_USE sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes,
                                         bool sync, sw_error *err);
 
-/* The whole file in malloc'ed memory with a zero byte behind it; SW_E_INVALID when larger than
- * `limit_bytes`. */
+/* Reads the whole file into malloc'ed memory with a zero byte behind it; SW_E_INVALID when larger
+ * than `limit_bytes`. */
 SW_MUST_USE sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data,
                                          size_t *size_bytes, sw_error *err);
 

@@ -1,10 +1,11 @@
 /* glibc_compat.h - binds to old symbol versions, so that one wheel loads from glibc 2.28 on.
  *
- * Idea: glibc 2.34 moved libpthread and libdl into libc and gave their functions a new version; an
- * object linked there asks for GLIBC_2.34 although the old entry is still present and the same
- * code. Naming the old version brings the requirement back to 2.28. setup.py force-includes this
- * file into every C file (not in sanitizer builds, which intercept by name); nothing else includes
- * it. tests/test_wheel.py fails on a newer symbol: add it here, or reach the kernel by syscall().
+ * Idea: glibc 2.34 moved libpthread and libdl into libc and gave their functions a new version. An
+ * object linked there asks for GLIBC_2.34, although the old entry is still present with the same
+ * code. Naming the old version brings the requirement back to 2.28. The build includes this file
+ * into every C file by a flag of setup.py (not in sanitizer builds, which intercept by name). No
+ * file includes it. A newer symbol fails tests/test_wheel.py: add it here, or reach the kernel by
+ * syscall().
  *
  * Thread rule: any; there is no state.
  */

@@ -1,4 +1,4 @@
-/* limits.h - what this process may take: cgroup memory, file size, open files. Thread rule: any. */
+/* limits.h - the limits of this process: cgroup memory, file size, open files. Thread rule: any. */
 #ifndef SW_PLATFORM_LIMITS_H
 #define SW_PLATFORM_LIMITS_H
 
@@ -18,11 +18,11 @@ typedef struct sw_limits { /* UINT64_MAX where there is no limit or it cannot be
 
 void sw_limits_read(sw_limits *limits);
 
-/* Whether that much more memory of any kind can be had; SW_E_MEMORY names memory.max, what it
+/* Checks that so much more memory of any kind is available; SW_E_MEMORY names memory.max, what it
  * leaves and the need. */
 SW_MUST_USE sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error *err);
 
-/* What a process wants of a memory limit that it may share with others. */
+/* The need of a process under a memory limit that it may share with others. */
 typedef struct sw_memory_need {
     uint64_t size_bytes;
     uint64_t group, left_bytes; /* of the control group that has least left; group 0: no limit */
@@ -30,20 +30,20 @@ typedef struct sw_memory_need {
 
 void sw_limits_read_need(size_t size_bytes, sw_memory_need *need);
 
-/* Whether what `count` ranks want, each of which can have its own part, fits together under the
- * limits that they share. `stride_bytes` from one need to the next. SW_E_MEMORY with detail the
+/* Checks that the needs of `count` ranks, each possible alone, fit together under the limits that
+ * they share. `stride_bytes` from one need to the next. SW_E_MEMORY with detail the
  * last rank of the group names the ranks' number, memory.max, what it leaves and the need. */
 SW_MUST_USE sw_status sw_limits_check_needs(const sw_memory_need *first, size_t stride_bytes,
                                             int count, const char *label, sw_error *err);
 
-/* Whether a file of `size_bytes` may be made; SW_E_MEMORY names RLIMIT_FSIZE and the need. */
+/* Checks that a file of `size_bytes` may be made; SW_E_MEMORY names RLIMIT_FSIZE and the need. */
 SW_MUST_USE sw_status sw_limits_check_file(size_t size_bytes, const char *label, sw_error *err);
 
-/* Whether `count` more descriptors can be opened; SW_E_MEMORY names RLIMIT_NOFILE, what is open and
- * the need. */
+/* Checks that `count` more file descriptors can be opened; SW_E_MEMORY names RLIMIT_NOFILE, what is
+ * open and the need. */
 SW_MUST_USE sw_status sw_limits_check_descriptors(unsigned count, const char *label, sw_error *err);
 
-/* The sentence where the system has refused one more (EMFILE, ENFILE): always SW_E_MEMORY. */
+/* Writes the sentence for a refused file descriptor (EMFILE, ENFILE): always SW_E_MEMORY. */
 sw_status sw_limits_fail_descriptors(const char *what, int cause, sw_error *err);
 
 #endif

@@ -1,7 +1,7 @@
 /* memory.h - memory that other processes can map: sealed memfds.
  *
- * A memfd has no name in any file system, so a killed process leaves nothing behind; the seal on
- * its size means that no peer can make another's mapping fault by shrinking it.
+ * A memfd has no name in any file system, so a killed process leaves nothing behind. Its size is
+ * sealed, so no peer can make another's mapping fault by shrinking it.
  *
  * Thread rule: any; a mapping belongs to its owner.
  */
@@ -38,27 +38,28 @@ SW_MUST_USE sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_erro
 /* Asks for huge pages where a range covers them whole and nothing was touched yet. A hint. */
 void sw_memory_prefer_huge(uint8_t *address, size_t size_bytes);
 
-/* An address range that nothing lies behind yet, on a huge page's boundary if it is that large;
+/* Reserves an address range without memory, on a huge page's boundary if it is that large;
  * NULL with errno where there is none. Ended by sw_memory_unmap. */
 uint8_t *sw_memory_reserve(size_t size_bytes);
 
 /* Puts `size_bytes` of `fd` from `offset_bytes` (multiples of the page size, as `address`) over
  * whatever lies in a reserved range, in one step. SW_E_MEMORY: the old pages stay.
  * `shared`: the file's own pages, there at once. Else a private view of them, whose pages come when
- * touched: what is written there is seen by nobody else, and gone at the next remap. */
+ * touched: no other process sees writes to
+ * it, and they are gone at the next remap. */
 SW_MUST_USE sw_status sw_memory_remap(uint8_t *address, size_t size_bytes, int fd,
                                       size_t offset_bytes, bool shared, sw_error *err);
 
-/* What sw_memory_find_write asks: owned, ended by close. -1 where the system does not tell. Of this
- * process, not of its children. */
+/* Returns the file descriptor that sw_memory_find_write needs: owned, ended by close; -1 where the
+ * system has none. It is of this process, not of its children. */
 int sw_memory_watch(void);
 
-/* The first byte of a private view (sw_memory_remap) of a file that holds nothing but `byte` which
- * is another one, from its beginning; SIZE_MAX: none, or it cannot be told. Cost: 8 bytes read a
+/* Returns the offset of the first byte that differs from `byte` in a private view (sw_memory_remap)
+ * of a file filled with `byte`; SIZE_MAX if there is none or it is unknown. Cost: 8 bytes read a
  * page, and pages that were written to. */
 size_t sw_memory_find_write(int watch, const uint8_t *address, size_t size_bytes, uint8_t byte);
 
-/* Whether a mapping may be written to; a write to one that may not is a SIGSEGV. `address` as it
+/* Allows or forbids writes to a mapping; a write to one that may not is a SIGSEGV. `address` as it
  * was mapped. */
 SW_MUST_USE sw_status sw_memory_protect(uint8_t *address, size_t size_bytes, bool writable,
                                         sw_error *err);

@@ -13,11 +13,11 @@
 
 #include <stdbool.h>
 
-/* Locks byte `byte` of file `fd` until this process closes the file or ends. False where somebody
- * else holds it, or the kernel refuses. */
+/* Locks byte `byte` of file `fd` until this process closes the file or ends. False where another
+ * process holds it, or the kernel refuses. */
 bool sw_process_hold_lock(int fd, int byte);
 
-/* Whether nobody holds it. False for -1, and where the kernel does not say. */
+/* True if no process holds it. False for -1, and where the kernel does not say. */
 bool sw_process_lock_is_free(int fd, int byte);
 
 /* Whether a signal or a debugger has stopped the process; false for 0, and where it cannot be read.

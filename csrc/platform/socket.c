@@ -78,8 +78,8 @@ bool sw_socket_uid_is_of(long uid, const char *name)
 }
 
 /* A connected socket; -1 with errno: EAGAIN where the listener's queue is full. With `patience` it
- * waits for a place there, in the kernel's queue: whoever tried again and again instead would find
- * the place taken by others that wait. */
+ * waits for a place there, in the kernel's queue. A caller that retried instead would find the
+ * place taken by others that wait. */
 static int call_once(const char *name, const struct timeval *patience)
 {
     struct sockaddr_un address;
@@ -98,7 +98,7 @@ static int call_once(const char *name, const struct timeval *patience)
     return -1;
 }
 
-static bool nobody_listens(int cause)
+static bool connection_refused(int cause)
 {
     return cause == ECONNREFUSED || cause == ENOENT;
 }
@@ -107,7 +107,7 @@ bool sw_socket_listens(const char *name)
 {
     int made = call_once(name, NULL), cause = errno;
     if (made < 0)
-        return !nobody_listens(cause);
+        return !connection_refused(cause);
     bool is_ours = sw_socket_uid_is_of(sw_socket_peer_uid(made), name);
     close(made);
     return is_ours;
@@ -127,7 +127,7 @@ sw_status sw_socket_call(const char *name, int *fd, sw_error *err)
     *fd = made;
     if (made >= 0 || cause == EAGAIN || cause == EINTR)
         return SW_OK;
-    if (nobody_listens(cause))
+    if (connection_refused(cause))
         return sw_error_set(err, SW_E_COMM, -1, "nobody listens at %s on this host: %s", name,
                             strerror(cause));
     if (cause == EMFILE || cause == ENFILE)

@@ -1,5 +1,5 @@
 /* socket.h - abstract Unix sockets that carry a few bytes and a file descriptor. No function waits,
- * but sw_socket_call for a moment: whoever does polls the sockets.
+ * except sw_socket_call for a moment: a caller that waits polls the sockets.
  *
  * Abstract names live in the network namespace and vanish with their socket: nothing is left
  * behind. Every process of the namespace can read and call them, so a name ends with the listener's
@@ -23,19 +23,20 @@ SW_MUST_USE sw_status sw_random_fill(void *bytes, size_t size_bytes, sw_error *e
 SW_MUST_USE sw_status sw_socket_listen(int backlog, char name[SW_SOCKET_NAME_BYTES], int *fd,
                                        sw_error *err);
 
-/* The uid of the process at the other end: of a caller as it was when it called, of a listener as
- * it was when it began to listen. -1 where the kernel does not say. */
+/* Returns the uid of the process at the other end: a caller's when it called, a listener's when it
+ * began to listen. -1 where the kernel does not say. */
 long sw_socket_peer_uid(int fd);
 
-/* Whether it is this process's own, or the one that `name` ends with. */
+/* True if it is this process's own, or the one that `name` ends with. */
 bool sw_socket_uid_is_of(long uid, const char *name);
 
-/* A connection; *fd is -1 where the listener's queue has stayed full for 50 ms. SW_E_COMM: nobody
- * listens there (another host or another network namespace), or a process of another user does. */
+/* A connection; *fd is -1 where the listener's queue has stayed full for 50 ms. SW_E_COMM: no
+ * process listens there (another host or another network namespace), or one of another user does.
+ */
 SW_MUST_USE sw_status sw_socket_call(const char *name, int *fd, sw_error *err);
 
-/* Whether the one who made `name` still listens; true also where this process cannot find out. To
- * the listener it is a call that hangs up, and until that is taken it fills a place of its queue.
+/* True if the process that made `name` still listens, or if this process cannot find out. To the
+ * listener it is a call that hangs up. It fills a place of its queue until it is taken.
  */
 bool sw_socket_listens(const char *name);
 

@@ -21,11 +21,11 @@ SW_MUST_USE sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), 
 /* Waits for the thread's end; nothing when it was never started. */
 void sw_thread_join(sw_thread *thread);
 
-/* The calling thread's reads and writes yield to those of all other threads, where the I/O
- * scheduler knows priorities. */
+/* Lets reads and writes of the calling thread yield to all others, where the I/O scheduler knows
+ * priorities. */
 void sw_thread_lower_io_priority(void);
 
-/* The calling thread runs where others leave a core idle, for good. A hint. */
+/* Lets the calling thread run only on cores that others leave idle, for good. A hint. */
 void sw_thread_lower_priority(void);
 
 /* Sleeps; a hint, may end early. */

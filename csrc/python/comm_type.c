@@ -10,7 +10,7 @@
 #include "platform/thread.h"
 #include "python/engine.h"
 
-enum { LOOKS_AT_WHO_LEAVES = 1000 };
+enum { LEAVER_POLLS = 1000 };
 
 static bool is_own(const comm_object *self)
 {
@@ -67,11 +67,11 @@ void sw_py_comm_release(comm_object *self)
     Py_END_ALLOW_THREADS
 }
 
-/* A thread is soon out of a communicator that has ended: who asks why it did, as the thread that
- * looks after a GPU does, is no second user. */
-static void wait_for_who_leaves(const comm_object *self)
+/* A thread soon leaves a communicator that has ended. A caller that asks for the reason, like the
+ * thread that watches a GPU, therefore waits and is no second user. */
+static void wait_for_leavers(const comm_object *self)
 {
-    for (int look = 0; look < LOOKS_AT_WHO_LEAVES && self->in_use && !self->closed && self->comm &&
+    for (int look = 0; look < LEAVER_POLLS && self->in_use && !self->closed && self->comm &&
                        !self->comm->ops->is_alive(self->comm);
          ++look) {
         Py_BEGIN_ALLOW_THREADS;
@@ -99,7 +99,7 @@ bool sw_py_comm_enter(comm_object *self)
 {
     const char *why = NULL;
     if (is_own(self)) /* a thread that was inside when this process was forked is not in it */
-        wait_for_who_leaves(self);
+        wait_for_leavers(self);
     if (!is_own(self))
         why = "this process was forked from the one that joined the group; the engine works in "
               "that one only";

@@ -276,7 +276,7 @@ static void destroy_comm(void *comm)
     sw_device_comm_destroy(comm);
 }
 
-/* Nobody is left who could be inside. */
+/* No thread can be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -569,8 +569,8 @@ static PyObject *device_convert(PyObject *op, PyObject *args)
 
 /* ---- seeing, ending ---- */
 
-/* Without the GIL, since a call of the driver's may not return: who needs the communicator then
- * waits for it, and nobody else does. */
+/* Without the GIL, since a call of the driver's may not return. Then only threads that need the
+ * communicator wait for it. */
 static PyObject *device_watch(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;

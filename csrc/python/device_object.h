@@ -53,8 +53,8 @@ bool sw_py_device_lend_kernels(device_comm_object *self);
     } while (0)
 
 /* The parts of it. The thread that looks after the communicator is out of it at once, unless a call
- * of the driver's does not return; false with an exception: interrupted, or too late. In a forked
- * child nobody is waited for: what it goes on to refuses it. */
+ * of the driver's does not return; false with an exception: interrupted, or too late. A forked
+ * child waits for no thread: its next call is refused. */
 bool sw_py_device_wait_for_watch(device_comm_object *self);
 void sw_py_device_take(device_comm_object *self, device_use use);
 
@@ -65,7 +65,7 @@ void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, v
 /* The first part of it, before sw_py_device_leave: false where this thread is inside, or another
  * for long. */
 bool sw_py_device_enter_to_destroy(device_comm_object *self);
-/* The same where nobody can be inside. */
+/* The same where no thread can be inside. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made);
 
 /* Whether this process opened it, not one that it was forked from. */

@@ -104,8 +104,8 @@ static inline PyObject *sw_py_call_at(PyObject *self, const char *name, size_t i
 
 /* comm_type.c */
 extern PyType_Spec sw_py_comm_type_spec;
-/* Marks the communicator as in use by this thread; false with an exception when it is closed, not
- * joined, used by another thread, or inherited by a forked child. close() of another thread then
+/* Marks the communicator as in use by this thread. False with an exception when it is closed, not
+ * joined, used by another thread, or inherited by a forked child. A close() of another thread then
  * ends the call inside, and leaves the rest to sw_py_comm_leave. */
 bool sw_py_comm_enter(comm_object *self);
 void sw_py_comm_leave(comm_object *self);

@@ -84,7 +84,7 @@ static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
            address_of(self, view) == sw_reducer_address(self->reducer, index);
 }
 
-/* Where somebody kept the old gradient (the view is in other hands), it keeps its values: it moves
+/* An old gradient that the program kept (the view has other references) keeps its values: it moves
  * to memory of its own, and a new view is made. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index)
 {

@@ -86,8 +86,8 @@ static bool plan_stands(void *context)
 }
 
 /* Adds the standing mean to the contributions of [begin, begin + numel) that include it, with the
- * rounding of autograd's own addition: only who folds them reads them, and nobody writes them until
- * it is done. */
+ * rounding of autograd's own addition. Only the folding rank reads them, and no rank writes them
+ * until it is done. */
 static void plan_add_standing(void *context, size_t begin, size_t numel, const void *standing)
 {
     const host_bucket *b = context;

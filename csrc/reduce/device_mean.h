@@ -1,14 +1,18 @@
 /* device_mean.h - one bucket of a GPU to its mean, all of it on the communicator's stream.
  *
- * Idea: three ways. The transport's own reduction (NCCL's order, or again that of the ranks); the
- * two-shot fold in rank order, whose bits are those of every stage, transport and bucket size; and
- * that fold of 16 bits an element, divided and rounded on their way into memory of their own: the
- * bits of the host's halves (docs/design/compress.md). Each ends in the whole bucket, or in this
- * rank's slice alone, which lies elsewhere and where the mean of a round before may stand. Where
- * several ranks own a slice (`slices`), each folds a piece of it, as of a bucket of world_size
- * slices, and they exchange their pieces: the bits stay, and the owners' are equal.
+ * Idea: there are three forms.
  *
- * When the stream comes to a bucket, and who comes after it, is device_reducer.h's affair.
+ * 1. The transport's own reduction, in NCCL's order, or again in rank order.
+ * 2. The two-step fold in rank order, with the same bits at every stage, transport and bucket size.
+ * 3. That fold with 16 bits an element, divided and rounded into memory of their own: the bits of
+ *    the host's 16-bit compressors (docs/design/compress.md).
+ *
+ * Each ends in the whole bucket, or in this rank's slice alone, which lies elsewhere and where the
+ * mean of an earlier round may stand. Where several ranks own a slice (`slices`), each folds a
+ * piece of it, as of a bucket of world_size slices. They exchange their pieces, so owners have
+ * equal bits.
+ *
+ * device_reducer.h orders the buckets on the stream.
  *
  * Thread rule: one at a time a communicator.
  */
@@ -45,10 +49,11 @@ typedef struct sw_device_mean {
     int active;      /* ranks that contribute to slices */
     uint8_t *trains; /* owned, a byte a rank: whether it does */
     sw_dtype wire;
-    int slice_count;     /* of a bucket */
-    int *piece;          /* owned, a number a rank: of a bucket's world_size pieces, who folds it */
-    int *owners;         /* owned: the ranks of this rank's slice, in the order of its pieces */
-    bool folds;          /* from the first bucket on */
+    int slice_count; /* of a bucket */
+    int *piece;  /* owned, a number a rank: the rank that folds each of a bucket's world_size pieces
+                  */
+    int *owners; /* owned: the ranks of this rank's slice, in the order of its pieces */
+    bool folds;  /* from the first bucket on */
     void *contributions; /* device memory; only where the fold is ours, not the transport's */
     void *compressed;    /* device memory; only with `wire` */
     bool is_lent;        /* both are borrowed; else they are owned */

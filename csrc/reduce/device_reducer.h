@@ -22,8 +22,8 @@
  *
  * The mean is the transport's own, or with `deterministic` the two-shot fold, or the fold of what
  * was made narrower (`wire`): device_mean.h. Use bits are one byte a gradient in an all-reduce of
- * their own behind the last bucket: they travel in a launch's arguments, so no host memory is read
- * by the GPU, and a step in which every gradient was used waits on the host not once.
+ * their own behind the last bucket. They travel in a launch's arguments, so the GPU reads no host
+ * memory. A step in which every gradient was used never waits on the host.
  *
  * Over a borrowed communicator there are two events more, which buy no overlap: producer --> comm
  * in begin, and comm --> the stream whose owner uses it next (sw_device_comm_give_back, the
@@ -31,9 +31,9 @@
  *
  * Sliced (zero >= 2), a bucket is memory only while it travels: it is written into one of two
  * places (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
- * Where a contribution is on top of the mean that stands in the slice, the fold adds that mean to
- * each rank's (with `wire` to the mean): whether it is so must be alike on all ranks, which the
- * caller lets `tag` say. A sum that is not `deterministic` takes this road too, since the
+ * Where a contribution is on top of the mean that stands in the slice, the
+ * fold adds that mean to each rank's (with `wire` to the mean). This must be alike on all ranks:
+ * the caller records it in `tag`. A sum that is not `deterministic` takes this road too, since the
  * transport's own could not add it.
  *
  * What it leaves out: which gradient lies where (tensor/layout.h and the caller), where parameters

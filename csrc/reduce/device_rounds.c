@@ -3,12 +3,12 @@
  * A bucket is written when it is complete, by one PACK launch for each 64 gradients, on the stream
  * in use. That stream first follows the streams on which the gradients were written, and those
  * follow it afterwards, since their allocators may give the gradients' memory to others. Sliced, a
- * bucket travels in one of two places, in turn, and this rank's slice of the mean stays. Which
- * event orders what is device_reducer.h's affair.
+ * bucket travels in one of two places, in turn, and this rank's slice of the mean stays.
+ * device_reducer.h defines the events.
  *
- * Ranks cannot wait for one another on the host here. So each takes it that the others did as it
- * did (the same steps, the same gradients on top of a mean that stands), a tag says what it did,
- * and where tags differ all ranks hear of it before a later forward.
+ * Ranks cannot wait for one another on the host here. So each assumes that the others did the same
+ * (the same steps, the same gradients on top of a standing mean). A tag records it, and where tags
+ * differ all ranks raise before a later forward.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -391,7 +391,8 @@ static sw_status device_finish(sw_reducer *reducer, sw_error *err)
     device_rounds *d = device_of(reducer);
     const uint64_t tag = tag_of(d);
     const uint8_t *any;
-    for (size_t i = 0; i < reducer->layout.param_count; ++i) /* nobody asks of what is frozen */
+    for (size_t i = 0; i < reducer->layout.param_count;
+         ++i) /* use bits of frozen parameters are not read */
         d->bytes[i] =
             reducer->contributes && (reducer->params[i].used || !sw_reducer_takes_part(reducer, i));
     SW_TRY(sw_device_reducer_finish(d->engine, d->bytes, reducer->contributes ? &tag : NULL, err));

@@ -42,7 +42,7 @@ typedef struct host_rounds {
     sw_gradient_memory *memory; /* owned until taken */
     host_bucket *buckets;       /* owned */
     bool *contributors;         /* owned scratch, world_size */
-    sw_slices slices;           /* who owns what */
+    sw_slices slices;           /* the owners of slices */
     int *owners;                /* owned, of `slices`; NULL: rank r owns slice r */
     size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
     size_t cap_bytes;           /* of a bucket, as asked for */
@@ -71,14 +71,14 @@ static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
  */
 size_t sw_host_rounds_lay_ring(host_rounds *host, bool with_frozen);
 
-/* What `rank` says of this round. */
+/* The tail of `rank` in this round. */
 tail *sw_bucket_tail(const host_bucket *b, int rank);
-/* Says what this rank has to say, before the bucket is posted. */
+/* Writes this rank's tail, before the bucket is posted. */
 void sw_bucket_write_tail(host_bucket *b);
-/* Reads every rank's tail of this round: who contributes (world_size flags), which parameters
- * some rank used, and which rank abandoned it, -1 for none. */
+/* Reads every rank's tail of this round: the ranks that contribute (world_size flags), the
+ * parameters that some rank used, and the rank that abandoned it, -1 for none. */
 void sw_bucket_read_tails(host_bucket *b, bool *contributes, int *abandoned_by);
-/* Fills the plan: what of a bucket is folded. */
+/* Fills the plan: the ranges of a bucket that are folded. */
 void sw_bucket_plan(host_bucket *b, bool standing);
 
 #endif

@@ -22,7 +22,7 @@ typedef enum sw_round_state {
     SW_ROUND_OPEN,
 } sw_round_state;
 
-/* Whose the buckets are: who makes a mean of them, and when. */
+/* The owner of the buckets, which makes their means, and when it does. */
 typedef enum sw_bucket_owner {
     SW_BUCKETS_OURS = 0,
     SW_BUCKETS_HOOKS,       /* a communication hook's, at the end of the backward */
@@ -46,7 +46,7 @@ typedef struct sw_reducer_options {
     bool sums;   /* the sum of the contributions instead of their mean */
     bool sliced; /* keep this rank's slices of the means alone (in a pool; private buckets stay
                     whole) */
-    const sw_slices *slices; /* who owns which slice of a bucket; copied. NULL: rank r slice r */
+    const sw_slices *slices; /* the owners of slices; copied. NULL: rank r owns slice r */
     const char *label;       /* of the model, in messages; copied */
     /* On a GPU, where `transport` and `first_cap_bytes` have no meaning: */
     bool deterministic; /* folds in rank order: the host's bits, not the transport's own mean */
