@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, overload
@@ -120,15 +121,16 @@ def wrap(
     stage = {"zero": zero, "precision": precision, "compress": compress, "offload": offload}
     given = Options.from_keywords({**options, **stage, "partition": partition, "clip_grad_norm": clip_grad_norm})
     if clip_grad_norm is not None and optimizer is None:
-        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {clip_grad_norm!r}")
+        raise ValueError(f"clip_grad_norm={clip_grad_norm!r} needs the optimizer, whose steps begin with it")
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
     if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
-    _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload)
+    _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload, clip_grad_norm)
     wrapped = DistributedDataParallel(module, **stage, **options)
+    wrapped._options = dataclasses.replace(wrapped._options, partition=partition, clip_grad_norm=clip_grad_norm)
     if optimizer is None:
         return wrapped
     optimizer = (_shard if zero else _keep)(wrapped, optimizer, partition)
@@ -197,6 +199,7 @@ def _agree_on_optimizer(
     zero: int,
     partition: str,
     offload: Any,
+    clip_grad_norm: float | None = None,
 ) -> None:
     """Raise for an optimizer that cannot step on the module, or that differs between ranks. Collective.
 
@@ -215,8 +218,11 @@ def _agree_on_optimizer(
             _check_offload(module, offload, optimizer)
     except (TypeError, ValueError, Error) as error:  # the peers get the error before they wait for this rank
         refusal = error
-    rows = [] if refusal else given_rows(optimizer, names, partition if zero else "")
-    agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {type(module).__name__}")
+    rows = [] if refusal else given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+    try:
+        agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {type(module).__name__}")
+    finally:
+        refusal = None  # its traceback holds this frame
 
 
 def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:

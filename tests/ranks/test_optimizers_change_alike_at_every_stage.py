@@ -9,7 +9,7 @@ import torch
 from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
-from peer import PEER, batch, sw
+from peer import PEER, batch, engine, sw
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -392,3 +392,14 @@ def test_hooks_of_states_and_steps_run_at_every_stage(rank, world_size):
         optimizer.load_state_dict(optimizer.state_dict())
         assert called == ["step", "before wrapping: step", "stepped", "state", 7, "loaded"], options
         gather(None)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@on_every_rank()
+def test_ranks_that_clip_by_other_norms_are_refused(rank, world_size, zero):
+    module = torch.nn.Linear(3, 3)
+    norm = 0.5 if rank else None
+    with pytest.raises(
+        engine.Error, match=r"ranks disagree about the optimizer: it has clip_grad_norm=None on rank 0.*=0\.5"
+    ):
+        sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=zero, clip_grad_norm=norm)

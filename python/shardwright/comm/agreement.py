@@ -50,10 +50,13 @@ def gather_answers(
     try:
         mine = _ANSWER + answer()
     except refusals as error:
-        refusal, mine = error, _REFUSAL + (str(error) or type(error).__name__).encode()
+        refusal, mine = error, _REFUSAL + (str(error) or type(error).__name__).encode(errors="backslashreplace")
     said = comm.all_gather_bytes(mine, label)
     if refusal is not None:
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            refusal = None  # its traceback holds this frame
     for rank, each in enumerate(said):
         if each[:1] == _REFUSAL:
             raise retell(rank, each[1:].decode())

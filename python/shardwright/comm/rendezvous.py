@@ -229,9 +229,8 @@ class Rendezvous:
                     raise _error_of(said)
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
             if waited_s > deadline_s + later_s:
-                raise CommTimeoutError(
-                    f"joining: rank {self._rank} waited {waited_s:.1f} s for {awaited}; the deadline was {deadline_s:g} s"
-                )
+                text = f"joining: rank {self._rank} waited {waited_s:.1f} s for {awaited}; the deadline was {deadline_s:g} s"
+                raise _comm_error(text, self._rank, self._host, CommTimeoutError)
             if waited_s > warn_s and self._log is not None:
                 self._log(f"joining: rank {self._rank} has waited {waited_s:.0f} s for {awaited}")
                 warn_s *= 2
@@ -270,16 +269,17 @@ class _Caller:
         """
         failed = f"joining: the store of torch.distributed failed on rank {self._rank}"
         if self._is_stuck:
-            raise CommError(f"{failed}: it did not answer")
+            raise _comm_error(f"{failed}: it did not answer", -1, "")
         self._asked.put((name, arguments))
         try:
             self._is_stuck = True  # also where a signal ends the wait
             answer, error = self._answers.get(timeout=min(self._timeout_s, 1e6))
             self._is_stuck = False
         except queue.Empty:
-            raise CommTimeoutError(f"{failed}: it did not answer {name}() within {self._timeout_s:g} s") from None
+            text = f"{failed}: it did not answer {name}() within {self._timeout_s:g} s"
+            raise _comm_error(text, -1, "", CommTimeoutError) from None
         if error is not None:
-            raise CommError(f"{failed}: {error}") from error
+            raise _comm_error(f"{failed}: {error}", -1, "") from error
         return answer
 
 
@@ -289,7 +289,7 @@ def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.Simp
         name, arguments = call
         try:
             answers.put((getattr(store, name)(*arguments), None))
-        except RuntimeError as error:
+        except Exception as error:
             answers.put((None, error))
 
 

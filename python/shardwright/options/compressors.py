@@ -117,13 +117,13 @@ def check_compressor(compress: Any, reduce: str) -> None:
     """Raise TypeError or NotImplementedError with a sentence, before anything is created."""
     if compress is None or isinstance(compress, str) and compress == "auto":
         return
-    if reduce != "mean":
-        raise NotImplementedError(
-            f"compress={compress} computes the mean over ranks: reduce must be 'mean', got {reduce!r}"
-        )
     if not isinstance(compress, Compressor):
         raise TypeError(
             f"compress must be None, 'auto', sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
+        )
+    if reduce != "mean":
+        raise NotImplementedError(
+            f"compress={compress} computes the mean over ranks: reduce must be 'mean', got {reduce!r}"
         )
 
 

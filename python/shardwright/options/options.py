@@ -14,6 +14,7 @@ from typing import Any
 
 from .compressors import check_compressor
 from .offload import offload_kind
+from .precision import Precision
 from .units import check_units
 
 __all__ = ["Options"]
@@ -136,8 +137,11 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or not isinstance(self.zero, int) or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
+        if self.reduce not in ("mean", "sum"):
+            raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
         offload_kind(self.offload)
         check_compressor(self.compress, self.reduce)
+        _check_precision(self.precision)
         if self.partition not in ("auto", "flat", "tensor"):
             raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {self.partition!r}")
         if self.clip_grad_norm is not None:
@@ -168,8 +172,6 @@ class Options:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
         if self.communicator not in ("own", "borrow", "register"):
             raise ValueError(f"communicator must be 'own', 'borrow' or 'register', got {self.communicator!r}")
-        if self.reduce not in ("mean", "sum"):
-            raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
         if self.share_parameters != "auto" and not isinstance(self.share_parameters, bool):
             raise ValueError(f"share_parameters must be 'auto', True or False, got {self.share_parameters!r}")
         if self.gather not in (None, "int8"):
@@ -249,11 +251,25 @@ class Options:
         return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
 
 
+def refuse_options(options: Collection[str], names: Collection[str], where: str, instead: str) -> None:
+    """Raise TypeError for an option that has no effect at `where`."""
+    for name in names:
+        if name in options:
+            raise TypeError(f"{name} is no option of {where}: {instead}")
+
+
+def _check_precision(precision: Any) -> None:
+    for name, value in precision.items() if isinstance(precision, Mapping) else ():
+        Precision.of(value, f"precision[{name!r}]")
+    if precision is not None and not isinstance(precision, Mapping):
+        Precision.of(precision)
+
+
 def _check_clip(max_norm: Any) -> None:
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
         raise TypeError(f"clip_grad_norm must be a number or None, got {max_norm!r}")
     if not max_norm > 0:
-        raise ValueError(f"clip_grad_norm must be above 0 and needs the optimizer, got {max_norm!r}")
+        raise ValueError(f"clip_grad_norm must be above 0, got {max_norm!r}")
 
 
 def _check_positive(name: str, value: Any, unit: str, largest: float) -> None:

@@ -29,7 +29,7 @@ from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
 from ..options.compressors import Compressor, check_compressor
 from ..options.offload import offload_kind
-from ..options.options import Options
+from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
@@ -115,6 +115,7 @@ class DistributedDataParallel(TorchDDP):
         given = dict(locals())
         torch.nn.Module.__init__(self)
         check_arguments(given)
+        refuse_options(options, ("clip_grad_norm", "partition"), "DistributedDataParallel", "give them to sw.wrap")
         self._options = Options.from_keywords(
             dict(
                 options,

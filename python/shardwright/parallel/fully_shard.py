@@ -23,6 +23,7 @@ import torch
 from .._engine import Error
 from ..layout.param_groups import mark_of
 from ..options.offload import offload_kind
+from ..options.options import refuse_options
 from ..options.precision import Precision
 from ..parameters.unshard_schedule import Unit, UnitSchedule
 from .ddp import DistributedDataParallel
@@ -205,6 +206,9 @@ def fully_shard(
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
     offload_kind(offload)
+    refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
+    refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
+    refuse_options(options, ("partition",), "fully_shard", "give it to sw.shard_optimizer")
     policy = None if precision is None else Precision.of(precision)
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")

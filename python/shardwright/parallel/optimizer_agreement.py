@@ -58,11 +58,18 @@ def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label
     Cost: 17 bytes a rank when they agree.
     """
     encoded = json.dumps(list(rows), sort_keys=True, separators=(",", ":")).encode()
-    mine = b"\1" + str(refusal).encode() if refusal else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
+    mine = (
+        b"\1" + str(refusal).encode(errors="backslashreplace")
+        if refusal
+        else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
+    )
     digests = gather(mine, label)
     refused = next((digest[1:].decode() for digest in digests if digest[:1] == b"\1"), None)
     if refused is not None:
-        raise refusal if refusal is not None and str(refusal) == refused else Error(refused)
+        try:
+            raise refusal if refusal is not None and str(refusal) == refused else Error(refused)
+        finally:
+            refusal = None  # its traceback holds this frame
     if any(digest != digests[0] for digest in digests):
         tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
         raise Error(f"ranks disagree about {difference(tables)}")
@@ -105,10 +112,15 @@ def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -
     ]
 
 
-def given_rows(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str], partition: str) -> list[Row]:
+def given_rows(
+    optimizer: torch.optim.Optimizer | None, names: Mapping[int, str], partition: str, clip_grad_norm: float | None
+) -> list[Row]:
     """Return what ranks compare as an optimizer is given to wrap."""
     kind = "no optimizer" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return [("it", [], {"class": kind, "partition": partition}), *rows_of(optimizer, names)]
+    return [
+        ("it", [], {"class": kind, "partition": partition, "clip_grad_norm": clip_grad_norm}),
+        *rows_of(optimizer, names),
+    ]
 
 
 class StepNotes:

@@ -489,10 +489,11 @@ class UnitSchedule:
     def _end_tasks(self, tasks: Iterable[int]) -> None:
         ended = set(tasks)
         self._tasks -= ended
-        for unit in self.units:
-            if unit.opened:
-                unit.opened = [each for each in unit.opened if each[1] not in ended]
-                self._release_if_idle(unit)
+        opened = [unit for unit in self.units if unit.opened]
+        for unit in opened:  # all of them before the first release, which may raise
+            unit.opened = [each for each in unit.opened if each[1] not in ended]
+        for unit in opened:
+            self._release_if_idle(unit)
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
         """Gather the unit for a call of a module outside its unit's forward, and pin it until the step. Its pages are kept."""
