@@ -1,5 +1,8 @@
 """Laws of options: each is validated before anything is made, and none is taken where it has no effect."""
 
+import gc
+import weakref
+
 import pytest
 import shardwright as sw
 import torch
@@ -39,3 +42,21 @@ def test_an_option_of_wrap_is_refused_where_it_has_no_effect(option):
 def test_a_stage_is_no_option_of_fully_shard():
     with pytest.raises(TypeError, match="zero is no option of fully_shard"):
         sw.fully_shard(torch.nn.Linear(3, 3), zero=2)
+
+
+def refused():
+    module = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="LBFGS is not known"):
+        sw.wrap(module, torch.optim.LBFGS(module.parameters()), zero=1)
+    return weakref.ref(module)
+
+
+def test_a_refusal_keeps_no_module_alive():
+    """An exception's traceback holds its frames. A frame that held the exception would last until a collection."""
+    refused()  # what torch imports at first use holds frames, too
+    gc.collect()
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()

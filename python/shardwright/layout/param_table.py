@@ -178,13 +178,15 @@ def verify(
     """
     encoded = json.dumps(description, separators=(",", ":")).encode()
     digests = gather(hashlib.sha256(encoded).digest(), "digest of the parameter table")
-    if all(digest == digests[0] for digest in digests):
+    are_alike = all(digest == digests[0] for digest in digests)
+    tables = [] if are_alike else [json.loads(data) for data in gather(encoded, "parameter table")]
+    try:
         if refusal is not None:
             raise refusal
+    finally:
+        refusal = None  # its traceback holds this frame
+    if are_alike:
         return
-    tables = [json.loads(data) for data in gather(encoded, "parameter table")]
-    if refusal is not None:
-        raise refusal
     for rank, table in enumerate(tables):
         if table and table[0][0] == "failure":
             verb = "wrap" if what.startswith("the wrapped ") else "begin"

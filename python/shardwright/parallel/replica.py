@@ -101,7 +101,10 @@ class Replica:
             description = self.table.description(settings)
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
-        verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
+        try:
+            verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
+        finally:
+            refusal = None  # its traceback holds this frame, and so the module
         make_backend = choose_backend(self.table)
         plans = None
         if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
