@@ -32,7 +32,7 @@ NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wai
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
 OTHERS = ("device", "python")
-WAIT = re.compile(rf"(?:SW_TRY\(|\(void\)|return |(?<!void )(?=sw_device_comm_await))\s*(?:\w+->)*{CALL};")
+WAIT = re.compile(rf"(?:SW_TRY\(|\(void\)!?|return |(?<!void )(?=sw_device_comm_await))\s*(?:\w+->)*{CALL};")
 
 #: (file, a loop that polls for what a wait would wait for, how it looks without)
 POLLS = (

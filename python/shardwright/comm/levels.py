@@ -123,7 +123,7 @@ class HostLevels(Levels):
             flat = buffer if buffer.dtype == torch.float32 else buffer.float()
             view = _HostBucket(real, flat)
             self.average(flat, lambda: hook(state, view).wait(), "compressed gradients")
-            if not self._is_carrier and hasattr(state, "end_bucket"):
+            if not self._is_carrier and getattr(state, "follows_rounds", False):
                 state.end_bucket(bucket.is_last())
             if flat is not buffer:
                 buffer.copy_(flat)

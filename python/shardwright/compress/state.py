@@ -29,6 +29,8 @@ class CompressionState:
     """
 
     kind = ""
+    #: on a rank that does not exchange for its host it still counts buckets and rounds (comm/levels.py)
+    follows_rounds = True
 
     def __init__(
         self, process_group: Any = None, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None

@@ -89,7 +89,7 @@ def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list
     """Run one run. Each of its cases has a row in the answer, whatever happens. tell(rows so far) is called as rows come."""
     if run.prefix and shutil.which(run.prefix[0]) is None:
         return [row(case, "skipped", note=f"{run.prefix[0]} is not installed") for case in run.cases]
-    with tempfile.TemporaryDirectory(prefix="shardwright-gpu-check-") as name:
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
         is_cut, codes = _processes(run, limit_s, folder, to, place, tell)
         found = _read(folder)

@@ -489,9 +489,11 @@ class UnitSchedule:
     def _end_tasks(self, tasks: Iterable[int]) -> None:
         ended = set(tasks)
         self._tasks -= ended
-        opened = [unit for unit in self.units if unit.opened]
-        for unit in opened:  # all of them before the first release, which may raise
-            unit.opened = [each for each in unit.opened if each[1] not in ended]
+        opened = []
+        for unit in self.units:  # all of them before the first release, which may raise
+            if unit.opened:
+                unit.opened = [each for each in unit.opened if each[1] not in ended]
+                opened.append(unit)
         for unit in opened:
             self._release_if_idle(unit)
 
