@@ -35,14 +35,14 @@ typedef struct sw_device_comm_config {
 } sw_device_comm_config;
 
 typedef struct sw_device_comm {
-    sw_device *device;       /* owned, as all below */
-    sw_kernel_set kernels;   /* ready once kernels.device is not NULL */
-    sw_nccl_library library; /* opened once library.handle is not NULL; else */
-    sw_error nccl_missing;   /* says why not */
-    sw_peers *peers;         /* NULL before connect */
-    sw_stream *stream;       /* every collective runs on it */
-    sw_event *met;           /* of follow */
-    sw_event *marked;        /* of mark */
+    sw_device *device;          /* owned, as all below */
+    sw_kernel_set kernels;      /* ready once kernels.device is not NULL */
+    sw_nccl_library library;    /* opened once library.handle is not NULL; else */
+    sw_error nccl_missing;      /* says why not */
+    sw_peers *peers;            /* NULL before connect */
+    sw_stream *stream;          /* every collective runs on it */
+    sw_event *met;              /* of follow */
+    sw_event *marked;           /* of mark */
     _Atomic int64_t marked_ns;  /* when mark was called last; 0: never, or it was seen done */
     _Atomic int64_t entered_ns; /* since when the program's thread is inside, the bindings' to set;
                                    0: it is not */
@@ -52,7 +52,8 @@ typedef struct sw_device_comm {
     void *sum;                        /* device memory: sw_norm_sum */
     sw_norm_sum *staged;              /* pinned */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
-    bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never freed */
+    bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never freed
+                        */
 } sw_device_comm;
 
 typedef struct sw_device_range { /* device memory of the caller's */

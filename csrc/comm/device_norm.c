@@ -77,10 +77,8 @@ sw_status sw_device_comm_clip(sw_device_comm *c, const sw_device_range *ranges, 
                               const sw_device_clip *clip, sw_stream *user, sw_error *err)
 {
     sw_clip_args carry = {.sum = c->sum};
-    sw_clip_args args = {.sum = c->sum,
-                         .norm = clip->norm,
-                         .factor = clip->factor,
-                         .max_norm = clip->max_norm};
+    sw_clip_args args = {
+        .sum = c->sum, .norm = clip->norm, .factor = clip->factor, .max_norm = clip->max_norm};
     SW_TRY(sum_squares(c, ranges, count, user, err));
     if (clip->is_sliced && c->peers->world_size > 1) {
         /* Carried digits are below 2^32, so those of 2^31 ranks fit into an int64. */

@@ -20,15 +20,15 @@ SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_
 
 typedef struct sw_device_clip {
     double max_norm;
-    bool is_sliced;       /* each rank has other elements: the sums of all ranks are added */
-    void *norm, *factor;  /* float32 each, device memory: CLIP's (device_kernels.h) */
+    bool is_sliced;      /* each rank has other elements: the sums of all ranks are added */
+    void *norm, *factor; /* float32 each, device memory: CLIP's (device_kernels.h) */
 } sw_device_clip;
 
 /* The norm of the ranges and the factor that clips it, in the order of `user`: after what it was
  * given, and before what it will be. The host does not wait. With `is_sliced` collective: every
  * rank calls it, with the same max_norm. Errors as sw_device_comm_norm. */
 SW_MUST_USE sw_status sw_device_comm_clip(sw_device_comm *comm, const sw_device_range *ranges,
-                                          size_t count, const sw_device_clip *clip,
-                                          sw_stream *user, sw_error *err);
+                                          size_t count, const sw_device_clip *clip, sw_stream *user,
+                                          sw_error *err);
 
 #endif

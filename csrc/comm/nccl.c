@@ -12,7 +12,7 @@ typedef struct nccl_comm {
     sw_peers base;
     const sw_nccl_library *library; /* borrowed */
     sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended; under `calls` */
-    int depth; /* groups that are open in NCCL, one inside the other; under `calls` */
+    int depth;             /* groups that are open in NCCL, one inside the other; under `calls` */
     pthread_mutex_t calls; /* held for each call of NCCL's that names the communicator */
 } nccl_comm;
 

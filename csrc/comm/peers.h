@@ -10,8 +10,8 @@
  * and the host's communicator with it (lookout.h); every later call repeats it.
  *
  * Thread rule: one at a time a transport, but for has_failed, request_end, watch and explain_late,
- * which any thread calls, beside the one that uses it; every rank issues the same operations, of the
- * same sizes, in one order.
+ * which any thread calls, beside the one that uses it; every rank issues the same operations, of
+ * the same sizes, in one order.
  */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
@@ -205,8 +205,8 @@ void sw_peers_abort(sw_peers *peers, const sw_error *reason);
 /* From any thread, beside a call of another's: ends the transport for a reason of the caller's, at
  * once, unless that call is inside NCCL: then where it looks next, in a wait at once. */
 void sw_peers_request_end(sw_peers *peers, const sw_error *reason);
-/* From any thread, without waiting for another one: SW_OK, or why the transport has failed, in which
- * case it has ended as by request_end. Called again and again for as long as it lives. */
+/* From any thread, without waiting for another one: SW_OK, or why the transport has failed, in
+ * which case it has ended as by request_end. Called again and again for as long as it lives. */
 SW_MUST_USE sw_status sw_peers_watch(sw_peers *peers, sw_error *err);
 /* Write what sw_peers_give_up would say. Any thread. */
 void sw_peers_explain_late(const sw_peers *peers, const char *what, sw_error *reason);

@@ -56,9 +56,9 @@ typedef struct sw_slot_transport {
     sw_event *ended;  /* of the stream, at the end */
     sw_slot_arrival *arrival; /* owned, arrival_max */
     size_t arrival_count, arrival_max, moves;
-    size_t used;     /* bytes of each rank's slot that the open round has given away */
+    size_t used;            /* bytes of each rank's slot that the open round has given away */
     _Atomic uint32_t round; /* the open one, or the last */
-    uint32_t digest; /* of what it has been asked for */
+    uint32_t digest;        /* of what it has been asked for */
     bool is_open, is_grouped;
 } sw_slot_transport;
 
@@ -91,7 +91,8 @@ SW_MUST_USE sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_er
  * rank's stream go. */
 void sw_slot_end(sw_peers *peers, const sw_error *reason);
 SW_MUST_USE sw_status sw_slot_check(sw_peers *peers, sw_error *err);
-/* Without a call of the driver's: what waits on the stream is let go now, and again by each call. */
+/* Without a call of the driver's: what waits on the stream is let go now, and again by each call.
+ */
 void sw_slot_end_beside(sw_peers *peers, const sw_error *reason);
 SW_MUST_USE sw_status sw_slot_look(sw_peers *peers, sw_error *reason);
 /* Waits until the stream has run dry, for `limit_ns` at most, letting waits go if it has failed. */

@@ -64,8 +64,8 @@ typedef struct sw_device_ops {
     sw_status (*enter)(sw_device *device, sw_device_visit *visit, sw_error *err);
     void (*leave)(sw_device *device, const sw_device_visit *visit);
 
-    /* Allocate device memory with undefined contents. If there is too little, ask `room` and try once
-     * more. SW_E_MEMORY names the size. */
+    /* Allocate device memory with undefined contents. If there is too little, ask `room` and try
+     * once more. SW_E_MEMORY names the size. */
     sw_status (*memory_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);
     /* Free device memory. The host must have waited for its last use. NULL is allowed. */
     void (*memory_free)(sw_device *device, void *memory);

@@ -56,7 +56,8 @@ static void make_quantize(sw_case_maker *maker, size_t index)
     args->bits = how.bits;
     args->part_count = index ? 1 : 4;
     for (size_t i = 0; i < 4; ++i) {
-        void *source = sw_case_region(maker, 4 + i, 4 * i), *error = sw_case_region(maker, 8 + i, 0);
+        void *source = sw_case_region(maker, 4 + i, 4 * i),
+             *error = sw_case_region(maker, 8 + i, 0);
         args->part[i] = (sw_quantize_part){.records = sw_case_region(maker, i, 4),
                                            .source = i < 3 ? source : NULL,
                                            .error = i || index ? error : NULL,
@@ -125,7 +126,8 @@ static void make_decode(sw_case_maker *maker, size_t index)
     args->part_count = 4;
     for (size_t i = 0; i < 4; ++i) {
         void *values = sw_case_region(maker, i, 4 * i), *own = sw_case_region(maker, 4 + i, 4);
-        void *records = sw_case_region(maker, 8 + i, 8), *error = sw_case_region(maker, 12 + i % 3, 0);
+        void *records = sw_case_region(maker, 8 + i, 8),
+             *error = sw_case_region(maker, 12 + i % 3, 0);
         make_records(maker, records, values, counts[i], &how, how.wild);
         make_records(maker, own, values, counts[i], &how, false);
         args->part[i] = (sw_decode_part){.values = values,
@@ -182,9 +184,8 @@ static void make_owe(sw_case_maker *maker, size_t index)
     }
 }
 
-const sw_case_table sw_quantize_cases = {.count = SW_CASE_NUMELS * RECORD_OPTIONS * 2,
-                                         .make = make_quantize,
-                                         .settle = settle_quantize};
+const sw_case_table sw_quantize_cases = {
+    .count = SW_CASE_NUMELS * RECORD_OPTIONS * 2, .make = make_quantize, .settle = settle_quantize};
 const sw_case_table sw_fold_records_cases = {.count = SW_CASE_NUMELS * RECORD_OPTIONS * 3,
                                              .make = make_fold_records,
                                              .settle = settle_fold_records};

@@ -119,13 +119,12 @@ static void make_cast(sw_case_maker *maker, size_t index)
     size_t numel = pick_numel(maker, &index);
     sw_dtype to = small[sw_case_pick(&index, 3)], from = small[sw_case_pick(&index, 3)];
     void *source = sw_case_region(maker, 1, off[index][1] * sw_dtype_size_bytes(from));
-    *args =
-        (sw_cast_args){.to = sw_case_region(maker, 0, off[index][0] * sw_dtype_size_bytes(to)),
-                       .from = source,
-                       .numel = numel,
-                       .scale = 0.7f,
-                       .to_dtype = (int)to,
-                       .from_dtype = (int)from};
+    *args = (sw_cast_args){.to = sw_case_region(maker, 0, off[index][0] * sw_dtype_size_bytes(to)),
+                           .from = source,
+                           .numel = numel,
+                           .scale = 0.7f,
+                           .to_dtype = (int)to,
+                           .from_dtype = (int)from};
     sw_case_fill(maker, source, numel, from, true);
     maker->made->label = sw_dtype_name(to);
 }
@@ -216,7 +215,8 @@ static void settle_pack(const void *args)
 
 enum { FOLD_NUMEL_MOST = 777, FOLD_SOURCES = 3, FOLD_FORMS = 4 };
 
-/* Arrays on boundaries, off them by the same number of bytes, by an element's, and never at once. */
+/* Arrays on boundaries, off them by the same number of bytes, by an element's, and never at once.
+ */
 static void make_fold(sw_case_maker *maker, size_t index)
 {
     sw_fold_args *args = &maker->made->args.fold;
@@ -370,9 +370,11 @@ static void make_sgd(sw_case_maker *maker, size_t index)
 enum { NORM_WINDOW_FORMS = 6, NORM_WINDOW_OFFSETS = 4, NORM_LARGE = 300000 };
 static const sw_dtype norm_dtypes[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16,
                                        SW_DTYPE_FLOAT64};
-enum { NORM_PLAIN = (SW_CASE_NUMELS + 1) * 4 * 2,
-       NORM_WINDOWS = 3 * NORM_WINDOW_FORMS * NORM_WINDOW_OFFSETS,
-       NORM_CASES = NORM_PLAIN + NORM_WINDOWS + 3 };
+enum {
+    NORM_PLAIN = (SW_CASE_NUMELS + 1) * 4 * 2,
+    NORM_WINDOWS = 3 * NORM_WINDOW_FORMS * NORM_WINDOW_OFFSETS,
+    NORM_CASES = NORM_PLAIN + NORM_WINDOWS + 3
+};
 
 static sw_norm_args *make_sum(sw_case_maker *maker, sw_dtype dtype)
 {
@@ -507,16 +509,15 @@ static void make_put(sw_case_maker *maker, size_t index)
 
 static const sw_case_table cast_cases = {
     .count = (SW_CASE_NUMELS + 1) * 9 * 4, .make = make_cast, .settle = settle_cast};
-static const sw_case_table pack_cases = {
-    .count = (SW_CASE_NUMELS + 1) * (PACK_FORMS + 9 * CONVERSIONS),
-    .make = make_pack,
-    .settle = settle_pack};
-static const sw_case_table fold_cases = {
-    .count = SW_CASE_NUMELS * FOLD_SOURCES * FOLD_FORMS * SW_REDOP_COUNT * SW_DTYPE_BOOL,
-    .make = make_fold,
-    .settle = settle_fold};
-static const sw_case_table adam_cases = {.count = STEP_NUMELS * 3 * STEP_DTYPES,
-                                         .make = make_adam};
+static const sw_case_table pack_cases = {.count =
+                                             (SW_CASE_NUMELS + 1) * (PACK_FORMS + 9 * CONVERSIONS),
+                                         .make = make_pack,
+                                         .settle = settle_pack};
+static const sw_case_table fold_cases = {.count = SW_CASE_NUMELS * FOLD_SOURCES * FOLD_FORMS *
+                                                  SW_REDOP_COUNT * SW_DTYPE_BOOL,
+                                         .make = make_fold,
+                                         .settle = settle_fold};
+static const sw_case_table adam_cases = {.count = STEP_NUMELS * 3 * STEP_DTYPES, .make = make_adam};
 static const sw_case_table sgd_cases = {.count = STEP_NUMELS * 3 * STEP_DTYPES, .make = make_sgd};
 static const sw_case_table norm_cases = {
     .count = NORM_CASES, .make = make_norm, .settle = settle_norm};
@@ -550,8 +551,7 @@ size_t sw_kernel_case_count(sw_kernel kernel)
     return tables[kernel]->count;
 }
 
-void sw_kernel_case_make(sw_kernel kernel, size_t index, unsigned char *arena,
-                         sw_kernel_case *made)
+void sw_kernel_case_make(sw_kernel kernel, size_t index, unsigned char *arena, sw_kernel_case *made)
 {
     sw_case_maker maker = {.arena = arena,
                            .region_bytes = SW_CASE_BYTES / SW_CASE_REGIONS,

@@ -3,8 +3,8 @@
  * Idea: a case is a kernel's number and an index. Making it fills an arena of host memory with
  * inputs, outputs and guard bytes and returns arguments that point into it. The same index gives
  * the same bytes every time, so a case can be made once for the reference and once for the kernel,
- * and moved to device memory (sw_kernel_case_move). The cases cover every dtype and option, sizes 0,
- * 1, odd tails and several tiles, and arrays on and off boundaries.
+ * and moved to device memory (sw_kernel_case_move). The cases cover every dtype and option, sizes
+ * 0, 1, odd tails and several tiles, and arrays on and off boundaries.
  *
  * Users: kernel_check.h on a device; tests/fake/test_kernel_text.c on the text itself.
  *
@@ -60,8 +60,8 @@ void sw_kernel_case_make(sw_kernel kernel, size_t index, unsigned char *arena,
                          sw_kernel_case *made);
 
 /* Make equal what is equal in meaning, in memory that a kernel or a reference has written. The
- * digits of a sum are carried. Each NaN becomes the same NaN: the sign and the payload of a computed
- * one are the processor's. `args` point into host memory. */
+ * digits of a sum are carried. Each NaN becomes the same NaN: the sign and the payload of a
+ * computed one are the processor's. `args` point into host memory. */
 void sw_kernel_case_settle(sw_kernel kernel, const void *args);
 
 /* Make arguments that point into the arena at `from` point to the same places of the arena at `to`.

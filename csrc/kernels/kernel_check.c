@@ -70,8 +70,8 @@ static sw_status move(checking *c, bool is_down, sw_error *err)
 static sw_grid grid_of(const checking *c, int number)
 {
     const sw_kernel_contract *contract = &sw_kernel_contracts()[c->config->kernel];
-    sw_grid grid = contract->grid(c->here.args.bytes,
-                                  number == 0 ? c->set->device->processor_count : 1);
+    sw_grid grid =
+        contract->grid(c->here.args.bytes, number == 0 ? c->set->device->processor_count : 1);
     if (number == 2 && c->config->kernel != SW_KERNEL_CLIP)
         grid = (sw_grid){.block_count = 1, .thread_count = WARP};
     return grid;

@@ -32,8 +32,8 @@ typedef struct sw_kernel_check_result {
 
 /* Run the cases on `stream` of the set's device, and wait for them. A difference is no error; a
  * call of the device's that fails is. */
-SW_MUST_USE sw_status sw_kernel_check(const sw_kernel_set *set, const sw_kernel_check_config *config,
-                                      sw_stream *stream, sw_kernel_check_result *result,
-                                      sw_error *err);
+SW_MUST_USE sw_status sw_kernel_check(const sw_kernel_set *set,
+                                      const sw_kernel_check_config *config, sw_stream *stream,
+                                      sw_kernel_check_result *result, sw_error *err);
 
 #endif

@@ -57,18 +57,17 @@ static sw_matrix_args make_matrix(sw_case_maker *maker, size_t first, size_t off
     void *basis = sw_case_region(maker, first + 4, offset);
     sw_case_fill(maker, gradient, of.rows * of.cols, SW_DTYPE_FLOAT32, false);
     sw_case_fill(maker, remembered, of.rows * of.cols, dtype, false);
-    return (sw_matrix_args){
-        .gradient = gradient,
-        .memory = memory ? remembered : NULL,
-        .left = make_factor(maker, left, of.rank, of.rows, ROWS_ORDINARY),
-        .right = make_factor(maker, right, of.rank, of.cols, ROWS_ORDINARY),
-        .basis = make_factor(maker, basis, of.rank, of.cols, ROWS_ORDINARY),
-        .out = sw_case_region(maker, first + 5, 4),
-        .copy = memory ? sw_case_region(maker, first + 6, 4) : NULL,
-        .rows = of.rows,
-        .cols = of.cols,
-        .rank = of.rank,
-        .memory_dtype = (int)dtype};
+    return (sw_matrix_args){.gradient = gradient,
+                            .memory = memory ? remembered : NULL,
+                            .left = make_factor(maker, left, of.rank, of.rows, ROWS_ORDINARY),
+                            .right = make_factor(maker, right, of.rank, of.cols, ROWS_ORDINARY),
+                            .basis = make_factor(maker, basis, of.rank, of.cols, ROWS_ORDINARY),
+                            .out = sw_case_region(maker, first + 5, 4),
+                            .copy = memory ? sw_case_region(maker, first + 6, 4) : NULL,
+                            .rows = of.rows,
+                            .cols = of.cols,
+                            .rank = of.rank,
+                            .memory_dtype = (int)dtype};
 }
 
 static void make_matrices(sw_case_maker *maker, size_t *index)
