@@ -32,7 +32,7 @@ from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
 from . import wire
 from .launch import DEFAULT_PORT, Launch, read_launch
-from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, barrier_of
+from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of
 
 _logger = logging.getLogger("shardwright")
 
@@ -163,7 +163,7 @@ class HostGroup:
         meeting = Rendezvous(
             dist.PrefixStore(_next_meeting(self.name, group), dist.distributed_c10d._get_default_store()),
             *(self.rank, self.world_size, line.host, timeout_s),
-            barrier=barrier_of(group),
+            assembly=assembly_of(group),
             log=_logger.warning,
         )
         return meeting.meet(line, _forced_hosts), meeting

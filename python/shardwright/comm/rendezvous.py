@@ -4,8 +4,9 @@ Rank r writes one line about itself, and the lines of its subtree (FAN_OUT child
 reads. Rank 0 so gets all lines, finds which ranks share a host, and writes one key a host and one with the map. No rank but rank 0
 handles more than O(W / FAN_OUT) lines, and no two ranks exchange messages. See docs/design/hosts.md.
 
-The first reason for which some rank cannot go on, under a key of its own, is what all ranks raise. A rank waits in a
-barrier of torch's Gloo group first, where there is one: the death of a process ends that.
+The first reason for which some rank cannot go on, under a key of its own, is what all ranks raise. Where torch's group
+has Gloo, ranks first meet in a collective of its own: the death of a process ends that, and a rank that cannot reach the
+store (a FileStore needs a descriptor for each call) says so there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _LOOK_S = (0.001, 0.5)
 _BARRIER_LOOK_S = 0.02
 #: by how much the other ranks wait longer for rank 0 than it waits for one of them: it says which
 _LATER_S = 2.0
+#: bytes of what a rank says that cannot reach the store, and characters of its error in them
+_WORDS_BYTES, _WORDS_TEXT = 4096, 256
 #: how long a rank that only heard of a failure waits for the reason of the rank that failed
 _REASONS_S = 0.5
 #: a wait this long is logged, and again after twice as long, and so on
@@ -86,8 +89,8 @@ class Rendezvous:
         This host's name.
     timeout_s : float
         The deadline of each wait once all ranks have come. Until then torch's default, if that is later.
-    barrier : callable, optional
-        Begins a barrier over all ranks, whose failure is that of a rank.
+    assembly : Assembly, optional
+        Where all ranks meet first; a rank that dies ends it.
     log : callable, optional
         Gets a sentence when a rank has waited for long.
     """
@@ -99,7 +102,7 @@ class Rendezvous:
         world_size: int,
         host: str,
         timeout_s: float,
-        barrier: Callable[[], Any] | None = None,
+        assembly: Assembly | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._store = _Caller(store, rank, timeout_s)
@@ -108,7 +111,7 @@ class Rendezvous:
         self._host = host
         self._timeout_s = timeout_s
         self._has_met = False
-        self._barrier = barrier
+        self._assembly = assembly
         self._log = log
 
     def meet(self, line: Line, forced_hosts: Sequence[int] | None = None) -> Meeting:
@@ -129,15 +132,21 @@ class Rendezvous:
     def _exchange(self, line: Line, forced_hosts: Sequence[int] | None) -> Meeting:
         lines = [line]
         below = children(self._rank, self._world_size)
-        if not below and self._rank > 0:
-            try:
+        trouble: CommError | None = None
+        try:
+            if below or self._rank == 0:
+                self._reason()  # whether it reaches the store
+            else:
                 self._tell(lines)
-            except CommError:
-                if self._barrier is not None:  # the others miss its line at the deadline, not at torch's own
-                    self._barrier()
-                raise
-        if self._barrier is not None:
-            self._await_all()
+        except CommError as error:
+            trouble = error
+        try:
+            if self._assembly is not None:
+                self._assemble(trouble)
+            if trouble is not None:
+                raise trouble
+        finally:
+            trouble = None  # its traceback holds this frame
         for child in below:
             lines += [Line(*each) for each in json.loads(self._await(f"lines/{child}", f"rank {child}"))]
             with contextlib.suppress(RuntimeError):  # a store that deletes nothing
@@ -163,10 +172,7 @@ class Rendezvous:
     def fail(self, error: Exception) -> Exception:
         """The error that all ranks raise instead of each its own: the first reason, a rank's own trouble before what others heard."""
         heard = isinstance(error, CommError) and getattr(error, "rank", self._rank) != self._rank
-        mine = {
-            **{"rank": self._rank, "host": self._host, "text": str(error), "at": getattr(error, "rank", self._rank)},
-            "is_timeout": isinstance(error, TimeoutError),
-        }
+        mine = self._words_of(error)
         deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
         try:
             while (said := self._reason()) is None and time.monotonic() < deadline_s:
@@ -176,6 +182,12 @@ class Rendezvous:
         except (RuntimeError, ValueError):  # no store any more
             return error
         return _error_of(said)
+
+    def _words_of(self, error: Exception) -> dict[str, Any]:
+        return {
+            **{"rank": self._rank, "host": self._host, "text": str(error), "at": getattr(error, "rank", self._rank)},
+            "is_timeout": isinstance(error, TimeoutError),
+        }
 
     def _answer(self, lines: Sequence[Line], forced_hosts: Sequence[int] | None) -> None:
         """Write rank 0's answer: the map of hosts, or the reason for which there is none."""
@@ -197,14 +209,18 @@ class Rendezvous:
     def _tell(self, lines: Sequence[Line]) -> None:
         self._store.call("set", f"lines/{self._rank}", json.dumps(lines))
 
-    def _await_all(self) -> None:
-        """Return once all ranks have come, as a barrier of torch's tells; it ends with an error when one of them dies."""
-        assert self._barrier is not None
+    def _assemble(self, trouble: CommError | None) -> None:
+        """Return once all ranks have come. Raise on all of them what the highest rank with `trouble` says."""
+        assert self._assembly is not None
         try:
-            coming = self._barrier()
-            self._until(coming.is_completed, "all ranks of the group", _BARRIER_LOOK_S)
-            coming.wait()
+            coming = self._assembly.begin(-1 if trouble is None else self._rank)
+            self._until(coming.is_done, "all ranks of the group", _BARRIER_LOOK_S, asks=trouble is None)
             self._has_met = True
+            speaker = coming.result()
+            if speaker >= 0:
+                mine = self._words_of(trouble) if trouble is not None else {"text": ""}
+                mine["text"] = mine["text"][:_WORDS_TEXT]
+                raise _error_of(json.loads(self._assembly.hear(speaker, json.dumps(mine))))
         except CommError:
             raise
         except RuntimeError as error:
@@ -216,16 +232,25 @@ class Rendezvous:
         return bytes(self._store.call("get", key))
 
     def _until(
-        self, is_done: Callable[[], bool], awaited: str, most_s: float = _LOOK_S[1], later_s: float = 0.0
+        self,
+        is_done: Callable[[], bool],
+        awaited: str,
+        most_s: float = _LOOK_S[1],
+        later_s: float = 0.0,
+        *,
+        asks: bool = True,
     ) -> None:
-        """Return once `is_done`. Looks less and less often, so that many ranks that wait for one do not keep the store busy."""
+        """Return once `is_done`. Looks less and less often, so that many ranks that wait for one do not keep the store busy.
+
+        Raise the reason of a rank that has failed, where the store `asks` has one.
+        """
         begin_s = time.monotonic()
         pause_s, look_s, warn_s = _LOOK_S[0], _LOOK_S[1], _WARN_AFTER_S
         while not is_done():
             waited_s = time.monotonic() - begin_s
             if waited_s > look_s:
                 look_s = waited_s + _LOOK_S[1]
-                if (said := self._reason()) is not None:
+                if asks and (said := self._reason()) is not None:
                     raise _error_of(said)
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
             if waited_s > deadline_s + later_s:
@@ -304,11 +329,53 @@ def find_hosts(lines: Sequence[Line]) -> list[int]:
     return [number.setdefault((each.place, "" if each.place else each.host), len(number)) for each in lines]
 
 
-def barrier_of(group: Any) -> Callable[[], Any] | None:
-    """Begin a barrier of torch's `group`, if that has Gloo for the CPU: a collective of O(log W) messages a rank."""
+class Assembly:
+    """A meeting of all ranks through torch's Gloo group: O(log W) messages a rank, and no file descriptor.
+
+    Parameters
+    ----------
+    backend : ProcessGroupGloo
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def begin(self, speaker: int) -> Coming:
+        """Come to the meeting. `speaker`: this rank, if it has something to say; else -1."""
+        highest = torch.tensor([speaker], dtype=torch.int64, device="cpu")
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return Coming(self._backend.allreduce([highest], options), highest)
+
+    def hear(self, speaker: int, words: str) -> str:
+        """Return the words of rank `speaker`, of at most _WORDS_BYTES bytes; those of other ranks are dropped. Collective."""
+        memory = torch.frombuffer(bytearray(words.encode().ljust(_WORDS_BYTES)), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = speaker, 0
+        self._backend.broadcast([memory], options).wait()
+        return memory.numpy().tobytes().decode()
+
+
+class Coming:
+    """A meeting that is under way."""
+
+    def __init__(self, work: Any, highest: torch.Tensor) -> None:
+        self._work, self._highest = work, highest
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def result(self) -> int:
+        """Return the highest rank that has something to say, -1 without one. Raise RuntimeError where a rank has died."""
+        self._work.wait()
+        return int(self._highest.item())
+
+
+def assembly_of(group: Any) -> Assembly | None:
+    """Return the meeting of torch's `group`, if that has Gloo for the CPU."""
     if "cpu:gloo" not in str(dist.get_backend_config(group)):
         return None
-    return lambda: group._get_backend(torch.device("cpu")).barrier()
+    return Assembly(group._get_backend(torch.device("cpu")))
 
 
 def _error_of(said: dict[str, Any]) -> CommError:
