@@ -30,8 +30,9 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from kernels import kernel_rows
 from shardwright import _engine
+from shardwright.gpu_check.place import Gpu
 from staging import staging_rows
-from turns import Arms, Row, Sizes, Where, count_row, models, row, take_turns
+from turns import Arms, Row, Sizes, count_row, models, row, take_turns
 
 LIMIT_S = 8 * 60
 
@@ -45,7 +46,7 @@ def reason_to_skip() -> str:
     return "" if torch.cuda.is_available() else "this torch has no CUDA"
 
 
-def step_rows(where: Where, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
+def step_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
     """Time forward, backward and a fused AdamW step, after a check that the losses of three steps agree."""
     rows = []
     for name, case in sizes.cases.items():
@@ -109,7 +110,7 @@ class Given(torch.nn.Module):
         return torch.stack([(weight * each).sum() for weight, each in zip(self.weights, given)]).sum()
 
 
-def powersgd_arms(where: Where, rank: int, group: Any, matrices: Sequence[tuple[int, int]]) -> Arms:
+def powersgd_arms(where: Gpu, rank: int, group: Any, matrices: Sequence[tuple[int, int]]) -> Arms:
     """Return low-rank backwards, ours and torch's, and a plain one. Check that rank-one gradients are exact."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
@@ -151,7 +152,7 @@ def powersgd_arms(where: Where, rank: int, group: Any, matrices: Sequence[tuple[
     return arms
 
 
-def powersgd_rows(where: Where, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
+def powersgd_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
     """Time whole backwards, as a step sees them, and their time beyond the plain backward, which is the hooks' own."""
     arms = powersgd_arms(where, rank, nccl, sizes.matrices)
     taken = take_turns(where, arms, sizes.rounds, max(1, sizes.repeat // 2))
@@ -169,7 +170,7 @@ def powersgd_rows(where: Where, rank: int, nccl: Any, sizes: Sizes) -> list[Row]
     ]
 
 
-def all_rows(where: Where, rank: int, nccl: Any, sizes: Sizes, folder: Path) -> Iterator[Row]:
+def all_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Yield the rows section by section, so that rows before a failure are written."""
     begin = time.monotonic()
     yield from kernel_rows(where, sizes)
@@ -188,7 +189,7 @@ def run_rank(rank: int, world_size: int, folder: str, quick: bool, path: str | N
         machine = f"{world_size} x {torch.cuda.get_device_name()}"
         first = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
         write({**first, "command": " ".join(sys.argv)}, path)
-    for each in all_rows(Where(rank), rank, nccl, Sizes.quick() if quick else Sizes(), Path(folder)):
+    for each in all_rows(Gpu(rank), rank, nccl, Sizes.quick() if quick else Sizes(), Path(folder)):
         if rank == 0:
             write(each, path)
     dist.destroy_process_group()

@@ -13,7 +13,8 @@ from typing import Any
 import shardwright as sw
 import torch
 from shardwright import _engine
-from turns import Row, Sizes, Where, row, take_turns
+from shardwright.gpu_check.place import Gpu
+from turns import Row, Sizes, row, take_turns
 
 _ADAMW_BYTES, _CAST_BYTES = 28, 6
 _BLOCK, _BITS = 256, 8
@@ -23,7 +24,7 @@ _OF_COPY, _OF_COPY_ADAMW = 1 / 0.85, 1 / 0.9
 class _Copies:
     """Copies that move a given number of bytes, in memory that they share."""
 
-    def __init__(self, where: Where, most_bytes: int) -> None:
+    def __init__(self, where: Gpu, most_bytes: int) -> None:
         size = most_bytes // 8 + 1
         self._from, self._to = (where.memory(torch.zeros(size, dtype=torch.float32)) for _ in range(2))
 
@@ -32,7 +33,7 @@ class _Copies:
         return self._to[:numel].copy_(self._from[:numel])
 
 
-def kernel_rows(where: Where, sizes: Sizes) -> list[Row]:
+def kernel_rows(where: Gpu, sizes: Sizes) -> list[Row]:
     copies = _Copies(
         where, max(_ADAMW_BYTES * sizes.kernel_numel, 8 * sizes.copies * sizes.copy_numel, 4 * sizes.norm_numel)
     )
@@ -43,7 +44,7 @@ def kernel_rows(where: Where, sizes: Sizes) -> list[Row]:
     return rows + _cast_and_quantise(where, sizes, link, copies)
 
 
-def _pack_and_norm(where: Where, sizes: Sizes, link: Any, copies: _Copies) -> list[Row]:
+def _pack_and_norm(where: Gpu, sizes: Sizes, link: Any, copies: _Copies) -> list[Row]:
     sources = [where.memory(torch.randn(sizes.copy_numel)) for _ in range(sizes.copies)]
     targets = [where.memory(torch.empty(sizes.copy_numel)) for _ in sources]
     pairs = [(t.data_ptr(), s.data_ptr(), s.numel() * 4) for s, t in zip(sources, targets)]
@@ -77,7 +78,7 @@ def _pack_and_norm(where: Where, sizes: Sizes, link: Any, copies: _Copies) -> li
     ]
 
 
-def _adamw(where: Where, sizes: Sizes, copies: _Copies) -> list[Row]:
+def _adamw(where: Gpu, sizes: Sizes, copies: _Copies) -> list[Row]:
     each = sizes.kernel_numel // sizes.adam_parameters
     arms, parameters = {}, {}
     for name, make in (("ours", sw.optim.AdamW), ("torch", lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True))):
@@ -101,7 +102,7 @@ def _adamw(where: Where, sizes: Sizes, copies: _Copies) -> list[Row]:
     ]
 
 
-def _cast_and_quantise(where: Where, sizes: Sizes, link: Any, copies: _Copies) -> list[Row]:
+def _cast_and_quantise(where: Gpu, sizes: Sizes, link: Any, copies: _Copies) -> list[Row]:
     numel = sizes.kernel_numel
     wide = where.memory(torch.randn(numel))
     half = where.memory(torch.zeros(numel, dtype=torch.bfloat16))

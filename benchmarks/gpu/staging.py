@@ -14,13 +14,14 @@ from typing import Any
 import shardwright as sw
 import torch
 import torch.distributed as dist
-from turns import Row, Sizes, Where, row
+from shardwright.gpu_check.place import Gpu
+from turns import Row, Sizes, row
 
 _GOAL_BYTES_PER_S = 45e9
 _LARGEST_SLOWDOWN = 1.01
 
 
-def staging_rows(where: Where, sizes: Sizes, folder: Path) -> list[Row]:
+def staging_rows(where: Gpu, sizes: Sizes, folder: Path) -> list[Row]:
     """Time saves in `folder`, which all ranks share."""
     case = next(iter(sizes.cases.values()))
     module = where.put(torch.nn.ParameterDict({"state": torch.randn(sizes.staged_numel)}))
@@ -77,7 +78,7 @@ def staging_rows(where: Where, sizes: Sizes, folder: Path) -> list[Row]:
     ]
 
 
-def _steps_ms(where: Where, step: Any, count: int) -> float:
+def _steps_ms(where: Gpu, step: Any, count: int) -> float:
     where.synchronize()
     dist.barrier()
     return where.milliseconds(step, count)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shardwright.gpu_check.place import Gpu
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import models  # noqa: E402
@@ -58,32 +59,6 @@ class Sizes:
         return Sizes(1, 1, **few, overlapped_steps=2, matrices=((24, 16), (16, 32), (9, 40)), cases={"tiny": tiny})
 
 
-class Where:
-    """A rank's GPU."""
-
-    def __init__(self, index: int) -> None:
-        self.device = torch.device("cuda", index)
-
-    def put(self, module: torch.nn.Module) -> torch.nn.Module:
-        return module.to(self.device)
-
-    def memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
-        """Return the milliseconds of one `work`, as the GPU sees it."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(repeat):
-            work()
-        end.record()
-        self.synchronize()
-        return begin.elapsed_time(end) / repeat
-
-
 def row(
     case: str, ours: list[float], peer: list[float], peer_name: str, unit: str = "ms", goal: float | None = None
 ) -> Row:
@@ -110,7 +85,7 @@ def count_row(case: str, count: int) -> Row:
     return {**row(case, [count], [1], "none", "count", 0.0), "ratio": count, "ok": count == 0}
 
 
-def take_turns(where: Where, arms: Arms, rounds: int, repeat: int) -> dict[str, list[float]]:
+def take_turns(where: Gpu, arms: Arms, rounds: int, repeat: int) -> dict[str, list[float]]:
     """Return the milliseconds of each arm, interleaved; ranks begin each sample together, and the slowest counts."""
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for work in arms.values():

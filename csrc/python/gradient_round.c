@@ -321,17 +321,23 @@ static int note_order(reducer_object *self)
     return 0;
 }
 
-/* The use bits alone: a user's hook averages the buckets. */
-static int exchange_use(reducer_object *self)
+/* An end of a round, in which ranks also compare the order of their units. */
+static int end_in_order(reducer_object *self, sw_status (*end)(sw_reducer *, sw_error *))
 {
     sw_error err;
     sw_status status;
     if (note_order(self) < 0)
         return -1;
     Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_exchange_use(self->reducer, &err);
+    status = end(self->reducer, &err);
     Py_END_ALLOW_THREADS
     return reducer_raise(self, status, &err);
+}
+
+/* The use bits alone: a user's hook averages the buckets. */
+static int exchange_use(reducer_object *self)
+{
+    return end_in_order(self, sw_reducer_exchange_use);
 }
 
 /* Before it: every gradient lies in its bucket, or ranks are told what stands. */
@@ -388,14 +394,7 @@ static int send_rest(reducer_object *self)
 
 static int finish_sent(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
-    if (note_order(self) < 0)
-        return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_finish(self->reducer, &err);
-    Py_END_ALLOW_THREADS
-    return reducer_raise(self, status, &err);
+    return end_in_order(self, sw_reducer_finish);
 }
 
 static int finish_round(reducer_object *self)

@@ -33,8 +33,8 @@ GOALS = {
 }
 
 
-class SimulatedWhere:
-    """A stand-in for the benchmark's Where."""
+class SimulatedPlace:
+    """A stand-in for the GPU of a rank."""
 
     device = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_every_row_is_produced(teams: Any, world_size: int, paths: dict[str, str
 def every_row(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with benchmark() as bench:
         sizes, folder = bench.Sizes.dry(), Path(shared_folder(rank))
-        rows = list(bench.all_rows(SimulatedWhere(gpus), rank, dist.group.WORLD, sizes, folder))
+        rows = list(bench.all_rows(SimulatedPlace(gpus), rank, dist.group.WORLD, sizes, folder))
         for row in rows:
             assert row.keys() == bench.row("", [1.0], [1.0], "").keys() and row["samples"] > 0
         counted = {start: sum(start in row["case"] and row["goal"] is not None for row in rows) for start in GOALS}

@@ -13,15 +13,15 @@ from ..torch_compat import cuda
 
 
 class Gpu:
-    """torch's first GPU, which all ranks of a run share."""
+    """A GPU of torch's. By default its first one, which all ranks of a run share."""
 
     backend = "cpu:gloo,cuda:nccl"
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
             raise NotImplementedError("this torch has no CUDA, or the machine has no GPU")
-        torch.cuda.set_device(0)
-        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(index)
+        self.device = torch.device("cuda", index)
 
     def put(self, module: torch.nn.Module) -> torch.nn.Module:
         return module.to(self.device)
@@ -38,7 +38,7 @@ class Gpu:
 
     def open(self) -> Any:
         """Return a DeviceComm without peers."""
-        return cuda.open_gpu(0, cuda.runtime.libraries())
+        return cuda.open_gpu(self.device.index, cuda.runtime.libraries())
 
     def watch(self) -> None:
         """Communicators from now on are watched by a thread: they always are."""

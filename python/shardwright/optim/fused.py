@@ -51,6 +51,33 @@ class _Fused(torch.optim.Optimizer):
     #: holds the state outside of the parameters' memory; None: beside the parameters. A copy of the optimizer has none
     store: StateStore | HostStateStore | None = None
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one optimization step.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Reevaluates the model and returns the loss; runs with gradients enabled.
+
+        Returns
+        -------
+        object
+            The result of `closure`, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale = self._scale_of_scaler()
+        for group in self.param_groups:
+            if grad_scale is not None:
+                self._step_group(group, grad_scale)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has no step")
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
 
@@ -202,30 +229,6 @@ def _increment_versions(tensors: list[Tensor]) -> None:
 
 
 class _AdamStep(_Fused):
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step.
-
-        Parameters
-        ----------
-        closure : callable, optional
-            Reevaluates the model and returns the loss; runs with gradients enabled.
-
-        Returns
-        -------
-        object
-            The result of `closure`, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        grad_scale = self._scale_of_scaler()
-        for group in self.param_groups:
-            if grad_scale is not None:
-                self._step_group(group, grad_scale)
-        return loss
-
     def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
         amsgrad: bool = group["amsgrad"]
         keys = ("exp_avg", "exp_avg_sq", "step", *(("max_exp_avg_sq",) if amsgrad else ()))
@@ -468,19 +471,6 @@ class SGD(_Fused, torch.optim.SGD):
             params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step; parameters and result as in `AdamW.step`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        grad_scale = self._scale_of_scaler()
-        for group in self.param_groups:
-            if grad_scale is not None:
-                self._step_group(group, grad_scale)
-        return loss
 
     def _moment_count(self, group: dict[str, Any]) -> int:
         return int(group["momentum"] != 0)
