@@ -507,7 +507,8 @@ class Checkpointer:
     @property
     def latest(self) -> int | None:
         """The last of steps(), or None. Collective."""
-        return (self.steps() or [None])[-1]
+        steps = self.steps()
+        return steps[-1] if steps else None
 
     # the end ----------------------------------------------------------------------------------------------------------
 

@@ -167,7 +167,9 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         partial, places = plan.storage_data
-        results, written = [], set()
+        results: list[WriteResult] = []
+        written: set[str] = set()
+        tensors: dict[str, torch.Tensor]
         try:
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
@@ -178,11 +180,12 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                         )
                     results.append(WriteResult(item.index, 0, node))
                     continue
-                tensor = planner.resolve_data(item)
+                tensor, data = planner.resolve_data(item), item.tensor_data
+                assert isinstance(tensor, torch.Tensor) and data is not None
                 check_savable(item.index.fqn, tensor)
                 memory = plain(tensor)
                 path, begin, *of_file = places[item.index.fqn]
-                path, data = os.path.join(partial, path), item.tensor_data
+                path = os.path.join(partial, path)
                 ranges = _ranges(
                     tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
                 )
@@ -345,10 +348,10 @@ class _Layout:
         for plan in plans:
             self._paths |= plan.planner_data or {}
         shapes = {
-            item.index.fqn: Sliced(item.tensor_data.properties.dtype, tuple(item.tensor_data.size), ())
+            item.index.fqn: Sliced(data.properties.dtype, tuple(data.size), ())
             for plan in plans
             for item in plan.items
-            if item.type != WriteItemType.BYTE_IO
+            if (data := item.tensor_data) is not None
         }
         order = {name: place for place, name in enumerate(self._paths)}
         self._stored: dict[str, tuple[str, str]] = {}
@@ -483,7 +486,9 @@ def _stored_ranges(stored: Stored, offsets: Sequence[int], sizes: Sequence[int])
 def _object(planner: SavePlanner, item: Any) -> Any:
     if hasattr(planner, "lookup_object"):
         return planner.lookup_object(item.index)
-    return torch.load(planner.resolve_data(item), weights_only=True)
+    data = planner.resolve_data(item)
+    assert not isinstance(data, torch.Tensor)
+    return torch.load(data, weights_only=True)
 
 
 def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> tuple[dict[str, Stored], dict[str, Any]]:

@@ -26,7 +26,7 @@ def bare_optimizer(optimizer: Any) -> Any:
     state of their own."""
     while isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("accelerate."):
         inner = _attributes(optimizer).get("optimizer")
-        if not hasattr(inner, "param_groups") or optimizer.state is not inner.state:
+        if inner is None or not hasattr(inner, "param_groups") or optimizer.state is not inner.state:
             break
         optimizer = inner
     return optimizer

@@ -311,7 +311,8 @@ class Reader:
                 name = node.get("$tensor") if isinstance(node, dict) else None
                 stored = body["stored"].get(name)
                 if (
-                    stored is not None
+                    name is not None
+                    and stored is not None
                     and is_state_slice(key, stored, parameter)
                     and is_row_major(optimizer.layout_of(parameter))
                 ):

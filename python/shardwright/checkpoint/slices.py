@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -20,6 +20,9 @@ from ..optim.sharded import ShardedOptimizer
 from ..parallel.fully_shard import wrapper_of
 from ..parameters.released import ReleasedParameters
 from ..torch_compat import cuda
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 #: of an entry of a sliced optimizer's state: how it is held, and of tensors dtype and, unless it is cut as the parameter is, shape
 Entry = tuple[str, str, tuple[int, ...]]
@@ -101,7 +104,7 @@ def parts_of_box(
 # torch's own slices -----------------------------------------------------------------------------------------------------
 
 
-def is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
@@ -149,7 +152,9 @@ def _local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     except ImportError:  # before torch 2.5
-        from torch.distributed._tensor._utils import compute_local_shape_and_global_offset
+        from torch.distributed._tensor._utils import (  # type: ignore[import-not-found, no-redef, unused-ignore]
+            compute_local_shape_and_global_offset,
+        )
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offsets)
 
@@ -218,7 +223,7 @@ def compact(described: Mapping[int, Mapping[str, Entry]]) -> list[Any]:
 
 def expand(kinds: Sequence[Any]) -> dict[int, dict[str, Entry]]:
     """Return what compact() was given."""
-    found = {}
+    found: dict[int, dict[str, Entry]] = {}
     for entries, runs in kinds:
         keys = {key: (how, dtype, tuple(shape)) for key, (how, dtype, shape) in entries}
         for first, last in zip(runs[::2], runs[1::2]):

@@ -344,7 +344,7 @@ class Assembly:
         """Come to the meeting. `speaker`: this rank, if it has something to say; else -1."""
         highest = torch.tensor([speaker], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Coming(self._backend.allreduce([highest], options), highest)
 
     def hear(self, speaker: int, words: str) -> str:

@@ -57,6 +57,10 @@ class ReleasedParameters(Storage, SliceRuns):
         """Return whether a parameter is whole only while its unit runs."""
         return index in self._whole
 
+    if TYPE_CHECKING:  # of the class that it is mixed with
+
+        def slice(self, index: int) -> torch.Tensor | None: ...
+
     def like(self, index: int) -> torch.Tensor:
         """Return a tensor of a parameter's shape, strides and dtype, whatever replaces it now. It must not be read."""
         return self._whole.get(index, self._table.parameters[index])
