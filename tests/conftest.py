@@ -15,6 +15,7 @@ import gc
 import json
 import os
 from collections import Counter
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options = parser.getgroup("shardwright")
     options.addoption("--fast", action="store_true", help=f"the shortest files of {DURATIONS.name}, up to W = 2")
     options.addoption(
+        "--each-choice",
+        action="store_true",
+        help="of a test's cases as many as hold each value of each parameter once, in the largest world where they can",
+    )
+    options.addoption(
         "--record-durations", action="store_true", help=f"write the seconds of these files to {DURATIONS.name}"
     )
 
@@ -96,6 +102,37 @@ def is_fast(item: pytest.Item) -> bool:
     return is_law and callspec is not None and callspec.params["world_size"] <= FAST_WORLD_MAX
 
 
+def each_choice(cases: list[dict[str, Any]]) -> list[int]:
+    """Return the positions of a few cases that together hold each value of each parameter.
+
+    Each next case holds the most values that none before it holds; of several such, it has the largest world, and is the first.
+    """
+    values = [
+        {(name, value if isinstance(value, Hashable) else repr(value)) for name, value in case.items()}
+        for case in cases
+    ]
+    missing, chosen = set().union(*values), []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: (len(missing & values[at]), cases[at].get("world_size", 0), -at))
+        missing -= values[best]
+        chosen.append(best)
+    return sorted(chosen) or list(range(len(cases)))
+
+
+def left_out_of_each_choice(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that --each-choice leaves to the long form. Programs in C run all of theirs: a case is a build."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if group(item.nodeid) != "C programs" and not item.nodeid.startswith("tests/test_fake_gpu.py"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in functions.values():
+        specs = [getattr(item, "callspec", None) for item in cases]
+        kept = each_choice([{} if spec is None else dict(spec.params) for spec in specs])
+        left_out.update(item for at, item in enumerate(cases) if at not in kept)
+    return left_out
+
+
 class DurationRecorder:
     """The seconds of each file, which replace its entry in the table."""
 
@@ -121,6 +158,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if not is_fast(item)]
         items[:] = [item for item in items if is_fast(item)]
         config.hook.pytest_deselected(items=left_out)
+    if config.option.each_choice:
+        dropped = left_out_of_each_choice(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
     limit_s = LONG_LIMIT_S if os.environ.get("SW_TEST_LONG") == "1" else QUICK_LIMIT_S
     for item in items:
         if item.get_closest_marker("timeout") is None:

@@ -143,6 +143,7 @@ class DistributedDataParallel(TorchDDP):
         check_marks(module, zero, self._options.share_parameters)
         self._precision = self._plan_precision(precision)
         travels_in = compress if self._precision is None else compress or self._precision.compressor()
+        self._compress = compress
         self._compressor = travels_in if isinstance(travels_in, Compressor) else None
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
         check_device_ids(device_ids, output_device, self.device)
@@ -151,7 +152,6 @@ class DistributedDataParallel(TorchDDP):
             self._build(
                 init_sync=init_sync,
                 sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers,
-                compress=compress,
             )
         except BaseException:
             if self._precision is not None:
@@ -159,12 +159,6 @@ class DistributedDataParallel(TorchDDP):
             raise
         if self._precision is not None:
             self._precision.keep()
-        if self._compressor is not None:
-            self.compress_gradients(self._compressor)
-        elif compress is not None:
-            from .auto_compression import begin_auto  # torch's counter of such wrappers
-
-            begin_auto(self)
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Set every attribute of torch's class that other code reads."""
@@ -233,7 +227,7 @@ class DistributedDataParallel(TorchDDP):
         ignored.update(name for name, p in self.module.named_parameters(remove_duplicate=False) if id(p) in identities)
         return ignored
 
-    def _build(self, *, init_sync: bool, sync_buffers: bool, compress: Any = None) -> None:
+    def _build(self, *, init_sync: bool, sync_buffers: bool) -> None:
         """Make the engine. Collective."""
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
@@ -253,7 +247,7 @@ class DistributedDataParallel(TorchDDP):
             "write_guard": options.write_guard,
             "units": comparable(options.units),
             "reshard_after_forward": options.reshard_after_forward,
-            "compress": compress,
+            "compress": self._compress,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),
@@ -278,6 +272,12 @@ class DistributedDataParallel(TorchDDP):
         if init_sync:
             self._assign_modules_buffers()
             self._replica.broadcast_state(0, self.modules_buffers if sync_buffers else ())
+        if self._compressor is not None:
+            self.compress_gradients(self._compressor)
+        elif self._compress is not None:
+            from .auto_compression import begin_auto  # torch's counter of such wrappers
+
+            begin_auto(self)
 
     def _slice_over(self, group: HostGroup) -> Slicing:
         """Return the owners of slices."""
