@@ -21,7 +21,7 @@ from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 SAVES = 3
-REMOVING_MS = 700
+REMOVING_MS = 300
 
 
 @pytest.fixture(scope="module")
