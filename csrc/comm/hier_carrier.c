@@ -8,13 +8,10 @@
  *
  * The thread may wait for the wire for ever; deadlines are kept by those who wait for it. It leaves
  * what the wire may still write to, and never frees it. */
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/bytes.h"
 #include "comm/hier_carrier.h"
-#include "platform/clock.h"
 #include "platform/futex.h"
 
 enum { LEAVE_MS = 1000 };
