@@ -2,7 +2,8 @@
 
 The table of csrc/README.md says which folder may include which; this file reads it there. The other rules are
 in the same spirit: one folder knows Python, the library neither prints nor exits, every global name begins
-with sw_, file names are unique and files stay short. Binary checks read the built extension and its objects.
+with sw_, no files need one another in a circle, file names are unique and files stay short. Binary checks read
+the built extension and its objects.
 The table of docs/design/python.md says in which order folders of the Python package may import one another.
 """
 
@@ -99,6 +100,42 @@ def symbols(path: Path, *options: str) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
 
 
+def circles_of(below: dict[str, set[str]]) -> list[list[str]]:
+    """Lists of names each of which reaches all others of its list."""
+    reached: dict[str, set[str]] = {}
+    while below != reached:
+        reached = below
+        below = {name: targets.union(*(below.get(each, set()) for each in targets)) for name, targets in below.items()}
+    both = {tuple(sorted(each for each in reached[name] if name in reached.get(each, ()))) for name in reached}
+    return sorted(list(names) for names in both if len(names) > 1)
+
+
+def file_circles(objects: dict[Path, Path], root: Path) -> list[list[str]]:
+    """Circles between source files: each calls, or names an object of, the next, by the symbols of their objects."""
+    names = {source: str(source.relative_to(root).with_suffix("")) for source in objects}
+    owner = {
+        symbol: names[source] for source, made in objects.items() for symbol in symbols(made, "-g", "--defined-only")
+    }
+    return circles_of(
+        {
+            names[source]: {owner[symbol] for symbol in symbols(made, "-u") if symbol in owner}
+            for source, made in objects.items()
+        }
+    )
+
+
+def header_circles(csrc: Path) -> list[list[str]]:
+    """Circles between headers: each includes the next."""
+    below = {}
+    for file in csrc.rglob("*.h"):
+        targets = INCLUDE.findall(COMMENT.sub(r"\1", file.read_text()))
+        found = {(base / target).resolve() for _, target in targets for base in (file.parent, csrc)}
+        below[str(file.relative_to(csrc))] = {
+            str(path.relative_to(csrc.resolve())) for path in found if path.exists() and csrc.resolve() in path.parents
+        }
+    return circles_of(below)
+
+
 def plain_name(symbol: str) -> str:
     """__printf_chk is printf."""
     fortified = re.fullmatch(r"__(\w+)_chk", symbol)
@@ -120,6 +157,14 @@ def built_objects() -> dict[Path, Path]:
 def engine() -> Path:
     assert ENGINE.exists(), f"{ENGINE} is missing: run `make build`"
     return ENGINE
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[Path, Path]:
+    made = built_objects()
+    missing = sorted(str(source.relative_to(ROOT)) for source in set(CSRC.rglob("*.c")) - set(made))
+    assert missing == [], "not compiled: run `make build`"
+    return made
 
 
 def copy_tree(tmp_path: Path) -> Path:
@@ -186,16 +231,49 @@ def test_the_extension_exports_its_init_function_and_nothing_without_the_prefix(
     assert {name for name in exported if not name.startswith("sw_")} == {"PyInit__engine"}
 
 
-def test_every_global_name_in_the_objects_begins_with_sw() -> None:
-    objects = built_objects()
-    missing = sorted(str(source.relative_to(ROOT)) for source in set(CSRC.rglob("*.c")) - set(objects))
-    assert missing == [], "not compiled: run `make build`"
+def test_every_global_name_in_the_objects_begins_with_sw(objects: dict[Path, Path]) -> None:
     wrong = {
         str(source.relative_to(ROOT)): names
         for source, made in objects.items()
         if (names := {n for n in symbols(made, "-g", "--defined-only") if not n.startswith("sw_")} - {"PyInit__engine"})
     }
     assert wrong == {}
+
+
+def test_no_c_files_need_one_another(objects: dict[Path, Path]) -> None:
+    assert file_circles(objects, CSRC) == []
+
+
+def test_a_planted_circle_of_c_files_is_caught(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no compiler on this machine")
+    texts = {
+        "one": "int sw_two(void); int sw_one(void) { return sw_two(); }",
+        "two": "extern int (*sw_table[])(void); int sw_two(void) { return sw_table[0](); }",
+        "three": "int sw_one(void); int (*sw_table[])(void) = {sw_one};",
+        "above": "int sw_one(void); int sw_above(void) { return sw_one(); }",
+    }
+    made = {}
+    for name, text in texts.items():
+        source = tmp_path / f"{name}.c"
+        source.write_text(text)
+        made[source] = source.with_suffix(".o")
+        subprocess.run([compiler, "-c", str(source), "-o", str(made[source])], check=True)
+    assert file_circles(made, tmp_path) == [["one", "three", "two"]]
+    del made[tmp_path / "three.c"]
+    assert file_circles(made, tmp_path) == []
+
+
+def test_no_headers_include_one_another() -> None:
+    assert header_circles(CSRC) == []
+
+
+def test_a_planted_circle_of_headers_is_caught(tmp_path: Path) -> None:
+    csrc = copy_tree(tmp_path)
+    (csrc / "base" / "planted.h").write_text('#include "base/other.h"\n')
+    (csrc / "base" / "other.h").write_text('#include "planted.h"\n')
+    assert header_circles(csrc) == [["base/other.h", "base/planted.h"]]
 
 
 def test_file_names_are_unique_in_the_tree() -> None:
@@ -264,14 +342,12 @@ def wrong_imports(package: Path) -> list[str]:
 
 
 def circles(package: Path) -> list[list[str]]:
-    """Modules each of which reaches all others of its list."""
+    """Lists of modules that import one another."""
     below: dict[str, set[str]] = {name: set() for name in modules(package)}
     for name, target in imports(package):
         if name not in EVERYWHERE and name != target:
             below[name].add(target)
-    while leaves := {name for name, targets in below.items() if not targets & below.keys()}:
-        below = {name: targets for name, targets in below.items() if name not in leaves}
-    return [sorted(below)] if below else []
+    return circles_of(below)
 
 
 def copy_package(tmp_path: Path) -> Path:

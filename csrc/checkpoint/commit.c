@@ -7,7 +7,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "checkpoint/read.h"
+#include "checkpoint/open.h"
 #include "checkpoint/removable.h"
 #include "platform/file.h"
 

@@ -12,12 +12,9 @@
 #include "base/status.h"
 #include "checkpoint/manifest.h"
 
-#define SW_RANKS_FOLDER "ranks"
-#define SW_LOCK_NAME "LOCK" /* in a folder that is being written */
-
 enum { SW_IDENTITY_BYTES = 128 };
 
-/* Identifies the folder that lies at `folder` now, or under its replaced name (read.h): "" for
+/* Identifies the folder that lies at `folder` now, or under its replaced name (open.h): "" for
  * nothing, else a text that differs from that of every folder that takes the name later. Cost: one
  * lstat and one read of the manifest. */
 void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES]);
@@ -30,7 +27,7 @@ void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES]
  * folder with entries, and an exchanged folder that is not the expected one is exchanged back.
  *
  * An existing folder of that name is replaced in one step and retired; where the file system cannot
- * exchange names, in two, between which readers find it as `folder`.replaced (read.h). A folder
+ * exchange names, in two, between which readers find it as `folder`.replaced (open.h). A folder
  * that is not a checkpoint (removable.h) is not replaced: an error, also where it became one
  * meanwhile. After an error before the name changed, `folder` is unchanged. */
 SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const char *replaces,

@@ -18,6 +18,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "checkpoint/open.h"
 #include "checkpoint/read.h"
 #include "kernels/crc32c.h"
 #include "platform/file.h"

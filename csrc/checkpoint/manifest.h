@@ -18,6 +18,8 @@
 
 enum { SW_MANIFEST_VERSION = 1, SW_NONCE_BYTES = 65, SW_MANIFEST_MAX_BYTES = 256 << 20 };
 #define SW_MANIFEST_NAME "MANIFEST.json"
+#define SW_RANKS_FOLDER "ranks"
+#define SW_LOCK_NAME "LOCK" /* in a folder that is being written */
 
 typedef struct sw_manifest_file {
     char *path; /* owned */

@@ -11,7 +11,6 @@
 
 #include "base/status.h"
 #include "checkpoint/manifest.h"
-#include "platform/file.h"
 
 enum { SW_LOAD_THREADS_MAX = 16 };
 
@@ -34,26 +33,6 @@ typedef struct sw_load_options {
     bool is_direct;   /* what is not in the page cache is read past it, where the system allows */
     size_t turn, turn_count; /* begins at this part of the work, of so many; 0 of 0: at the first */
 } sw_load_options;
-
-/* What a checkpoint is called while it is replaced where two names cannot be exchanged:
- * `folder`.replaced, without slashes at the end of `folder`. */
-SW_MUST_USE sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *folder,
-                                                  sw_error *err);
-
-/* Opens a checkpoint: reads its manifest and looks at the size of every file. SW_E_INVALID or
- * SW_E_OS: it is none. */
-SW_MUST_USE sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error *err);
-
-/* The same of the checkpoint called `folder`, which lies there, or under its replaced name if
- * nothing is there; looks again if a writer took it away meanwhile. `found`: where it lies. */
-SW_MUST_USE sw_status sw_checkpoint_find(const char *folder, char found[SW_PATH_BYTES],
-                                         sw_manifest *manifest, sw_error *err);
-
-/* Opens a file of it, without following links; its size is the manifest's. Past the page cache when
- * `direct` and the file system allows it. `path` is for messages. */
-SW_MUST_USE sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *file,
-                                              bool direct, char path[SW_PATH_BYTES], int *fd,
-                                              sw_error *err);
 
 /* Fills ranges (ascending, no overlap; of neither `destination` nor `undo`), each block of them
  * read and checked once. Cost: their blocks read once, 2 MiB of memory a thread. After an error,

@@ -10,9 +10,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "checkpoint/commit.h"
 #include "checkpoint/manifest.h"
-#include "checkpoint/read.h"
+#include "checkpoint/open.h"
 #include "platform/file.h"
 
 #define STATE_NAME "state.json"

@@ -17,7 +17,7 @@
  * from being looked at. Cost: one read of the manifest, one listing of the folder. */
 SW_MUST_USE sw_status sw_checkpoint_check_removable(const char *path, sw_error *err);
 
-/* The same for a folder and what would be taken for it while it is missing (read.h): both of what a
+/* The same for a folder and what would be taken for it while it is missing (open.h): both of what a
  * save to `folder` takes the place of. */
 SW_MUST_USE sw_status sw_checkpoint_check_replaceable(const char *folder, sw_error *err);
 

@@ -1,6 +1,7 @@
 /* save_job.h - what the files of a save share. Included by save*.c alone.
  *
  * save.c           the saver and its threads' life
+ * save_state.c     whether it goes on
  * save_ranges.c    which bytes this rank writes, in chunks of staging
  * save_snapshot.c  from live memory to chunks
  * save_device.c    from a GPU's memory to chunks
@@ -94,6 +95,11 @@ struct sw_saver {
     bool is_running, is_open, is_over, warm_is_over;
 };
 
+/* save_state.c: SW_OK, or why this rank must stop: another thread's failure or a cancel. */
+SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
+/* This rank stops; the first reason stays. */
+void sw_save_record_failure(sw_saver *saver, const sw_error *why);
+
 /* save_ranges.c. SW_E_STATE names a byte that this rank would write and does not hold; what comes
  * after cannot fail for such a reason. */
 SW_MUST_USE sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request,
@@ -164,10 +170,5 @@ SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver,
                                           sw_error *err); /* what this rank wrote, durable, named */
 void sw_save_conclude(sw_saver *saver, const sw_error *own,
                       sw_error *outcome); /* rank 0 commits or abandons; others wait */
-
-/* save.c: SW_OK, or why this rank must stop: another thread's failure or a cancel. */
-SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
-/* save.c: this rank stops; the first reason stays. */
-void sw_save_record_failure(sw_saver *saver, const sw_error *why);
 
 #endif

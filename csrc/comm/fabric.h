@@ -106,9 +106,8 @@ void sw_control_end(sw_control *control, int world_size, int rank, sw_member_sta
 
 /* Between the fabric's own files. */
 
-/* Issues a chunk: waits for room in the ring and the slots, copies private data in, publishes. */
-SW_MUST_USE sw_status sw_fabric_issue(sw_fabric *fabric, const sw_pending *pending,
-                                      uint32_t *ticket, sw_error *err);
+/* A word of this rank's block is `value` from now on; wakes the ranks that sleep on it. */
+void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own);
 /* Folds or copies what operation `pending` asks of this rank; all ranks have posted it. */
 void sw_fabric_execute(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket);
 /* Does every operation that all ranks have posted, in order. */

@@ -1,6 +1,7 @@
 /* hier_carrier.h - what a carrier's thread is made of: shared by hier_carrier.c (the thread),
- * hier_frames.c (what carriers agree on), hier_said.c (what is said beside the data), hier_last.c
- * (ends and signs of life), hier_reduce.c and hier_gather.c (the data). Not for others.
+ * hier_carrier_wait.c (its waits), hier_frames.c (what carriers agree on), hier_said.c (what is
+ * said beside the data), hier_last.c (ends and signs of life), hier_reduce.c and hier_gather.c (the
+ * data). Not for others.
  *
  * Thread rule: the carrier's thread alone, except where hier_state.h says so.
  */
@@ -128,6 +129,9 @@ struct sw_carrier {
     for (int g = 0; g < (carrier)->hier->map.host_count; ++g) \
         if (g != (carrier)->hier->host)
 
+/* hier_carrier_wait.c
+ * ------------------------------------------------------------------------------------------ */
+
 /* Memory of operations is touched between these alone; not at all when the first fails. */
 SW_MUST_USE sw_status sw_carrier_touch_begin(sw_carrier *carrier, sw_error *err);
 void sw_carrier_touch_end(sw_carrier *carrier);
@@ -138,6 +142,8 @@ SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer
 /* Operations up to `ticket` are complete for this host. */
 void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket);
 
+/* Until all ranks of this host have posted `ticket`. SW_E_STATE when this rank leaves. */
+SW_MUST_USE sw_status sw_carrier_await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err);
 /* Until a word of some page of this host has reached `value`. SW_E_STATE when this rank leaves. */
 SW_MUST_USE sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_need *need,
                                              _Atomic uint32_t *word, uint32_t value, sw_error *err);

@@ -147,7 +147,7 @@ sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err)
     if (op->kind == SW_OP_BROADCAST) {
         const sw_range whole = {.address = op->data,
                                 .size_bytes = op->numel * sw_dtype_size_bytes(op->dtype)};
-        return sw_hier_broadcast(comm, &whole, 1, op->root, op->label, err);
+        return sw_comm_broadcast(comm, &whole, 1, op->root, op->label, err);
     }
     SW_TRY(check_supported(hier, op, err));
     sw_comm_count(&hier->comm, op);

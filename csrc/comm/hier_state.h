@@ -1,5 +1,5 @@
 /* hier_state.h - what a communicator over hosts is made of: shared by hier.c, hier_post.c,
- * hier_wait.c and hier_end.c (a rank that posts and waits) and by the carrier's files
+ * hier_wait.c, hier_host.c and hier_end.c (a rank that posts and waits) and by the carrier's files
  * (hier_carrier.h). Not for others.
  *
  *   posted[r] >= t   rank r of this host has described operation t, and its data can be read
@@ -128,6 +128,29 @@ static inline int sw_hier_local(const sw_hier *hier, int rank)
     return local;
 }
 
+/* hier_host.c
+ * ------------------------------------------------------------------------------------------ */
+
+/* A member of sw_comm_ops. */
+void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+/* The name of an operation, to which this rank may not have come yet. */
+void sw_hier_describe(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity);
+
+/* What a wait needs of this host's ranks. */
+typedef struct sw_hier_need {
+    uint32_t ticket; /* all of them have posted it */
+    int filler;      /* and this one, of this host, goes on with its part; -1: nobody */
+    bool takes;      /* and all others but the one that waits have taken so many pieces */
+    uint32_t taken;
+} sw_hier_need;
+
+/* Whether a rank of this host has done what others wait for. */
+bool sw_hier_has_done(const sw_hier *hier, const sw_hier_need *need, int local);
+/* What keeps this host from it: a rank that ended, left or (with `deaths`) died before it had done
+ * its part. SW_OK: nothing known. Any thread. */
+SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
+                                         sw_error *err);
+
 /* hier_end.c
  * ------------------------------------------------------------------------------------------ */
 
@@ -159,18 +182,6 @@ bool sw_hier_is_alive(sw_comm *comm);
 /* hier_wait.c
  * ------------------------------------------------------------------------------------------ */
 
-/* What a wait needs of this host's ranks. */
-typedef struct sw_hier_need {
-    uint32_t ticket; /* all of them have posted it */
-    int filler;      /* and this one, of this host, goes on with its part; -1: nobody */
-    bool takes;      /* and all others but the one that waits have taken so many pieces */
-    uint32_t taken;
-} sw_hier_need;
-
-/* What keeps this host from it: a rank that ended, left or (with `deaths`) died before it had done
- * its part. SW_OK: nothing known. Any thread. */
-SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
-                                         sw_error *err);
 /* Until a word of some page of this host has reached `value`. */
 SW_MUST_USE sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need,
                                          _Atomic uint32_t *word, uint32_t value, sw_error *err);
@@ -186,7 +197,6 @@ SW_MUST_USE sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *tic
 SW_MUST_USE sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err);
 SW_MUST_USE sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                                      const char *label, sw_error *err);
-void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 /* An operation on little private memory, which travels in frames: less than a chunk. */
 SW_MUST_USE sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err);
 /* Describes a broadcast, whose data is moved by hier_stream.c. */

@@ -19,59 +19,6 @@ static const int64_t probe_ns = 250 * 1000 * 1000;
 /* The time that a host has to say whom it waits for; at most a part of the deadline. */
 static const int64_t answer_ns = 400 * 1000 * 1000;
 
-void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
-{
-    const sw_hier *hier = (const sw_hier *)comm;
-    if (atomic_load(&hier->is_introduced))
-        snprintf(text, SW_COMM_PEER_BYTES, "rank %d (pid %d on host %.40s)", rank, hier->pid[rank],
-                 hier->host_name[hier->map.host_of[rank]].text);
-    else
-        snprintf(text, SW_COMM_PEER_BYTES, "rank %d", rank);
-}
-
-/* The carrier may look before its own rank has come to the operation. */
-static void describe_ticket(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
-{
-    const sw_page *own = sw_hier_page(hier, hier->local_rank);
-    if (sw_ticket_reached(atomic_load(&own->posted), ticket))
-        sw_descriptor_name(&own->ring[ticket % SW_HIER_RING], text, capacity);
-    else
-        snprintf(text, capacity, "operation %u", ticket);
-}
-
-/* Whether a rank of this host has done what others wait for. */
-static bool has_done(const sw_hier *hier, const sw_hier_need *need, int local)
-{
-    const sw_page *page = sw_hier_page(hier, local);
-    return sw_ticket_reached(atomic_load(&page->posted), need->ticket) && local != need->filler &&
-           (!need->takes || sw_ticket_reached(atomic_load(&page->taken), need->taken));
-}
-
-sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
-                             sw_error *err)
-{
-    sw_fabric *inside = (sw_fabric *)hier->inside;
-    for (int l = 0; l < hier->local_count; ++l) {
-        const sw_ending *ending = &inside->control[l].ending;
-        if (sw_ending_state(ending) == SW_MEMBER_ENDED)
-            return sw_ending_read(ending, err);
-        if (has_done(hier, need, l) && l != 0)
-            continue; /* it has done its part; the carrier has not until the end */
-        bool left = sw_ending_state(ending) == SW_MEMBER_LEFT;
-        if (left || (deaths && l != hier->local_rank && inside->peer_ended(inside, l))) {
-            char peer[SW_COMM_PEER_BYTES], what[160];
-            sw_hier_peer((sw_comm *)(uintptr_t)hier, hier->members[l], peer);
-            describe_ticket(hier, need->ticket, what, sizeof what);
-            return sw_error_set(err, SW_E_COMM, hier->members[l], "%s %s before its part of %s",
-                                peer, left ? "left the group" : "died or exited", what);
-        }
-    }
-    return SW_OK;
-}
-
-/* Waiting
- * ------------------------------------------------------------------------------------------ */
-
 static int host_of(const sw_hier *hier, int rank)
 {
     return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
@@ -100,10 +47,11 @@ static void describe_wait(void *context, sw_wait_text *text)
 {
     const hier_wait *w = context;
     sw_hier *hier = w->hier;
-    describe_ticket(hier, w->need->ticket, text->what, sizeof text->what);
+    sw_hier_describe(hier, w->need->ticket, text->what, sizeof text->what);
     for (int l = 0; l < hier->local_count; ++l) {
         int pid = atomic_load(&hier->is_introduced) ? hier->pid[hier->members[l]] : 0;
-        bool is_missing = !has_done(hier, w->need, l) || (l == 0 && sw_process_is_stopped(pid));
+        bool is_missing =
+            !sw_hier_has_done(hier, w->need, l) || (l == 0 && sw_process_is_stopped(pid));
         if (l != hier->local_rank && is_missing &&
             !sw_wait_add_missing(text, &hier->comm, hier->members[l], pid))
             return;
@@ -210,7 +158,7 @@ static sw_status check_wire(hier_wait *w, sw_error *err)
     if (now - w->still_ns < w->probe_ns)
         return SW_OK;
     w->probe_ns *= 3;
-    describe_ticket(hier, w->need->ticket, what, sizeof what);
+    sw_hier_describe(hier, w->need->ticket, what, sizeof what);
     if (sw_carrier_probe(hier->carrier, host_of(hier, awaited), what, &reason) == SW_OK)
         return SW_OK;
     return sw_hier_end_here(hier, &reason, err);

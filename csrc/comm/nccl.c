@@ -1,20 +1,12 @@
 /* nccl.c - see nccl.h. */
 #include "comm/nccl.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "comm/nccl_register.h"
+#include "comm/nccl_state.h"
 #include "platform/clock.h"
-
-typedef struct nccl_comm {
-    sw_peers base;
-    const sw_nccl_library *library; /* borrowed */
-    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended; under `calls` */
-    int depth;             /* groups that are open in NCCL, one inside the other; under `calls` */
-    pthread_mutex_t calls; /* held for each call of NCCL's that names the communicator */
-} nccl_comm;
 
 static nccl_comm *comm_of(sw_peers *peers)
 {
@@ -482,12 +474,6 @@ static sw_status make(const sw_nccl_library *nccl, sw_device *device, int rank, 
     pthread_mutex_init(&made->calls, NULL);
     *comm = made;
     return SW_OK;
-}
-
-sw_nccl_view sw_nccl_view_of(const sw_peers *peers)
-{
-    const nccl_comm *comm = (const nccl_comm *)(const void *)peers;
-    return (sw_nccl_view){.library = comm->library, .handle = comm->handle};
 }
 
 sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err)

@@ -11,22 +11,8 @@
 #ifndef SW_COMM_NCCL_H
 #define SW_COMM_NCCL_H
 
-#include "comm/nccl_abi.h"
+#include "comm/nccl_library.h"
 #include "comm/peers.h"
-
-typedef struct sw_nccl_library {
-    sw_nccl_table call;
-    int version;  /* 10000 * major + 100 * minor + patch */
-    void *handle; /* owned */
-} sw_nccl_library;
-
-/* `library`: a path, or NULL for the libnccl.so.2 that the process has loaded already. A second
- * NCCL in one process would be another world of communicators, so none is searched for. One that
- * was opened by its path stays: the thread that waits for who has an id runs in it.
- * SW_E_UNSUPPORTED when it is not loaded, lacks a function, or is older than 2.14. */
-SW_MUST_USE sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library,
-                                           sw_error *err);
-void sw_nccl_library_fini(sw_nccl_library *nccl);
 
 /* Rank 0 makes it and sends it to the others, by torch's store. */
 SW_MUST_USE sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err);
@@ -47,13 +33,5 @@ SW_MUST_USE sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *dev
                                      sw_nccl_comm handle, int rank, int world_size,
                                      int64_t timeout_ns, sw_lookout *lookout, sw_peers **peers,
                                      sw_error *err);
-
-/* For nccl_register.c: what it calls NCCL with. `handle` is NULL once the communicator has ended.
- */
-typedef struct sw_nccl_view {
-    const sw_nccl_library *library;
-    sw_nccl_comm handle;
-} sw_nccl_view;
-sw_nccl_view sw_nccl_view_of(const sw_peers *peers);
 
 #endif

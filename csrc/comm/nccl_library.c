@@ -1,5 +1,6 @@
 /* nccl_library.c - opening the NCCL that torch has loaded. */
-#include "comm/nccl.h"
+#include "comm/nccl_library.h"
+
 #include "platform/library.h"
 
 static const char DEFAULT_LIBRARY[] = "libnccl.so.2";

@@ -1,6 +1,7 @@
 /* nccl_register.c - see nccl_register.h. */
 #include "comm/nccl_register.h"
 
+#include "comm/nccl_state.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
@@ -40,8 +41,20 @@ void sw_nccl_memory_free(const sw_nccl_library *nccl, sw_device *device, void *m
 
 /* ---- registering ---- */
 
+/* `handle` is NULL once the communicator has ended. */
+typedef struct nccl_view {
+    const sw_nccl_library *library;
+    sw_nccl_comm handle;
+} nccl_view;
+
+static nccl_view view_of(const sw_peers *peers)
+{
+    const nccl_comm *comm = (const nccl_comm *)(const void *)peers;
+    return (nccl_view){.library = comm->library, .handle = comm->handle};
+}
+
 /* What a call that may go on in the background has come to. */
-static sw_nccl_result decide(const sw_peers *peers, const sw_nccl_view *v, sw_nccl_result result)
+static sw_nccl_result decide(const sw_peers *peers, const nccl_view *v, sw_nccl_result result)
 {
     int64_t start = sw_clock_now_ns();
     while (result == SW_NCCL_IN_PROGRESS && sw_clock_now_ns() - start <= peers->timeout_ns) {
@@ -54,7 +67,7 @@ static sw_nccl_result decide(const sw_peers *peers, const sw_nccl_view *v, sw_nc
     return result;
 }
 
-static sw_status refuse(sw_peers *peers, const sw_nccl_view *v, sw_nccl_result result,
+static sw_status refuse(sw_peers *peers, const nccl_view *v, sw_nccl_result result,
                         const char *what, sw_error *err)
 {
     if (result == SW_NCCL_IN_PROGRESS) /* whatever comes of it, the memory cannot be told free */
@@ -76,7 +89,7 @@ sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, voi
                 "NCCL on rank %d of %d: nothing is registered with a communicator that is borrowed",
                 peers->rank, peers->world_size);
     SW_TRY(sw_peers_check(peers, err));
-    sw_nccl_view v = sw_nccl_view_of(peers);
+    nccl_view v = view_of(peers);
     SW_TRY(peers->device->ops->enter(peers->device, &visit, err));
     sw_nccl_result result =
         decide(peers, &v, v.library->call.ncclCommRegister(v.handle, memory, size_bytes, &made));
@@ -96,7 +109,7 @@ sw_status sw_nccl_deregister(sw_peers *peers, void *registered, sw_error *err)
 {
     sw_device_visit visit;
     SW_TRY(sw_peers_check(peers, err));
-    sw_nccl_view v = sw_nccl_view_of(peers);
+    nccl_view v = view_of(peers);
     SW_TRY(peers->device->ops->enter(peers->device, &visit, err));
     sw_nccl_result result =
         decide(peers, &v, v.library->call.ncclCommDeregister(v.handle, registered));

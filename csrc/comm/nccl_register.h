@@ -16,7 +16,8 @@
 #ifndef SW_COMM_NCCL_REGISTER_H
 #define SW_COMM_NCCL_REGISTER_H
 
-#include "comm/nccl.h"
+#include "comm/nccl_library.h"
+#include "comm/peers.h"
 
 /* Device memory by NCCL; contents undefined. SW_E_UNSUPPORTED names an NCCL older than 2.19;
  * SW_E_DEVICE, for which there is no memory, too. */

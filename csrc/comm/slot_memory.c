@@ -13,6 +13,13 @@
  */
 static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 1000000000;
 
+size_t sw_slot_part_bytes(size_t slot_bytes)
+{
+    size_t head =
+        (sizeof(sw_slot_head) + SW_SLOT_PAGE_BYTES - 1) / SW_SLOT_PAGE_BYTES * SW_SLOT_PAGE_BYTES;
+    return head + SW_SLOT_COUNT * slot_bytes;
+}
+
 static uint8_t *in_part(const sw_slot_transport *t, int rank)
 {
     return t->mapped[rank] + sw_slot_part_bytes(t->slot_bytes) - SW_SLOT_COUNT * t->slot_bytes;

@@ -14,6 +14,7 @@
 enum {
     SW_SLOT_MAX_WORLD = 1024,
     SW_SLOT_COUNT = 2,
+    SW_SLOT_PAGE_BYTES = 4096, /* of a part; of a slot a whole number of them */
     SW_SLOT_PIECE_ALIGNMENT = 16,
     SW_SLOT_LAYOUTS =
         8, /* rounds that ranks compare: one is ahead of another by fewer, as a rule */

@@ -6,17 +6,11 @@
 #include "base/bytes.h"
 #include "comm/slot_state.h"
 
-enum { ARRIVALS_MIN = 256, PAGE_BYTES = 4096, AT_ONCE_BYTES = 32768 };
+enum { ARRIVALS_MIN = 256, AT_ONCE_BYTES = 32768 };
 
 static sw_slot_transport *slots_of(sw_peers *peers)
 {
     return (sw_slot_transport *)(void *)peers;
-}
-
-size_t sw_slot_part_bytes(size_t slot_bytes)
-{
-    size_t head = (sizeof(sw_slot_head) + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
-    return head + SW_SLOT_COUNT * slot_bytes;
 }
 
 /* ---- what every operation begins and ends with ---- */
@@ -412,10 +406,10 @@ static sw_status check_config(const sw_slot_config *config, sw_error *err)
                 "%d",
                 SW_SLOT_MAX_WORLD, config->rank, world_size);
     if (config->parts.slot_bytes < 64 * (size_t)world_size ||
-        config->parts.slot_bytes % PAGE_BYTES != 0)
+        config->parts.slot_bytes % SW_SLOT_PAGE_BYTES != 0)
         SW_FAIL(err, SW_E_INVALID,
                 "GPU slots: slot_bytes must be a multiple of %d and at least %d, not %zu",
-                PAGE_BYTES, 64 * world_size, config->parts.slot_bytes);
+                SW_SLOT_PAGE_BYTES, 64 * world_size, config->parts.slot_bytes);
     return SW_OK;
 }
 

@@ -28,6 +28,10 @@ typedef struct sw_case_table {
 /* Return the next 32 pseudo-random bits. */
 uint32_t sw_case_draw(sw_case_maker *maker);
 
+/* Return an ordinary number of up to 2; if `wild` now and then one of those that sw_case_fill
+ * names. */
+float sw_case_draw_float(sw_case_maker *maker, bool wild);
+
 /* Return the place `offset` bytes behind the beginning of region `number`. */
 static inline void *sw_case_region(const sw_case_maker *maker, size_t number, size_t offset)
 {

@@ -1,4 +1,4 @@
-/* kernel_cases.c - the arena and the generator, and the cases of CAST, PACK, FOLD, ADAM, SGD, NORM,
+/* kernel_cases.c - the tables of all kernels, and the cases of CAST, PACK, FOLD, ADAM, SGD, NORM,
  * CLIP and PUT; see kernel_cases.h. block_cases.c and lowrank_cases.c have the others.
  */
 #include "kernels/kernel_cases.h"
@@ -11,84 +11,7 @@
 #include "kernels/optim_kernels.h"
 
 enum { LARGE_REGION_BYTES = SW_CASE_BYTES_MAX / SW_CASE_REGIONS };
-static const size_t numels[SW_CASE_NUMELS] = {0, 1, 31, 33, 256, 777, 1000};
 static const sw_dtype small[] = {SW_DTYPE_FLOAT32, SW_DTYPE_FLOAT16, SW_DTYPE_BFLOAT16};
-
-/* ---- what cases share ---- */
-
-size_t sw_case_numel(size_t number)
-{
-    return numels[number];
-}
-
-uint32_t sw_case_draw(sw_case_maker *maker)
-{
-    maker->state ^= maker->state << 13;
-    maker->state ^= maker->state >> 7;
-    maker->state ^= maker->state << 17;
-    return (uint32_t)(maker->state >> 16);
-}
-
-static float draw_float(sw_case_maker *maker, bool wild)
-{
-    static const float odd[] = {0.0f, -0.0f, 1e-41f, -3e-39f, 3e38f, -3e38f, 65504.0f, 1e-8f};
-    float value = (float)(int32_t)sw_case_draw(maker) * 0x1p-30f;
-    if (wild && sw_case_draw(maker) % 8 == 0)
-        value = odd[sw_case_draw(maker) % 8];
-    if (wild && sw_case_draw(maker) % 64 == 0)
-        value = sw_case_draw(maker) % 2 ? __builtin_inff() : -__builtin_inff();
-    return value;
-}
-
-static bool is_half(sw_dtype dtype)
-{
-    return dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
-}
-
-void sw_case_fill(sw_case_maker *maker, void *at, size_t numel, sw_dtype dtype, bool wild)
-{
-    unsigned char *bytes = at;
-    if (dtype == SW_DTYPE_COMPLEX64 || dtype == SW_DTYPE_COMPLEX128) {
-        numel *= 2;
-        dtype = dtype == SW_DTYPE_COMPLEX64 ? SW_DTYPE_FLOAT32 : SW_DTYPE_FLOAT64;
-    }
-    const size_t width = sw_dtype_size_bytes(dtype);
-    for (size_t i = 0; i < numel; ++i, bytes += width) {
-        float value = draw_float(maker, wild);
-        double wide = (double)value * (wild ? 0x1p-1000 : 1.0);
-        if (dtype == SW_DTYPE_FLOAT32)
-            memcpy(bytes, &value, sizeof value);
-        else if (dtype == SW_DTYPE_FLOAT64)
-            memcpy(bytes, &wide, sizeof wide);
-        else if (is_half(dtype))
-            sw_kernels()->compress->half_narrow((uint16_t *)(void *)bytes, &value, 1, 1.0f, dtype);
-        else
-            for (size_t b = 0; b < width; ++b)
-                bytes[b] = (unsigned char)sw_case_draw(maker);
-    }
-}
-
-void sw_case_settle_floats(void *at, size_t numel, sw_dtype dtype)
-{
-    unsigned char *bytes = at;
-    if (dtype == SW_DTYPE_COMPLEX64 || dtype == SW_DTYPE_COMPLEX128) {
-        numel *= 2;
-        dtype = dtype == SW_DTYPE_COMPLEX64 ? SW_DTYPE_FLOAT32 : SW_DTYPE_FLOAT64;
-    }
-    const size_t width = sw_dtype_size_bytes(dtype);
-    const uint16_t infinity = dtype == SW_DTYPE_FLOAT16 ? 0x7c00 : 0x7f80;
-    for (size_t i = 0; i < numel; ++i, bytes += width) {
-        float value;
-        double wide;
-        uint16_t half;
-        if (dtype == SW_DTYPE_FLOAT32 && (memcpy(&value, bytes, sizeof value), value != value))
-            memcpy(bytes, &(float){__builtin_nanf("")}, sizeof value);
-        if (dtype == SW_DTYPE_FLOAT64 && (memcpy(&wide, bytes, sizeof wide), wide != wide))
-            memcpy(bytes, &(double){__builtin_nan("")}, sizeof wide);
-        if (is_half(dtype) && (memcpy(&half, bytes, sizeof half), (half & 0x7fff) > infinity))
-            memcpy(bytes, &(uint16_t){(uint16_t)(infinity + 1)}, sizeof half);
-    }
-}
 
 /* The arena of this case is the large one. */
 static void enlarge(sw_case_maker *maker)
@@ -105,7 +28,7 @@ static size_t pick_numel(sw_case_maker *maker, size_t *index)
 {
     size_t number = sw_case_pick(index, SW_CASE_NUMELS + 1);
     if (number < SW_CASE_NUMELS)
-        return numels[number];
+        return sw_case_numel(number);
     enlarge(maker);
     return 20011;
 }
@@ -220,7 +143,7 @@ enum { FOLD_NUMEL_MOST = 777, FOLD_SOURCES = 3, FOLD_FORMS = 4 };
 static void make_fold(sw_case_maker *maker, size_t index)
 {
     sw_fold_args *args = &maker->made->args.fold;
-    size_t numel = numels[sw_case_pick(&index, SW_CASE_NUMELS)];
+    size_t numel = sw_case_numel(sw_case_pick(&index, SW_CASE_NUMELS));
     int sources = 1 + 2 * (int)sw_case_pick(&index, FOLD_SOURCES);
     size_t form = sw_case_pick(&index, FOLD_FORMS);
     bool has_addend = (numel + form) % 2;
@@ -291,7 +214,7 @@ static sw_run_args make_run(sw_case_maker *maker, size_t numel, size_t form)
     sw_case_fill(maker, run.p, numel, p, false);
     sw_case_fill(maker, run.m, numel, s, false);
     for (size_t i = 0; i < numel; ++i) {
-        float value = draw_float(maker, false);
+        float value = sw_case_draw_float(maker, false);
         narrow_to(run.v, i, s, value * value);
         narrow_to(run.v_max, i, s, 2 * value * value);
     }
@@ -327,7 +250,7 @@ static size_t pick_step(sw_case_maker *maker, size_t *index, const void **clip)
     size_t number = sw_case_pick(index, STEP_NUMELS), clipped = sw_case_pick(index, 3);
     if (clipped)
         *clip = memcpy(sw_case_region(maker, 15, 8), &clips[clipped - 1], sizeof *clips);
-    return number < SW_CASE_NUMELS ? numels[number] : STEP_NUMEL_LARGE;
+    return number < SW_CASE_NUMELS ? sw_case_numel(number) : STEP_NUMEL_LARGE;
 }
 
 static void make_adam(sw_case_maker *maker, size_t index)
@@ -498,7 +421,7 @@ static void settle_clip(const void *args)
 static void make_put(sw_case_maker *maker, size_t index)
 {
     sw_put_args *args = &maker->made->args.put;
-    size_t numel = index < SW_CASE_NUMELS ? numels[index] : SW_PUT_BYTES_MAX;
+    size_t numel = index < SW_CASE_NUMELS ? sw_case_numel(index) : SW_PUT_BYTES_MAX;
     args->to = sw_case_region(maker, 3, numel % 16);
     args->size_bytes = (int)numel;
     for (size_t i = 0; i < numel; ++i)

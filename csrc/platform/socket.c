@@ -128,7 +128,7 @@ sw_status sw_socket_call(const char *name, int *fd, sw_error *err)
     if (made >= 0 || cause == EAGAIN || cause == EINTR)
         return SW_OK;
     if (connection_refused(cause))
-        return sw_error_set(err, SW_E_COMM, -1, "nobody listens at %s on this host: %s", name,
+        return sw_error_set(err, SW_E_COMM, -1, "no process listens at %s on this host: %s", name,
                             strerror(cause));
     if (cause == EMFILE || cause == ENFILE)
         return sw_limits_fail_descriptors("calling a peer", cause, err);

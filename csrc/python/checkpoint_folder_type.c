@@ -4,6 +4,7 @@
 
 #include "checkpoint/catalog.h"
 #include "checkpoint/commit.h"
+#include "checkpoint/open.h"
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"

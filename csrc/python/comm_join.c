@@ -141,10 +141,7 @@ static PyObject *finish_join(comm_object *self, sw_status status, sw_error *err)
                      self->rank);
         status = err->status;
     }
-    sw_py_comm_leave(self);
-    if (status != SW_OK)
-        return sw_py_raise(sw_py_state_of((PyObject *)self), err, self);
-    Py_RETURN_NONE;
+    return sw_py_comm_finish(self, status, err);
 }
 
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)

@@ -7,15 +7,7 @@
 #include "base/text.h"
 #include "comm/descriptor.h"
 #include "comm/shm.h"
-#include "platform/thread.h"
 #include "python/engine.h"
-
-enum { LEAVER_POLLS = 1000 };
-
-static bool is_own(const comm_object *self)
-{
-    return getpid() == self->owner_pid;
-}
 
 /* Signals; and close() beside connect(), which nothing else would end. */
 static bool is_interrupted(void *context)
@@ -46,92 +38,6 @@ static void log_message(void *context, const char *message)
         Py_XDECREF(text);
     }
     PyGILState_Release(gil);
-}
-
-void sw_py_comm_acquire(comm_object *self)
-{
-    self->users++;
-}
-
-void sw_py_comm_release(comm_object *self)
-{
-    sw_comm *comm = self->comm;
-    sw_local_group *group = self->group;
-    if (--self->users > 0 || !self->closed || !comm)
-        return;
-    self->comm = NULL;
-    self->group = NULL;
-    Py_BEGIN_ALLOW_THREADS /* a carrier's last words need the GIL */
-    comm->ops->destroy(comm);
-    sw_local_group_destroy(group);
-    Py_END_ALLOW_THREADS
-}
-
-/* A thread soon leaves a communicator that has ended. A caller that asks for the reason, like the
- * thread that watches a GPU, therefore waits and is no second user. */
-static void wait_for_leavers(const comm_object *self)
-{
-    for (int look = 0; look < LEAVER_POLLS && self->in_use && !self->closed && self->comm &&
-                       !self->comm->ops->is_alive(self->comm);
-         ++look) {
-        Py_BEGIN_ALLOW_THREADS;
-        sw_thread_sleep_ns(1000 * 1000);
-        Py_END_ALLOW_THREADS;
-    }
-}
-
-static const char OTHER_THREAD[] =
-    "another thread is inside the communicator; one thread a rank issues its collectives";
-
-/* `why` not NULL: an exception with it. */
-static bool enter(comm_object *self, const char *why)
-{
-    if (why) {
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
-        return false;
-    }
-    self->in_use = true;
-    sw_py_comm_acquire(self);
-    return true;
-}
-
-bool sw_py_comm_enter(comm_object *self)
-{
-    const char *why = NULL;
-    if (is_own(self)) /* a thread that was inside when this process was forked is not in it */
-        wait_for_leavers(self);
-    if (!is_own(self))
-        why = "this process was forked from the one that joined the group; the engine works in "
-              "that one only";
-    else if (self->closed)
-        why = "the communicator was closed";
-    else if (!self->connected)
-        why = "the communicator has not joined its peers: call connect() first";
-    else if (self->in_use)
-        why = OTHER_THREAD;
-    return enter(self, why);
-}
-
-bool sw_py_comm_enter_to_join(comm_object *self)
-{
-    bool has_joined = !self->comm || self->closed || (self->connected && !self->group);
-    return enter(self, self->in_use ? OTHER_THREAD
-                       : has_joined ? "connect: the communicator is closed or has joined already"
-                                    : NULL);
-}
-
-void sw_py_comm_leave(comm_object *self)
-{
-    self->in_use = false;
-    sw_py_comm_release(self);
-}
-
-static PyObject *finish(comm_object *self, sw_status status, const sw_error *err)
-{
-    sw_py_comm_leave(self);
-    if (status != SW_OK)
-        return sw_py_raise(sw_py_state_of((PyObject *)self), err, self);
-    Py_RETURN_NONE;
 }
 
 static bool is_legal_period(double seconds)
@@ -196,7 +102,7 @@ static void close_comm(comm_object *self)
         return;
     self->closed = true;
     sw_py_comm_acquire(self);
-    if (is_own(self) && self->connected) {
+    if (sw_py_comm_is_own(self) && self->connected) {
         sw_error reason;
         sw_error_set(&reason, SW_E_COMM, self->rank,
                      "rank %d closed the communicator while a thread of it was inside", self->rank);
@@ -273,7 +179,7 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     status = self->comm->ops->arena_create(self->comm, (size_t)size, label, &arena, &err);
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
-        return finish(self, status, &err);
+        return sw_py_comm_finish(self, status, &err);
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
     if (!made)
         self->comm->ops->arena_destroy(self->comm, arena);
@@ -334,7 +240,7 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->run(self->comm, &operation, &err);
     Py_END_ALLOW_THREADS
-    return finish(self, status, &err);
+    return sw_py_comm_finish(self, status, &err);
 }
 
 /* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes,
@@ -416,7 +322,7 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
         sw_py_comm_leave(self);
         return NULL;
     }
-    return finish(self, status, &err);
+    return sw_py_comm_finish(self, status, &err);
 }
 
 static PyObject *comm_barrier(PyObject *op, PyObject *args)
@@ -432,7 +338,7 @@ static PyObject *comm_barrier(PyObject *op, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = self->comm->ops->run(self->comm, &operation, &err);
     Py_END_ALLOW_THREADS
-    return finish(self, status, &err);
+    return sw_py_comm_finish(self, status, &err);
 }
 
 static sw_range *parse_ranges(PyObject *list, size_t *count)
@@ -479,7 +385,7 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     status = sw_comm_broadcast(self->comm, ranges, count, root, label, &err);
     Py_END_ALLOW_THREADS
     free(ranges);
-    return finish(self, status, &err);
+    return sw_py_comm_finish(self, status, &err);
 }
 
 /* The first message carries the length and, where it fits, the data: short ones need no second. */
@@ -540,7 +446,7 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = gather_bytes(self->comm, data, (size_t)size, label, &out, &err);
     Py_END_ALLOW_THREADS
-    PyObject *result = finish(self, status, &err);
+    PyObject *result = sw_py_comm_finish(self, status, &err);
     if (result) {
         Py_DECREF(result);
         result = PyList_New(0);
@@ -565,7 +471,7 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
-    bool is_beside = self->in_use && self->connected && !self->closed && is_own(self);
+    bool is_beside = self->in_use && self->connected && !self->closed && sw_py_comm_is_own(self);
     if (!is_beside && !sw_py_comm_enter(self))
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
@@ -648,7 +554,8 @@ static PyObject *comm_get_alive(PyObject *op, void *unused)
     comm_object *self = (comm_object *)op;
     (void)unused;
     return PyBool_FromLong(self->comm && !self->closed && self->connected &&
-                           (is_own(self) || self->group) && self->comm->ops->is_alive(self->comm));
+                           (sw_py_comm_is_own(self) || self->group) &&
+                           self->comm->ops->is_alive(self->comm));
 }
 
 static PyObject *comm_get_end_reason(PyObject *op, void *unused)
@@ -656,7 +563,8 @@ static PyObject *comm_get_end_reason(PyObject *op, void *unused)
     comm_object *self = (comm_object *)op;
     sw_error err;
     (void)unused;
-    if (!is_own(self)) /* nor is a lock asked for that a thread of the parent's may have held */
+    if (!sw_py_comm_is_own(
+            self)) /* nor is a lock asked for that a thread of the parent's may have held */
         return PyUnicode_FromString("this process was forked from the one that joined");
     if (!self->comm || self->closed || !self->connected ||
         self->comm->ops->look(self->comm, true, &err) == SW_OK)

@@ -81,7 +81,7 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
  * Returns NULL. */
 PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
 
-/* module.c */
+/* module_state.c */
 engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our types */
 
 /* self.name(), self.name(a) or self.name(a, b). PyObject_CallMethod is a private name of Python's
@@ -104,6 +104,8 @@ static inline PyObject *sw_py_call_at(PyObject *self, const char *name, size_t i
 
 /* comm_type.c */
 extern PyType_Spec sw_py_comm_type_spec;
+
+/* comm_use.c */
 /* Marks the communicator as in use by this thread. False with an exception when it is closed, not
  * joined, used by another thread, or inherited by a forked child. A close() of another thread then
  * ends the call inside, and leaves the rest to sw_py_comm_leave. */
@@ -113,6 +115,10 @@ void sw_py_comm_leave(comm_object *self);
 bool sw_py_comm_enter_to_join(comm_object *self);
 void sw_py_comm_acquire(comm_object *self);
 void sw_py_comm_release(comm_object *self);
+/* Leaves; None, or NULL with the exception of `err`. */
+PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error *err);
+/* Whether this process made it, not one that it was forked from. */
+bool sw_py_comm_is_own(const comm_object *self);
 
 /* fork.c: what a forked child inherits. */
 void sw_py_comm_link(engine_state *state, comm_object *self);

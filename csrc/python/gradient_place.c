@@ -6,65 +6,6 @@
  * together, and stay alive until the copies are launched. */
 #include "python/reducer_object.h"
 
-/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are.
- * Lazily negated and conjugated tensors look the same from here: the first are views of complex
- * ones, so they have strides of their own unless they have one element; the second are complex. */
-static bool has_layout(const tensor_view *grad, const tensor_view *shape)
-{
-    int64_t numel = 1;
-    for (int d = 0; d < grad->ndim; ++d)
-        numel *= grad->shape[d];
-    if (numel <= 1 || grad->code == TENSOR_CODE_COMPLEX)
-        return false;
-    if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
-        grad->device_type != shape->device_type)
-        return false;
-    for (int d = 0; d < grad->ndim; ++d) {
-        if (grad->shape[d] != shape->shape[d])
-            return false;
-        if (grad->shape[d] > 1 && grad->strides && shape->strides &&
-            grad->strides[d] != shape->strides[d])
-            return false;
-    }
-    return grad->strides && shape->strides;
-}
-
-/* On a GPU a copy of torch's would be a launch of its own: the subclass looks more closely. */
-static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, void **from)
-{
-    *from = NULL;
-    if (!self->gpu)
-        return 0;
-    PyObject *address = sw_py_call((PyObject *)self, "_locate", like, grad);
-    *from = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
-                         bool add)
-{
-    tensor_view seen, shape;
-    sw_error err;
-    sw_status status;
-    void *from = NULL;
-    bool known =
-        self->shapes || (self->exchange && sw_py_tensor_view_get(self->exchange, like, &shape));
-    if (known && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
-        has_layout(&seen, self->shapes ? &self->shapes[index] : &shape))
-        from = seen.data;
-    else if (!add && locate_slowly(self, like, grad, &from) < 0)
-        return -1;
-    if (!from)
-        return 1;
-    if (self->held && PyList_Append(self->held, grad) < 0)
-        return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_write(self->reducer, index, from, add, &err);
-    REDUCER_END_ENQUEUE
-    return reducer_raise(self, status, &err);
-}
-
 static void *address_of(reducer_object *self, PyObject *tensor)
 {
     tensor_view seen;
@@ -109,30 +50,12 @@ bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index)
     return table && table != Py_None && PyDict_Size(table) > self->hook_counts[index];
 }
 
-int sw_py_gradient_keep(reducer_object *self, size_t index)
-{
-    if (!sw_reducer_get_traits(self->reducer)->averages_unused)
-        return 0;
-    self->kept++;
-    return reducer_called(sw_py_call_at((PyObject *)self, "_keep", index));
-}
-
 int sw_py_gradient_restore(reducer_object *self)
 {
     if (self->kept == 0)
         return 0;
     self->kept = 0;
     return reducer_called(sw_py_call((PyObject *)self, "_restore", NULL, NULL));
-}
-
-int sw_py_gradient_clear(reducer_object *self, size_t index)
-{
-    sw_error err;
-    sw_status status;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_clear(self->reducer, index, &err);
-    REDUCER_END_ENQUEUE
-    return reducer_raise(self, status, &err);
 }
 
 static int take_other(reducer_object *self, size_t index, PyObject *grad)
@@ -219,4 +142,21 @@ int sw_py_gradient_advance(reducer_object *self)
         if (sw_py_gradient_fill_bucket(self, bucket) < 0)
             return -1;
     }
+}
+
+/* What others are done with is looked after at each such gradient, since those that wait for their
+ * place add up. */
+int sw_py_gradient_make_room(reducer_object *self, size_t index)
+{
+    bool held;
+    do {
+        if (sw_py_gradient_advance(self) < 0)
+            return -1;
+        if (sw_reducer_can_place(self->reducer, index))
+            return 0;
+        Py_BEGIN_ALLOW_THREADS
+        held = sw_reducer_hold_back(self->reducer, index);
+        Py_END_ALLOW_THREADS
+    } while (held);
+    return 0;
 }

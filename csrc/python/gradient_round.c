@@ -246,7 +246,7 @@ static int take(reducer_object *self, size_t index, int64_t task, PyObject *para
         return -1;
     if (!sw_reducer_get_traits(self->reducer)->places_late) {
         early = !sw_reducer_can_place(self->reducer, index);
-        if (early && sw_py_sliced_make_room(self, index) < 0)
+        if (early && sw_py_gradient_make_room(self, index) < 0)
             return -1;
         if (sw_reducer_can_place(self->reducer, index) &&
             !(early && sw_reducer_is_placed(self->reducer, index)) &&

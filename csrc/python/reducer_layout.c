@@ -42,12 +42,35 @@ static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bu
     return 0;
 }
 
+/* The owner of what lies at a bucket's address, or at this rank's slice of its mean; borrowed. And
+ * the GPU that it is on; -1: the CPU. */
+static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, int *ordinal)
+{
+    *ordinal = -1;
+    if (!self->gpu)
+        return self->memory;
+    size_t at = self->sliced && !is_result ? reducer_bucket_count(self) + PLACES : index;
+    PyObject *owner = PyList_GetItem(self->memory, (Py_ssize_t)at);
+    PyObject *first = owner && PyTuple_Check(owner) ? PyTuple_GetItem(owner, 0) : owner;
+    PyObject *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
+    if (!flag) {
+        PyErr_Clear();
+        PyErr_Format(reducer_state_of(self)->error, "bucket %zu takes no part: it has no memory",
+                     index);
+        return NULL;
+    }
+    if (flag == Py_True)
+        *ordinal = self->gpu->comm->device->ordinal;
+    Py_DECREF(flag);
+    return owner;
+}
+
 /* A DLPack capsule over memory of bucket `index`, or of this rank's slice of its mean. */
 static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result, void *address,
                               PyObject *shape, PyObject *strides)
 {
     int ordinal;
-    PyObject *owner = shape ? sw_py_reducer_owner(self, index, is_result, &ordinal) : NULL;
+    PyObject *owner = shape ? owner_of(self, index, is_result, &ordinal) : NULL;
     return owner ? sw_py_dlpack_capsule_on(ordinal, owner, address,
                                            sw_reducer_layout(self->reducer)->bucket[index].dtype,
                                            shape, strides)

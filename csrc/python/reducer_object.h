@@ -1,6 +1,7 @@
 /* reducer_object.h - the Reducer object, shared by its type (reducer_type.c, reducer_on_device.c),
  * by its rounds (gradient_round.c) and by how a contribution comes out of a `.grad`
- * (gradient_place.c; sliced_gradients.c where this rank keeps slices).
+ * (gradient_place.c; sliced_gradients.c where this rank keeps slices) and is written to its bucket
+ * (gradient_write.c).
  *
  * On a GPU the object is of a subclass in Python, which allocates and registers memory; a few
  * things of torch's that are no step's are its methods, named where they are called.
@@ -50,6 +51,8 @@ typedef struct reducer_object {
 } reducer_object;
 
 enum { NO_TASK = -2 };
+/* On a GPU, entries of `memory` behind one a bucket. */
+enum { PLACES, LENT, EXTRAS };
 
 static inline engine_state *reducer_state_of(reducer_object *self)
 {
@@ -66,6 +69,11 @@ static inline int reducer_raise(reducer_object *self, sw_status status, const sw
     else
         sw_py_raise(reducer_state_of(self), err, self->comm);
     return -1;
+}
+
+static inline size_t reducer_bucket_count(const reducer_object *self)
+{
+    return sw_reducer_layout(self->reducer)->bucket_count;
 }
 
 static inline int reducer_check_made(reducer_object *self)
@@ -117,11 +125,11 @@ static inline int reducer_called(PyObject *result)
     return result ? 0 : -1;
 }
 
-/* reducer_type.c: -1 with an exception. */
+/* reducer_layout.c: -1 with an exception. */
 int sw_py_reducer_read_index(reducer_object *self, PyObject *value, size_t *index);
 int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index);
 
-/* reducer_layout.c: methods of the type. */
+/* The same file: methods of the type. */
 PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_result(PyObject *op, PyObject *position);
 PyObject *sw_py_reducer_bucket(PyObject *op, PyObject *position);
@@ -134,9 +142,6 @@ PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *position);
 int sw_py_reducer_init_on_device(reducer_object *self);
 /* What is next comes in the order of torch's current stream. Nothing on the host. */
 int sw_py_reducer_use_stream(reducer_object *self);
-/* What owns the memory of a bucket, or of this rank's slice of its mean; borrowed. And the GPU that
- * it is on; -1: the CPU. */
-PyObject *sw_py_reducer_owner(reducer_object *self, size_t index, bool is_result, int *ordinal);
 
 /* Of it, methods. */
 PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args);
@@ -147,11 +152,19 @@ PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *trains);
 PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *callable);
 PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *callable);
 
+/* gradient_write.c: -1 with an exception, the communicator entered. The
+ * contribution becomes the elements of `grad`, which `like` is laid out as, or the sum of both.
+ * 1 where its bytes cannot be copied as they are. */
+int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
+                         bool add);
+/* The contribution of a parameter becomes zeros. */
+int sw_py_gradient_clear(reducer_object *self, size_t index);
+/* The subclass keeps what the mean may overwrite of a parameter that this rank has not used. */
+int sw_py_gradient_keep(reducer_object *self, size_t index);
+
 /* gradient_place.c: -1 with an exception, the communicator entered. Takes this rank's contribution
  * out of `.grad`; all of a bucket that was reserved, what is placed left out. */
 int sw_py_gradient_place(reducer_object *self, size_t index);
-/* The contribution of a parameter becomes zeros. */
-int sw_py_gradient_clear(reducer_object *self, size_t index);
 int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket);
 /* The same of a bucket that is not reserved yet. */
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
@@ -159,21 +172,15 @@ int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
 int sw_py_gradient_advance(reducer_object *self);
 /* The view of a parameter, about to be overwritten while `.grad` is something else. Borrowed. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);
-/* The contribution becomes the elements of `grad`, which `like` is laid out as, or the sum of both.
- * 1 where its bytes cannot be copied as they are. */
-int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
-                         bool add);
 /* Whether a later hook than ours was registered on a parameter's gradient. */
 bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index);
-/* What the subclass keeps of a parameter that this rank has not used; and gives back of those that
- * no rank has. */
-int sw_py_gradient_keep(reducer_object *self, size_t index);
+/* The subclass gives back what it kept of parameters that no rank has used. */
 int sw_py_gradient_restore(reducer_object *self);
+/* A sliced gradient has come before its slot was free: makes room, if that is soon. */
+int sw_py_gradient_make_room(reducer_object *self, size_t index);
 
 /* sliced_gradients.c: -1 with an exception. */
 int sw_py_sliced_place(reducer_object *self, size_t index);
-/* A gradient has come before its slot was free: makes room, if that is soon. */
-int sw_py_sliced_make_room(reducer_object *self, size_t index);
 /* Says which contributions are on top of the standing mean, before they are placed. */
 int sw_py_sliced_declare_standing(reducer_object *self);
 /* The same to ranks that have joined, as a round opens. */

@@ -4,14 +4,6 @@
 
 #include "python/reducer_object.h"
 
-/* Behind one entry a bucket in `memory`. */
-enum { PLACES, LENT, EXTRAS };
-
-static size_t bucket_count(const reducer_object *self)
-{
-    return sw_reducer_layout(self->reducer)->bucket_count;
-}
-
 static int check_gpu(reducer_object *self)
 {
     if (reducer_check_made(self) < 0)
@@ -40,33 +32,10 @@ int sw_py_reducer_init_on_device(reducer_object *self)
 {
     self->memory = PyList_New(0);
     self->held = PyList_New(0);
-    for (size_t i = 0; self->memory && i < bucket_count(self) + EXTRAS; ++i)
+    for (size_t i = 0; self->memory && i < reducer_bucket_count(self) + EXTRAS; ++i)
         if (PyList_Append(self->memory, Py_None) < 0)
             return -1;
     return self->memory && self->held ? 0 : -1;
-}
-
-/* The owner of what lies at a bucket's address, or at this rank's slice of its mean; borrowed. And
- * the GPU that it is on; -1: the CPU. */
-PyObject *sw_py_reducer_owner(reducer_object *self, size_t index, bool is_result, int *ordinal)
-{
-    *ordinal = -1;
-    if (!self->gpu)
-        return self->memory;
-    size_t at = self->sliced && !is_result ? bucket_count(self) + PLACES : index;
-    PyObject *owner = PyList_GetItem(self->memory, (Py_ssize_t)at);
-    PyObject *first = owner && PyTuple_Check(owner) ? PyTuple_GetItem(owner, 0) : owner;
-    PyObject *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
-    if (!flag) {
-        PyErr_Clear();
-        PyErr_Format(reducer_state_of(self)->error, "bucket %zu takes no part: it has no memory",
-                     index);
-        return NULL;
-    }
-    if (flag == Py_True)
-        *ordinal = self->gpu->comm->device->ordinal;
-    Py_DECREF(flag);
-    return owner;
 }
 
 static bool address_of(PyObject *tensor, void **address)
@@ -140,7 +109,7 @@ PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
     status = sw_reducer_set_places(self->reducer, addresses, sizes_bytes, count, &err);
     REDUCER_END_ENQUEUE
     PyObject *done = finish_call(self, status, &err);
-    if (done && keep_memory(self, bucket_count(self) + PLACES, tuple) < 0)
+    if (done && keep_memory(self, reducer_bucket_count(self) + PLACES, tuple) < 0)
         ENGINE_CLEAR(done);
     return done;
 }
@@ -157,7 +126,7 @@ PyObject *sw_py_reducer_lend(PyObject *op, PyObject *args)
         return NULL;
     sw_status status = sw_reducer_lend(self->reducer, addresses[0], addresses[1], &err);
     PyObject *done = finish_call(self, status, &err);
-    if (done && keep_memory(self, bucket_count(self) + LENT, tuple) < 0)
+    if (done && keep_memory(self, reducer_bucket_count(self) + LENT, tuple) < 0)
         ENGINE_CLEAR(done);
     return done;
 }

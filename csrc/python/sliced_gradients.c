@@ -125,23 +125,6 @@ int sw_py_sliced_place(reducer_object *self, size_t index)
     return failed;
 }
 
-/* What others are done with is looked after at each such gradient, since those that wait for their
- * place add up. */
-int sw_py_sliced_make_room(reducer_object *self, size_t index)
-{
-    bool held;
-    do {
-        if (sw_py_gradient_advance(self) < 0)
-            return -1;
-        if (sw_reducer_can_place(self->reducer, index))
-            return 0;
-        Py_BEGIN_ALLOW_THREADS
-        held = sw_reducer_hold_back(self->reducer, index);
-        Py_END_ALLOW_THREADS
-    } while (held);
-    return 0;
-}
-
 int sw_py_sliced_declare_standing(reducer_object *self)
 {
     const sw_layout *layout = sw_reducer_layout(self->reducer);

@@ -1,5 +1,5 @@
-/* host_build.c - how a reducer over a host's memory is made and taken apart: its buckets, where
- * they lie, and which rank owns which slice. Its rounds are in host_rounds.c. */
+/* host_build.c - how a reducer over a host's memory is made: its buckets, where they lie, and which
+ * rank owns which slice. Its rounds are in host_rounds.c. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -167,40 +167,6 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
     *reducer = &made->base;
     return SW_OK;
 destroy:
-    sw_host_rounds_destroy(&made->base);
+    made->base.ops->destroy(&made->base);
     return status;
-}
-
-/* Peers fold with what was posted, and wait for this rank's part of the rest of the round: its
- * memory must not go in silence. */
-static void give_up_posted(host_rounds *host)
-{
-    const bucket *unfinished = NULL;
-    bool sent = false;
-    for (size_t i = 0; host->base.state == SW_ROUND_OPEN && i < host->base.layout.bucket_count;
-         ++i) {
-        const bucket *b = &host->base.buckets[i];
-        if (!b->takes_part || !host->buckets[i].op.arena)
-            continue;
-        sent |= b->state != BUCKET_FILLING;
-        if (b->state != BUCKET_DONE && !unfinished)
-            unfinished = b;
-    }
-    if (sent && unfinished)
-        (void)sw_comm_give_up(host->comm, SW_E_COMM, NULL,
-                              "%s was dropped in the middle of a backward", unfinished->label);
-}
-
-void sw_host_rounds_destroy(sw_reducer *reducer)
-{
-    host_rounds *host = (host_rounds *)(void *)reducer;
-    give_up_posted(host);
-    sw_gradient_memory_destroy(host->memory);
-    for (size_t i = 0; host->buckets && i < reducer->layout.bucket_count; ++i)
-        free(host->buckets[i].any);
-    free(host->buckets);
-    free(host->contributors);
-    free(host->owners);
-    sw_reducer_fini(reducer);
-    free(host);
 }

@@ -6,6 +6,7 @@
  * that lie where it does. */
 #include "reduce/host_rounds.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/bytes.h"
@@ -348,6 +349,40 @@ static size_t host_planned_bytes(const sw_reducer *reducer)
     return host->ring_bytes + results;
 }
 
+/* Peers fold with what was posted, and wait for this rank's part of the rest of the round: its
+ * memory must not go in silence. */
+static void give_up_posted(host_rounds *host)
+{
+    const bucket *unfinished = NULL;
+    bool sent = false;
+    for (size_t i = 0; host->base.state == SW_ROUND_OPEN && i < host->base.layout.bucket_count;
+         ++i) {
+        const bucket *b = &host->base.buckets[i];
+        if (!b->takes_part || !host->buckets[i].op.arena)
+            continue;
+        sent |= b->state != BUCKET_FILLING;
+        if (b->state != BUCKET_DONE && !unfinished)
+            unfinished = b;
+    }
+    if (sent && unfinished)
+        (void)sw_comm_give_up(host->comm, SW_E_COMM, NULL,
+                              "%s was dropped in the middle of a backward", unfinished->label);
+}
+
+static void host_destroy(sw_reducer *reducer)
+{
+    host_rounds *host = host_of(reducer);
+    give_up_posted(host);
+    sw_gradient_memory_destroy(host->memory);
+    for (size_t i = 0; host->buckets && i < reducer->layout.bucket_count; ++i)
+        free(host->buckets[i].any);
+    free(host->buckets);
+    free(host->contributors);
+    free(host->owners);
+    sw_reducer_fini(reducer);
+    free(host);
+}
+
 const sw_reducer_ops sw_host_rounds_ops = {
     .traits = {.can_abandon = true},
     .open = host_open,
@@ -370,5 +405,5 @@ const sw_reducer_ops sw_host_rounds_ops = {
     .standing_ranks = host_standing_ranks,
     .unfreeze = host_unfreeze,
     .planned_bytes = host_planned_bytes,
-    .destroy = sw_host_rounds_destroy,
+    .destroy = host_destroy,
 };

@@ -52,9 +52,8 @@ typedef struct host_rounds {
     uint32_t parity;
 } host_rounds;
 
-/* Of host_rounds.c; of host_build.c. */
+/* Of host_rounds.c. */
 extern const sw_reducer_ops sw_host_rounds_ops;
-void sw_host_rounds_destroy(sw_reducer *reducer);
 
 static inline size_t sw_words_of(size_t bits)
 {

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "checkpoint/open.h"
 #include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/save.h"

@@ -1,4 +1,4 @@
-"""Law: a host that is ahead of its GPU blocks in a call of the driver's once the queue of launches is full, and blocks nobody else. No call of
+"""Law: a host that is ahead of its GPU blocks in a call of the driver's once the queue of launches is full, and blocks no other thread. No call of
 the engine's that enqueues holds the GIL. If a peer has died or does not come, a thread of the engine's ends the communicator beside the
 blocked call, which returns, and the next call says why. The simulated driver's queue holds a few operations a stream."""
 

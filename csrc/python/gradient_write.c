@@ -1,0 +1,80 @@
+/* gradient_write.c - one parameter's contribution in its bucket: the elements of a gradient, zeros,
+ * or, where this rank has not used the parameter, what the subclass keeps. */
+#include "python/reducer_object.h"
+
+/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are.
+ * Lazily negated and conjugated tensors look the same from here: the first are views of complex
+ * ones, so they have strides of their own unless they have one element; the second are complex. */
+static bool has_layout(const tensor_view *grad, const tensor_view *shape)
+{
+    int64_t numel = 1;
+    for (int d = 0; d < grad->ndim; ++d)
+        numel *= grad->shape[d];
+    if (numel <= 1 || grad->code == TENSOR_CODE_COMPLEX)
+        return false;
+    if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
+        grad->device_type != shape->device_type)
+        return false;
+    for (int d = 0; d < grad->ndim; ++d) {
+        if (grad->shape[d] != shape->shape[d])
+            return false;
+        if (grad->shape[d] > 1 && grad->strides && shape->strides &&
+            grad->strides[d] != shape->strides[d])
+            return false;
+    }
+    return grad->strides && shape->strides;
+}
+
+/* On a GPU a copy of torch's would be a launch of its own: the subclass looks more closely. */
+static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, void **from)
+{
+    *from = NULL;
+    if (!self->gpu)
+        return 0;
+    PyObject *address = sw_py_call((PyObject *)self, "_locate", like, grad);
+    *from = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
+                         bool add)
+{
+    tensor_view seen, shape;
+    sw_error err;
+    sw_status status;
+    void *from = NULL;
+    bool known =
+        self->shapes || (self->exchange && sw_py_tensor_view_get(self->exchange, like, &shape));
+    if (known && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
+        has_layout(&seen, self->shapes ? &self->shapes[index] : &shape))
+        from = seen.data;
+    else if (!add && locate_slowly(self, like, grad, &from) < 0)
+        return -1;
+    if (!from)
+        return 1;
+    if (self->held && PyList_Append(self->held, grad) < 0)
+        return -1;
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_write(self->reducer, index, from, add, &err);
+    REDUCER_END_ENQUEUE
+    return reducer_raise(self, status, &err);
+}
+
+int sw_py_gradient_clear(reducer_object *self, size_t index)
+{
+    sw_error err;
+    sw_status status;
+    REDUCER_BEGIN_ENQUEUE(self)
+    status = sw_reducer_clear(self->reducer, index, &err);
+    REDUCER_END_ENQUEUE
+    return reducer_raise(self, status, &err);
+}
+
+int sw_py_gradient_keep(reducer_object *self, size_t index)
+{
+    if (!sw_reducer_get_traits(self->reducer)->averages_unused)
+        return 0;
+    self->kept++;
+    return reducer_called(sw_py_call_at((PyObject *)self, "_keep", index));
+}
