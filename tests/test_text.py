@@ -25,9 +25,7 @@ FOLDERS = (PACKAGE, "csrc", "docs")
 STILL_TO_DO = (
     "csrc/comm/",
     "csrc/checkpoint/",
-    "docs/design/checkpoint.md",
     "docs/design/gpu.md",
-    "docs/design/hosts.md",
     "docs/design/reduce.md",
     "docs/design/zero.md",
 )

@@ -2,7 +2,7 @@
 
 Rank r writes one line about itself, and the lines of its subtree (FAN_OUT children a rank), under one key that its parent
 reads. Rank 0 so gets all lines, finds which ranks share a host, and writes one key a host and one with the map. No rank but rank 0
-handles more than O(W / FAN_OUT) lines, and no two ranks exchange messages. See docs/design/hosts.md.
+handles more than O(W / FAN_OUT) lines, and no two ranks exchange messages. See docs/design/hosts_control.md.
 
 The first reason for which some rank cannot go on, under a key of its own, is what all ranks raise. Where torch's group
 has Gloo, ranks first meet in a collective of its own: the death of a process ends that, and a rank that cannot reach the

@@ -54,7 +54,7 @@ class Wire:
         A peer did not prove that it knows the secret, or did not answer.
     """
 
-    #: of gradients; over what is slower float32 blocks are packed (docs/design/hosts.md). Read once, by the engine
+    #: rate below which carriers send packets (docs/design/hosts.md). Read once, by the engine
     slow_bytes_per_s = 300_000_000
 
     def __init__(
