@@ -23,7 +23,7 @@ _HOST_GB_S = 45.0
 
 
 def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
-    """Each arm and its copy take turns; medians are compared."""
+    """Run each arm and its copy in turns and compare medians."""
     numel = 1 << 10 if is_quick else 64 << 20
     link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine().link
     assert link is not None
