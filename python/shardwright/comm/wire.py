@@ -30,7 +30,7 @@ _RADIX = 8
 
 
 class Wire:
-    """Moves bytes between the carriers of hosts through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire.
+    """The wire between the carriers of hosts, over a Gloo group of our own; implements csrc/comm/bridge.h.
 
     The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret: no other message of a peer is
     believed before its token was. The carriers that exchange frames prove themselves at the start, others at first use.
@@ -78,7 +78,7 @@ class Wire:
         _wires.add(self)
 
     def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
-        """Begins; what it returns is to be waited for."""
+        """Begin a transfer and return the work to wait for."""
         if rank in self._strangers:
             self._introduce(rank)
         return self._group.send([_bytes_at(address, nbytes)], self._place[rank], tag)
@@ -127,7 +127,7 @@ class Wire:
         return hmac.digest(self._secret, f"wire {sender} {receiver}".encode(), hashlib.sha256)
 
     def close(self, gently: bool) -> bool:
-        """Close all connections, whatever waits for them; `gently`: after the others' farewell, or a moment.
+        """Close all connections, pending operations included; with `gently`, after the peers' farewell or a short wait.
 
         Gloo has no call for it, but a receive that is not fulfilled in its time closes all connections of its group. At
         exit nothing is done, and false: the kernel closes them, and a carrier that takes long to send its last messages still can.
@@ -170,7 +170,7 @@ class Wire:
 
 
 def first_peers(place: int, count: int) -> list[int]:
-    """The places of the carriers that this one is connected to at the start: all, or those that frames go to and come from."""
+    """Return the carriers to which this one connects at the start: all, or its partners in the exchange of frames."""
     if count <= EAGER_HOSTS:
         return [other for other in range(count) if other != place]
     steps, step = [], 1
@@ -208,7 +208,7 @@ _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 
 def sockets() -> set[tuple[int, str]]:
-    """The sockets of this process: file descriptors, and the kernel's names of them."""
+    """Return the sockets of this process: file descriptors, and the kernel's names of them."""
     found = set()
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):  # the folder's own has gone
