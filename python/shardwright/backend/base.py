@@ -125,7 +125,7 @@ class Backend(Protocol):
 
     @staticmethod
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
-        """Raise NotImplementedError for what this backend does not have. No peer is needed."""
+        """Raise NotImplementedError for options that this backend does not support. Needs no peer."""
 
     def reducer(self, request: Request) -> Reducer:
         """Make the reducer, with memory for gradients. Collective."""
@@ -137,7 +137,8 @@ class Backend(Protocol):
         """Make the storage of parameters that are gathered in units. Collective."""
 
     def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        """Return what a compressor's hook exchanges over, leased where that is a thread's of its own. Collective at first use."""
+        """Return the exchange of a compressor's hook, with a leased communicator if a thread uses it. Collective at
+        first use."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         """Broadcast the values of rank `root`. Collective."""
@@ -146,13 +147,13 @@ class Backend(Protocol):
         """Return the exact sums of squares of this rank's tensors, as global_norm() adds them up."""
 
     def fence(self, label: str) -> None:
-        """Order the writes of all ranks before what any rank reads next. Collective."""
+        """Make the writes of all ranks visible to the next read of any rank. Collective."""
 
     def refuse_capture(self, what: str) -> None:
         """Raise NotImplementedError, naming `what`, inside a capture into a CUDA graph."""
 
     def check(self) -> None:
-        """Raise what has ended the communicators, if anything has."""
+        """Raise the error that ended the communicators, if they have ended."""
 
     def abort(self, reason: str) -> None:
         """End the communicators with a reason that every rank reports."""

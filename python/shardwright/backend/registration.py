@@ -83,7 +83,7 @@ class Registration:
         return self._region.nbytes if self._region is not None and self._region.is_registered else 0
 
     def end(self, reason: str) -> None:
-        """Stop registering, on all ranks alike; the buffers stay. Waits for the communicator's stream."""
+        """Stop registering on all ranks; the buffers stay. Waits for the communicator's stream."""
         region, self._region = self._region, None
         self.reason = self.reason or reason
         if region is not None:
