@@ -130,7 +130,7 @@ class _Guarded(torch.nn.Parameter):
 
 
 class ReadGuard:
-    """Guards the parameters of one unit while they are released.
+    """A guard of one unit's parameters while they are released.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class ReadGuard:
             parameter.__class__ = self._guarded.get(type(parameter), type(parameter))
 
     def lower(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They have their own classes again."""
+        """Give the parameters their original classes back."""
         for parameter in parameters:
             parameter.__class__ = self._own.get(type(parameter), type(parameter))
 
