@@ -115,7 +115,7 @@ class FullySharded(torch.nn.Module):
         schedule.pin(unit)
 
     def reshard(self) -> None:
-        """Release this module's unit, now or once nothing runs in it."""
+        """Release this module's unit, now or once no module runs in it."""
         schedule, unit = self._placed()
         schedule.unpin(unit)
 
@@ -193,11 +193,8 @@ def fully_shard(
         On all ranks, as the engine is made: for an inner module with another mesh, or one that ignores parameters that
         the outermost does not.
 
-    Notes
-    -----
-    Not collective. The engine is made, collectively, when the outermost module is first run, or given to
-    shard_optimizer,
-    full_parameters or the like; parameters then have rank 0's values.
+    Notes ----- Not collective. The engine is made, collectively, when the outermost module is first run, or given to
+    shard_optimizer, full_parameters or the like; parameters then have rank 0's values.
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
     for each in modules:
