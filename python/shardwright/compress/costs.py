@@ -1,4 +1,4 @@
-"""The costs of compressors on this network: what compress="auto" and headroom() compare."""
+"""Costs of compressors on this network, for compress="auto" and headroom()."""
 
 from __future__ import annotations
 
