@@ -254,7 +254,7 @@ def _is_on_gpu(module: torch.nn.Module) -> bool:
 
 
 def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
-    """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
+    """Move the state of `inner`, which steps for `optimizer`, to the place that offload= names. Collective then."""
     folder, replica = offload_folder(wrapped._options.offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
     in_file = getattr(earlier, "file", None) is not None  # of an earlier wrapping: the state is there
