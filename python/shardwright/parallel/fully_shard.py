@@ -193,8 +193,10 @@ def fully_shard(
         On all ranks, as the engine is made: for an inner module with another mesh, or one that ignores parameters that
         the outermost does not.
 
-    Notes ----- Not collective. The engine is made, collectively, when the outermost module is first run, or given to
-    shard_optimizer, full_parameters or the like; parameters then have rank 0's values.
+    Notes
+    -----
+    Not collective. The outermost module makes the engine, collectively, at its first run or at the first call with it, such
+    as shard_optimizer or full_parameters; parameters then have rank 0's values.
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
     for each in modules:

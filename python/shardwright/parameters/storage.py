@@ -32,9 +32,10 @@ class ParameterMemory(ParameterSlices):
         True: one copy a host (on a mesh of two dimensions, one a replica on the host), with rank 0's values. False: one
         a rank.
 
-    Notes ----- A parameter keeps its identity, shape and strides (or is contiguous from then on, where its strides
-    overlapped or left gaps), and has a storage of exactly its bytes; its data moves. Memory: the layout's size, once a
-    rank or once a host.
+    Notes
+    -----
+    A parameter keeps its identity, shape and strides (strides that overlap or leave gaps become contiguous). Its data moves
+    to a storage of exactly its bytes. Memory: the layout's size, once for each rank or each host.
     """
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, shared: bool) -> None:
