@@ -26,7 +26,6 @@ STILL_TO_DO = (
     "csrc/comm/",
     "csrc/checkpoint/",
     "docs/design/gpu.md",
-    "docs/design/zero.md",
 )
 
 #: openings of a docstring that make it a fragment

@@ -81,7 +81,7 @@ def wrap(
         The place of the optimizer's state and masters. "nvme:<folder>": an unnamed file a rank in that folder, which a
         step moves through three buffers of 16 MiB. "cpu": the host's memory; no effect for parameters on the CPU. For
         parameters on a GPU a step then runs on the host in batches, while gradients are copied down and new parameters
-        up. Both need an optimizer of sw.optim, and have the bits of no offload. See docs/design/zero.md and gpu.md.
+        up. Both need an optimizer of sw.optim, and have the bits of no offload. See docs/design/zero_offload.md and gpu.md.
     partition : {"auto", "flat", "tensor"}
         The way an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers that are known
         to be elementwise. "flat": flat slices for any optimizer; the caller vouches for it. "tensor": whole tensors,
