@@ -257,7 +257,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
     """Move the state of `inner`, which steps for `optimizer`, to the place that offload= names. Collective then."""
     folder, replica = offload_folder(wrapped._options.offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
-    in_file = getattr(earlier, "file", None) is not None  # of an earlier wrapping: the state is there
+    in_file = getattr(earlier, "file", None) is not None  # an earlier wrapping put the state into a file
     moves = not replica.backend.capabilities.state_is_there and (
         wrapped._options.offload is not None or earlier is not None
     )

@@ -84,11 +84,11 @@ class Request:
 class Buckets(Protocol):
     """Memory laid out as gradient buckets are, in which ranks make their slices visible to all (ParameterMemory)."""
 
-    #: why there is no such memory, and slices are broadcast instead; empty if there is
+    #: the reason why slices are broadcast instead, without such memory; empty with it
     reason: str
-    #: whether this rank writes first values: it has the memory, or the host's one copy
+    #: True if this rank writes first values: it has the memory, or the host's one copy
     is_home: bool
-    #: whether several copies are made out of rank 0's values, where a host has one
+    #: True if a host gets several copies of rank 0's values
     is_copied: bool
 
     def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:

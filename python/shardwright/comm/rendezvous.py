@@ -33,13 +33,13 @@ FAN_OUT = 64
 SECRET_BYTES = 16
 #: the least deadline of a rank for the others to come, which may be late: torch's own default
 _COMING_S = 1800.0
-#: between two questions to the store: first, and at most
+#: pause between two reads of the store: the first, and the longest
 _LOOK_S = (0.001, 0.5)
-#: the same of torch's barrier, which costs the store nothing
+#: pause between two looks at torch's barrier, which does not load the store
 _BARRIER_LOOK_S = 0.02
-#: by how much the other ranks wait longer for rank 0 than it waits for one of them: it says which
+#: seconds that other ranks wait longer for rank 0 than it waits for one of them, so that it can name that one
 _LATER_S = 2.0
-#: bytes of what a rank says that cannot reach the store, and characters of its error in them
+#: bytes of the message of a rank that cannot reach the store, and characters of its error in it
 _WORDS_BYTES, _WORDS_TEXT = 4096, 256
 #: how long a rank that only heard of a failure waits for the reason of the rank that failed
 _REASONS_S = 0.5
@@ -135,7 +135,7 @@ class Rendezvous:
         trouble: CommError | None = None
         try:
             if below or self._rank == 0:
-                self._reason()  # whether it reaches the store
+                self._reason()  # raises if this rank cannot reach the store
             else:
                 self._tell(lines)
         except CommError as error:

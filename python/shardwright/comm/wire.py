@@ -21,11 +21,11 @@ _FOR_EVER = timedelta(days=1000)
 #: the wire's own tags, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
 _FAREWELL, _NEVER_SENT, _TOKEN = (6 << 28) + 1, (6 << 28) + 2, (6 << 28) + 3
 _FAREWELL_S = 0.2
-#: how long a carrier waits for the tokens of those that it exchanges frames with
+#: seconds that a carrier waits for the tokens of its partners in the exchange of frames
 _TOKENS_S = 30.0
 #: hosts up to which all connections are made at the start; beyond, a connection is made at its first use
 EAGER_HOSTS = 32
-#: of csrc/comm/dissemination.h
+#: radix of csrc/comm/dissemination.h
 _RADIX = 8
 
 
@@ -70,7 +70,7 @@ class Wire:
         self._secret = secret
         self._rank = carriers[gloo.rank()]
         self._exits = exits
-        #: by rank: its token, on its way; and that of this rank, on its way to it
+        #: by rank: the work that receives its token, its memory, and the work that sends ours
         self._tokens: dict[int, tuple[Any, torch.Tensor, Any]] = {}
         self._strangers = set(carriers) - {self._rank}
         self._exchange_tokens([carriers[place] for place in first_peers(gloo.rank(), len(carriers))])
@@ -144,7 +144,7 @@ class Wire:
         for other in others:
             try:
                 receiving = self._group.recv([nothing], other, _NEVER_SENT)
-            except RuntimeError:  # that connection has been closed already
+            except RuntimeError:  # a connection that is closed already
                 continue
             with contextlib.suppress(RuntimeError):
                 receiving.wait(timedelta(milliseconds=1))
@@ -203,7 +203,7 @@ def let_go() -> None:
         wire.let_go()
 
 
-#: that live
+#: open wires
 _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 

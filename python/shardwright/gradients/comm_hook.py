@@ -268,7 +268,7 @@ class _Bucket:
             if parameter.dtype != dtype:
                 raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(parameter.dtype)}")
         ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
-        # as if every rank had a slice of its own: a compressor's bits do not depend on the owners of slices
+        # one slice for every rank: a compressor's bits do not depend on the owners of slices
         self.slice_numel = _slice_numel(max(ends, default=0), world_size, dtype)
         self._end = self.numel if wanted.slice_alone else max(ends, default=0)
         self._gaps = [(a, b) for a, b in zip([0, *ends], [*self.offsets, self._end]) if b > a]

@@ -82,8 +82,8 @@ class DeviceReducer(Reducer):
         self._adopted: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
         self._registration: Registration | None = None
-        self._registered: list[torch.Tensor] = []  # memory of what travels, in order
-        self._ring: list[torch.Tensor] = []  # where buckets travel, in turn
+        self._registered: list[torch.Tensor] = []  # memory of buckets in messages, in order
+        self._ring: list[torch.Tensor] = []  # places that buckets use in turn
         trainable = [bucket for bucket in range(self.bucket_count) if self.bucket_shape(bucket)[3]]
         if registers:
             self._register(trainable, self._lent_sizes() if lent else [])

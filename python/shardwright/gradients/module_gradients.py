@@ -109,7 +109,7 @@ class ModuleGradients:
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
 
-    # what a step takes ------------------------------------------------------------------------------------------------
+    # for a step -------------------------------------------------------------------------------------------------------
 
     def slices(self) -> list[torch.Tensor | None]:
         """Return slice_of() every parameter."""

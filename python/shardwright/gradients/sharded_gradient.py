@@ -34,7 +34,9 @@ class GradientBoard:
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
         self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
-        self._pieces: dict[int, torch.Tensor] = {}  # not the gradients: they hold the board, and autograd holds them
+        self._pieces: dict[
+            int, torch.Tensor
+        ] = {}  # slices, not gradients: those hold the board, and autograd holds them
         self._factors: list[list[Any]] = []
         self._factors_of = -1
         self._scalings = 0  # factors that all ranks accepted

@@ -21,7 +21,7 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # of a fake tensor, or of one of functorch's
+    except RuntimeError:  # a fake tensor, or one of functorch's
         return 0
 
 

@@ -45,7 +45,7 @@ class CudaBackend:
         self._registers = request.options.communicator == "register"
         borrows = request.options.communicator == "borrow"
         self.link = device_link(group, self._like, self._timeout_s, borrows=borrows)
-        #: of the ranks that own all slices together
+        #: link over the ranks that own all slices together
         self.row = self.link
         if request.zero and (request.plans is not None or request.slicing.is_replicated):
             # A communicator of its own: gathers and means each have one order on all ranks, and none between them.

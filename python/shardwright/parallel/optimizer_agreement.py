@@ -21,7 +21,7 @@ import torch
 from .._engine import Error
 from ..torch_compat.optimizers import on_meta
 
-#: of a parameter group, and no hyperparameter: what a form of the step needs, what schedulers keep there, what newer versions of torch add
+#: keys of a parameter group that are not hyperparameters: options of the step's form, schedulers' values, additions of newer torch
 _BESIDE = frozenset(
     ("params", "indices", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize", "master")
     + ("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")

@@ -40,7 +40,7 @@ def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tup
 def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
     """Return the place of each unit; units without bytes may share any."""
     places: list[int] = []
-    shared: dict[int, list[int]] = {}  # by the number of units around: the places, and the next in turn
+    shared: dict[int, list[int]] = {}  # by depth of nesting: the places, and the next in turn
     count = 0
     for plan, size in zip(plans, sizes):
         depth = sum(any(plan.name.startswith(f"{name}.") for name in other.names) for other in plans[1:])
@@ -101,7 +101,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         )
         self._tell_marks(plans)
 
-    # where parameters lie
+    # layout
 
     def _slice(self, index: int) -> torch.Tensor:
         """Return this rank's elements of a parameter; may be empty."""
@@ -113,7 +113,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return self._pieces[bucket][first : first + count]
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
-        self._at: list[dict[int, int]] = []  # of each unit: bucket -> first byte
+        self._at: list[dict[int, int]] = []  # for each unit: bucket -> first byte
         self._sizes: list[int] = []
         for indices in members:
             at, size = {}, 0

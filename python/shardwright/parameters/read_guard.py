@@ -62,7 +62,7 @@ _FUNCTIONS = (
     ),
     *("is_signed", "numel", "ones_like", "rand_like", "randint_like", "randn_like", "result_type", "zeros_like"),
 )
-#: that go through autograd's graph, in which this parameter is gathered when it is used
+#: functions that run autograd's graph, which gathers a parameter before its use
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward)
 
 
@@ -144,7 +144,7 @@ class ReadGuard:
         #: a parameter's own class -> the one that it has while it is released
         self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
         self._own = {guarded: kind for kind, guarded in self._guarded.items()}
-        #: whether nothing gathers the parameters any longer
+        #: True once nothing gathers the parameters any longer
         self.is_orphan = False
 
     def _subclass(self, original: type) -> type:

@@ -57,7 +57,7 @@ class ReleasedParameters(Storage, SliceRuns):
         """Return whether a parameter is whole only while its unit runs."""
         return index in self._whole
 
-    if TYPE_CHECKING:  # of the class that it is mixed with
+    if TYPE_CHECKING:  # methods of the class that this one is mixed into
 
         def slice(self, index: int) -> torch.Tensor | None: ...
 

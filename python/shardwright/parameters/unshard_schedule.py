@@ -207,7 +207,7 @@ class UnitSchedule:
     """
 
     unit_class = Unit
-    #: whether a backward that fails releases its units at once, on the thread that called it; else the next forward does
+    #: True if a failed backward releases its units at once, on the thread that called it; otherwise the next forward does
     ends_failed_backwards = True
 
     def __init__(

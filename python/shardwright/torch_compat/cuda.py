@@ -17,11 +17,11 @@ from . import autograd
 class CudaRuntime:
     """torch.cuda as the engine uses it."""
 
-    #: whether a thread looks after the communicator
+    #: True if a thread watches the communicator
     watches = True
 
     def __init__(self) -> None:
-        self.kernels: dict[int, DeviceComm] = {}  # by GPU, of those that step on tensors outside of any wrapper
+        self.kernels: dict[int, DeviceComm] = {}  # by GPU, for steps on tensors outside of any wrapper
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is on a GPU."""
