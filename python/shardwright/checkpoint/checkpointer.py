@@ -72,7 +72,7 @@ class Checkpointer:
         copies what is not written yet. Only optimizer.step() and full_parameters(writable=True) may then write to parameters
         and optimizer state. Any other write fails a running save, and is logged after its end. A write that torch does not
         count (`p.data`, `.numpy()`) is detected if it changes the first 64 bytes of a tensor, its last 64, or 64 at every
-        256 KiB. A write to a whole tensor always does; before one to a few values call wait(), or use "copy".
+        256 KiB. So writes to a whole tensor are detected; before a write to a few values call wait(), or use "copy".
         In both forms save() copies GPU state before it returns.
     on_busy : {"wait", "skip", "raise"}
         The action of save() while the previous save is still being written; the same on all ranks.
