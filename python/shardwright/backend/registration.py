@@ -1,4 +1,4 @@
-"""Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu.md, "Registered buckets".
+"""Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu_communication.md.
 
 NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks try
 and exchange the outcome over the hosts' communicator. Then all ranks keep the memory, or all go on with torch's memory

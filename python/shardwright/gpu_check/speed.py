@@ -1,7 +1,7 @@
 """Bandwidths of kernels against a copy that moves as many bytes, the card's own ceiling, and against torch's optimizer.
 
 An element of AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes of float32. A copy of n bytes moves
-2 n. The figure is the copy's time over the kernel's; goals are those of docs/design/gpu.md.
+2 n. The figure is the copy's time over the kernel's; each row has its goal.
 """
 
 from __future__ import annotations
