@@ -28,9 +28,7 @@ STILL_TO_DO = (
     "docs/design/gpu.md",
     "docs/design/gpu_communication.md",
     "docs/design/gpu_compress.md",
-    "docs/design/gpu_cost.md",
     "docs/design/gpu_kernels.md",
-    "docs/design/gpu_memory.md",
     "docs/design/gpu_stages.md",
     "docs/design/gpu_tests.md",
 )
