@@ -27,9 +27,7 @@ STILL_TO_DO = (
     "csrc/checkpoint/",
     "docs/design/gpu.md",
     "docs/design/gpu_communication.md",
-    "docs/design/gpu_compress.md",
     "docs/design/gpu_kernels.md",
-    "docs/design/gpu_stages.md",
     "docs/design/gpu_tests.md",
 )
 
