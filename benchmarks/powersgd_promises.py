@@ -1,7 +1,7 @@
 """The laws of PowerSGD hooks, checked on torch's and on ours: two ranks over Gloo, one matrix of 40 x 30. Prints a
 table.
 
-No speed is measured: each row is a law of docs/design/compress.md, and each hook gets the same gradients.
+No speed is measured: each row is a law of docs/design/compress_promises.md, and each hook gets the same gradients.
 """
 
 from __future__ import annotations

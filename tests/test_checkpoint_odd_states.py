@@ -56,7 +56,7 @@ def test_what_torch_would_not_match_is_named(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match="'bias' is in group 1 there, in group 0 here"):
         sw.load(tmp_path / "a", model, turned)
     optimizer.param_groups[1][3] = "no string"
-    with pytest.raises(sw.CheckpointError, match=r"param_groups\.1 has an option whose name is no string"):
+    with pytest.raises(sw.CheckpointError, match=r"param_groups\.1 has an option whose name is not a string"):
         sw.save(tmp_path / "b", model, optimizer)
     assert not (tmp_path / "b").exists()
     with pytest.raises(ValueError, match="optimizer must be one torch.optim.Optimizer, got a list"):

@@ -259,7 +259,7 @@ def test_what_cannot_be_had_is_named_before_a_byte_is_written(tmp_path: Path) ->
 
     for optimizer, sentence in (
         (refusing, r"Shampoo\.state_dict\(\) raises NotImplementedError: use distributed_state_dict"),
-        (Hiding(model.parameters(), lr=0.1), "Hiding.*state that its attribute 'state' lacks, 'hidden' of parameter 0"),
+        (Hiding(model.parameters(), lr=0.1), "Hiding.*'hidden' of parameter 0, which its attribute 'state' lacks"),
         (Strange(model.parameters(), lr=0.1), "further.callback is a builtin_function_or_method"),
     ):
         with pytest.raises(sw.CheckpointError, match=sentence):

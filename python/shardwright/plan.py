@@ -84,8 +84,7 @@ def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
 
 def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
     """Return the bytes of state an element. None where the class steps neither on a copy of itself nor on another with
-    its
-    defaults.
+    its defaults.
     """
     tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, device="cpu", requires_grad=True)
     tensor.grad = torch.zeros_like(tensor)

@@ -81,7 +81,7 @@ def wrap(
         The place of the optimizer's state and masters. "nvme:<folder>": an unnamed file a rank in that folder, which a
         step moves through three buffers of 16 MiB. "cpu": the host's memory; no effect for parameters on the CPU. For
         parameters on a GPU a step then runs on the host in batches, while gradients are copied down and new parameters
-        up. Both need an optimizer of sw.optim, and have the bits of no offload. See docs/design/zero.md and gpu.md.
+        up. Both need an optimizer of sw.optim, and have the bits of no offload. See docs/design/zero_offload.md and gpu.md.
     partition : {"auto", "flat", "tensor"}
         The way an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers that are known
         to be elementwise. "flat": flat slices for any optimizer; the caller vouches for it. "tensor": whole tensors,
@@ -254,10 +254,10 @@ def _is_on_gpu(module: torch.nn.Module) -> bool:
 
 
 def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
-    """The state of `inner`, which steps for `optimizer`, is put where offload= says. Collective then."""
+    """Move the state of `inner`, which steps for `optimizer`, to the place that offload= names. Collective then."""
     folder, replica = offload_folder(wrapped._options.offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
-    in_file = getattr(earlier, "file", None) is not None  # of an earlier wrapping: the state is there
+    in_file = getattr(earlier, "file", None) is not None  # an earlier wrapping put the state into a file
     moves = not replica.backend.capabilities.state_is_there and (
         wrapped._options.offload is not None or earlier is not None
     )

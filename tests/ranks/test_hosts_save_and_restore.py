@@ -184,7 +184,7 @@ def test_a_folder_that_hosts_do_not_share_is_named(rank, world_size):
 
         with mock.patch.object(Peers, "_look_at_board", elsewhere):
             for make in (lambda: sw.Checkpointer(folder, *pair), lambda: sw.save(f"{folder}/a", *pair)):
-                with pytest.raises(sw.CheckpointError, match="need a folder that all of them share") as caught:
+                with pytest.raises(sw.CheckpointError, match="need a folder that all hosts share") as caught:
                     make()
                 assert "rank 2: " in str(caught.value) or rank == 2
                 gather(None)

@@ -1,4 +1,4 @@
-"""Laws of `.grad` and of what is asked of it at zero >= 2, beside those of the averages themselves: docs/design/zero.md has the list."""
+"""Laws of `.grad` and of what is asked of it at zero >= 2, beside those of the averages themselves: docs/design/zero_promises.md has the list."""
 
 import pytest
 import torch

@@ -84,11 +84,11 @@ class Request:
 class Buckets(Protocol):
     """Memory laid out as gradient buckets are, in which ranks make their slices visible to all (ParameterMemory)."""
 
-    #: why there is no such memory, and slices are broadcast instead; empty if there is
+    #: the reason why slices are broadcast instead, without such memory; empty with it
     reason: str
-    #: whether this rank writes first values: it has the memory, or the host's one copy
+    #: True if this rank writes first values: it has the memory, or the host's one copy
     is_home: bool
-    #: whether several copies are made out of rank 0's values, where a host has one
+    #: True if a host gets several copies of rank 0's values
     is_copied: bool
 
     def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
@@ -125,7 +125,7 @@ class Backend(Protocol):
 
     @staticmethod
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
-        """Raise NotImplementedError for what this backend does not have. No peer is needed."""
+        """Raise NotImplementedError for options that this backend does not support. Needs no peer."""
 
     def reducer(self, request: Request) -> Reducer:
         """Make the reducer, with memory for gradients. Collective."""
@@ -137,7 +137,8 @@ class Backend(Protocol):
         """Make the storage of parameters that are gathered in units. Collective."""
 
     def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        """Return what a compressor's hook exchanges over, leased where that is a thread's of its own. Collective at first use."""
+        """Return the exchange of a compressor's hook, with a leased communicator if a thread uses it. Collective at
+        first use."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         """Broadcast the values of rank `root`. Collective."""
@@ -146,13 +147,13 @@ class Backend(Protocol):
         """Return the exact sums of squares of this rank's tensors, as global_norm() adds them up."""
 
     def fence(self, label: str) -> None:
-        """Order the writes of all ranks before what any rank reads next. Collective."""
+        """Make the writes of all ranks visible to the next read of any rank. Collective."""
 
     def refuse_capture(self, what: str) -> None:
         """Raise NotImplementedError, naming `what`, inside a capture into a CUDA graph."""
 
     def check(self) -> None:
-        """Raise what has ended the communicators, if anything has."""
+        """Raise the error that ended the communicators, if they have ended."""
 
     def abort(self, reason: str) -> None:
         """End the communicators with a reason that every rank reports."""

@@ -186,8 +186,8 @@ class DeviceLink:
         return [row for row in (each() for each in self._rows) if row is not None]
 
     def _look_at_lender(self) -> None:
-        """Forget a communicator that torch has ended. No rank is told before an operation needs it: programs end their
-        group as they exit.
+        """Drop a communicator that torch has ended. A rank raises only when an operation needs it, because programs end
+        their group at exit.
         """
         if self._lender is not None and self._lender.has_ended:
             self._lender, self._was_left = None, True
@@ -195,7 +195,7 @@ class DeviceLink:
             self.comm.abort(self._failure)
 
     def _tell_lender(self) -> None:
-        """Let torch end its communicator after ours failed, which releases its kernels and us.
+        """End torch's communicator through torch after ours failed, which releases its kernels and us.
 
         A thread that comes here while another tells torch waits for that. The error raised next says that torch has
         been told.
@@ -238,8 +238,7 @@ class DeviceLink:
         stay.
 
         Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not
-        contiguous go
-        through a copy.
+        contiguous go through a copy.
         """
         check_sendable(tensors, "a broadcast")
         plain = [tensor.data for tensor in tensors if tensor.numel()]
@@ -258,8 +257,7 @@ class DeviceLink:
 
     def norm_sums(self, gradients: Iterable[torch.Tensor]) -> list[bytes]:
         """Return exact sums of squares like norm_sum(): at least one, each of at most 2^31 elements. Waits for each on
-        the
-        host.
+        the host.
         """
         ranges: list[tuple[int, int, str]] = []
         sums: list[bytes] = []
@@ -279,13 +277,13 @@ class DeviceLink:
         return sums
 
     def close(self) -> None:
-        """End the communicator, or give it back, once what was enqueued has run."""
+        """End the communicator, or return a borrowed one, once all enqueued operations have run."""
         self._lender = None
         self.comm.close()
 
 
 class _LenderWatch(threading.Thread):
-    """Looks after a link whose communicator is torch's: torch alone may end it, which lets its kernels go.
+    """A watch over a link whose communicator is torch's: only torch may end it, which releases its kernels.
 
     The engine's own thread (csrc/comm/device_watch.h) sees a peer that fails or is late, as for every link.
     """

@@ -1,4 +1,4 @@
-"""Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu.md, "Registered buckets".
+"""Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu_communication.md.
 
 NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks try
 and exchange the outcome over the hosts' communicator. Then all ranks keep the memory, or all go on with torch's memory
@@ -83,7 +83,7 @@ class Registration:
         return self._region.nbytes if self._region is not None and self._region.is_registered else 0
 
     def end(self, reason: str) -> None:
-        """Stop registering, on all ranks alike; the buffers stay. Waits for the communicator's stream."""
+        """Stop registering on all ranks; the buffers stay. Waits for the communicator's stream."""
         region, self._region = self._region, None
         self.reason = self.reason or reason
         if region is not None:

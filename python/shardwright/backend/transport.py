@@ -1,4 +1,4 @@
-"""The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu.md, "Two transports".
+"""The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu_communication.md.
 
 The ranks exchange what they have, and each makes the same choice from it.
 """

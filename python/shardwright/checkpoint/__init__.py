@@ -1,7 +1,7 @@
 """Checkpoints: asynchronous, crash-proof, the same bytes at any world size.
 
-The bytes are described in docs/format.md, how they come to be in docs/design/checkpoint.md. Everything that touches the
-disk is the engine's; here is only what a model's state consists of and what it is called.
+docs/format.md describes the bytes, docs/design/checkpoint.md how a save writes them. This folder decides what a model's
+state consists of and names it; the engine reads and writes the disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CheckpointError", "Checkpointer", "StorageReader", "StorageWriter", 
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("StorageReader", "StorageWriter"):  # imports torch.distributed.checkpoint, which few need
+    if name in ("StorageReader", "StorageWriter"):  # lazy: few programs need torch.distributed.checkpoint
         from . import dcp
 
         return getattr(dcp, name)

@@ -1,4 +1,4 @@
-"""One call at a time: what two threads may not do with one Checkpointer, nor a signal's handler in the midst of a call."""
+"""A guard that lets one call at a time into a Checkpointer, from any thread or signal handler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._engine import CheckpointError
 
 
 class OneCall:
-    """Collective calls have one order on all ranks, which no two threads can keep: the second is refused, and does not wait."""
+    """A lock that refuses a second call: two threads cannot keep the one order of collective calls on all ranks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,15 +18,14 @@ class OneCall:
 
     @contextlib.contextmanager
     def of(self, name: str, *, waits: bool = False) -> Iterator[None]:
-        """Raises CheckpointError while another call is under way, in another thread (unless it `waits` for that) or under a signal's
-        handler."""
+        """Enter the call `name`. Raise CheckpointError if another call runs; with `waits`, wait for another thread's."""
         is_ours = False
         try:
             is_ours = self._lock.acquire(blocking=waits and self._thread != threading.get_ident())
             if not is_ours:
                 raise CheckpointError(
-                    f"{name} came while {self._inside} of the same Checkpointer was under way, in another thread or below a signal's "
-                    "handler: one call at a time, but for progress (a handler sets a flag, and the training saves after its step)"
+                    f"{name} came while {self._inside} of the same Checkpointer was under way, in another thread or below a signal "
+                    "handler: make one call at a time (a handler sets a flag, and the training saves after its step)"
                 )
             self._inside, self._thread = name, threading.get_ident()
             yield

@@ -1,4 +1,4 @@
-"""Checkpointer: saves while training goes on, and resumes from the newest checkpoint that is whole."""
+"""Checkpointer: save in the background of training, resume from the newest sound checkpoint."""
 
 from __future__ import annotations
 
@@ -45,61 +45,60 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 class Checkpointer:
-    """Checkpoints of one training in one directory, a folder `step-000100` a checkpoint.
+    """The checkpoints of one training in one directory. Each checkpoint is a folder such as `step-000100`.
 
     Parameters
     ----------
     directory : path-like
-        Made if it is not there. One Checkpointer writes to it at a time. One that may not be written to can be restored from.
+        Created if it does not exist. One Checkpointer writes to it at a time. A read-only directory serves restore() alone.
     model : Module
         Plain, or wrapped by torch or shardwright.
     optimizer : Optimizer, optional
     scheduler, scaler : object with state_dict() and load_state_dict(), or a list or dict of such, optional
-        Rank 0's state is stored.
+        The checkpoint stores rank 0's state.
     dataloader : object with state_dict() and load_state_dict(), optional
-        Every rank's own state is stored, and restored at the same world size.
+        The checkpoint stores each rank's own state; restore() needs the same world size for it.
     user_state : such an object, or a dict of plain values and tensors, optional
-        Rank 0's is stored; a dict is updated in place.
+        The checkpoint stores rank 0's. restore() updates a dict in place.
     keep_last, keep_every, keep_best : int, optional
-        What stays: that many of the newest; those whose step is a multiple; that many of the best metric. Without any of
-        them everything stays. The newest always does. Damaged checkpoints count for nothing, and what is no checkpoint alone in its
-        folder, or of a newer version, stays; so do, uncounted, those of later steps than the one that is saved (after
-        ``restore(step=...)``).
+        Retention keeps the newest `keep_last`, every step that is a multiple of `keep_every`, the `keep_best` best metrics, and
+        always the newest. With no rule it keeps everything. Rules count sound checkpoints of steps up to the one being saved.
+        Retention never removes a later step (after ``restore(step=...)``), a checkpoint of a newer version, or a folder that
+        holds anything else.
     best : {"min", "max"}
-        Which metric is better.
+        The better metric.
     snapshot : {"copy", "lazy"}
-        "copy": save() copies this rank's share of the state. "lazy": save() copies next to nothing; what is not written
-        yet when the optimizer steps is copied then. Parameters and optimizer state must change in optimizer.step() and in
-        full_parameters(writable=True) only; what else writes to them makes the save fail if it runs still, and else is warned of.
-        Of writes that torch does not count (`p.data`, `.numpy()`) those are seen that change one of these bytes of a tensor, in a
-        MiB not written yet: its first or last 64, or 64 at every 256 KiB. So what changes a whole tensor is seen, and what changes
-        a few values need not be: use "copy" then, or wait() before.
-        What is on a GPU is copied before save() returns in either form.
+        "copy": save() copies this rank's share of the state. "lazy": save() copies almost nothing; the next optimizer.step()
+        copies what is not written yet. Only optimizer.step() and full_parameters(writable=True) may then write to parameters
+        and optimizer state. Any other write fails a running save, and is logged after its end. A write that torch does not
+        count (`p.data`, `.numpy()`) is detected if it changes the first 64 bytes of a tensor, its last 64, or 64 at every
+        256 KiB. So writes to a whole tensor are detected; before a write to a few values call wait(), or use "copy".
+        In both forms save() copies GPU state before it returns.
     on_busy : {"wait", "skip", "raise"}
-        What save() does while the one before is being written. All ranks do alike.
+        The action of save() while the previous save is still being written; the same on all ranks.
     process_group : ProcessGroup, optional
         Default: the model's, else the default group, else this rank alone.
     max_file_bytes : int
-        Of tensors in one file.
+        Bytes of tensors in one file.
     threads : int
-        Writing threads a rank, in [1, 16].
+        Writing threads of each rank, in [1, 16].
     direct_io : bool
-        Write past the page cache where the file system allows it.
+        Bypass the page cache where the file system allows it.
     idle_io : bool
-        Write only while no other program uses the disk, where its I/O scheduler has priorities (bfq, cfq). A disk that is always busy
-        may keep such a save from its end until `timeout_s`.
+        Write only while no other program uses the disk, where its I/O scheduler has priorities (bfq, cfq). On a disk that is
+        always busy a save may not end before `timeout_s`.
     bandwidth_bytes_per_s : int
         Limit of this rank's writing; 0: none.
     verify : bool
-        restore() checks every block before it changes anything.
+        Make restore() check every block before it changes anything.
     timeout_s : float
-        Seconds from a save() until it is given up if some rank does not come.
+        Seconds after which a save() fails if a rank is missing.
 
     Notes
     -----
-    Collective, as are save(), restore(), wait() and close(). Over several hosts `directory` is one that all of them share.
-    One call at a time: a second thread, or a signal's handler in the midst of a call, gets a CheckpointError (`progress` is free).
-    The random generators of torch, Python, numpy and CUDA are stored a rank and restored at the same world size.
+    The constructor, save(), restore(), wait() and close() are collective. Ranks on several hosts need a shared `directory`.
+    A call from a second thread or a signal handler during another call raises CheckpointError; `progress` never does.
+    The random generators of torch, Python, numpy and CUDA are stored for each rank; restore() needs the same world size.
 
     Examples
     --------
@@ -177,12 +176,12 @@ class Checkpointer:
         self._on_busy = on_busy
         self._verify = verify
         self._closed = False
-        self._rejected: set[str] = set()  # nonces of what restore() has found damaged
+        self._rejected: set[str] = set()  # nonces of checkpoints that restore() found damaged
         self._warned: set[str] = set()
         self._call = OneCall()
         self._lock: DirectoryLock | None = None
-        self._read_only = ""  # why nothing can be saved
-        self._every: int | None = None  # of the first save(), which all ranks agree on
+        self._read_only = ""  # the reason why nothing can be saved
+        self._every: int | None = None  # `every` of the first save(), equal on all ranks
         self._hooks: list[Any] = []
         self._take_directory()
         try:
@@ -206,7 +205,7 @@ class Checkpointer:
         _register_exit()
 
     def _warm_staging(self) -> None:
-        """Prepare for the model now, and for the optimizer's state once it is there: after its first step."""
+        """Allocate staging for the model now, and for the optimizer's state after the first step."""
         if self._read_only:
             return
         optimizer = stepping_optimizer(self._training.optimizer)
@@ -214,11 +213,11 @@ class Checkpointer:
         if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
             with contextlib.suppress(
                 TypeError
-            ):  # a class that keeps its hooks in a plain dict: the first save touches staging
+            ):  # an optimizer with hooks in a plain dict: the first save allocates staging
                 self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
     def _take_directory(self) -> None:
-        """The directory is rank 0's to make and to lock; every rank hears of a refusal. A directory that may only be read is taken."""
+        """Create and lock the directory on rank 0; raise a failure on all ranks. Accept a read-only directory."""
         refusal, code, is_readable = "", None, False
         if self._peers.rank == 0:
             try:
@@ -245,25 +244,25 @@ class Checkpointer:
     # saving -----------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, every: int = 1, metric: float | None = None) -> bool:
-        """Saves after step `step`, counted from 0, is complete, if `step + 1` is a multiple of `every`.
+        """Save the state after step `step`, counted from 0, if `step + 1` is a multiple of `every`.
 
         Parameters
         ----------
         step : int
-            The folder is called after `step + 1`, the count of completed steps.
+            The folder is named after `step + 1`, the count of completed steps.
         every : int
         metric : float, optional
-            What keep_best compares. Finite.
+            A finite value for keep_best.
 
         Returns
         -------
         bool
-            Whether a save was begun. It is durable only after a later wait(), save() or close() returned.
+            True if a save began. It is durable once a later wait(), save() or close() returned.
 
         Raises
         ------
         CheckpointError
-            The save before this one failed, on whatever rank (this one is then not begun); or this one cannot begin.
+            The previous save failed on some rank, and this one did not begin; or this one cannot begin.
         """
         with self._call.of("save()"):
             return self._save(step, every, metric)
@@ -280,7 +279,7 @@ class Checkpointer:
             refusal = error
         if self._every is None:
             self._agree_on_first(every, refusal)
-        if refusal is not None and every != 1:  # whether the others save now is not known
+        if refusal is not None and every != 1:  # without `step` this rank cannot tell if its peers save now
             raise refusal
         if refusal is None and (step + 1) % every:
             return False
@@ -291,14 +290,14 @@ class Checkpointer:
                 raise CheckpointError(f"step {step + 1} was not saved: the save before it is still being written")
             return False
         self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
-        if not _is_finite(metric):  # it may be one rank's alone: the others do begin
+        if not _is_finite(metric):  # the metric of a peer may be finite: that rank begins
             self._writer.skip(f"metric must be finite, got {metric!r}")
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
 
     def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
-        """That the first call is the same on all ranks: with another `every` some would wait for others that train on."""
+        """Check that `every` of the first call is equal on all ranks: otherwise some wait for ranks that train on."""
 
         def check() -> dict[str, Any]:
             if refusal is not None:
@@ -309,8 +308,9 @@ class Checkpointer:
         self._every = every
 
     def _settle(self, what: str, refusal: Exception | None = None) -> None:
-        """Wait as wait() does, and raise on all ranks what some have heard, or `refusal`, or that ranks come here for other calls. A rank
-        that could not begin has raised its part at that save, and would begin the next one while the others do not. Collective."""
+        """Wait for the previous save. Raise its failure, or `refusal`, or a mismatch of calls, on all ranks. Collective.
+
+        A rank that could not begin has raised at that save already: without this exchange it would begin the next one alone."""
         failure: Exception | None = None
         try:
             self._wait()
@@ -321,7 +321,7 @@ class Checkpointer:
             failure, told = refusal, f"rank {self._peers.rank}: {refusal}"
         try:
             heard = self._peers.exchange([told, what], "how the save before ended")
-        except Error:  # a rank died, or came with something else
+        except Error:  # a rank died, or made another collective call
             if failure is None:
                 raise
             heard = []
@@ -357,14 +357,14 @@ class Checkpointer:
         )
 
     def _to_retire(self, new: Kept) -> list[str]:
-        """Paths that go once `new` is durable."""
-        same = (new.path, new.path + REPLACED)  # which the commit replaces
+        """Return the paths to remove once `new` is durable."""
+        same = (new.path, new.path + REPLACED)  # the commit replaces them
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
         kept = list_checkpoints(self.directory, look=has_rules)
         kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self._rejected else k for k in kept]
-        kept = [k for k in kept if k.step <= new.step]  # a rollback to an older one does not say that the newer ones go
+        kept = [k for k in kept if k.step <= new.step]  # a rollback keeps later steps
         goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)  # type: ignore[arg-type]
-        # in this order: without its successor, what was replaced is a checkpoint again
+        # replaced folders first: once its successor is gone, a replaced folder counts as a checkpoint again
         paths = [path for path in replaced_ones(self.directory) if path not in same]
         paths += [k.path for k in goes if k.path != new.path]
         return [path for path in paths if self._is_removable(path)]
@@ -375,17 +375,17 @@ class Checkpointer:
         except CheckpointError as error:
             if path not in self._warned:
                 self._warned.add(path)
-                logger.warning("a checkpoint that no rule keeps stays: %s", error)
+                logger.warning("retention cannot remove a checkpoint: %s", error)
             return False
         return True
 
     def wait(self) -> None:
-        """Returns when the save under way is durable.
+        """Wait until the running save is durable.
 
         Raises
         ------
         CheckpointError
-            It failed, on whatever rank: the same sentence on every rank, once. `errno` where the system refused something.
+            The save failed on some rank. All ranks raise the same sentence, once; `errno` is the system's error, if it has one.
         """
         with self._call.of("wait()"):
             self._wait()
@@ -396,31 +396,32 @@ class Checkpointer:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Return counts of this rank's part: bytes_total, bytes_written, staging_bytes (memory held), direct_bytes, device_bytes (came down from a GPU, in all saves), busy. No communication."""
+        """Return counts of this rank, without communication: bytes_total, bytes_written, staging_bytes (memory held),
+        direct_bytes, device_bytes (copied from a GPU in all saves), busy."""
         self._check_open()
         return self._writer.progress()
 
     # restoring --------------------------------------------------------------------------------------------------------
 
     def restore(self, step: int | None = None) -> int:
-        """Fills everything from the newest checkpoint that every rank finds whole.
+        """Restore everything from the newest checkpoint that every rank finds sound.
 
         Parameters
         ----------
         step : int, optional
-            Take the checkpoint of that many completed steps, and no other. Newer ones stay, abandoned: a later restore() takes
-            one of them only if nothing else can be read, or if it is asked for by its step.
+            Restore the checkpoint of that many completed steps, and no other. Later checkpoints stay, marked as abandoned:
+            restore() takes one of them only if its step is asked for, or if no other can be read.
 
         Returns
         -------
         int
-            The count of completed steps, which is the next step to run; 0 if there is no checkpoint.
+            The count of completed steps, which is the number of the next step; 0 if there is no checkpoint.
 
         Raises
         ------
         CheckpointError
-            On every rank: there are checkpoints, and none can be read; or the newest sound one is of another model, or of a newer
-            version than this program reads; or there is none of `step`.
+            On every rank: no checkpoint can be read, or none has `step`; or the newest sound one has another model or a format
+            newer than this program's.
         """
         with self._call.of("restore()"):
             return self._restore(step)
@@ -453,7 +454,7 @@ class Checkpointer:
                 if not self._read_only:
                     self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
-            logger.warning("checkpoint passed over: %s", why)
+            logger.warning("restore() passes over a checkpoint: %s", why)
             refusals.append(why)
             self._reject(path)
         if refusals:
@@ -465,7 +466,7 @@ class Checkpointer:
         return 0
 
     def _go_on_from(self, chosen: Kept) -> None:
-        """Later checkpoints are abandoned, as far as the directory can hold a note of it. Collective."""
+        """Mark later checkpoints as abandoned, if the directory is writable. Collective."""
 
         def note() -> None:
             if self._peers.rank == 0 and self._lock is not None:
@@ -474,8 +475,7 @@ class Checkpointer:
         self._peers.together(note, f"rollback to step {chosen.step}")
 
     def _list(self, *, is_preference: bool = False) -> list[tuple[int, str]]:
-        """(step, path) of the folders that claim to be checkpoints, as rank 0 sees them: oldest first, or the one last that restore()
-        prefers."""
+        """Return rank 0's list of (step, path) of folders with a manifest: oldest first, or in order of preference, best last."""
         listed: list[tuple[int, str]] = []
         refusal, code = "", None
         if self._peers.rank == 0:
@@ -492,21 +492,20 @@ class Checkpointer:
         return [(step, path) for step, path in listed]
 
     def _reject(self, path: str) -> None:
-        """Retention counts it no more: some rank has found it damaged."""
+        """Record that some rank found `path` damaged: retention no longer counts it."""
         if self._peers.rank == 0:
-            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # then the manifest says so itself
+            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # retention finds a bad manifest by itself
                 self._rejected.add(CheckpointFolder(path).nonce)
 
     def steps(self) -> list[int]:
-        """Completed steps of the checkpoints in the directory, oldest first; those of saves that are durable. None is read but its
-        name. Collective."""
+        """Return the completed steps of the durable checkpoints in the directory, oldest first. Reads names only. Collective."""
         with self._call.of("steps()"):
             self._check_open()
             return [step for step, _ in self._list()]
 
     @property
     def latest(self) -> int | None:
-        """The last of steps(), or None. Collective."""
+        """Return the last of steps(), or None. Collective."""
         steps = self.steps()
         return steps[-1] if steps else None
 
@@ -517,13 +516,7 @@ class Checkpointer:
             raise CheckpointError("this Checkpointer was closed: make a new one")
 
     def close(self) -> None:
-        """Waits for the save under way, and lets go of the directory. Idempotent.
-
-        Raises
-        ------
-        CheckpointError
-            As wait().
-        """
+        """Wait for the running save and release the directory. Idempotent. Raise what wait() raises."""
         with self._call.of("close()", waits=True):
             self._close(self._writer.wait)
 
@@ -549,7 +542,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        try:  # the error on its way out is the one to hear of; the other ranks may not be here
+        try:  # the block's own error goes on, and other ranks may not come here: wait alone
             with self._call.of("close()", waits=True):
                 self._close(self._writer.wait_alone)
         except CheckpointError as failure:
@@ -572,12 +565,12 @@ def _lock_directory(directory: str) -> DirectoryLock:
 
 
 def live_checkpointers() -> list[Checkpointer]:
-    """Those of this process that are open."""
+    """Return the open Checkpointers of this process."""
     return [each for each in _live if not each._closed]
 
 
 def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
-    """A hook of a step that is called once."""
+    """Return a step hook that warms staging once and removes itself."""
 
     def warm(*_: Any) -> None:
         alive = checkpointer()
@@ -589,7 +582,7 @@ def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
 
 
 def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:
-    """Handles of what calls `protect` before each step of an optimizer, and before the engine writes otherwise."""
+    """Register `protect` before each optimizer step and before each other write of the engine. Return the hooks' handles."""
     wrapped = wrapper_of(model)
     replica = None if wrapped is None else wrapped._replica
     engine = [] if replica is None else [replica.register_before_writes(protect)]
@@ -609,7 +602,7 @@ def _protector(writer: Writer) -> Any:
 
 @functools.cache
 def _register_exit() -> None:
-    """After the communicators': functions of exit run in reverse, and a save needs its peers until the verdict."""
+    """Register after the communicators' exit function: atexit runs in reverse, and a save needs its peers until the verdict."""
     atexit.register(_finish_all)
 
 
@@ -623,7 +616,7 @@ def _finish_all() -> None:
 
 
 def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
-    """Bring to its end what was begun, once the Checkpointer is gone."""
+    """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() != pid:
         return
     try:
@@ -643,7 +636,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def _is_finite(metric: Any) -> bool:
     try:
         return metric is None or math.isfinite(metric)
-    except Exception:  # no number, or one beyond floats
+    except Exception:  # not a number, or too large for a float
         return False
 
 

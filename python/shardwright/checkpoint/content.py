@@ -1,6 +1,6 @@
-"""The content of a training: the tensors and texts that make a checkpoint. Nothing here touches the disk.
+"""The tensors and texts that make a checkpoint. Nothing here touches the disk.
 
-Shared content is known to every rank: model, optimizer, and a line and rows of each rank's own. Rank 0 adds what it alone knows of.
+Every rank knows the shared content: model, optimizer, and one line and rows for each rank's own state. Rank 0 adds its own.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from .slices import Boxes, Sliced, check_placements, is_dtensor, slice_of_dtenso
 
 #: (source, begin, nbytes, address, eager, on_device)
 Source = tuple[int, int, int, int, bool, bool]
-#: how a source is held (csrc/checkpoint/plan.h)
+#: which ranks hold a source: all with equal values, all with rank 0's to be written, or each a part (csrc/checkpoint/plan.h)
 BY_ALL, BY_FIRST, IN_PARTS = 0, 1, 2
-#: what CheckpointPlan takes
+#: arguments of CheckpointPlan: groups of tensors, and texts
 Entries = tuple[list[tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]], list[tuple[str, int, int]]]
 MODEL_METADATA = {"format": "pt"}
 
 
 @dataclasses.dataclass
 class Group:
-    """Tensors that become one list of safetensors files, in order.
+    """Tensors that become one series of safetensors files, in order.
 
-    `eager`: names that must be copied at the snapshot whatever its form, because more than the optimizer writes them. `first`: names of
-    what ranks may hold with other values: rank 0's count.
+    Attributes
+    ----------
+    eager : names that every form of snapshot copies at once, because code outside the optimizer writes to them.
+    first : names of tensors that may differ between ranks. The file holds rank 0's.
     """
 
     stem: str
@@ -65,18 +67,18 @@ class Group:
 
 @dataclasses.dataclass
 class Content:
-    """Groups and texts, and the plan over them.
+    """Groups and texts of one save.
 
     Attributes
     ----------
     staging : DeviceStaging
-        What is on a GPU is a source there as far as this takes it.
+        The reader of tensors on a GPU; it copies those that it cannot read in place.
     texts : dict of str to bytes
-        Files that every rank has whole.
+        Files that every rank holds whole.
     lines : dict of str to (int, int, bytes)
-        Files of which each rank has a part: bytes in all, where the part begins, the part.
+        Files in parts: bytes of the file, first byte of this rank's part, the part.
     held : list
-        What the sources' addresses point into: keep it until the snapshot is taken.
+        The memory that addresses of sources point into. Keep it until the snapshot is taken.
     """
 
     groups: list[Group]
@@ -86,7 +88,7 @@ class Content:
     held: list[Any] = dataclasses.field(default_factory=list)
 
     def entries(self) -> Entries:
-        """Return what decides the plan: equal entries, equal plans."""
+        """Return the arguments of the plan: equal entries give equal plans."""
         texts = [(path, len(text), BY_ALL) for path, text in self.texts.items()]
         texts += [(path, nbytes, IN_PARTS) for path, (nbytes, _, _) in self.lines.items()]
         return [group.plan_entry() for group in self.groups], texts
@@ -95,7 +97,7 @@ class Content:
         return CheckpointPlan(*self.entries())
 
     def slice_tensors(self, boxes: Boxes) -> None:
-        """Sliced in the place of every DTensor."""
+        """Replace every DTensor by a Sliced."""
         for group in self.groups:
             for name, tensor in group.tensors.items():
                 if is_dtensor(tensor):
@@ -103,8 +105,8 @@ class Content:
                     group.tensors[name] = slice_of_dtensor(tensor, boxes, stays=self.staging.takes)
 
     def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
-        """Return what this rank writes from, ascending: of what all ranks hold, the tensors and texts whose numbers are in `needed` (None: all);
-        of what is held in parts, the parts that are this rank's turn."""
+        """Return this rank's sources in ascending order: of content that all ranks hold, the numbers in `needed` (None: all);
+        of content in parts, the parts that this rank has to write."""
         wanted = None if needed is None else set(needed)
         found: list[Source] = []
         number = -1
@@ -139,7 +141,7 @@ class Content:
         return memory.data_ptr()
 
     def _parts(self, tensor: Sliced) -> Iterator[tuple[int, int, int, bool]]:
-        """(first byte in the whole, bytes, address, whether it is on the GPU), of each part."""
+        """Yield (first byte in the whole tensor, bytes, address, is on the GPU) of each part."""
         for first, memory in tensor.parts:
             if not memory.numel():
                 continue
@@ -153,8 +155,8 @@ class Content:
 
 
 def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
-    """model*.safetensors: parameters, then buffers; a tied name stands in the metadata."""
-    metadata = MODEL_METADATA | found.tied | MODEL_METADATA  # which is not to be lost to a tied name 'format'
+    """Return the group of model*.safetensors: parameters, then buffers. The metadata maps each tied name to its tensor."""
+    metadata = MODEL_METADATA | found.tied | MODEL_METADATA  # a tied name 'format' must not replace the entry
     buffers = frozenset(found.buffers)
     return Group("model", found.all(), metadata, max_file_bytes=max_file_bytes, eager=buffers, first=buffers)
 
@@ -162,9 +164,9 @@ def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
 def optimizer_content(
     optimizer: Any, found: ModelTensors, max_file_bytes: int, states: Mapping[Any, Mapping[str, Any]] | None = None
 ) -> tuple[Group, dict[str, Any]]:
-    """optimizer-*.safetensors and the tree of optimizer.json, of the optimizer's own state or of `states`.
+    """Return the group of optimizer-*.safetensors and the tree of optimizer.json, from `states` or the optimizer's own state.
 
-    Tensors are named `<state key>.<parameter>`; a parameter that the model does not have, `param_groups.<group>.<index>`.
+    Tensors are named `<state key>.<parameter>`. A parameter outside the model is named `param_groups.<group>.<index>`.
     """
     names = parameter_names(optimizer, found)
     whole = optimizer.state if states is None else states
@@ -175,14 +177,14 @@ def optimizer_content(
         encoded = tree.encode(options, f"param_groups.{number}", tensors)
         if "$dict" in encoded:
             raise CheckpointError(
-                f"param_groups.{number} has an option whose name is no string, or begins with '$': not savable"
+                f"param_groups.{number} has an option whose name is not a string or begins with '$': not savable"
             )
         groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
     further = further_state(optimizer)
     body: dict[str, Any] = {"groups": groups}
     if further:
         body["further"] = {key: tree.encode(value, f"further.{key}", tensors) for key, value in further.items()}
-    eager = frozenset(tensors)  # a scheduler writes them at its own time
+    eager = frozenset(tensors)  # a scheduler writes to them outside the optimizer's step
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
         values = whole.get(parameter, {})
@@ -195,7 +197,7 @@ def optimizer_content(
     stray = [key for key in whole if id(key) not in known]
     if stray:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are none of its parameters: not savable"
+            f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are not its parameters: not savable"
         )
     body["state"] = state
     group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
@@ -204,12 +206,12 @@ def optimizer_content(
 
 
 def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
-    """The number of each parameter in torch's state dicts."""
+    """Map the numbers that torch's state dicts use to parameters."""
     return dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
 
 
 def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, Any]) -> Any:
-    """Encode as tree.encode() does, with the parameter's name at the end: exp_avg.layer.weight."""
+    """Encode as tree.encode() does, with names of tensors that end in the parameter's: exp_avg.layer.weight."""
     if isinstance(value, Sliced):
         _add(f"{key}.{parameter}", value, tensors)
         return {"$tensor": f"{key}.{parameter}"}
@@ -238,7 +240,7 @@ def _with_suffix(node: Any, suffix: str) -> Any:
 
 
 def parameter_names(optimizer: Any, found: ModelTensors) -> dict[int, str]:
-    """id(parameter) -> name, of all the optimizer's parameters."""
+    """Map id(parameter) to its name, for all parameters of the optimizer."""
     known = {id(tensor): name for name, tensor in found.parameters.items()}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -247,7 +249,7 @@ def parameter_names(optimizer: Any, found: ModelTensors) -> dict[int, str]:
 
 
 def ordered_parameters(optimizer: Any, names: Mapping[int, str], found: ModelTensors) -> list[tuple[torch.Tensor, str]]:
-    """The optimizer's parameters with their names, in the model's order, then those that the model does not have."""
+    """Return the optimizer's parameters and their names in the model's order; those outside the model come last."""
     place = {name: index for index, name in enumerate(found.parameters)}
     pairs = [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
     return sorted(pairs, key=lambda pair: place.get(pair[1], len(place)))
@@ -257,7 +259,7 @@ def ordered_parameters(optimizer: Any, names: Mapping[int, str], found: ModelTen
 
 
 def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Every random generator of this process, as a tree."""
+    """Return the states of this process's random generators as a tree."""
     numpy = sys.modules.get("numpy")
     states = {
         "python": random.getstate(),
@@ -269,7 +271,7 @@ def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def set_random_state(states: Mapping[str, Any]) -> None:
-    """The inverse of random_state(), of a decoded tree."""
+    """Set the random generators from a decoded tree of random_state()."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if states.get("numpy") is not None:
@@ -277,12 +279,12 @@ def set_random_state(states: Mapping[str, Any]) -> None:
 
         numpy.random.set_state(states["numpy"])
     if states.get("cuda") is not None and torch.cuda.is_available():
-        for device, state in zip(range(torch.cuda.device_count()), states["cuda"]):  # there may be fewer here
+        for device, state in zip(range(torch.cuda.device_count()), states["cuda"]):  # this process may have fewer GPUs
             torch.cuda.set_rng_state(state, device)
 
 
 def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state of an object with state_dict(), of a list, tuple or dict of such, or a dict of plain values."""
+    """Encode the state of an object with state_dict(), of a list, tuple or dict of such, or a dict of plain values."""
     if value is None:
         return None
     if hasattr(value, "state_dict"):
@@ -298,12 +300,12 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
         }
         return tree.mapping(nodes, name, tensors)
     raise CheckpointError(
-        f"{name} is a {type(value).__name__}: it needs state_dict() and load_state_dict(), or to be a dict of plain values"
+        f"{name} is a {type(value).__name__}: give an object with state_dict() and load_state_dict(), or a dict of plain values"
     )
 
 
 def holds_shards(value: Any) -> bool:
-    """Return whether a stateful value has DTensors, of which each rank holds a part. No state_dict() is asked for but modules'."""
+    """Return whether a stateful value has DTensors, without calling state_dict(): modules are searched directly."""
     if isinstance(value, torch.nn.Module):
         return any(map(is_dtensor, (*value.parameters(), *value.buffers())))
     if isinstance(value, Mapping):
@@ -314,14 +316,14 @@ def holds_shards(value: Any) -> bool:
 
 
 def load_stateful(value: Any, state: Any, name: str) -> None:
-    """Gives `value` the (decoded) state that stateful_tree() took."""
+    """Load a decoded state of stateful_tree() into `value`."""
     if value is None or state is None:
         return
     if hasattr(value, "load_state_dict"):
         value.load_state_dict(_with_counters(value, state))
     elif isinstance(value, (list, tuple)):
         if len(value) != len(state):
-            raise CheckpointError(f"{name}: the checkpoint holds {len(state)} of them, this program has {len(value)}")
+            raise CheckpointError(f"{name}: the checkpoint holds {len(state)} objects, this program has {len(value)}")
         for index, (item, item_state) in enumerate(zip(value, state)):
             load_stateful(item, item_state, f"{name}.{index}")
     else:
@@ -333,7 +335,7 @@ def load_stateful(value: Any, state: Any, name: str) -> None:
 
 
 def _with_counters(value: Any, state: Any) -> Any:
-    """`state`, with a Counter where the object has one: a scheduler with milestones asks it for its elements."""
+    """Return `state` with a Counter where the object has one: schedulers with milestones call its methods."""
     live = getattr(value, "__dict__", {})
     if not isinstance(state, dict):
         return state

@@ -1,8 +1,8 @@
-"""Checkpoints of this format through torch.distributed.checkpoint: dcp.save, dcp.async_save and dcp.load.
+"""StorageWriter and StorageReader: this format for torch.distributed.checkpoint's save, async_save and load.
 
-torch plans which rank writes which box of which tensor, and carries the results to its coordinator; here each box becomes ranges of
-our files. Two ranks may write into one block: each reports a tally of its part (csrc/checkpoint/tally.h), and the coordinator joins
-them, so nothing is exchanged and no process group is touched. Writing and the commit are the engine's.
+torch plans which rank writes which box of a tensor, and sends the results to its coordinator. This file maps each box to ranges
+of our files. Two ranks may write into one block: each reports a tally of its part (csrc/checkpoint/tally.h), and the
+coordinator joins them. The ranks need no exchange and no process group. The engine writes and commits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .stored import Stored, stored_tensors
 
 _BLOCK_BYTES = 1 << 20
 _READERS = 2
-#: where a tensor begins: its file, the first byte there, and of the file its bytes and its first block
+#: the place of a tensor: file, first byte in it, bytes of the file, first block of the file
 Place = tuple[str, int, int, int]
 
 
@@ -63,7 +63,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 def _each_tensor(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with its tensors replaced; the same dicts, lists and tuples around them."""
+    """Return `value` with function(tensor) in place of each tensor, inside dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -74,32 +74,29 @@ def _each_tensor(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
-    """Writes what dcp.save or dcp.async_save is given as a checkpoint of this format.
+    """A storage writer for dcp.save and dcp.async_save that makes a checkpoint of this format.
 
     Parameters
     ----------
     path : path-like
-        The folder. What killed saves to it have left is removed.
+        The folder. The writer removes left-overs of killed saves to it.
     model : str or None
-        The key of the state dict under which the model's tensors are; they become model.safetensors. None: all tensors are
-        the model's.
+        The key of the model's tensors in the state dict; they become model.safetensors. None: all tensors are the model's.
     optimizer : str
-        The key of the optimizer's state as get_optimizer_state_dict() gives it.
+        The key of the optimizer's state, in the form of get_optimizer_state_dict().
     step : int
         Completed steps, for the manifest.
     max_file_bytes : int
         As in save().
     overwrite : bool
-        Whether a checkpoint at `path` is replaced once the new one is durable, in one step where the file system can exchange names.
-        Only an empty folder or a checkpoint alone in its folder is ever replaced, and none of a newer version: else, and with False
-        if anything is there, a CheckpointError (torch's CheckpointException around it).
+        As in save(). Where save() refuses, torch raises its CheckpointException around our CheckpointError.
     cache_staged_state_dict, type_check : bool
         As in torch's BlockingAsyncStager: this object stages for async_save.
 
     Notes
     -----
-    Everything else of the state dict is stored in state.json and state.safetensors, and `load` returns it as `extra`.
-    Objects are stored as trees of plain values (docs/format.md), never pickled: another object is a CheckpointError.
+    All other entries of the state dict go to state.json and state.safetensors, and `load` returns them as `extra`.
+    Objects are stored as trees of plain values (docs/format.md), never pickled. Any other object raises CheckpointError.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         self._layout: _Layout | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of `state_dict` in memory of its own: before torch 2.5 tensors on the CPU would be the caller's still."""
+        """Return a copy of `state_dict`. Before torch 2.5, super() returns the caller's own CPU tensors."""
         live: set[int] = set()
         _each_tensor(state_dict, lambda tensor: live.add(_storage_of(tensor)))
         with torch.no_grad():
@@ -139,10 +136,10 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
             self.checkpoint_id = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._layout = None  # of a save that failed on another rank: its folder goes with it
+        self._layout = None  # drops the layout and the folder of a save that failed on another rank
         self._replaces = CheckpointFolder.identity(self._folder()) if is_coordinator else ""
         refusal = why_not_there(self._folder(), self._overwrite) if is_coordinator else ""
-        if refusal:  # on all ranks: torch tells the others
+        if refusal:  # torch raises it on all ranks
             raise CheckpointError(refusal)
 
     def _folder(self) -> str:
@@ -159,7 +156,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The coordinator: every file, allocated, with its header; every rank is told where its boxes go."""
+        """Allocate every file with its header on the coordinator; return plans with the places of all boxes."""
         self._layout = _Layout(self._folder(), plans, self._keys, self._max_file_bytes)
         self._layout.create()
         weakref.finalize(self._layout, _remove, self._layout.partial, self._layout.lock, os.getpid())
@@ -176,7 +173,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                     node = tree.encode(_object(planner, item), item.index.fqn, tensors := {})
                     if tensors:
                         raise CheckpointError(
-                            f"'{item.index.fqn}' holds tensors or arrays that torch did not name apart"
+                            f"'{item.index.fqn}' holds tensors or arrays that torch did not plan separately"
                         )
                     results.append(WriteResult(item.index, 0, node))
                     continue
@@ -192,7 +189,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 ranges = [(begin + first, nbytes) for first, nbytes in ranges]
                 results.append(WriteResult(item.index, memory.nbytes, _write(path, of_file, ranges, memory)))
                 written.add(path)
-                del memory, tensor  # it may be a copy: one at a time
+                del memory, tensor  # frees a possible copy before the next one
             for path in sorted(written):
                 CheckpointPlan.sync(path)
         except BaseException:
@@ -203,7 +200,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The coordinator: checksums of whole blocks, what is no tensor, and the commit."""
+        """Join the tallies, write the objects and commit, on the coordinator."""
         assert self._layout is not None
         tallies: list[bytes] = []
         objects: dict[str, Any] = {}
@@ -217,16 +214,16 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
 
 class StorageReader(TorchStorageReader):
-    """Reads a checkpoint of this format for dcp.load, of any writer, at any world size and any sharding.
+    """A storage reader for dcp.load: reads checkpoints of this format, of any writer, at any world size and sharding.
 
     Parameters
     ----------
     path : path-like
     model, optimizer : str or None
-        The keys of the state dict for a folder that save() or a Checkpointer wrote, as in StorageWriter.
+        As in StorageWriter: the keys of the state dict, for a folder that save() or a Checkpointer wrote.
     verify : bool
-        Check every block that this rank will read before any tensor is written; torch then raises on every rank. What is
-        read is checked in any case.
+        Check every block that this rank will read before any tensor changes; torch then raises on every rank. False: check
+        each block as it is read.
     """
 
     def __init__(
@@ -331,11 +328,11 @@ class StorageReader(TorchStorageReader):
         return future
 
 
-# where things go --------------------------------------------------------------------------------------------------------
+# layout ---------------------------------------------------------------------------------------------------------------
 
 
 class _Layout:
-    """The files of a save that torch has planned. The coordinator's."""
+    """The files of a save that torch has planned, on the coordinator."""
 
     def __init__(
         self, folder: str, plans: Sequence[SavePlan], keys: tuple[str | None, str], max_file_bytes: int
@@ -378,7 +375,7 @@ class _Layout:
         return CheckpointPlan([g.plan_entry() for g in self._groups], [(p, len(t), IN_PARTS) for p, t in texts.items()])
 
     def _place(self, name: str) -> tuple[str, str]:
-        """(group, name in the file) of a tensor."""
+        """Return (group, name in the file) of a tensor."""
         model, optimizer = self._keys
         path = list(self._paths.get(name, (name,)))
         if path[:2] == [optimizer, "state"] and len(path) == 4:
@@ -388,7 +385,7 @@ class _Layout:
         return "state", name
 
     def create(self) -> None:
-        """The folder with every file of tensors, as large as it will be, and its header."""
+        """Create the partial folder with every file of tensors, at full size and with its header."""
         CheckpointFolder.make(os.path.dirname(self.folder))
         for path in of_saves(*os.path.split(self.folder)):
             shutil.rmtree(path, ignore_errors=True)
@@ -403,7 +400,7 @@ class _Layout:
     def commit(
         self, tallies: list[bytes], objects: Mapping[str, Any], step: int, world_size: int, replaces: str
     ) -> None:
-        """`tallies`: of what ranks have written."""
+        """Write the texts and rename the partial folder. `tallies`: the ranks' reports of the bytes they wrote."""
         texts = {"state.json": tree.dumps(self._state(objects, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
@@ -441,7 +438,7 @@ class _Layout:
         return self._paths.get(name, (name,))
 
     def _optimizer(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """The tree of optimizer.json, from the flat names of torch's optimizer state."""
+        """Return the tree of optimizer.json, from the flat names of torch's optimizer state."""
         groups: dict[int, dict[str, Any]] = collections.defaultdict(dict)
         state: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         for name in self._paths:
@@ -458,7 +455,7 @@ class _Layout:
 
 
 def _remove(partial: str, lock: PartialLock | None, pid: int) -> None:
-    """Remove the rest of a save that came to no end: torch does not tell of those. After a commit there is nothing of that name."""
+    """Remove the partial folder of an unfinished save, which torch does not report. A committed save has none."""
     if os.getpid() == pid:
         if lock is not None:
             lock.release()
@@ -466,7 +463,7 @@ def _remove(partial: str, lock: PartialLock | None, pid: int) -> None:
 
 
 def _write(path: str, of_file: Sequence[int], ranges: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
-    """`memory` to ranges of a file of a plan; what was written, for its commit(). `of_file`: its bytes, and its first block."""
+    """Write `memory` to ranges of a file and return the tally for commit(). `of_file`: bytes and first block of the file."""
     nbytes, first_block = of_file
     return CheckpointPlan.write(path, nbytes, first_block, ranges, memory.data_ptr())
 
@@ -474,7 +471,7 @@ def _write(path: str, of_file: Sequence[int], ranges: list[tuple[int, int]], mem
 def _ranges(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
 ) -> list[tuple[int, int]]:
-    """(first byte, bytes) of a box."""
+    """Return (first byte, bytes) of each run of a box."""
     return [(first * dtype.itemsize, numel * dtype.itemsize) for first, numel in box_ranges(shape, offsets, sizes)]
 
 
@@ -492,7 +489,7 @@ def _object(planner: SavePlanner, item: Any) -> Any:
 
 
 def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """Return what torch calls the tensors and objects of a folder."""
+    """Return the tensors and objects of a folder by torch's names."""
     state = tree.loads(folder.read_bytes("state.json"))
     stored = {stem: stored_tensors(folder, stem) for stem in ("model", "optimizer", "state")}
     known = state.get("dcp")

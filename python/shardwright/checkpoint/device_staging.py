@@ -1,4 +1,4 @@
-"""State on a GPU on its way into a checkpoint: read where it lies, through pinned memory, in the order of torch's stream.
+"""Staging of GPU state: saves read it in place through pinned memory, in order with torch's stream.
 
 See csrc/checkpoint/device_stage.h.
 """
@@ -14,19 +14,19 @@ from ..layout.memory import has_memory
 from ..torch_compat import cuda
 from .names import plain, real
 
-#: of each of three slots
+#: size of each of three pinned slots
 SLOT_BYTES = 8 << 20
 
 
 class DeviceStaging:
-    """The way down for one rank's saves, from the first GPU that it meets. Torch copies what is on others."""
+    """Device-to-host staging for one rank's saves, from the first GPU that holds its state. Torch copies from other GPUs."""
 
     def __init__(self) -> None:
         self._stage: DeviceStage | None = None
         self._ordinal = -1
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Return whether a save can read the tensor's memory where it lies on the GPU."""
+        """Return whether a save can read the tensor's GPU memory in place."""
         if not cuda.runtime.stages(tensor):
             return False
         if self._stage is None:
@@ -35,14 +35,14 @@ class DeviceStaging:
         return bool(self._ordinal == cuda.runtime.ordinal(tensor))
 
     def memory_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """(a real, row-major tensor with the values of `tensor`, whether it is on the GPU and not on the CPU)."""
+        """Return (a real, row-major tensor with the values of `tensor`, whether it is on the GPU)."""
         found = real(tensor)
         if has_memory(found) and found.is_contiguous() and self.takes(found):
             return found, True
         return plain(tensor), False
 
     def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Return a checksum of the bytes of each. Those on the GPU come down together, once."""
+        """Return the CRC-32C of each tensor's bytes. One copy brings down all tensors on the GPU."""
         found = {name: self.memory_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
         flat = [memory.reshape(-1).view(torch.uint8) for memory, on_gpu in found.values() if on_gpu]
         together = iter(torch.cat(flat).cpu().split([each.numel() for each in flat]) if flat else ())
@@ -53,13 +53,13 @@ class DeviceStaging:
         return sums
 
     def for_saver(self) -> tuple[DeviceStage, int] | None:
-        """Return what CheckpointSaver.begin() takes."""
+        """Return the `device` argument of CheckpointSaver.begin(): stage and stream, or None."""
         return None if self._stage is None else (self._stage, cuda.runtime.current_stream(self._ordinal))
 
     def stats(self) -> dict[str, int]:
-        """batches, bytes_down, host_waits and pinned_bytes."""
+        """Return the counts batches, bytes_down, host_waits and pinned_bytes."""
         return {} if self._stage is None else self._stage.stats()
 
     def close(self) -> None:
-        """Gives the pinned memory back."""
+        """Free the pinned memory."""
         self._stage = None

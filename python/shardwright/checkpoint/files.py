@@ -1,4 +1,4 @@
-"""save and load: one checkpoint at a path, written and read before the call returns."""
+"""save() and load(): write or read one checkpoint at a path before the call returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .retention import REPLACED
 from .writing import Training, Writer
 
 MAX_FILE_BYTES = 5_000_000_000
-#: also as a pathlib.Path, which drops the second slash
+#: an address with a scheme; one slash is enough, since pathlib.Path drops the second
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -33,39 +33,39 @@ def save(
     timeout_s: float = 1800.0,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint to the new folder `path`, durable when this returns.
+    """Write a checkpoint to the new folder `path`. It is durable when the call returns.
 
     Parameters
     ----------
     path : path-like
-        Must not exist, nor `path`.replaced, which is where readers look for it if nothing is there; its parent folders are made. What
-        killed saves to it have left is removed.
+        A path that does not exist, and neither does `path`.replaced, which readers try next. save() creates its parent folders
+        and removes the left-overs of killed saves to it.
     module : Module
-        Plain, or wrapped by torch or by shardwright: names in the checkpoint are the bare model's.
+        Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model.
     optimizer : Optimizer, optional
     step : int
         Completed steps, recorded in the manifest.
     extra : tree of plain values and tensors, optional
-        load() returns it. Rank 0's is stored.
+        Rank 0's value, which load() returns.
     process_group : ProcessGroup, optional
         Default: the module's, else the default group, else this rank alone.
     max_file_bytes : int
-        Of tensors in one file; a larger tensor has a file of its own.
+        Bytes of tensors in one file; a larger tensor has a file of its own.
     timeout_s : float
-        Seconds until the save is given up, if a rank does not come.
+        Seconds after which the save fails if a rank is missing.
     overwrite : bool
-        Whether a checkpoint at `path` is replaced once the new one is durable, in one step where the file system can exchange names.
-        Only an empty folder or a checkpoint alone in its folder is ever replaced, and none of a newer version.
+        Replace a checkpoint at `path` once the new one is durable, in one step where the file system can exchange names.
+        Only an empty folder, or one that holds nothing but a checkpoint of no newer version, is ever replaced.
 
     Raises
     ------
     CheckpointError
-        On every rank, with the same sentence. `errno` is set where the system refused something. Nothing is left behind.
+        On every rank, with the same sentence; `errno` is the system's error, if it has one. The save leaves nothing behind.
 
     Notes
     -----
     Collective. Every rank writes 1/W of the bytes. Each job, and each disjoint group of ranks such as a pipeline stage, needs a
-    path of its own. Of saves to one path at one time the first to commit stays, and the others raise on all of their ranks.
+    path of its own. Of concurrent saves to one path the first commit wins, and the others raise on all of their ranks.
 
     Examples
     --------
@@ -92,10 +92,10 @@ def save(
     if peers.rank == 0:
         try:
             CheckpointFolder.make(os.path.dirname(folder))
-            replaces = CheckpointFolder.identity(folder)  # before the check: what comes after it is another save's
+            replaces = CheckpointFolder.identity(folder)  # before the check: a later folder is another save's
             refusal = why_not_there(folder, overwrite)
             stale = of_saves(*os.path.split(folder))
-        except Exception as error:  # whatever it is, the others wait for word of it
+        except Exception as error:  # every failure goes to the other ranks, which wait for it
             refusal = f"the folder for '{folder}' cannot be made: {in_words(error)}"
             code = getattr(error, "errno", None)
     refusal, code = peers.exchange([refusal, code], f"save to {folder}")[0]
@@ -108,7 +108,7 @@ def save(
     try:
         try:
             writer.begin(folder, step, training, stale=stale, replaces=replaces)
-        finally:  # over hosts the others wait for a rank that could not begin
+        finally:  # over several hosts the others wait for a rank that could not begin
             writer.wait()
     finally:
         writer.close()
@@ -124,31 +124,31 @@ def load(
     verify: bool = True,
     timeout_s: float = 1800.0,
 ) -> Any:
-    """Fills `module` and `optimizer` from the checkpoint at `path`, whatever the world size that wrote it.
+    """Fill `module` and `optimizer` from the checkpoint at `path`, at any world size.
 
     Parameters
     ----------
     path : path-like
         A folder that save() or a Checkpointer wrote.
     module, optimizer
-        Of the shapes and dtypes that were saved. Tensors are filled in place.
+        Objects with the shapes and dtypes that were saved. load() fills their tensors in place.
     process_group, timeout_s
         As in save().
     verify : bool
-        Check every block of the folder before anything is changed. What is read is checked in any case.
+        Check every block of the folder before anything changes. False: check only the blocks that are read, as they are read.
 
     Returns
     -------
-    The `extra` that was saved.
+    The saved `extra`.
 
     Raises
     ------
     CheckpointError
-        On every rank: a block that is bad for one rank, or a tensor that is missing, left over or of another shape, named.
+        On every rank: some rank read a bad block, or a tensor is missing, left over or of another shape; the message names it.
 
     Notes
     -----
-    Collective. Ranks share the verification; each then reads what it needs.
+    Collective. Ranks share the verification; each then reads the bytes that it needs.
     """
     peers = Peers(module, process_group, usable_timeout(timeout_s))
     checked: list[tuple[str, Training]] = []
@@ -167,12 +167,12 @@ def load(
 
 
 def in_words(error: Exception) -> str:
-    """Return it in words."""
+    """Return the error's text, or its class if it has none."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
-    """`path` from the root on; ValueError on every rank for one that the engine cannot name."""
+    """Return `path` as an absolute path. Raise ValueError for an address, a zero byte or a name that is not UTF-8."""
     given = os.fsdecode(path)
     if _SCHEME.match(given):
         raise ValueError(f"{name} must be a path of a mounted file system, got the address {given!r}")
@@ -187,21 +187,21 @@ def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def why_not_there(folder: str, overwrite: bool) -> str:
-    """Return why nothing can be saved to `folder`; "": it can."""
+    """Return the reason why `folder` cannot be saved to; "" if it can."""
     if overwrite:
         try:
             CheckpointFolder.check_replaceable(folder)
         except CheckpointError as error:
             return str(error)
         return ""
-    for taken in (folder, folder + REPLACED):  # a checkpoint that is being replaced has the other name
+    for taken in (folder, folder + REPLACED):  # a save that replaces a checkpoint renames it to REPLACED first
         if os.path.lexists(taken):
             return f"'{taken}' exists already: save to another path, or remove it first"
     return ""
 
 
 def integer(name: str, value: Any, low: int, high: int, legal: str) -> int:
-    """`value` as an int, of whatever type of integers (numpy's too); ValueError for another, or one that is not in [low, high)."""
+    """Return `value`, of any integer type, as an int. Raise ValueError for another type or a value outside [low, high)."""
     try:
         found = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -212,17 +212,17 @@ def integer(name: str, value: Any, low: int, high: int, legal: str) -> int:
 
 
 def check_step(step: Any) -> int:
-    """Raises ValueError for one that no manifest can hold."""
+    """Return the step as an int. Raise ValueError for one outside [0, 2**53)."""
     return integer("step", step, 0, 2**53, "an integer in [0, 2**53)")
 
 
 def check_options(max_file_bytes: Any, timeout_s: Any) -> tuple[int, float]:
-    """Raises ValueError for a value out of range."""
+    """Return both options. Raise ValueError for a value out of range."""
     return integer("max_file_bytes", max_file_bytes, 1, 2**53, "an integer in [1, 2**53)"), check_timeout(timeout_s)
 
 
 def usable_timeout(timeout_s: Any) -> float:
-    """A time to wait for the others, which are to hear that it is none."""
+    """Return timeout_s, or the default if it is invalid: ranks still need one to report the error to each other."""
     try:
         return check_timeout(timeout_s)
     except ValueError:
@@ -230,7 +230,7 @@ def usable_timeout(timeout_s: Any) -> float:
 
 
 def check_timeout(timeout_s: Any) -> float:
-    """Raises ValueError for what is no time to wait."""
+    """Return timeout_s as a float. Raise ValueError unless it is in (0, 1e9]."""
     is_number = isinstance(timeout_s, (int, float)) or hasattr(timeout_s, "__float__")
     if not is_number or isinstance(timeout_s, (bool, str)) or not 0 < float(timeout_s) <= 1e9:
         raise ValueError(f"timeout_s must be in (0, 1e9] seconds, got {timeout_s!r}")

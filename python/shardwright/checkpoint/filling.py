@@ -1,4 +1,4 @@
-"""Bytes of a folder into tensors, every block checked when it is read, and which blocks were."""
+"""Filler: read a folder's bytes into tensors, check each block as it is read, and note which blocks were checked."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .slices import Boxes, Sliced, is_dtensor, slice_of_dtensor
 from .stored import Stored
 
 _BLOCK_BYTES = 1 << 20
-_READERS, _READERS_ALONE = 2, 4  # some wait for the disk while another sums up and copies
+_READERS, _READERS_ALONE = 2, 4  # some wait for the disk while another computes checksums and copies
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A range of a file, where its bytes go, and where to what stood there."""
+    """A range of a file, the address it is read to, and the address that keeps the old values."""
 
     path: str
     begin: int
@@ -32,14 +32,14 @@ class _Piece:
 
 
 class Filler:
-    """Reads one folder into one rank's tensors; every byte is checked once, when it is read.
+    """A reader of one folder into one rank's tensors. It checks every byte once, as it reads it.
 
     Parameters
     ----------
     folder : CheckpointFolder
     rank, world_size : int
-        Ranks begin at different places, so that each reads from the disk what the others then find in the page cache. What a
-        rank alone reads goes past it.
+        Ranks start at different places: each reads a share from the disk that the others find in the page cache. Bytes that
+        one rank alone needs bypass the page cache.
     """
 
     def __init__(self, folder: CheckpointFolder, rank: int, world_size: int) -> None:
@@ -50,14 +50,14 @@ class Filler:
         self._checked = bytearray(folder.block_count)
         self._kept: list[_Piece] = []
         self._ahead: dict[tuple[str, int, int], int] = {}
-        """(path, begin, address) -> how many bytes from there on were filled ahead"""
+        """(path, begin, address) -> bytes from there on that fill_ahead() has read"""
         count = 0
         for path, nbytes in folder.files.items():
             self._first_block[path] = count
             count += -(-nbytes // _BLOCK_BYTES)
 
     def fill(self, reads: Iterable[tuple[Stored, Any]]) -> None:
-        """Read into tensors, or the slices that are held of them."""
+        """Read stored tensors into tensors or slices."""
         shared, own, landed = [], [], []
         for stored, target in reads:
             if not stored.nbytes:
@@ -80,10 +80,10 @@ class Filler:
             land()
 
     def fill_ahead(self, reads: Iterable[tuple[Stored, torch.Tensor]], spare: Sequence[tuple[int, int]]) -> None:
-        """Read into live tensors, before it is known whether the folder is sound.
+        """Read into live tensors before the ranks know that the folder is sound.
 
-        What stood there is kept in memory `spare`, (address, nbytes), as far as that goes, and until take_back(). The rest is
-        left to fill(). A rank begins with its share of the files: it alone reads that from the disk.
+        `spare` memory, (address, nbytes), keeps the old values until take_back(). fill() reads what does not fit in it. A rank
+        starts with its share of the files, which it alone reads from the disk.
         """
         pieces: list[_Piece] = []
         room = list(spare)
@@ -101,7 +101,7 @@ class Filler:
         self._read(pieces, direct=self._turn[1] == 1)
 
     def _own_part_first(self, places: Sequence[tuple[Stored, int]]) -> Sequence[tuple[Stored, int]]:
-        """Return them in the order of the files, from this rank's share on."""
+        """Return the places in the order of the files, rotated to start with this rank's share."""
         ordered = sorted(places, key=lambda each: (each[0].path, each[0].begin))
         rank, world_size = self._turn
         before = sum(stored.nbytes for stored, _ in ordered) * rank // world_size
@@ -112,13 +112,13 @@ class Filler:
         return ordered[first:] + ordered[:first]
 
     def take_back(self) -> None:
-        """Restore what fill_ahead() wrote to."""
+        """Restore the values that fill_ahead() overwrote."""
         for piece in self._kept:
             ctypes.memmove(piece.address, piece.undo, piece.nbytes)
         self._kept, self._ahead = [], {}
 
     def verify(self, first: int, end: int) -> None:
-        """Checks those of the blocks [first, end) of all files that nothing has been read from."""
+        """Check those of the blocks [first, end) of all files that were not read yet."""
         pieces = []
         for path, nbytes in self._folder.files.items():
             at = self._first_block[path]
@@ -126,7 +126,7 @@ class Filler:
                 begin = (block - at) * _BLOCK_BYTES
                 if not self._checked[block]:
                     pieces.append(_Piece(path, begin, min(_BLOCK_BYTES, nbytes - begin), 0))
-        self._load(pieces, direct=False)  # into the page cache, from where they will be wanted
+        self._load(pieces, direct=False)  # into the page cache: fill() reads them next
 
     def _read(self, pieces: Iterable[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
         ordered = sorted(pieces, key=lambda each: (each.path, each.begin))
@@ -142,7 +142,7 @@ class Filler:
 
 
 def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Stored, int]]:
-    """Yield (what, the address it goes to) of tensors whose own memory can be read into."""
+    """Yield (stored, address) of tensors that can be read into in place."""
     for stored, target in reads:
         if stored.nbytes and not is_dtensor(target) and target.device.type == "cpu" and target.is_contiguous():
             if has_memory(target) and not target.is_conj() and not target.is_neg():
@@ -150,7 +150,7 @@ def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Sto
 
 
 def _apart(places: Iterable[tuple[Stored, int]]) -> list[tuple[Stored, int]]:
-    """Leave out those that lie over another's memory: what stood there is what stood before both."""
+    """Drop places that overlap another: their saved old values would already be overwritten."""
     found: list[tuple[Stored, int]] = []
     end_of_last = 0
     for stored, address in sorted(places, key=lambda each: each[1]):
@@ -161,7 +161,7 @@ def _apart(places: Iterable[tuple[Stored, int]]) -> list[tuple[Stored, int]]:
 
 
 def _land(target: torch.Tensor, memory: torch.Tensor) -> None:
-    """Copy what was read into `memory` to `target`, which it is an alias of, or a copy."""
+    """Copy `memory` to `target` unless they alias; count a write to `target`."""
     if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
         target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
     else:

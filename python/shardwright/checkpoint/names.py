@@ -1,4 +1,4 @@
-"""Names of a bare model's tensors, and safetensors' names of their dtypes."""
+"""Names of a model's tensors without wrappers, and safetensors' names of their dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._engine import CheckpointError
 from ..layout.memory import address_of, has_memory, without_memory
 from .slices import Sliced, check_placements, is_dtensor
 
-#: children that a wrapper adds to every name below it
+#: children of wrappers that names in a checkpoint leave out
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
 
 _DTYPES = {
@@ -47,16 +47,16 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in _DTYPE
 
 @dataclasses.dataclass
 class ModelTensors:
-    """A model's tensors by their bare names, in registration order.
+    """A model's tensors by their names without wrappers, in registration order.
 
     Attributes
     ----------
     parameters, buffers : dict of str to Tensor
-        Each tensor once, under the first of its names; buffers without the non-persistent ones.
+        Each tensor once, under its first name. Non-persistent buffers are left out.
     tied : dict of str to str
-        Further name -> the name in `parameters` or `buffers`.
+        Further names of a tensor -> its name in `parameters` or `buffers`.
     extras : dict of str to Module
-        Modules with state of their own (get_extra_state), by name.
+        Modules with get_extra_state(), by name.
     """
 
     parameters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -69,26 +69,26 @@ class ModelTensors:
 
 
 def check_wrappers(model: torch.nn.Module) -> None:
-    """Raises ValueError for one under which a module's parameters are no longer its own."""
+    """Raise ValueError for FullyShardedDataParallel, whose parameters have no names of their own."""
     for name, module in model.named_modules():
         if any(
             kind.__name__ == "FullyShardedDataParallel" and kind.__module__.startswith("torch.distributed.fsdp")
             for kind in type(module).__mro__
         ):
             raise ValueError(
-                f"model is a FullyShardedDataParallel{f' at {name!r}' if name else ''}, whose ranks hold pieces of flat parameters that "
-                "have no names: use torch's fully_shard (FSDP2), which sw.save() and a Checkpointer take, or save its "
-                "state_dict() by torch.distributed.checkpoint with sw.checkpoint.StorageWriter"
+                f"model is a FullyShardedDataParallel{f' at {name!r}' if name else ''}, whose flat parameters have no names: use torch's "
+                "fully_shard (FSDP2), which sw.save() and a Checkpointer accept, or save its state_dict() through "
+                "torch.distributed.checkpoint with sw.checkpoint.StorageWriter"
             )
 
 
 def model_tensors(model: torch.nn.Module) -> ModelTensors:
-    """The tensors of `model`, by the names they have without wrappers.
+    """Return the tensors of `model` by their names without wrappers.
 
     Raises
     ------
     CheckpointError
-        A tensor that is sparse, quantized or without data, or a DTensor of partial sums.
+        A tensor is sparse, quantized or without data, or a DTensor of partial sums.
     """
     found = ModelTensors()
     first_names: dict[Any, str] = {}
@@ -115,7 +115,7 @@ def _add(
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same memory seen the same way."""
+    """Return a key that is equal for tensors with the same memory, dtype, shape and strides."""
     if is_dtensor(tensor):
         local = tensor.to_local()
         return (type(tensor), *(_identity(local) if local.numel() else (id(tensor),)))
@@ -125,7 +125,7 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 
 def _walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Every module with its prefix, wrappers without one of their own."""
+    """Yield (prefix, module) of every module. A wrapper adds nothing to the prefix."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is None:
@@ -149,7 +149,7 @@ def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, to
 
 
 def check_savable(name: str, tensor: torch.Tensor) -> None:
-    """Raises CheckpointError where `tensor` has no plain bytes, or `name` can stand in no file."""
+    """Raise CheckpointError if `tensor` has no plain bytes, or `name` has a zero byte."""
     if "\0" in name:
         raise CheckpointError(f"tensor {name!r} has a zero byte in its name, which no checkpoint can hold")
     if is_dtensor(tensor):
@@ -169,19 +169,19 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """Return what safetensors calls it; that of the real view for complex ones."""
+    """Return safetensors' name of a dtype; for a complex dtype, that of its real view."""
     if dtype not in _DTYPES:
         raise CheckpointError(f"tensor '{name}' has dtype {dtype}, which safetensors cannot name")
     return _DTYPES[dtype]
 
 
 def stored_shape(tensor: torch.Tensor | Sliced) -> list[int]:
-    """The shape in the file: complex tensors have a last dimension of 2."""
+    """Return the shape in the file: a complex tensor has a last dimension of 2."""
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor with the values of `tensor`, whatever its strides: a view of its memory where it can be."""
+    """Return a real tensor with the values of `tensor`, of any strides: a view of its memory where possible."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -189,7 +189,7 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A real, row-major CPU tensor with the values of `tensor`: a view of its memory where it is one already."""
+    """Return a real, row-major CPU tensor with the values of `tensor`: a view of its memory where possible."""
     found = real(tensor).cpu().contiguous()
     if not has_memory(found):
         raise CheckpointError(f"{without_memory(found)}; it has no bytes to read or write")

@@ -1,8 +1,8 @@
-"""Values that an optimizer keeps beside `state` and `param_groups`, which is all that torch's own have.
+"""State that an optimizer keeps outside `state` and `param_groups`; torch's own optimizers have none.
 
-An optimizer that keeps more says so in state_dict(): further keys there are saved, and given back through load_state_dict(). State of an
-optimizer inside, and state that state_dict() shows and `state` lacks, cannot be had by parameter: that is an error before anything
-is written. Tensors in attributes may be caches as well as state: they are warned of.
+A save stores further keys of state_dict(), and restore() passes them to load_state_dict(). State of an inner optimizer, and state that
+state_dict() has and `state` lacks, cannot be stored by parameter: the save raises before it writes. Tensors in attributes may
+be caches or state: they are logged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _DEPTH = 4
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """Return what accelerate's wrapper steps: an Optimizer by its class alone, in which no hook of a step can be kept. Other wrappers may have
-    state of their own."""
+    """Return the optimizer inside accelerate's wrapper, which takes no step hooks. Other wrappers may have their own state."""
     while isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("accelerate."):
         inner = _attributes(optimizer).get("optimizer")
         if inner is None or not hasattr(inner, "param_groups") or optimizer.state is not inner.state:
@@ -33,7 +32,7 @@ def bare_optimizer(optimizer: Any) -> Any:
 
 
 def stepping_optimizer(optimizer: Any) -> Any:
-    """Return where a hook of each step can be kept: what a wrapper steps that is an Optimizer by its class alone."""
+    """Return the optimizer that takes step hooks: the inner one of a wrapper that did not call Optimizer.__init__()."""
     while isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" not in _attributes(optimizer):
         inner = _attributes(optimizer).get("optimizer")
         if not hasattr(inner, "param_groups"):
@@ -43,12 +42,12 @@ def stepping_optimizer(optimizer: Any) -> Any:
 
 
 def further_state(optimizer: Any) -> dict[str, Any]:
-    """Return what the optimizer's state_dict() has beside torch's own keys: values of any kind.
+    """Return the entries of the optimizer's state_dict() beside torch's own keys, of any type.
 
     Raises
     ------
     CheckpointError
-        It cannot be had, or could not be given back: named with the class.
+        An entry cannot be saved or restored. The message names the optimizer's class.
     """
     wrapped, optimizer = optimizer, users_optimizer(optimizer)
     if not _tells_more(optimizer):
@@ -58,26 +57,26 @@ def further_state(optimizer: Any) -> dict[str, Any]:
         found = optimizer.state_dict()
     except Exception as error:
         raise CheckpointError(
-            f"{name}.state_dict() raises {type(error).__name__}: {error}: what it keeps beside its state is not savable"
+            f"{name}.state_dict() raises {type(error).__name__}: {error}: its further state is not savable"
         ) from error
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{name}.state_dict() gives a {type(found).__name__}, and no dict: not savable")
+        raise CheckpointError(f"{name}.state_dict() returns a {type(found).__name__} instead of a dict: not savable")
     further = {key: value for key, value in found.items() if key not in _OF_TORCH}
     odd = [key for key in further if not isinstance(key, str) or key.startswith("$")]
     if odd:
         raise CheckpointError(
-            f"{name}.state_dict() has the key {odd[0]!r}, which is no string, or begins with '$': not savable"
+            f"{name}.state_dict() has the key {odd[0]!r}, which is not a string or begins with '$': not savable"
         )
     for key, value in further.items():
         if any(is_dtensor(each) for each in _tensors(value, _DEPTH)):
             raise CheckpointError(
-                f"{name}.state_dict() has a DTensor under '{key}', beside state and param_groups: what is spread over ranks is "
-                "savable in the state of a parameter alone"
+                f"{name}.state_dict() has a DTensor under '{key}', outside state and param_groups: a DTensor is savable in the "
+                "state of a parameter only"
             )
     if further and wrapped is not optimizer:
         raise CheckpointError(
-            f"{name}.state_dict() has {_some(further)} beside state and param_groups, which no checkpoint can hold where the engine has "
-            "wrapped the optimizer: pass it in user_state={...}"
+            f"{name}.state_dict() has {_some(further)} beside state and param_groups, and a checkpoint cannot hold them because the "
+            "engine wraps the optimizer: pass them in user_state={...}"
         )
     if wrapped is optimizer:
         _check_shown(optimizer, found.get("state"))
@@ -85,13 +84,14 @@ def further_state(optimizer: Any) -> dict[str, Any]:
 
 
 def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
-    """The inverse, before `state` is filled: what load_state_dict() makes of it is the optimizer's own business."""
+    """Pass the entries of further_state() to load_state_dict(), before `state` is filled."""
     optimizer.load_state_dict({**optimizer.state_dict(), **further})
 
 
 def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
-    """Raises CheckpointError for an optimizer inside that has state of its own, unless it is in `user_state` itself, or its
-    state's tensors are there or in `extra`."""
+    """Raise CheckpointError for an inner optimizer with its own state.
+
+    Accept one that is in `user_state`, or whose state's tensors are in `user_state` or `extra`."""
     optimizer = users_optimizer(optimizer)
     passed = list(user_state.values()) if isinstance(user_state, dict) else [user_state]
     for name, value in _attributes(optimizer).items():
@@ -102,14 +102,14 @@ def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
         own = [each for each in _tensors(list(value.state.values()), _DEPTH) if id(each) not in known]
         if own and value.state is not optimizer.state and not _shows(optimizer, own):
             raise CheckpointError(
-                f"{type(optimizer).__name__} keeps an optimizer in its attribute '{name}', whose state its own state_dict() does not "
-                f"have: pass it in a Checkpointer's user_state={{'{name}': optimizer.{name}}} as well, or to save() as "
-                f"extra={{'{name}': optimizer.{name}.state_dict()}}"
+                f"{type(optimizer).__name__} keeps an optimizer in its attribute '{name}', and its state_dict() lacks that "
+                f"optimizer's state: pass it in a Checkpointer's user_state={{'{name}': optimizer.{name}}} as well, or to save() "
+                f"as extra={{'{name}': optimizer.{name}.state_dict()}}"
             )
 
 
 def unseen_attributes(optimizer: Any) -> list[str]:
-    """Names of attributes that hold tensors which are no parameters, and neither in state nor in what state_dict() shows."""
+    """Return the attributes that hold tensors outside parameters, state and state_dict()."""
     optimizer = users_optimizer(optimizer)
     if type(optimizer).__module__.startswith(("torch.optim.", "shardwright.")):
         return []
@@ -128,7 +128,7 @@ def unseen_attributes(optimizer: Any) -> list[str]:
 
 
 def users_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside of ours."""
+    """Return the user's optimizer inside the engine's wrappers."""
     while isinstance(optimizer, (ShardedOptimizer, MasterOptimizer)):
         optimizer = optimizer._inner
     return optimizer
@@ -139,7 +139,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def _tells_more(optimizer: Any) -> bool:
-    """Return whether its state_dict() may have more than torch's."""
+    """Return whether state_dict() may have more entries than torch's own."""
     made = getattr(type(optimizer), "state_dict", None)
     if "state_dict" in _attributes(optimizer) or getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
         return True
@@ -149,7 +149,7 @@ def _tells_more(optimizer: Any) -> bool:
 
 
 def _check_shown(optimizer: Any, shown: Any) -> None:
-    """Raises CheckpointError if state_dict() has state of a parameter that `state` lacks."""
+    """Raise CheckpointError if state_dict() has state of a parameter that `state` lacks."""
     if not isinstance(shown, Mapping):
         return
     positions = dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
@@ -160,13 +160,13 @@ def _check_shown(optimizer: Any, shown: Any) -> None:
         lacking = [key for key, value in shown_here.items() if key not in live and id(value) not in held]
         if lacking:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.state_dict() has state that its attribute 'state' lacks, {_some(lacking)} of parameter "
-                f"{number!r}: not savable"
+                f"{type(optimizer).__name__}.state_dict() has {_some(lacking)} of parameter {number!r}, which its attribute 'state' "
+                "lacks: not savable"
             )
 
 
 def _shows(optimizer: Any, tensors: list[torch.Tensor]) -> bool:
-    """Return whether state_dict() has all of them."""
+    """Return whether state_dict() has all `tensors`."""
     if not _tells_more(optimizer):
         return False
     shown = {id(each) for each in _tensors(optimizer.state_dict(), _DEPTH + 1)}

@@ -1,7 +1,7 @@
-"""Folders that are being written, and what tells them from those of saves that died: a locked file, LOCK, in each.
+"""Partial folders: each holds a locked file, LOCK, which tells a running save from one that died.
 
-The kernel lets go of the lock when the process ends, over NFS too. A save to a path of its own has no lock on the directory, and so
-removes what lies there by its name alone: a nonce as this package makes them, and a lock without a holder.
+The kernel releases the lock when the process ends, over NFS too. sw.save() has no lock on the directory. It removes a partial
+folder only if the folder's name has a nonce of this package and its lock has no holder.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import time
 from .._engine import CheckpointError, CheckpointFolder
 
 LOCK = "LOCK"
-#: for this descriptor alone: False where another open file has the lock
+#: lock a file for one file descriptor; return False if another open file holds the lock
 lock_file = CheckpointFolder.lock
-#: a name, and the nonces of Writer and of StorageWriter
+#: folder name, nonce of Writer or StorageWriter, and kind
 _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(partial|trash)\Z", re.DOTALL)
-#: seconds after which a folder without LOCK is an orphan: one of an earlier release, or whose save is just about to make the file, or
-#: to commit; by the clocks of this host and of the file system
+#: seconds after which a folder without LOCK is an orphan, by the clocks of this host and the file system. A running save has
+#: no LOCK just after it made the folder and just before it commits; earlier releases made none
 _ORPHAN_S = 3600.0
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 
 
 class PartialLock:
-    """Made in a new folder that is being written; ends with release(), or with the process and its forked children."""
+    """The LOCK of a new partial folder. The lock ends with release(), or with the process and its forked children."""
 
     def __init__(self, partial: str) -> None:
         self._path = os.path.join(partial, LOCK)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(CheckpointError):  # a file system without locks: no process is told, then
+        with contextlib.suppress(CheckpointError):  # a file system without locks
             lock_file(self._fd, self._path)
 
     def release(self, folder: str | None = None) -> None:
-        """The file goes, and the lock. Idempotent. `folder`: what the new folder has become."""
+        """Remove the file and release the lock. Idempotent. `folder`: the committed name of the partial folder."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.unlink(self._path if folder is None else os.path.join(folder, LOCK))
@@ -43,7 +43,7 @@ class PartialLock:
 
 
 def is_alive(partial: str) -> bool | None:
-    """Return whether the save that writes to `partial` lives; None: it has no file to lock, or the file system no locks."""
+    """Return whether the save that writes to `partial` runs; None without a LOCK, or on a file system without locks."""
     try:
         fd = os.open(os.path.join(partial, LOCK), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -57,7 +57,7 @@ def is_alive(partial: str) -> bool | None:
 
 
 def of_saves(directory: str, name: str | None = None) -> list[str]:
-    """Return what dead saves to paths in `directory`, or to `name` there alone, have left; nothing where it may not be listed."""
+    """Return the folders that dead saves left in `directory`, of `name` alone if given; [] if it cannot be listed."""
     found: list[str] = []
     try:
         names = os.listdir(directory)
@@ -73,7 +73,7 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
 
 
 def is_left(partial: str) -> bool:
-    """Return whether no process writes to `partial` any more. The caller holds the lock on its directory, so no Checkpointer does."""
+    """Return whether no process writes to `partial`. The caller holds the directory's lock, so no Checkpointer does."""
     return _is_dead(partial) if _OF_DCP.match(partial) else is_alive(partial) is not True
 
 

@@ -1,4 +1,4 @@
-"""The ranks that save and load together: one communicator, and the pages through which they tell each other of a save under way."""
+"""Peers: the ranks that save and load together, their communicator and the channel on which they report during a save."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _PAGE_BYTES = 4096
 
 
 def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which `model` has whole parameters that may be read, or written. Collective where parameters are sliced
-    or shared."""
+    """Return a context in which `model` has whole parameters to read, or to write. Collective if they are sliced or shared."""
     import shardwright
 
     if wrapper_of(model) is None:
@@ -30,22 +29,22 @@ def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContex
 
 
 def averages_gradients(model: Any) -> bool:
-    """Return whether a wrapper is known to keep the ranks' parameters alike."""
+    """Return whether a wrapper averages gradients, which keeps parameters equal on all ranks."""
     model = getattr(model, "_orig_mod", model)
     return isinstance(model, TorchDDP) or wrapper_of(model) is not None
 
 
 class Peers:
-    """This rank among the ranks of a module's group.
+    """A rank's view of its module's group.
 
     Parameters
     ----------
     model : Module
-        Its process group is used if it is a DistributedDataParallel.
+        A DistributedDataParallel lends its process group.
     process_group : ProcessGroup, optional
         Default: the model's, else the default group, else this rank alone.
     timeout_s : float
-        Of the communicator, unless the model has one.
+        Timeout of the communicator, unless the model sets one.
     """
 
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
@@ -59,23 +58,24 @@ class Peers:
 
     @property
     def global_ranks(self) -> list[int]:
-        """Each rank's number in torch's default group."""
+        """Return each rank's number in torch's default group."""
         group = self._group.torch_group
         return [0] if group is None else dist.get_process_group_ranks(group)
 
     @property
     def has_hosts(self) -> bool:
-        """Return whether ranks are on several hosts."""
+        """Return whether the ranks run on several hosts."""
         return self._group.host_count > 1
 
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
-        """Make the channel that ranks tell each other through while they save: control pages that the ranks of a host map, and over hosts each rank's host
-        and a file at `path`. Collective.
+        """Make the channel on which ranks report during a save. Collective.
+
+        It has control pages that the ranks of a host map. Over several hosts it also has each rank's host and a file at `path`.
 
         Raises
         ------
         CheckpointError
-            On every rank: the file cannot be made, or some rank does not see the one that rank 0 made.
+            On every rank: rank 0 cannot make the file, or some rank does not see it.
         """
         if self.world_size == 1:
             return None, None, None
@@ -87,13 +87,14 @@ class Peers:
         return pages, list(self._group.host_of), path
 
     def check_board(self, path: str, nonce: str) -> None:
-        """Raises CheckpointError on every rank if some rank does not see the board that rank 0 made. Called again once the file is
-        open: a save to the same path by other ranks may have replaced it between. Collective over hosts."""
+        """Raise CheckpointError on every rank if some rank does not see the file that rank 0 made. Collective over hosts.
+
+        The caller repeats the check once the file is open: a save to the same path by other ranks may have replaced it."""
         if self.has_hosts:
             self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
 
     def make_board(self, path: str, nonce: str) -> None:
-        """Make the file of a channel on rank 0, all of its disk space included, in place of one that is there."""
+        """Make the file of a channel on rank 0 with all of its disk space, and replace an older one."""
         if self.rank:
             return
         try:
@@ -104,15 +105,15 @@ class Peers:
             raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
 
     def renew_board(self, path: str, nonce: str) -> None:
-        """Make the file again on rank 0 if it was taken away."""
+        """Make the file again on rank 0 if it was removed."""
         if self.rank == 0 and self.has_hosts and not os.path.exists(path):
             self.make_board(path, nonce)
 
     def remove_board(self, path: str) -> None:
-        """Once every rank has come here. Collective over hosts."""
+        """Remove the file on rank 0 once every rank has called this. Collective over hosts."""
         if not self.has_hosts:
             return
-        with contextlib.suppress(CommError):  # what went wrong is on its way already
+        with contextlib.suppress(CommError):  # the failure was reported already
             self.exchange("", f"leaving {path}")
         if self.rank == 0:
             with contextlib.suppress(OSError):
@@ -126,28 +127,28 @@ class Peers:
         if found.decode("ascii", "replace") != nonce:
             raise CheckpointError(
                 f"host {self._group.hosts[self.rank]} does not see '{path}' as rank 0 made it: checkpoints over several hosts "
-                "need a folder that all of them share, and that no other save writes to at the same time"
+                "need a folder that all hosts share, and one save at a time in it"
             )
 
     def exchange(self, value: Any, label: str) -> list[Any]:
-        """Every rank's `value` (of JSON), in rank order. Collective."""
+        """Return every rank's `value` (of JSON), in rank order. Collective."""
         if self.world_size == 1:
             return [value]
         return [json.loads(text) for text in self._group.comm.all_gather_bytes(json.dumps(value).encode(), label)]
 
     def agreement(self, value: Any, label: str) -> list[Any] | None:
-        """None if every rank gave the same `value` (of JSON), which is what it is made for; else every rank's, in rank order. Collective."""
+        """Return None if all ranks gave the same `value` (of JSON), the fast case; else all values in rank order. Collective."""
         mine = json.dumps(value).encode()
         answers = [mine] if self.world_size == 1 else self._group.comm.all_gather_bytes(mine, label)
         return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
 
     def gather(self, value: Any, label: str) -> list[Any]:
-        """Every rank's `value` (of JSON), on rank 0; nothing on the others. Collective."""
+        """Return every rank's `value` (of JSON) on rank 0, and [] on the others. Collective."""
         of_all = self.exchange(value, label)
         return of_all if self.rank == 0 else []
 
     def broadcast(self, data: bytes, label: str) -> bytes:
-        """Rank 0's `data`. Collective."""
+        """Return rank 0's `data`. Collective."""
         if self.world_size == 1:
             return data
         (nbytes,) = {each for each in self.exchange(len(data) if self.rank == 0 else None, label) if each is not None}
@@ -158,7 +159,7 @@ class Peers:
         return data if self.rank == 0 else memory.numpy().tobytes()
 
     def together(self, make: Callable[[], Any], label: str) -> list[Any]:
-        """Every rank's make(), of JSON. Collective: a rank whose make() raises takes part first, and then all raise."""
+        """Return every rank's make() (of JSON). Collective: if make() raises on one rank, the exchange completes and all raise."""
         value, failure = None, None
         try:
             value = make()
@@ -174,30 +175,29 @@ class Peers:
         return [each for _, each in answers]
 
     def agree(self, arguments: Callable[[], dict[str, Any]], call: str) -> None:
-        """Checks a call's arguments by arguments(), whose values (of JSON) are the same on all ranks. Collective: every rank hears of
-        one whose check raises, or that was given another value.
+        """Check a call's arguments with arguments(), whose values (of JSON) must be equal on all ranks. Collective.
 
         Raises
         ------
         CheckpointError
-            On every rank, but the own error on one whose check raised.
+            On every rank, if a check failed or values differ. A rank whose check raised gets its own error.
         """
         first, *others = self.together(arguments, f"arguments of {call}")
         for rank, other in enumerate(others, 1):
             for name, value in first.items():
                 if other[name] != value:
                     raise CheckpointError(
-                        f"{call}: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: all ranks give the same"
+                        f"{call}: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: give the same on all ranks"
                     )
 
     @property
     def is_alive(self) -> bool:
-        """Return whether no other rank is known to have failed or left."""
+        """Return False once another rank failed or left."""
         return self.world_size == 1 or self._group.comm.is_alive
 
 
 def os_error(sentence: str, errno: int | None) -> CheckpointError:
-    """Return it with the system's number; None: it refused nothing."""
+    """Return a CheckpointError with the system's error number; None: no system call failed."""
     error = CheckpointError(sentence)
     error.errno = errno
     return error

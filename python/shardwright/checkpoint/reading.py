@@ -1,4 +1,4 @@
-"""The way from a folder back into a training: first everything is looked at, then ranks agree, then live tensors are touched."""
+"""Restore: each rank checks the folder, the ranks agree, and only then do live tensors change."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _OWN_KEYS = ("random", "dataloader", "buffers")
 
 
 class Mismatch(CheckpointError):
-    """The checkpoint is sound, and of another model or optimizer."""
+    """An error for a sound checkpoint of another model or optimizer."""
 
 
 @dataclasses.dataclass
 class _Targets:
-    """Places that an optimizer's tensors are read to, by their names in the folder."""
+    """The tensors that receive an optimizer's state, by their names in the folder."""
 
-    new: dict[str, Any]  # Tensor, or Sliced: not in use yet
-    live: dict[str, torch.Tensor]  # of the state that is there
+    new: dict[str, Any]  # Tensor or Sliced, not in use yet
+    live: dict[str, torch.Tensor]  # tensors of the optimizer's present state
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {n: t.live[0] if isinstance(t, Sliced) else t for n, t in {**self.new, **self.live}.items()}
 
 
 class Reader:
-    """One checkpoint, read by one of several ranks.
+    """A reader of one checkpoint on one rank.
 
-    Making it reads what is small and compares it with the training; nothing is changed.
+    The constructor reads the small files and compares them with the training. It changes nothing.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ class Reader:
     Raises
     ------
     CheckpointError
-        The folder is no sound checkpoint.
+        The folder is not a sound checkpoint.
     Mismatch
-        It is, but of something else.
+        The checkpoint is sound and does not fit this model or optimizer.
     """
 
     def __init__(self, path: str, folder: CheckpointFolder, training: Training, rank: int, world_size: int) -> None:
@@ -74,25 +74,25 @@ class Reader:
         self._filler = Filler(self.folder, rank, world_size)
         self._found = model_tensors(training.model)
         self._state = self._check_tree("state.json", self._tree("state.json"), _STATE_KEYS)
-        stored_tensors(self.folder, "state")  # a bad header is refused now, and not when live tensors have changed
+        stored_tensors(self.folder, "state")  # raises for a bad header before live tensors change
         own = self._own_tree(rank) if self.folder.world_size == world_size else None
         self._own = None if own is None else self._check_tree(f"ranks/ of rank {rank}", own, _OWN_KEYS)
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
         self.keeps_compressor = False
-        """whether every rank takes its own share of a compressor's memory back"""
+        """True if every rank restores the compressor state that it wrote"""
 
-    # what is there ----------------------------------------------------------------------------------------------------
+    # checks -----------------------------------------------------------------------------------------------------------
 
     def _tree(self, path: str) -> Any:
         try:
             return tree.loads(self.folder.read_bytes(path))
         except ValueError as error:
-            raise CheckpointError(f"'{self.folder.path}/{path}' is no JSON: {error}") from None
+            raise CheckpointError(f"'{self.folder.path}/{path}' is not JSON: {error}") from None
 
     def _check_tree(self, name: str, body: Any, keys: Sequence[str]) -> dict[str, Any]:
-        """`body`, if it has `keys` and can be decoded: what is malformed is found before a live tensor changes."""
+        """Return `body`. Raise CheckpointError if it lacks a key or cannot be decoded, before a live tensor changes."""
         try:
             missing = [key for key in keys if key not in body]
             if missing:
@@ -103,7 +103,7 @@ class Reader:
         return dict(body)
 
     def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
-        """Plan what goes where; one after the other where what is stored once is not tied here."""
+        """Plan the reads of the model, in turns: a stored tensor that is tied there and not here is read once a turn."""
         stored, tied = stored_tensors(self.folder, "model")
         other_names: dict[str, list[str]] = {}
         for name, kept in self._found.tied.items():
@@ -124,7 +124,7 @@ class Reader:
                 continue
             _add_in_turn(reads, found, tensor)
         left_over = [name for name in stored if name not in used]
-        if "dcp" not in self._state:  # there torch's planner has put it, under names of its own
+        if "dcp" not in self._state:  # dcp.save stores extra state under names of torch's planner
             kept, ours = self._state.get("model_extra_state", {}), self._found.extras
             missing += [name for name in ours if name not in kept]
             left_over += [name for name in kept if name not in ours]
@@ -167,29 +167,29 @@ class Reader:
         return body
 
     def _match_further(self, body: Mapping[str, Any]) -> None:
-        """Return what the optimizer keeps beside its state: what the checkpoint lacks of it stays as it is."""
+        """Compare the optimizer's further state_dict() keys. Log those that the checkpoint lacks: they stay unchanged."""
         kept = body.get("further", {})
         try:
             ours = further_state(self.training.optimizer)
         except CheckpointError as error:
             if kept:
-                raise Mismatch(f"'{self.folder.path}' cannot be given back: {error}") from None
+                raise Mismatch(f"'{self.folder.path}' cannot be restored: {error}") from None
             _logger.warning("%s: %s", self.folder.path, error)
             return
         _raise_mismatch(self.folder.path, "optimizer", [], [key for key in kept if key not in ours], [])
         for key in ours:
             if key not in kept:
                 _logger.warning(
-                    "%s holds no '%s' of the optimizer's state_dict(): it stays as it is", self.folder.path, key
+                    "%s holds no '%s' of the optimizer's state_dict(): it stays unchanged", self.folder.path, key
                 )
 
     # agreement --------------------------------------------------------------------------------------------------------
 
     def verify_share(self, rank: int, world_size: int, spare: Sequence[tuple[int, int]] = ()) -> None:
-        """Checks this rank's share of all blocks.
+        """Check this rank's share of all blocks.
 
-        What is read into memory of its own is read now, and not once more; so are live tensors, as far as there is `spare`
-        memory, (address, nbytes), for what stood in them: take_back() puts that back.
+        New tensors are filled now, and live tensors as far as `spare` memory, (address, nbytes), can hold their old values.
+        take_back() restores those.
         """
         live = [] if self._is_sliced() else list(self._model_reads[0])
         if self._optimizer is not None:
@@ -202,31 +202,31 @@ class Reader:
         self._filler.verify(count * rank // world_size, count * (rank + 1) // world_size)
 
     def take_back(self) -> None:
-        """Live tensors are as they were before verify_share()."""
+        """Restore the values that live tensors had before verify_share()."""
         self._filler.take_back()
 
     # into the training ------------------------------------------------------------------------------------------------
 
     def apply(self, rank: int, world_size: int, *, everything: bool) -> Any:
-        """Fills the training; returns `extra`. `everything`: beyond model and optimizer, too."""
+        """Fill model and optimizer, with `everything` the rest of the training too, and return `extra`."""
         self._fill_model()
         if self._optimizer is not None:
             with torch.no_grad():
                 self._apply_optimizer(self._optimizer)
         tensors = self._load_state()
         for name, module in self._found.extras.items():
-            if name in self._state["model_extra_state"]:  # all of them, or written through torch.distributed.checkpoint
+            if name in self._state["model_extra_state"]:  # a folder of dcp.save has none
                 module.set_extra_state(tree.decode(self._state["model_extra_state"][name], tensors))
         if everything:
             for name in ("scheduler", "scaler", "user_state"):
                 if getattr(self.training, name) is not None and self._state[name] is None:
-                    _logger.warning("%s holds no state of the %s: it stays as it is", self.folder.path, name)
+                    _logger.warning("%s holds no state of the %s: it stays unchanged", self.folder.path, name)
                 load_stateful(getattr(self.training, name), tree.decode(self._state[name], tensors), name)
         if self.folder.world_size == world_size:
             self._apply_own(rank, everything)
         elif everything and self.training.dataloader is not None:
             _logger.warning(
-                "%s was written by %d ranks, these are %d: the dataloader and the random generators stay as they are",
+                "%s was written by %d ranks, these are %d: the dataloader and the random generators stay unchanged",
                 self.folder.path, self.folder.world_size, world_size,
             )  # fmt: skip
         if everything:
@@ -234,7 +234,7 @@ class Reader:
         return tree.decode(self._state["extra"], tensors)
 
     def _is_sliced(self) -> bool:
-        """Return whether this rank writes slices of parameters alone, or none outside of whole_parameters()."""
+        """Return True at zero >= 1: live parameters may then be written in slices or in whole_parameters() only."""
         replica = engine_of(self.training.model)
         return replica is not None and bool(replica.zero)
 
@@ -251,7 +251,7 @@ class Reader:
                     self._filler.fill((stored, slices.get(id(target), target)) for stored, target in turn)
 
     def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
-        """New tensors with the values of files `prefix`*.safetensors."""
+        """Read the files `prefix`*.safetensors into new tensors."""
         return self._load(stored_tensors(self.folder, prefix)[0])
 
     def _load(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
@@ -260,7 +260,7 @@ class Reader:
         return tensors
 
     def _load_state(self) -> dict[str, torch.Tensor]:
-        """New tensors of state.safetensors; of what is a DTensor in this rank's user state, its own part."""
+        """Read state.safetensors into new tensors. A DTensor of this rank's user state receives its local part."""
         stored, _ = stored_tensors(self.folder, "state")
         live: dict[str, torch.Tensor] = {}
         if holds_shards(self.training.user_state):
@@ -276,13 +276,13 @@ class Reader:
         return tensors
 
     def _by_name(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
-        """Name -> (parameter, its group), of all the optimizer's parameters."""
+        """Map the name of each of the optimizer's parameters to (parameter, its group)."""
         optimizer = self.training.optimizer
         names = parameter_names(optimizer, self._found)
         return {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
 
     def _make_targets(self, body: Mapping[str, Any]) -> _Targets:
-        """Return where the optimizer's tensors are read to."""
+        """Choose the tensors that receive the optimizer's state."""
         if isinstance(self.training.optimizer, ShardedOptimizer):
             return self._sliced_targets(body, self.training.optimizer)
         targets = _Targets({name: entry.empty() for name, entry in body["stored"].items()}, {})
@@ -300,7 +300,7 @@ class Reader:
         return targets
 
     def _sliced_targets(self, body: Mapping[str, Any], optimizer: ShardedOptimizer) -> _Targets:
-        """This rank's slices, and whole what is no slice."""
+        """Choose this rank's slices, and whole tensors for entries that are not sliced."""
         by_name = self._by_name()
         slices: dict[str, Any] = {}
         held = {n: v for n, v in body["state"].items() if optimizer.held_run(by_name[n][0]) is not None}
@@ -386,14 +386,14 @@ class Reader:
         optimizer.load_held_state(groups, states)
 
     def _own_tree(self, rank: int) -> Any:
-        """Return what a rank alone held; None of a folder that torch.distributed.checkpoint has written."""
+        """Return a rank's own tree; None in a folder of torch.distributed.checkpoint."""
         if has_rows(self.folder):
             return read_line(self.folder, rank)
-        path = f"ranks/{rank:05d}.json"  # as folders of the first release have it
+        path = f"ranks/{rank:05d}.json"  # the format of the first release
         return self._tree(path) if path in self.folder.files else None
 
     def _own_tensors(self, rank: int, body: Any) -> dict[str, torch.Tensor]:
-        """New tensors, as the tree of a rank names them."""
+        """Read the tensors that a rank's tree names into new ones."""
         if not has_rows(self.folder):
             return self._load_all(f"ranks/{rank:05d}")
         stored, _ = stored_tensors(self.folder, TENSORS)
@@ -413,7 +413,7 @@ class Reader:
             set_random_state(tree.decode(body["random"], tensors))
 
     def look_at_compressor(self, rank: int, world_size: int) -> bool:
-        """Return whether this rank's own share of a compressor's memory is this very rank's: the same world, over the same hosts."""
+        """Return True if this rank wrote its compressor state itself: same world size, same rank among the hosts."""
         state = self._compression_state()
         if state is None or self.folder.world_size != world_size:
             return False
@@ -424,7 +424,7 @@ class Reader:
         return getattr(getattr(self.training.model, "_orig_mod", self.training.model), "compression_state", None)
 
     def _apply_compressor(self, rank: int) -> None:
-        """Return what a compressor remembers: this rank's own, or in another world an equal share of what all owe."""
+        """Restore the compressor's state: this rank's own, or in another world an equal share of all ranks' error."""
         state = self._compression_state()
         if state is None:
             return
@@ -433,7 +433,7 @@ class Reader:
         ours = {"kind": state.kind, "settings": state.settings()}
         if not known or len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
             _logger.warning(
-                "%s holds no state of this compressor, %s: it begins with nothing owed", self.folder.path, ours
+                "%s holds no state of this compressor, %s: its error starts at zero", self.folder.path, ours
             )
             state.forget()
         elif self.keeps_compressor:
@@ -443,7 +443,7 @@ class Reader:
             state.load_state_dict(share if state.exchange.takes_part else {**share, "parameters": {}})
 
     def _debtors(self) -> list[int]:
-        """Return the ranks that have state: the lowest of each host."""
+        """Return the ranks that hold compressor state: the lowest of each host."""
         places: dict[Any, int] = {}
         for each in range(self.folder.world_size):
             node = self._compressor_node(each)
@@ -451,7 +451,7 @@ class Reader:
         return list(places.values())
 
     def _compressor_node(self, rank: int) -> dict[str, Any] | None:
-        """Return it without its tensors."""
+        """Return the tree of a rank's compressor state, without its tensors."""
         body = self._own_tree(rank)
         return None if body is None else body.get("compressor")
 
@@ -468,13 +468,13 @@ def _add_in_turn(turns: list[dict[Stored, torch.Tensor]], stored: Stored, target
 
 
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
-    """Return whether a sliced optimizer keeps a slice of this entry, and not the whole of it."""
+    """Return whether a sliced optimizer keeps a slice of this entry, instead of all of it."""
     shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
     return key != "step" and shape == tuple(parameter.shape)
 
 
 def _key(parameter: torch.Tensor, optimizer: Any, key: str) -> Any:
-    """State keys are strings in torch's optimizers; one that was none keeps its type where the live state shows it."""
+    """Return the key with the type that the live state has: the file holds strings."""
     return next((k for k in optimizer.state.get(parameter, {}) if str(k) == key), key)
 
 
@@ -531,25 +531,26 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:_NAMES_SHOWN]) + more
 
 
-# as a group -------------------------------------------------------------------------------------------------------------
+# collective -----------------------------------------------------------------------------------------------------------
 
 SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
 
 
-#: which of a folder's files rank 0 reads for all
+#: files of a folder that rank 0 reads for all ranks
 _SMALL = ("state.json", "optimizer.json")
 
 
 def agree_on(
     path: str, training: Training, peers: Peers, *, verify: bool, spare: Sequence[tuple[int, int]] = ()
 ) -> tuple[Reader | None, str]:
-    """(reader, "") if every rank finds `path` sound and fitting; (None, why) if some rank cannot read it, and live tensors
-    are then as they were. Collective. `spare`: as Reader.verify_share has it.
+    """Return (reader, "") if every rank finds `path` sound and fitting. Collective.
+
+    If some rank cannot read it, return (None, reason) and leave live tensors unchanged. `spare`: see Reader.verify_share.
 
     Raises
     ------
     CheckpointError
-        It is sound or of a newer version, but some rank cannot use it: the same sentence on every rank.
+        A rank cannot use a checkpoint that is sound or has a newer format. All ranks raise the same sentence.
     """
     folder, refusal = _open_together(path, peers)
     if folder is None:
@@ -573,7 +574,7 @@ def agree_on(
 
 
 def _open_together(path: str, peers: Peers) -> tuple[CheckpointFolder | None, str]:
-    """The folder, as rank 0 finds it; None, and why, where it finds none that is sound. The other ranks open nothing. Collective."""
+    """Open the folder on rank 0 and send its catalog to all ranks. Return (folder, "") or (None, reason). Collective."""
     catalog = b""
     found: list[CheckpointFolder] = []
 
@@ -600,7 +601,7 @@ _SOUND = [SOUND, ""]
 
 
 def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
-    """A rank's report of its look at a folder, for the others."""
+    """Call look() and return its outcome for the other ranks: [kind, sentence]."""
     try:
         look()
     except (Mismatch, NewerCheckpointError) as error:
@@ -615,7 +616,7 @@ def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
 
 
 def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
-    """Return why the folder is passed over; "": it is sound for all. CheckpointError: it is not to be passed over."""
+    """Return the reason to pass over the folder; "" if all ranks find it sound. Raise CheckpointError for a FATAL verdict."""
     for kind in (FATAL, REJECTED):
         for rank, (found, text) in enumerate(verdicts):
             if found == kind:
@@ -627,10 +628,10 @@ def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
 
 
 def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
-    """Fills every rank's training, and returns `extra`; CheckpointError on every rank if it went wrong on one. Collective."""
+    """Fill the training on every rank and return `extra`. All ranks raise CheckpointError if one fails. Collective."""
     extra, failure = None, ""
     if everything:
-        same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "whose memory it was")
+        same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "owner of compressor")
         reader.keeps_compressor = all(same)
     try:
         extra = reader.apply(peers.rank, peers.world_size, everything=everything)
@@ -639,5 +640,5 @@ def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
     for rank, text in enumerate(peers.exchange(failure, f"load of {reader.path}")):
         if text:
             where = "" if peers.world_size == 1 else f"rank {rank}: "
-            raise CheckpointError(f"{where}'{reader.path}' was loaded in part, the training is not usable: {text}")
+            raise CheckpointError(f"{where}'{reader.path}' was loaded in part, and the training is not usable: {text}")
     return extra

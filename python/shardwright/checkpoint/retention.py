@@ -1,4 +1,4 @@
-"""Folders in a directory of checkpoints, and the choice of those that go. Rank 0 alone calls this."""
+"""Retention: list the folders of a checkpoint directory and choose the ones to remove. Runs on rank 0 alone."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .partial import is_left, lock_file, of_saves
 logger = logging.getLogger("shardwright")
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
-#: what a folder is called while it is replaced where two names cannot be exchanged (docs/format.md)
+#: suffix of a folder while it is replaced, on file systems that cannot exchange two names (docs/format.md)
 REPLACED = ".replaced"
 MANIFEST = "MANIFEST.json"
-#: damage, and something else in its place: not of a moment
+#: errors of a damaged manifest, or of another object in its place; any other error may be transient
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
-BOARD = ".board"  # stays, as .lock does: a slower rank may still read the last verdict
-STEP_LIMIT = 10**15  # a folder's number has 15 digits at most.
-#: nonces of checkpoints that a rollback has abandoned: after restore(step=2) a training goes on from step 2. Then
-#: step-000005 of the abandoned course may still lie there: a restore() after a crash must not prefer it
+BOARD = ".board"  # never removed, like .lock: a slower rank may still read the last verdict
+STEP_LIMIT = 10**15  # a folder's number has at most 15 digits
+#: file of the nonces that a rollback abandoned. After restore(step=2) training goes on from step 2 while step-000005 of the
+#: abandoned course still exists; a restore() after a crash must not prefer it
 BRANCH = ".branch"
 _BRANCH_BYTES = 1 << 20
 
 
-#: of a checkpoint: it has a manifest that reads and files of its sizes, or none was looked at; it has not; it is not known, for
-#: a moment or since a newer version wrote it
+#: states of a checkpoint. SOUND: manifest and file sizes are right, or nothing was read. UNKNOWN: a transient error, or a newer
+#: version wrote it
 SOUND, DAMAGED, UNKNOWN = "sound", "damaged", "unknown"
 
 
@@ -52,7 +52,7 @@ def folder_name(step: int) -> str:
 
 
 def list_checkpoints(directory: str, *, look: bool = False) -> list[Kept]:
-    """Folders that claim to be checkpoints, oldest first; with `look`, what their manifests say."""
+    """Return the folders that have a manifest, oldest first; with `look`, with the content of their manifests."""
     found = []
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
         path = find(os.path.join(directory, name), os.path.exists)
@@ -62,10 +62,10 @@ def list_checkpoints(directory: str, *, look: bool = False) -> list[Kept]:
 
 
 def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | None:
-    """Return where the checkpoint called `path` lies: there, or under its replaced name if nothing is there; None: nowhere.
+    """Return the place of the checkpoint `path`: the path itself, or its replaced name if it does not exist; None for neither.
 
-    Replacing it takes three steps (`path` becomes the replaced name, the new one becomes `path`, the replaced one goes), and
-    each may fall between two looks: of three looks one meets none.
+    Replacing a checkpoint takes three steps: rename `path` to the replaced name, rename the new folder to `path`, remove the
+    replaced one. Each step can come between two of our looks, so at least one of three looks meets no step.
     """
     replaced = path.rstrip("/") + REPLACED
     for _ in range(3):
@@ -78,26 +78,27 @@ def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | No
 
 
 def left_overs(directory: str) -> list[str]:
-    """Return what saves of steps that died have left, and what retention had no time to unlink. Not what a save that lives is writing; that
-    no Checkpointer is one of those, its lock on the directory tells."""
+    """Return the left-overs of dead saves of steps, and folders that retention did not finish removing.
+
+    Excludes folders of running saves. The caller holds the directory's lock, so none of these is a Checkpointer's."""
     steps = [os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name)]
     return sorted(path for path in steps if is_left(path))
 
 
 def all_left_overs(directory: str) -> list[str]:
-    """Those, and what dead saves to other paths in the directory have left."""
+    """Return left_overs() and the left-overs of dead saves to other paths in the directory."""
     return sorted({*left_overs(directory), *of_saves(directory)})
 
 
 def replaced_ones(directory: str) -> list[str]:
-    """Folders under their replaced names whose successors are there. Only once these names are durable do they go."""
+    """Return folders under replaced names whose successors exist. Remove them only once the successors' names are durable."""
     paths = [os.path.join(directory, name) for name in os.listdir(directory) if _STEP.match(name)]
     return sorted(p for p in paths if p.endswith(REPLACED) and os.path.lexists(p.removesuffix(REPLACED)))
 
 
 def _look(path: str) -> tuple[float | None, str, str]:
-    """Metric, state and nonce. A descriptor or a disk that fails for a moment must not cost a checkpoint."""
-    try:  # the engine's reader: no link, no pipe, no manifest without end
+    """Return metric, state and nonce. A transient failure gives UNKNOWN: it must not cost a checkpoint."""
+    try:  # the engine's reader refuses links, pipes and endless manifests
         folder = CheckpointFolder(path)
         return folder.metric, SOUND, folder.nonce
     except NewerCheckpointError:
@@ -108,30 +109,30 @@ def _look(path: str) -> tuple[float | None, str, str]:
 
 
 def remove(path: str) -> None:
-    """A checkpoint's folder or a left-over, whatever lies in its place; what a link names stays."""
+    """Remove a checkpoint's folder or a left-over, of any file type. The target of a link stays."""
     if os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
     else:
         shutil.rmtree(path)
 
 
-#: makes a directory's names durable
+#: make a directory's names durable
 sync = CheckpointFolder.sync
 
 
 def to_retire(
     kept: Sequence[Kept], *, keep_last: int | None, keep_every: int | None, keep_best: int | None, largest: bool = False
 ) -> list[Kept]:
-    """Those that no rule keeps. Without any rule everything is kept; the newest sound one always is.
+    """Return the checkpoints that no rule keeps; none if there is no rule. The newest sound one always stays.
 
-    Rules count sound ones alone. A damaged one goes once `keep_last` sound ones (without that rule: one) are newer, unless the other
-    rules would keep it if it were sound: it may have been found damaged for a moment. What is not known stays.
+    Rules count sound checkpoints alone. A damaged one goes once `keep_last` sound ones (one without that rule) are newer, unless
+    another rule would keep it if it were sound: the damage may be transient. An UNKNOWN one stays.
 
     Parameters
     ----------
-    keep_last : that many of the newest.
-    keep_every : those whose step is a multiple of it.
-    keep_best : that many with the smallest metric, with the `largest` if so; among equals the newer.
+    keep_last : keep that many of the newest.
+    keep_every : keep steps that are a multiple of it.
+    keep_best : keep that many with the smallest metric, or with the `largest`; of equals the newer.
     """
     if keep_last is None and keep_every is None and keep_best is None:
         return []
@@ -159,12 +160,12 @@ def abandoned(directory: str) -> set[str]:
     except FileNotFoundError:
         return set()
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.warning("'%s' cannot be read (%s): restore() prefers the newest checkpoint", path, error)
+        logger.warning("'%s' cannot be read (%s): restore() takes the newest checkpoint", path, error)
         return set()
 
 
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
-    """Return checkpoints as restore() prefers them, the best last: abandoned ones come first."""
+    """Return checkpoints in the order of restore()'s preference, best last: abandoned ones come first."""
     nonces = abandoned(directory)
     if not nonces:
         return list(kept)
@@ -173,10 +174,7 @@ def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
 
 
 def go_on_from(directory: str, chosen: Kept) -> None:
-    """Record that training goes on from `chosen`: later checkpoints are abandoned, and `chosen` is not. Durable.
-
-    Cost: one manifest read a checkpoint.
-    """
+    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not. Durable. Reads one manifest per checkpoint."""
     path = os.path.join(directory, BRANCH)
     listed = list_checkpoints(directory, look=True)
     before = abandoned(directory)
@@ -192,14 +190,14 @@ def go_on_from(directory: str, chosen: Kept) -> None:
 
 
 class DirectoryLock:
-    """One writer a directory, while it lives: the kernel releases the lock when the process ends, and forked children have no part.
+    """A lock that gives a directory one writer. The kernel releases it when the process ends; forked children do not keep it.
 
-    The lock is of the open file: reading or copying `.lock` in the same process, as a copy of the directory does, does not end it.
+    The lock belongs to the open file: a read or copy of `.lock` in the same process does not release it.
 
     Raises
     ------
     CheckpointError
-        Another Checkpointer, of this process or of one that is named, holds it.
+        Another Checkpointer holds the lock, of this process or of the process that the message names.
     """
 
     def __init__(self, directory: str) -> None:
@@ -234,7 +232,7 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
-    """Close what a forked child has inherited: it would keep the lock beyond its parent's end."""
+    """Close inherited locks in a forked child: they would outlive the parent."""
     for each in list(_held):
         each.release()
 

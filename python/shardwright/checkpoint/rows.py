@@ -1,10 +1,10 @@
-"""Each rank's own content, in two files for all ranks: a line of JSON a rank, and tensors stacked in rank order.
+"""Rows: each rank's own content in two files, a line of JSON for each rank and tensors stacked in rank order.
 
-    ranks/all.jsonl          line r is rank r's tree, filled up with spaces: all lines have one length
+    ranks/all.jsonl          line r is rank r's tree, padded with spaces: all lines have equal length
     ranks/all.safetensors    `name`: [world_size, *shape], row r is rank r's, where all ranks have such a tensor;
                              `00003.name`: rank 3's, where they differ
 
-A rank writes its line and its rows without knowing of the others', as long as its line fits and its tensors are those that all know of.
+While its line fits and its tensors match the layout, a rank writes its line and rows without communication.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def structure_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, li
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Places of each rank's own content.
+    """The layout of the two files.
 
     Attributes
     ----------
     line_bytes : int
-        Of each line, its end included.
+        Bytes of each line, with its newline.
     entries : mapping of str to (dtype, shape, rank)
-        Name in the file -> what it is; rank None: a row a rank, and `shape` is a row's.
+        The tensors by name. With rank None each rank has a row, and `shape` is that of a row.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class Rows:
         return cls(rank, len(of_all), line_bytes, entries)
 
     def fits(self, structure: Structure, nbytes: int) -> bool:
-        """Return whether this rank's own goes there."""
+        """Return whether this rank's content fits the layout."""
         mine = {name: (dtype, tuple(shape)) for name, dtype, shape in structure}
         wanted = {
             name if rank is None else name.partition(".")[2]: (dtype, shape)
@@ -73,12 +73,12 @@ class Rows:
         return mine == wanted and nbytes < self.line_bytes
 
     def line(self, body: Any) -> tuple[int, int, bytes]:
-        """(bytes of the file, this rank's first one, this rank's bytes)."""
+        """Return (bytes of the file, first byte of this rank's line, the line)."""
         text = tree.dumps(body).rstrip(b"\n").ljust(self.line_bytes - 1) + b"\n"
         return self.world_size * self.line_bytes, self.rank * self.line_bytes, text
 
     def tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, Sliced]:
-        """Return the tensors of the file, as far as this rank holds them. `own`: row-major."""
+        """Return the tensors of the file with this rank's parts. `own`: its row-major tensors."""
         found = {}
         for name, (dtype, shape, rank) in self.entries.items():
             kind, row = getattr(torch, dtype), 0 if rank is not None else self.rank
@@ -100,7 +100,7 @@ def has_rows(folder: CheckpointFolder) -> bool:
 
 
 def read_line(folder: CheckpointFolder, rank: int) -> Any:
-    """The tree of a rank, of a folder that has_rows()."""
+    """Return a rank's tree from a folder that has_rows()."""
     nbytes, rest = divmod(folder.files[LINES], folder.world_size)
     if rest:
         raise CheckpointError(f"'{folder.path}/{LINES}' has {folder.files[LINES]} bytes for {folder.world_size} lines")
@@ -109,11 +109,11 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
     try:
         return tree.loads(memory.numpy().tobytes())
     except ValueError as error:
-        raise CheckpointError(f"'{folder.path}/{LINES}' is no JSON in line {rank}: {error}") from None
+        raise CheckpointError(f"'{folder.path}/{LINES}' is not JSON in line {rank}: {error}") from None
 
 
 def rows_of(stored: Mapping[str, Stored], rank: int, names: Sequence[str]) -> dict[str, Stored]:
-    """Return where the tensors of a rank's tree lie."""
+    """Return the places of the tensors `names` of a rank's tree."""
     found = {}
     for name in names:
         own, every = stored.get(_of(rank, name)), stored.get(name)

@@ -1,7 +1,7 @@
-"""A check that what every rank holds alike is alike, by a few cache lines of each tensor.
+"""A check that replicated tensors are equal on all ranks, by a few cache lines of each.
 
-A checkpoint has each block from one rank, so that ranks which drifted apart (plain modules whose gradients are not averaged) would be
-mixed in it. Reading all values would cost a pass; training apart changes every tensor, and so the lines that are looked at.
+One rank writes each block, so a checkpoint of ranks that drifted apart (gradients are not averaged) would mix their values.
+Reading all values costs a pass over memory. Training apart changes whole tensors, and so the sampled lines too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _STRIDE = 1 << 20
 
 
 def take_samples(found: ModelTensors, optimizer: Any) -> Samples:
-    """Name -> checksum, of parameters and of `optimizer`'s state (None: of parameters alone). Without buffers, which are rank 0's;
-    without what is spread over ranks, on a GPU, not row-major, or of a class of its own."""
+    """Map names of parameters and of `optimizer`'s state (None: no state) to checksums. Skips buffers, since rank 0's are
+    saved, and tensors that are sharded, on a GPU, not row-major, or of a subclass."""
     return {
         name: sample_crc32c(t.data_ptr(), t.nbytes, _STRIDE) for name, t in _named(found, optimizer) if _is_plain(t)
     }
@@ -47,18 +47,18 @@ def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Ten
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return False  # a class of its own keeps its values where it likes
+        return False  # a subclass may keep its values elsewhere
     on_cpu = tensor.is_cpu and not cuda.runtime.holds(tensor)
     return on_cpu and has_memory(tensor) and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def digest(samples: Samples) -> int:
-    """One number for all of them."""
+    """Return one checksum over all samples."""
     return zlib.crc32(repr(sorted(samples.items())).encode("utf-8", "backslashreplace"))
 
 
 def first_apart(samples_of_all: Sequence[Samples]) -> str:
-    """Return which tensor's sample is not the same on all ranks that have one; "": none's."""
+    """Return a sentence that names the first tensor whose samples differ between ranks; "" if none does."""
     seen: dict[str, tuple[int, int]] = {}
     for rank, samples in enumerate(samples_of_all):
         for name, crc in samples.items():
@@ -69,13 +69,13 @@ def first_apart(samples_of_all: Sequence[Samples]) -> str:
 
 
 def check_alike(samples_of_all: Sequence[Samples], *, is_averaged: bool) -> None:
-    """Raises CheckpointError for a tensor whose sample is not the same on all ranks. Where a wrapper averages gradients, ranks can
-    drift by roundings alone (processors that are not alike): then that is a line in the log."""
+    """Raise CheckpointError for a tensor whose samples differ between ranks. Log instead if a wrapper averages gradients:
+    ranks then differ by rounding alone, as on processors of different kinds."""
     apart = first_apart(samples_of_all)
     if apart and is_averaged:
-        _logger.warning("%s: the checkpoint has some blocks of each", apart)
+        _logger.warning("%s: the checkpoint mixes blocks of both", apart)
     elif apart:
         raise CheckpointError(
-            f"{apart}, and a checkpoint would have some of each: ranks hold the same (average their gradients, or broadcast rank 0's "
-            "values), or state that is a rank's own goes in dataloader=[...]"
+            f"{apart}, and a checkpoint would mix them: average the gradients or broadcast rank 0's values, and pass state of "
+            "each rank's own in dataloader=[...]"
         )

@@ -1,7 +1,7 @@
-"""Tensors that are spread over ranks: which bytes of them this rank holds.
+"""Byte ranges of sharded tensors: the ones that this rank holds.
 
-A slice is a run of a tensor's elements in row-major order, so a range of its bytes in the file: a save writes it there, and a load reads
-it from there. Neither needs to know what other ranks hold.
+A part is a run of elements in row-major order, and so a range of bytes in the file. A save writes that range and a load reads
+it; neither needs to know the parts of other ranks.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from ..torch_compat import cuda
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-#: of an entry of a sliced optimizer's state: how it is held, and of tensors dtype and, unless it is cut as the parameter is, shape
+#: one entry of a sliced optimizer's state: (kind, dtype, shape). A CUT entry is sliced like its parameter and has no shape
+#: of its own; a VALUE is not a tensor and has neither
 Entry = tuple[str, str, tuple[int, ...]]
 CUT, WHOLE, VALUE = "cut", "whole", "value"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """One rank's parts of a tensor.
+    """A rank's parts of a tensor.
 
     Attributes
     ----------
     dtype, shape
-        Of the whole.
+        dtype and shape of the whole tensor.
     parts : tuple of (first element, memory)
-        Ascending runs in row-major order; each memory is one-dimensional and contiguous; on the CPU, or in a save on a GPU.
+        Ascending runs in row-major order. Each memory is one-dimensional and contiguous, on the CPU or, in a save, on a GPU.
     live : tuple of Tensor
-        What `parts` alias or were copied from: their version tells of writes.
+        The tensors that `parts` alias or were copied from. Their version counters reveal writes.
     copy : Tensor, optional
-        Where `parts` are a copy of live[0]: the copy, of its shape.
+        The copy that `parts` point into if they do not alias live[0]; of its shape.
     turn : (int, int)
-        This rank's number among the ranks that hold the same parts, and their count: one of them writes.
+        This rank's number among the ranks that hold the same parts, and their count. One of them writes.
     """
 
     dtype: torch.dtype
@@ -61,16 +62,16 @@ class Sliced:
         return self.dtype.is_complex
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """(first byte in the whole, bytes, address)."""
+        """Return (first byte in the whole tensor, bytes, address) of each part."""
         size = self.dtype.itemsize
         return [(first * size, m.numel() * size, m.data_ptr()) for first, m in self.parts if m.numel()]
 
 
-# a box of an array ------------------------------------------------------------------------------------------------------
+# a box of an array ----------------------------------------------------------------------------------------------------
 
 
 def box_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(first element, elements) of the row-major runs that make up the box `sizes` at `offsets` of an array.
+    """Return (first element, elements) of the row-major runs that make up the box `sizes` at `offsets` of an array.
 
     >>> box_ranges((4, 6), (1, 0), (2, 6))
     [(6, 12)]
@@ -93,7 +94,7 @@ def box_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int
 def parts_of_box(
     shape: Sequence[int], offsets: Sequence[int], memory: torch.Tensor
 ) -> tuple[tuple[int, torch.Tensor], ...]:
-    """`memory`, row-major with the box's shape, as runs of the whole."""
+    """Split `memory`, row-major with the box's shape, into runs of the whole array."""
     flat, done, parts = memory.reshape(-1), 0, []
     for first, numel in box_ranges(shape, offsets, memory.shape):
         parts.append((first, flat[done : done + numel]))
@@ -101,7 +102,7 @@ def parts_of_box(
     return tuple(parts)
 
 
-# torch's own slices -----------------------------------------------------------------------------------------------------
+# DTensors -------------------------------------------------------------------------------------------------------------
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
@@ -109,18 +110,18 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def check_placements(name: str, tensor: Any) -> None:
-    """Raises CheckpointError for a DTensor whose local part is no box of the whole."""
+    """Raise CheckpointError for a DTensor whose local part is not a box of the whole."""
     known = {"Shard", "Replicate"}
     other = [p for p in tensor.placements if type(p).__name__ not in known]
     if other:
         raise CheckpointError(
-            f"tensor '{name}' is a DTensor placed as {other[0]!r}: a checkpoint holds those of Shard and Replicate"
+            f"tensor '{name}' is a DTensor placed as {other[0]!r}: a checkpoint supports Shard and Replicate only"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
-    """Return where a rank's part of DTensors of one shape and placement lies."""
+    """The box that a rank holds of every DTensor of one shape and placement."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -128,12 +129,12 @@ class _Box:
 
 
 class Boxes:
-    """Boxes of DTensors, each computed once: models repeat a few shapes many times.
+    """A cache of boxes of DTensors: models repeat a few shapes many times.
 
     Parameters
     ----------
     members : sequence of int
-        The ranks that save together, by their numbers in torch's default group.
+        The ranks that save together, as ranks of torch's default group.
     """
 
     def __init__(self, members: Sequence[int]) -> None:
@@ -160,7 +161,7 @@ def _local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _turn_of(tensor: Any, members: frozenset[int]) -> tuple[int, int]:
-    """This rank's number among those of `members` that hold the same part of a DTensor, and their count."""
+    """Return this rank's number among those of `members` that hold the same part of a DTensor, and their count."""
     mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if place is None or all(type(p).__name__ == "Shard" for p in tensor.placements):
         return 0, 1
@@ -171,7 +172,7 @@ def _turn_of(tensor: Any, members: frozenset[int]) -> tuple[int, int]:
 
 
 def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], bool] = lambda _: False) -> Sliced:
-    """The part of a DTensor that this rank holds; a copy of it where it is not plain memory, of the CPU's or of where it `stays`."""
+    """Return this rank's part of a DTensor, copied unless it is plain memory on the CPU or stays(memory)."""
     with torch.no_grad():
         local = tensor.to_local().detach()
     box = boxes.of(tensor)
@@ -183,15 +184,15 @@ def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], 
 
 
 def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:
-    """Return whether some of a training's state is spread over ranks. Alike on all of them."""
+    """Return whether ranks hold slices of model or optimizer. The result is equal on all ranks."""
     return isinstance(optimizer, ShardedOptimizer) or any(is_dtensor(p) for p in model.parameters())
 
 
-# our own: the optimizer -------------------------------------------------------------------------------------------------
+# slices of the optimizer ----------------------------------------------------------------------------------------------
 
 
 def describe_state(optimizer: ShardedOptimizer) -> dict[int, dict[str, Entry]]:
-    """The number of a parameter -> the entries of its state, of those that this rank holds some state of."""
+    """Map numbers of parameters to the entries of their state, for parameters of which this rank holds some."""
     described = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         state, piece, _ = optimizer.held_state(parameter)
@@ -210,7 +211,7 @@ def _entry(key: str, value: Any, piece: torch.Tensor | None) -> Entry:
 
 
 def compact(described: Mapping[int, Mapping[str, Entry]]) -> list[Any]:
-    """[entries, [first, last, first, last, ...]], as JSON: most parameters have the same entries."""
+    """Return JSON [entries, [first, last, first, last, ...]] for each set of entries: most parameters share one."""
     kinds: dict[tuple[tuple[str, Entry], ...], list[int]] = {}
     for number, entries in sorted(described.items()):
         runs = kinds.setdefault(tuple(entries.items()), [])
@@ -222,7 +223,7 @@ def compact(described: Mapping[int, Mapping[str, Entry]]) -> list[Any]:
 
 
 def expand(kinds: Sequence[Any]) -> dict[int, dict[str, Entry]]:
-    """Return what compact() was given."""
+    """Invert compact()."""
     found: dict[int, dict[str, Entry]] = {}
     for entries, runs in kinds:
         keys = {key: (how, dtype, tuple(shape)) for key, (how, dtype, shape) in entries}
@@ -232,7 +233,7 @@ def expand(kinds: Sequence[Any]) -> dict[int, dict[str, Entry]]:
 
 
 def held_values(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
-    """The number of a parameter -> entries that are no tensors, of parameters of which this rank is the one to tell."""
+    """Map numbers of parameters to their non-tensor entries, if this rank reports them: it has the first element."""
     found = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         state, piece, first = optimizer.held_state(parameter)
@@ -247,14 +248,14 @@ def sliced_state(
     described: Mapping[int, Mapping[str, Entry]],
     values: Mapping[int, Mapping[str, Any]],
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Parameter -> its state, as far as this rank holds it.
+    """Map each parameter to its state, as far as this rank holds it.
 
-    Parameters that are not row-major are gathered whole, one after the other: collective for those.
+    Collective if a parameter is not row-major: its state is gathered whole, one parameter at a time.
 
     Parameters
     ----------
-    described : what describe_state() says on all ranks together.
-    values : of entries that are no tensors; those that are missing are None.
+    described : the results of describe_state() on all ranks, merged.
+    values : the non-tensor entries; a missing one is None.
     """
     found: dict[torch.Tensor, dict[str, Any]] = {}
     slicing = optimizer.replica.slicing
@@ -285,21 +286,21 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Return whether a run of its memory is a run of its bytes in the file."""
+    """Return whether a run of the tensor's memory is a run of its bytes in the file."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-# our own: parameters ----------------------------------------------------------------------------------------------------
+# slices of parameters -------------------------------------------------------------------------------------------------
 
 
 def engine_of(model: Any) -> Any:
-    """The replica behind a wrapped module, or one that was fully sharded; None for any other."""
+    """Return the replica of a module of sw.wrap or fully_shard; None for any other module."""
     wrapped = wrapper_of(model)
     return None if wrapped is None else wrapped._engine()
 
 
 def fills_slices(replica: Any) -> bool:
-    """Return whether a load can write each rank's slices of parameters: those that are released must be row-major."""
+    """Return whether a load can write slices of parameters: all released parameters must be row-major."""
     memory = replica.parameters() if replica.zero else None
     if not isinstance(memory, ReleasedParameters):
         return bool(replica.zero)
@@ -308,8 +309,8 @@ def fills_slices(replica: Any) -> bool:
 
 @contextlib.contextmanager
 def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
-    """id(parameter) -> the slice that this rank may write, where fills_slices(); when it is left, every rank has all of them.
-    Collective. What is not named, each rank has whole and writes itself."""
+    """Yield id(parameter) -> the slice that this rank may write; publish all slices at exit. Collective.
+    Requires fills_slices(). Each rank writes the other parameters itself, whole."""
     memory = replica.parameters()
     slices = {}
     for index, parameter in enumerate(replica.table.parameters):
@@ -325,13 +326,13 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
     with replica.writing():
         try:
             yield slices
-        finally:  # of a load that failed, too: the others wait for it
+        finally:  # after a failed load too: the other ranks publish
             memory.publish_all()
             replica.count_writes(replica.table.parameters)
 
 
 def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
-    """About what this rank writes of model and optimizer: its slices, and its part of what all ranks hold."""
+    """Estimate the bytes of model and optimizer that this rank writes: its slices, and 1/W of the rest."""
     slices, _ = released_slices(model)
     whole = sum(p.nbytes for p in model.parameters() if id(p) not in slices and not is_dtensor(p))
     own = sum(memory.nbytes for each in slices.values() for _, memory in each.parts)
@@ -348,8 +349,8 @@ def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
 
 
 def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
-    """(id(parameter) -> the slice that this rank holds, of parameters that are whole only while they are used; ids of those of them that
-    can be saved whole alone, since they are not row-major)."""
+    """Return (id(parameter) -> this rank's slice, ids of the others) for released parameters. The others are not row-major,
+    and a save gathers them."""
     replica = engine_of(model)
     if replica is None or not replica.releases_parameters:
         return {}, set()

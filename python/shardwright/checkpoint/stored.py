@@ -1,4 +1,4 @@
-"""The tensors that a folder holds, by the headers of its safetensors files."""
+"""Descriptions of a folder's tensors, from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .._engine import CheckpointError, CheckpointFolder, prefer_huge_pages
 from .names import TORCH_DTYPES
 
 _OWN_MAPPING_BYTES = 32 << 20
-"""what malloc gives a mapping of its own in any case: new pages, and no neighbours"""
+"""size from which malloc always makes a separate mapping: new pages, shared with no other allocation"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. `complex_dtype` of one that is stored as its real view."""
+    """A tensor in a file. `complex_dtype` is set if the file stores a complex tensor's real view."""
 
     path: str
     dtype: str
@@ -31,7 +31,7 @@ class Stored:
         return self.complex_dtype or TORCH_DTYPES[self.dtype]
 
     def empty(self) -> torch.Tensor:
-        """A new tensor of this dtype and shape."""
+        """Return a new tensor of this dtype and shape."""
         if self.complex_dtype is not None:
             made = torch.empty(self.shape[:-1], dtype=self.complex_dtype, device="cpu")
         else:
@@ -42,20 +42,20 @@ class Stored:
 
 
 def complex_mark(metadata: Mapping[str, str], name: str) -> str | None:
-    """Return what the metadata of a file calls the tensor `name`, which is stored as its real view; None: it is real."""
+    """Return the complex dtype that a file's metadata records for the tensor `name`; None for a real tensor."""
     key = f"complex.{name}"
     return metadata[key] if key in metadata and _is_mark(key, metadata[key]) else None
 
 
 def _is_mark(key: str, value: str) -> bool:
-    """Tell a tied tensor of a module called `complex`, whose value is a tensor's name."""
+    """Return whether an entry records a complex dtype, rather than a tied tensor of a module named `complex`."""
     return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
 
 
 def _complex_dtype(
     path: str, name: str, of_complex: str | None, dtype: str, shape: Sequence[int]
 ) -> torch.dtype | None:
-    """Describe a tensor that is stored as its real view; its bytes are those of the real one, or it is refused."""
+    """Return the complex dtype of a tensor. Raise CheckpointError unless its real view has the dtype and shape of the file."""
     if of_complex is None:
         return None
     parts = {"complex64": "F32", "complex128": "F64"}.get(of_complex)
@@ -65,7 +65,7 @@ def _complex_dtype(
 
 
 def stored_tensors(folder: CheckpointFolder, prefix: str) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors of files `prefix`*.safetensors, and the names tied to them."""
+    """Return the tensors of files `prefix`*.safetensors, and the names tied to them."""
     tensors: dict[str, Stored] = {}
     tied: dict[str, str] = {}
     for path in folder.files:

@@ -1,6 +1,6 @@
-"""State that is no tensor, as JSON, with its tensors by name beside it. Nothing is ever executed when it is read.
+"""Trees of plain values as JSON, with their tensors by name beside them. Reading a tree executes nothing.
 
-What JSON lacks is an object with one key that begins with `$` (docs/format.md).
+A value that JSON lacks is an object with one key that begins with `$` (docs/format.md).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON; its tensors are added to `tensors` under names that begin with `name`.
+    """Return `value` as JSON. Add its tensors to `tensors` under names that begin with `name`.
 
     Raises
     ------
     CheckpointError
-        A value of another type, named by its place.
+        A value has an unsupported type. The message names its place.
 
     Notes
     -----
-    What is equal to a plain value, but of a class of its own, comes back plain: an IntEnum as its int, a named tuple as a tuple, a
-    defaultdict or a Counter as a dict.
+    A value of a subclass of a plain type comes back plain: an IntEnum as its int, a named tuple as a tuple, a defaultdict or a
+    Counter as a dict.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -67,7 +67,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _add(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
-    """The name it gets: {"a": {"b": x}} and {"a.b": y} would both be a.b."""
+    """Add a tensor and return its name, made unique: {"a": {"b": x}} and {"a.b": y} would both be a.b."""
     number, free = 1, name
     while free in tensors:
         number += 1
@@ -81,7 +81,7 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, torc
 
 
 def mapping(nodes: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The tree of a dict whose values are trees already."""
+    """Return the tree of a dict whose values are trees already."""
     if all(isinstance(key, str) and not key.startswith("$") for key in nodes):
         return dict(nodes)
     return {"$dict": [[encode(key, name, tensors), node] for key, node in nodes.items()]}
@@ -101,7 +101,7 @@ def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what encode() was given."""
+    """Return the value of a tree: the inverse of encode()."""
     if isinstance(node, list):
         return [decode(item, tensors) for item in node]
     if not isinstance(node, dict):
@@ -147,14 +147,14 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _hashable(value: Any) -> Any:
-    """A set inside a set, or in a key, can only have been a frozen one."""
+    """Return a set as a frozenset, inside tuples too: only a frozenset can be in a set or a key."""
     if isinstance(value, set):
         return frozenset(value)
     return tuple(_hashable(item) for item in value) if isinstance(value, tuple) else value
 
 
 def tensor_names(node: Any) -> list[str]:
-    """Names of the tensors that a tree refers to, in its order."""
+    """Return the names of the tensors that a tree refers to, in its order."""
     if isinstance(node, list):
         return [name for item in node for name in tensor_names(item)]
     if isinstance(node, dict):
@@ -165,7 +165,7 @@ def tensor_names(node: Any) -> list[str]:
 
 
 def dumps(node: Any) -> bytes:
-    """The text of a tree: one form for one value."""
+    """Return the text of a tree. Equal trees give equal bytes."""
     return (json.dumps(node, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n").encode("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""One save after another: what is saved, under which nonce, and how its outcome comes back."""
+"""Writer: one rank's part in a series of saves, from the agreement on the content to the outcome."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @dataclasses.dataclass
 class Training:
-    """Everything that a checkpoint holds. `extra` is a tree of plain values and tensors."""
+    """The objects that a checkpoint holds. `extra` is a tree of plain values and tensors."""
 
     model: torch.nn.Module
     optimizer: Any = None
@@ -94,7 +94,7 @@ class Training:
 
 @dataclasses.dataclass
 class _Draft:
-    """One rank's findings in its training, before it hears of the others.
+    """The content that one rank contributes to a save, before the ranks agree.
 
     Attributes
     ----------
@@ -102,13 +102,13 @@ class _Draft:
     described : dict
         The entries of a sliced optimizer's state that this rank holds.
     body, tensors
-        The tree and the tensors of what is this rank's own.
+        The tree and the tensors of the rank's own state.
     samples, checksums
-        Of what all ranks hold alike, and of buffers.
+        Checksums of tensors that all ranks hold alike, and of buffers.
     released, passing
-        Of parameters that are whole only while they are used, by id: slices, and those that are saved whole.
+        Slices of released parameters, and the released parameters that are saved whole; both by id().
     state : (tree, tensors), optional
-        Of state.json: rank 0's, and any rank's that holds parts of what is in it.
+        The content of state.json, on rank 0 and on ranks that hold DTensors of it.
     """
 
     found: ModelTensors
@@ -127,27 +127,27 @@ class _Draft:
 
     @property
     def shards(self) -> dict[str, torch.Tensor]:
-        """DTensors in the state."""
+        """The DTensors in the state."""
         return {n: t for n, t in self.state[1].items() if is_dtensor(t)} if self.state is not None else {}
 
     def state_structure(self) -> list[tuple[str, str, list[int]]] | None:
-        """Describes all tensors in the state, if some are DTensors."""
+        """Describe all tensors in the state, if some are DTensors."""
         return structure_of(self.state[1]) if self.shards else None  # type: ignore[index]
 
 
 @dataclasses.dataclass
 class _Layout:
-    """The layout that stands from save to save, until some rank's training no longer fits it.
+    """The layout that all saves share until some rank's training no longer fits it.
 
     Attributes
     ----------
     described : dict
-        The entries of a sliced optimizer's state, of all ranks together.
+        The entries of a sliced optimizer's state on all ranks.
     rows : Rows
     has_values : bool
-        Whether some entries are no tensors, which rank 0 writes and others may hold.
+        True if some entries are not tensors: rank 0 gathers and writes them.
     state : Structure, optional
-        Of all tensors of rank 0's state, where each rank holds a part of some.
+        The tensors of rank 0's state, if some are DTensors.
     """
 
     described: dict[int, dict[str, Entry]]
@@ -171,10 +171,9 @@ class _Layout:
 
 
 class Writer:
-    """This rank's part in saves. One at a time; save() is a collective call.
+    """A rank's part in saves, one save at a time. The constructor is collective: ranks agree on nonce and channel.
 
-    Collective when it is made: the nonce is agreed on, and the page through which failures are told. `board`: the path of
-    the file that holds it where ranks are on several hosts; None: nothing can be saved.
+    `board`: path of the file through which ranks of several hosts report failures. None: nothing can be saved.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Writer:
         self._nonce_prefix = peers.exchange(secrets.token_hex(12), "nonce of checkpoints")[0]
         self._number = 0
         self._held: Content | None = None
-        self._spoiled = ""  # why the save that begins may not go on
+        self._spoiled = ""  # the reason why the beginning save must be cancelled
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
         self._boxes = Boxes(peers.global_ranks)
@@ -227,16 +226,18 @@ class Writer:
         retired: Sequence[str] = (),
         replaces: str | None = None,
     ) -> None:
-        """Takes the snapshot and returns. Every rank calls it, or skip(), at the same steps.
+        """Take the snapshot and start writing. Every rank calls begin() or skip() at the same steps.
 
-        `replaces`: on rank 0, CheckpointFolder.identity(folder) when the save began; a folder with another identity fails
-        the commit. None for a caller whose lock on the directory keeps other saves away.
+        Parameters
+        ----------
+        replaces : str, optional
+            On rank 0: CheckpointFolder.identity(folder) at the start of the save. The commit fails if the folder has another
+            identity by then. None: the caller's lock on the directory excludes other saves.
 
         Raises
         ------
         CheckpointError
-            What is wrong on this rank, or on another before it began: all ranks then raise. Of what goes wrong later the other ranks
-            hear at their next save() or wait().
+            On all ranks for a failure before the agreement. Other ranks raise a later failure at their next save() or wait().
         """
         assert self._board is not None
         try:
@@ -257,24 +258,24 @@ class Writer:
             raise CheckpointError(f"'{folder}' could not be saved: {type(error).__name__}: {error}") from error
 
     def _give_up(self, reason: str) -> None:
-        """The save that is being begun: its threads may run already, and read memory that is held for them."""
+        """Abandon the beginning save. Its threads may already read memory that this writer holds for them."""
         if self.is_busy:
             self._saver.cancel(reason)
-            with contextlib.suppress(CheckpointError, MemoryError):  # the error on its way is the one to hear of
+            with contextlib.suppress(CheckpointError, MemoryError):  # the caller raises the first error
                 self.wait_alone()
         else:
             self._saver.fail(self._number, reason)
         self._held, self._versions = None, []
 
     def warm(self, training: Training, *, lazy: bool) -> None:
-        """Staging for the first save is touched in the background, as far as its size is known yet. Communicates nothing."""
+        """Fault in staging memory for the first save in the background, without communication."""
         nbytes = held_bytes(training.model, training.optimizer, self._peers.world_size)
-        self._saver.warm(nbytes // 2 if lazy else nbytes)  # a lazy save writes most chunks from where they are
+        self._saver.warm(nbytes // 2 if lazy else nbytes)  # a lazy save writes most chunks from live memory
 
     def skip(self, reason: str) -> None:
-        """This rank begins no save, which the others may: all of them hear of it as they agree on that save."""
+        """Take part in the agreement with a failure, so that no other rank begins this save."""
         self._number += 1
-        with contextlib.suppress(Exception):  # what is told matters
+        with contextlib.suppress(Exception):  # the caller raises its own error
             self._hear(None, CheckpointError(reason))
 
     def _start(
@@ -321,9 +322,9 @@ class Writer:
     def _agree(
         self, training: Training, step: int, released: dict[int, Sliced], passing: set[int]
     ) -> tuple[Content, Content | None, CheckpointPlan]:
-        """Gather what this rank saves: what all know of, and on rank 0 what it alone knows of; and the plan of the former. Collective.
+        """Return the shared content, rank 0's own content, and the plan of the shared one. Collective.
 
-        One exchange if the layout stands, in which all say the same. Else ranks tell what they hold.
+        Costs one exchange while the layout fits all ranks. Otherwise ranks exchange descriptions of what they hold.
         """
         draft, failure = None, None
         try:
@@ -360,9 +361,9 @@ class Writer:
         return _Draft(found, described, body, tensors, samples, checksums, released, passing, state)
 
     def _hear(self, draft: _Draft | None, failure: Exception | None, is_averaged: bool = False) -> bool:
-        """Return whether some rank's training does not fit the layout. Buffers whose bytes are not rank 0's, which are the model's, become the
-        rank's own. Collective: what went wrong on a rank is raised on all, as is another value of what all ranks should hold alike, of a
-        model whose gradients are not known to be averaged."""
+        """Return True if some rank's training does not fit the layout. Collective.
+        A failure on one rank raises on all, and so does drift between ranks unless `is_averaged`. Buffers that differ from
+        rank 0's become part of the rank's own content."""
         reason = "" if failure is None else str(failure) or type(failure).__name__
         mine = [reason, False, 0, 0]
         if draft is not None:
@@ -390,7 +391,7 @@ class Writer:
         return self._layout is None or not self._layout.fits(draft)
 
     def _lay_out(self, draft: _Draft) -> _Layout:
-        """Collective."""
+        """Make a layout from the descriptions of all ranks. Collective."""
         state = draft.state_structure() if self._peers.rank == 0 else list(draft.shards) or None
         mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
         of_all = self._peers.exchange(mine, "what ranks hold of a checkpoint")
@@ -398,7 +399,7 @@ class Writer:
         for rank, (*_, theirs) in enumerate(of_all[1:], 1):
             odd = [name for name in theirs or () if name not in [each for each, *_ in state or ()]]
             if odd:
-                raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}', which rank 0 has none of: not savable")
+                raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}' and rank 0 does not: not savable")
         described: dict[int, dict[str, Entry]] = {}
         for theirs, *_ in of_all:
             described |= expand(theirs)
@@ -423,7 +424,7 @@ class Writer:
             made.append((content, self._own_content(draft, layout, optimizer_tree)))
             return layout.plan.digest
 
-        # where the layout stands the others wait for nothing that this rank could fail to do
+        # with the same layout make() gathers nothing, so a failure here leaves no other rank waiting
         gathers = isinstance(optimizer, ShardedOptimizer) and not all(map(is_row_major, optimizer.layouts()))
         if is_new or gathers or layout.has_values:
             digests = self._peers.together(make, "plan of a checkpoint")
@@ -438,7 +439,7 @@ class Writer:
         return *made[0], layout.plan
 
     def _values(self, optimizer: ShardedOptimizer, layout: _Layout) -> dict[int, dict[str, Any]]:
-        """Entries of the optimizer's state that are no tensors. Collective where there are some; rank 0 gets them."""
+        """Gather the non-tensor entries of the optimizer's state on rank 0. Collective if the layout has some."""
         if not layout.has_values:
             return {}
         told = self._peers.gather(list(held_values(optimizer).items()), "values of the optimizer's state")
@@ -467,7 +468,7 @@ class Writer:
         return shared, optimizer_tree
 
     def _part_of_state(self, tensor: torch.Tensor | None, dtype: str, shape: Sequence[int]) -> Any:
-        """A DTensor as it is; of any other tensor rank 0 holds all."""
+        """Return a DTensor unchanged; of any other tensor, a Sliced that rank 0 holds whole."""
         if tensor is not None and is_dtensor(tensor):
             return tensor
         mine = tensor is not None and self._peers.rank == 0
@@ -475,19 +476,19 @@ class Writer:
         return Sliced(getattr(torch, dtype), tuple(shape), parts)
 
     def _look_for_more(self, training: Training) -> None:
-        """Raises CheckpointError for state of the optimizer that no checkpoint would have, and warns of what may be some."""
+        """Raise CheckpointError for optimizer state that a checkpoint cannot hold. Log attributes that may be state."""
         check_inside(training.optimizer, training.user_state, training.extra)
         for name in unseen_attributes(training.optimizer):
             if name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
-                    "the optimizer has tensors in its attribute '%s', which neither its state nor its state_dict() has: if that is state, "
-                    "no checkpoint holds it",
+                    "the optimizer's attribute '%s' has tensors that neither its state nor its state_dict() has: if they are "
+                    "state, no checkpoint holds it",
                     name,
                 )
 
     def _own_content(self, draft: _Draft, layout: _Layout, optimizer_tree: dict[str, Any] | None) -> Content | None:
-        """Rank 0's: what the other ranks know nothing of."""
+        """Return the content that rank 0 alone writes; None on other ranks."""
         if self._peers.rank:
             return None
         assert draft.state is not None
@@ -504,7 +505,7 @@ class Writer:
     # outcome ----------------------------------------------------------------------------------------------------------
 
     def protect(self) -> None:
-        """Copies what a lazy snapshot has not read yet: before anything writes to it. Raises nothing: wait() does."""
+        """Copy what a lazy snapshot has not read yet, before a write to it. Raise nothing: wait() reports a failure."""
         if self._held is None:
             return
         try:
@@ -513,11 +514,11 @@ class Writer:
             self._held = None
         except (CheckpointError, MemoryError) as error:
             logger.warning("the save under way failed: %s", error)
-            self._spoiled = f"the optimizer stepped, and what it overwrites could not be copied: {error}"
-            self._saver.cancel(_tellable(self._spoiled))  # which may be another thread's, that is beginning it
+            self._spoiled = f"the state that optimizer.step() overwrites could not be copied: {error}"
+            self._saver.cancel(_tellable(self._spoiled))  # another thread that is beginning the save reads _spoiled
 
     def _cancel_if_changed(self) -> None:
-        """A lazy save of what something other than the optimizer's step has written to may hold values of two moments."""
+        """Cancel a lazy save if anything but the optimizer's step wrote to its tensors: it may hold values of two moments."""
         changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
         self._versions = []
         if changed is not None and self.is_busy:
@@ -526,8 +527,8 @@ class Writer:
             )
         elif changed is not None:
             logger.warning(
-                "'%s' was changed by something other than the optimizer's step since the last save with snapshot='lazy' began. The save has "
-                "ended meanwhile; if that was while it read, it holds values of two moments: use snapshot='copy', or wait() before the change",
+                "'%s' was changed outside the optimizer's step since the last save with snapshot='lazy' began. That save has ended; if "
+                "the change came before its end, it holds values of two moments: use snapshot='copy', or wait() before the change",
                 changed,
             )
 
@@ -536,12 +537,12 @@ class Writer:
         return bool(self._saver.progress()["busy"])
 
     def wait(self) -> None:
-        """Until no save runs. Collective over several hosts, whose ranks see only then that one of them has died.
+        """Wait until no save runs. Collective over several hosts, because only an exchange detects a dead rank there.
 
         Raises
         ------
         CheckpointError
-            The save failed, on whatever rank: the same sentence on all. Once a save.
+            The save failed on some rank. All ranks raise the same sentence, once for each save.
         """
         self._cancel_if_changed()
         failure: CheckpointError | None = None
@@ -553,14 +554,14 @@ class Writer:
                 over, failure = True, error
             try:
                 of_all = self._peers.exchange(over, "waiting for a checkpoint")
-            except Error:  # a rank died, or came with something else: the verdict may be on its way
+            except Error:  # a rank died, or made another collective call: the verdict may be on its way
                 break
         if failure is not None:
             raise failure
         self.wait_alone()
 
     def wait_alone(self) -> None:
-        """Wait as wait() does, whatever the other ranks do."""
+        """Wait as wait() does, without communication."""
         lost_at: float | None = None
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
@@ -573,24 +574,24 @@ class Writer:
         return {**self._saver.progress(), "device_bytes": self._staging.stats().get("bytes_down", 0)}
 
     def spare(self) -> list[tuple[int, int]]:
-        """(address, nbytes) of memory that is free until the next save."""
+        """Return (address, nbytes) of staging memory that is free until the next save."""
         return self._saver.spare()
 
     def close(self) -> None:
-        """Gives up what runs. wait() first."""
+        """Cancel a running save and free all memory. Call wait() first."""
         self._held = None
         self._saver.close()
         self._staging.close()
 
 
 def _compressor_state(model: Any) -> dict[str, Any] | None:
-    """Return what a compressor of `model` remembers on this rank; None if there is none."""
+    """Return the state of the model's compressor on this rank; None if it has no compressor."""
     state = getattr(getattr(model, "_orig_mod", model), "compression_state", None)
     return None if state is None else state.state_dict()
 
 
 def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """state.json, and its tensors."""
+    """Return the tree of state.json and its tensors."""
     tensors: dict[str, torch.Tensor] = {}
     body = {
         "step": step,
@@ -606,12 +607,12 @@ def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dic
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Row-major, with values of its own."""
+    """Return the tensor detached, resolved and row-major."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _model_index(plan: Any, names: Sequence[str]) -> bytes:
-    """The index of several model files, as transformers writes it; nothing for one file."""
+    """Return the text of the index over several model files, as transformers writes it; b"" for one file."""
     files = [(path, pieces) for path, _, pieces in plan.files() if path.startswith("model")]
     if len(files) < 2:
         return b""
@@ -623,7 +624,7 @@ def _model_index(plan: Any, names: Sequence[str]) -> bytes:
 
 
 def _tellable(reason: str) -> str:
-    """Return what the engine takes: a message may quote a name that is no UTF-8."""
+    """Return the reason as valid UTF-8 for the engine: it may quote a name that is not."""
     return reason.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 

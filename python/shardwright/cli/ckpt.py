@@ -397,7 +397,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _copy_beside(folder: str, output: str) -> list[str]:
-    """Copy the files that from_pretrained reads beside the tensors; return their names."""
+    """Copy the other files that from_pretrained reads; return their names."""
     copied = []
     for name in _BESIDE_A_MODEL:
         path = os.path.join(folder, name)

@@ -143,7 +143,7 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
 
 
 def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
-    """Return what enqueues a round over one bucket, in which the gradient of `parameter` lies already."""
+    """Return a function that enqueues a round over one bucket that already has the gradient of `parameter`."""
     from ..gradients.device_reducer import DeviceReducer
     from ..layout.shard_mesh import Slicing
     from ..layout.views import copy_gradient, gradient_view

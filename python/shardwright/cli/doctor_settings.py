@@ -22,7 +22,8 @@ _FEWEST_THREADS = 256
 
 
 def _number(value: str) -> int | None:
-    """Parse like C's strtoll with base 0, which accepts blanks before and any text behind; None: no number."""
+    """Parse like C's strtoll with base 0, which accepts leading blanks and trailing text. Return None without a
+    number."""
     found = re.match(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|\d+)", value)
     if found is None:
         return None

@@ -113,11 +113,12 @@ class Exchange:
     # arithmetic on messages in place; arguments are addresses
 
     def floats(self, numel: int) -> torch.Tensor:
-        """Return memory beside the messages, float32. Its contents are undefined."""
+        """Return float32 scratch memory with undefined contents."""
         return torch.empty(numel, dtype=torch.float32, device="cpu")
 
     def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
-        """Return the addresses of scatter()'s pieces, or those equally far into each, in rank order."""
+        """Fold `pieces` in rank order into `result`. `pieces`: addresses from scatter(), or equal offsets into its
+        pieces."""
         fold(result, pieces, numel, dtype, op)
 
     def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
@@ -299,7 +300,7 @@ class HostExchange(Exchange):
         self._parts: list[torch.Tensor] = []
 
     def _reserve(self, slice_bytes: int) -> None:
-        """Make memory for a slice. Collective where it grows, and it grows alike on every rank."""
+        """Make memory for a slice. Collective when it grows; all ranks grow it at the same call."""
         if slice_bytes <= self._capacity:
             return
         size = slice_bytes * (self.world_size + 1)
@@ -387,8 +388,7 @@ def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def share_of(bucket: Any) -> tuple[int | None, bool]:
     """Return the elements of a rank's slice of a bucket, None if the bucket does not say, and whether that slice alone
-    is
-    wanted.
+    is wanted.
     """
     if not hasattr(bucket, "slice_numel"):
         return None, False

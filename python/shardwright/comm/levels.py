@@ -195,7 +195,7 @@ class Roads:
         return self.lease is not None and self.lease() is None and not self.has_failed
 
 
-#: by group. The first ones are shared by all exchanges on their caller's thread
+#: roads by group. All exchanges on the caller's thread share the first ones
 _joined: weakref.WeakKeyDictionary[HostGroup, list[Roads]] = weakref.WeakKeyDictionary()
 
 

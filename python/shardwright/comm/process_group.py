@@ -103,8 +103,7 @@ class HostGroup:
 
     def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
         """Return the lowest rank of `rank`'s (this one's) replica on its host. Its memory holds data of which these
-        ranks
-        have one copy.
+        ranks have one copy.
         """
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
@@ -128,7 +127,7 @@ class HostGroup:
         }
 
     def _join(self, group: Any, timeout_s: float) -> None:
-        """Meet the other ranks and join them: first those of this host, then other hosts."""
+        """Join the ranks of this host, then other hosts."""
         host, failure = socket.gethostname(), ""
         try:
             self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=host, log=_logger.warning)

@@ -2,7 +2,7 @@
 
 Rank r writes one line about itself, and the lines of its subtree (FAN_OUT children a rank), under one key that its parent
 reads. Rank 0 so gets all lines, finds which ranks share a host, and writes one key a host and one with the map. No rank but rank 0
-handles more than O(W / FAN_OUT) lines, and no two ranks exchange messages. See docs/design/hosts.md.
+handles more than O(W / FAN_OUT) lines, and no two ranks exchange messages. See docs/design/hosts_control.md.
 
 The first reason for which some rank cannot go on, under a key of its own, is what all ranks raise. Where torch's group
 has Gloo, ranks first meet in a collective of its own: the death of a process ends that, and a rank that cannot reach the
@@ -33,13 +33,13 @@ FAN_OUT = 64
 SECRET_BYTES = 16
 #: the least deadline of a rank for the others to come, which may be late: torch's own default
 _COMING_S = 1800.0
-#: between two questions to the store: first, and at most
+#: pause between two reads of the store: the first, and the longest
 _LOOK_S = (0.001, 0.5)
-#: the same of torch's barrier, which costs the store nothing
+#: pause between two looks at torch's barrier, which does not load the store
 _BARRIER_LOOK_S = 0.02
-#: by how much the other ranks wait longer for rank 0 than it waits for one of them: it says which
+#: seconds that other ranks wait longer for rank 0 than it waits for one of them, so that it can name that one
 _LATER_S = 2.0
-#: bytes of what a rank says that cannot reach the store, and characters of its error in them
+#: bytes of the message of a rank that cannot reach the store, and characters of its error in it
 _WORDS_BYTES, _WORDS_TEXT = 4096, 256
 #: how long a rank that only heard of a failure waits for the reason of the rank that failed
 _REASONS_S = 0.5
@@ -135,7 +135,7 @@ class Rendezvous:
         trouble: CommError | None = None
         try:
             if below or self._rank == 0:
-                self._reason()  # whether it reaches the store
+                self._reason()  # raises if this rank cannot reach the store
             else:
                 self._tell(lines)
         except CommError as error:
@@ -170,7 +170,7 @@ class Rendezvous:
         self._await("go", "the other hosts")
 
     def fail(self, error: Exception) -> Exception:
-        """The error that all ranks raise instead of each its own: the first reason, a rank's own trouble before what others heard."""
+        """Return the error that all ranks raise: the first reason. A rank's own failure precedes reports of it."""
         heard = isinstance(error, CommError) and getattr(error, "rank", self._rank) != self._rank
         mine = self._words_of(error)
         deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
@@ -190,7 +190,7 @@ class Rendezvous:
         }
 
     def _answer(self, lines: Sequence[Line], forced_hosts: Sequence[int] | None) -> None:
-        """Write rank 0's answer: the map of hosts, or the reason for which there is none."""
+        """Write rank 0's answer: the map of hosts, or the reason of a failure."""
         failing = next((each for each in lines if each.failure), None)
         failure, runs = "", []
         if failing is not None:
@@ -210,7 +210,7 @@ class Rendezvous:
         self._store.call("set", f"lines/{self._rank}", json.dumps(lines))
 
     def _assemble(self, trouble: CommError | None) -> None:
-        """Return once all ranks have come. Raise on all of them what the highest rank with `trouble` says."""
+        """Wait for all ranks. Raise on all of them the `trouble` of the highest rank that has one."""
         assert self._assembly is not None
         try:
             coming = self._assembly.begin(-1 if trouble is None else self._rank)
@@ -319,7 +319,7 @@ def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.Simp
 
 
 def children(rank: int, world_size: int) -> range:
-    """The ranks whose lines `rank` reads."""
+    """Return the ranks whose lines `rank` reads."""
     return range(min(FAN_OUT * rank + 1, world_size), min(FAN_OUT * (rank + 1) + 1, world_size))
 
 
@@ -341,7 +341,7 @@ class Assembly:
         self._backend = backend
 
     def begin(self, speaker: int) -> Coming:
-        """Come to the meeting. `speaker`: this rank, if it has something to say; else -1."""
+        """Take part in the first collective. `speaker`: this rank, if it has a message for all; else -1."""
         highest = torch.tensor([speaker], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -357,7 +357,7 @@ class Assembly:
 
 
 class Coming:
-    """A meeting that is under way."""
+    """A first collective that is running."""
 
     def __init__(self, work: Any, highest: torch.Tensor) -> None:
         self._work, self._highest = work, highest

@@ -21,16 +21,16 @@ _FOR_EVER = timedelta(days=1000)
 #: the wire's own tags, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
 _FAREWELL, _NEVER_SENT, _TOKEN = (6 << 28) + 1, (6 << 28) + 2, (6 << 28) + 3
 _FAREWELL_S = 0.2
-#: how long a carrier waits for the tokens of those that it exchanges frames with
+#: seconds that a carrier waits for the tokens of its partners in the exchange of frames
 _TOKENS_S = 30.0
 #: hosts up to which all connections are made at the start; beyond, a connection is made at its first use
 EAGER_HOSTS = 32
-#: of csrc/comm/dissemination.h
+#: radix of csrc/comm/dissemination.h
 _RADIX = 8
 
 
 class Wire:
-    """Moves bytes between the carriers of hosts through a Gloo group of our own: what csrc/comm/bridge.h asks of a wire.
+    """The wire between the carriers of hosts, over a Gloo group of our own; implements csrc/comm/bridge.h.
 
     The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret: no other message of a peer is
     believed before its token was. The carriers that exchange frames prove themselves at the start, others at first use.
@@ -54,7 +54,7 @@ class Wire:
         A peer did not prove that it knows the secret, or did not answer.
     """
 
-    #: of gradients; over what is slower float32 blocks are packed (docs/design/hosts.md). Read once, by the engine
+    #: rate below which carriers send packets (docs/design/hosts.md). Read once, by the engine
     slow_bytes_per_s = 300_000_000
 
     def __init__(
@@ -70,7 +70,7 @@ class Wire:
         self._secret = secret
         self._rank = carriers[gloo.rank()]
         self._exits = exits
-        #: by rank: its token, on its way; and that of this rank, on its way to it
+        #: by rank: the work that receives its token, its memory, and the work that sends ours
         self._tokens: dict[int, tuple[Any, torch.Tensor, Any]] = {}
         self._strangers = set(carriers) - {self._rank}
         self._exchange_tokens([carriers[place] for place in first_peers(gloo.rank(), len(carriers))])
@@ -78,7 +78,7 @@ class Wire:
         _wires.add(self)
 
     def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
-        """Begins; what it returns is to be waited for."""
+        """Begin a transfer and return the work to wait for."""
         if rank in self._strangers:
             self._introduce(rank)
         return self._group.send([_bytes_at(address, nbytes)], self._place[rank], tag)
@@ -127,7 +127,7 @@ class Wire:
         return hmac.digest(self._secret, f"wire {sender} {receiver}".encode(), hashlib.sha256)
 
     def close(self, gently: bool) -> bool:
-        """Close all connections, whatever waits for them; `gently`: after the others' farewell, or a moment.
+        """Close all connections, pending operations included; with `gently`, after the peers' farewell or a short wait.
 
         Gloo has no call for it, but a receive that is not fulfilled in its time closes all connections of its group. At
         exit nothing is done, and false: the kernel closes them, and a carrier that takes long to send its last messages still can.
@@ -144,7 +144,7 @@ class Wire:
         for other in others:
             try:
                 receiving = self._group.recv([nothing], other, _NEVER_SENT)
-            except RuntimeError:  # that connection has been closed already
+            except RuntimeError:  # a connection that is closed already
                 continue
             with contextlib.suppress(RuntimeError):
                 receiving.wait(timedelta(milliseconds=1))
@@ -170,7 +170,7 @@ class Wire:
 
 
 def first_peers(place: int, count: int) -> list[int]:
-    """The places of the carriers that this one is connected to at the start: all, or those that frames go to and come from."""
+    """Return the carriers to which this one connects at the start: all, or its partners in the exchange of frames."""
     if count <= EAGER_HOSTS:
         return [other for other in range(count) if other != place]
     steps, step = [], 1
@@ -203,12 +203,12 @@ def let_go() -> None:
         wire.let_go()
 
 
-#: that live
+#: open wires
 _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 
 def sockets() -> set[tuple[int, str]]:
-    """The sockets of this process: file descriptors, and the kernel's names of them."""
+    """Return the sockets of this process: file descriptors, and the kernel's names of them."""
     found = set()
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):  # the folder's own has gone

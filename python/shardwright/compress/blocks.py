@@ -234,7 +234,7 @@ def _first_record(spans: list[_Span], element: int, count: int, block: int) -> i
 
 
 def _record_across(spans: list[_Span], element: int, own: int, block: int) -> int:
-    """Return the record that begins before `element` and ends after it; `own` if there is none."""
+    """Return the record that crosses `element`; `own` if there is none."""
     for span in spans:
         inside = element - span.offset
         if 0 < inside < span.numel and inside % block:

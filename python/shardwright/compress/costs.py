@@ -1,4 +1,4 @@
-"""The costs of compressors on this network: what compress="auto" and headroom() compare."""
+"""Costs of compressors on this network, for compress="auto" and headroom()."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..options.compressors import Bf16, Compressor, Fp16, Int8, PowerSGD
 from .make import make_hook
 
 _PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024
-LEAST_GAIN = 0.03  # of a step: a smaller gain is not worth another arithmetic
+LEAST_GAIN = 0.03  # fraction of a step; a smaller gain does not justify a rounding
 _CANDIDATES: tuple[Compressor, ...] = (Bf16(), Fp16(), Int8(), PowerSGD(rank=4))
 
 

@@ -74,7 +74,7 @@ class DeviceExchange(Exchange):
         self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
 
     def agree(self, ok: bool) -> bool:
-        """Return True: streams order the ranks' messages, and the host decides nothing here."""
+        """Return `ok`: streams order the messages of ranks, and the host makes no decision."""
         return ok
 
     def tell(self, flags: torch.Tensor) -> int:
@@ -116,9 +116,8 @@ class DeviceExchange(Exchange):
         device_cast(self.link.comm, out, "float32", wire, dtype, numel, 1.0, self.link.current_stream())
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
-        """Call a kernel with at most 64 pieces a launch and the address of a verdict; it does nothing where the verdict
-        is
-        1.
+        """Copy with kernels of at most 64 pieces a launch. `verdict`: the address of a flag; the kernels do nothing if
+        it is 1.
         """
         copies = [
             (to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs if to.numel()
@@ -207,8 +206,7 @@ class DeviceBlockState(OnDevice, BlockState):
 
     def _reserve(self, exchange: DeviceExchange, count: int) -> int:
         """Return the address for the rounding error of the sums; 0 if no rank keeps it. Makes the memory of the
-        verdicts,
-        too.
+        verdicts, too.
         """
         if not self.error_feedback:
             return 0

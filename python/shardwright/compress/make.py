@@ -1,4 +1,4 @@
-"""Makes what runs of a compressor that wrap() was given."""
+"""The state and the hook of a compressor given to wrap()."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Matrix:
         return to or self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
 
     def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
-        """Return such a row that makes Q̂ of `factor` in its own basis."""
+        """Return a row that makes Q̂ of `factor` in its own basis."""
         return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
 
     def row_with(self, **others: int) -> MatrixRow:

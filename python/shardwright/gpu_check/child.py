@@ -25,7 +25,7 @@ def load(name: str) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, by whatever signal."""
+    """Make the kernel kill this process when its parent ends by any signal."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

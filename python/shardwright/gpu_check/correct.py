@@ -1,4 +1,4 @@
-"""Bits and versions: what must be right before a speed is worth a look."""
+"""Checks of bits and versions, which come before speeds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CASES, _CASES_QUICK, _CASES_SANITIZED = 400, 4, 6
 
 
 def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
-    """Versions, the card, NCCL, the kernels' image, and what `shardwright doctor` finds."""
+    """Report versions, the card, NCCL, the kernels' image and the findings of `shardwright doctor`."""
     versions = f"shardwright {sw.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     yield row("versions", note=f"{versions}, Python {platform.python_version()}")
     driver = _engine.cuda_devices(_library(place))
@@ -117,7 +117,7 @@ def gradients(rank: int, step: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def _train(module: nn.Module, rank: int, device: torch.device, **options: Any) -> list[torch.Tensor]:
-    """Return parameters and optimizer state after some clipped steps, whole and on the CPU."""
+    """Return whole parameters and optimizer state on the CPU after some clipped steps."""
     given = sw.optim.AdamW(module.parameters(), lr=0.01)
     model, optimizer = sw.wrap(module, given, bucket_cap_mb=0.002, deterministic=True, clip_grad_norm=1.0, **options)
     for step in range(STEPS):

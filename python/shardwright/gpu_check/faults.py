@@ -1,4 +1,5 @@
-"""Peers that die, do not come, or are interrupted: a rank is told within its deadline, also when a full queue blocks it."""
+"""Checks with peers that die, are missing or are interrupted: a rank raises within its deadline, also behind a full
+queue."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def _timed(case: str, begun: float, error: BaseException, expected: str) -> Row:
 
 
 def full_queue(place: Any, rank: int, world_size: int) -> Iterator[Row]:
-    """A peer that does not come: the blocked call returns, and the next one says that time is up."""
+    """Check a missing peer: the blocked call returns, and the next one raises the timeout."""
     model, begun = _wrapped(place, rank), time.monotonic()
     if rank == 0:
         try:
@@ -82,7 +83,7 @@ def killed_peer(place: Any, rank: int, world_size: int) -> Iterator[Row]:
 
 
 def interrupt(place: Any, rank: int, world_size: int) -> Iterator[Row]:
-    """Ctrl-C ends a wait for peers, and these hear why."""
+    """Check that Ctrl-C ends a wait for peers and that they raise the reason."""
     model = _wrapped(place, rank)
     dist.barrier()
     begun = time.monotonic()

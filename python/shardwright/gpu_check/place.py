@@ -1,4 +1,4 @@
-"""A GPU as the bodies use it."""
+"""The GPU of a check's body."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def profile(self, path: str) -> Iterator[None]:
-        """Write a trace of what is inside."""
+        """Write a trace of the block's work."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
@@ -91,7 +91,7 @@ def gpu(rank: int, world_size: int, folder: str) -> Iterator[Gpu]:
 
 
 def wall_milliseconds(work: Callable[[], Any], finish: Callable[[], None], repeat: int) -> float:
-    """Return the milliseconds of one `work` by the host's clock, what is enqueued included."""
+    """Return the milliseconds of one `work` by the host's clock, with all that it enqueues."""
     begin = time.perf_counter()
     for _ in range(repeat):
         work()

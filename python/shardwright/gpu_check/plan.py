@@ -1,4 +1,4 @@
-"""The parts of the check: what runs, for how long, and which rows must come of it."""
+"""The parts of the check: their runs, limits and expected rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Part:
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """All rows that the part must give."""
+        """Return all rows that the part must give."""
         own = tuple(case for run in self.runs for case in run.cases)
         return own + tuple(f"{case} beside {peer}" for case, peer, _ in self.comparisons)
 

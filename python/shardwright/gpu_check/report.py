@@ -75,7 +75,7 @@ def _page(title: str, rows: Sequence[Row]) -> str:
 
 
 def write(folder: Path, about: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Replace gpu-report.json and gpu-report.html; a reader finds a whole file at any moment."""
+    """Replace gpu-report.json and gpu-report.html atomically, so that a reader always finds a complete file."""
     texts = {
         "gpu-report.json": json.dumps({**about, "rows": list(rows)}, indent=1) + "\n",
         "gpu-report.html": _page(f"GPU check, {about['begun']}", rows),

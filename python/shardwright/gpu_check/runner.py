@@ -86,7 +86,8 @@ def _read(folder: Path) -> list[Row]:
 
 
 def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
-    """Run one run. Each of its cases has a row in the answer, whatever happens. tell(rows so far) is called as rows come."""
+    """Run the processes of one run and return a row for each case, also after a failure. Calls tell(rows so far) as
+    rows arrive."""
     if run.prefix and shutil.which(run.prefix[0]) is None:
         return [row(case, "skipped", note=f"{run.prefix[0]} is not installed") for case in run.cases]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
@@ -111,7 +112,7 @@ def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list
 def _processes(
     run: Run, limit_s: float, folder: Path, to: Path, place: str, tell: Callable[[list[Row]], None]
 ) -> tuple[bool, list[int]]:
-    """Return whether the limit came first, and the exit code of each rank."""
+    """Return True if the limit passed first, and the exit code of each rank."""
     end = time.monotonic() + max(limit_s, 0.0)
     environment = {**os.environ, **run.environment, "SHARDWRIGHT_GPU_CHECK_TO": str(to.resolve())}
     started = []
@@ -140,7 +141,7 @@ def _processes(
 
 
 def _end(started: list[subprocess.Popen[bytes]]) -> None:
-    """End the processes that still run, with their children: each leads a group of its own."""
+    """End the running processes and their children: each process leads its own group."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         left = [each for each in started if each.poll() is None]
         for each in left:
@@ -151,7 +152,7 @@ def _end(started: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _last_words(folder: Path, codes: Sequence[int], run: Run) -> str:
-    """Return how the first rank that failed did, and the last line that says something."""
+    """Return how the first failed rank ended, and its last line of output with text."""
     for rank, code in enumerate(codes):
         if code == 0 or (rank == run.dying and code == -signal.SIGKILL):
             continue

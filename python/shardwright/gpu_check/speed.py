@@ -1,7 +1,7 @@
 """Bandwidths of kernels against a copy that moves as many bytes, the card's own ceiling, and against torch's optimizer.
 
 An element of AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes of float32. A copy of n bytes moves
-2 n. The figure is the copy's time over the kernel's; goals are those of docs/design/gpu.md.
+2 n. The figure is the copy's time over the kernel's; each row has its goal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOST_GB_S = 45.0
 
 
 def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
-    """Each arm and its copy take turns; medians are compared."""
+    """Run each arm and its copy in turns and compare medians."""
     numel = 1 << 10 if is_quick else 64 << 20
     link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine().link
     assert link is not None

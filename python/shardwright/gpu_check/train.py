@@ -99,7 +99,7 @@ _ARMS = {"DDP": (True, _ddp), "FSDP2": (True, _fsdp2), "zero=0": (False, _ours(0
 
 
 def arm(place: Any, rank: int, world_size: int, *, name: str, is_quick: bool) -> Iterator[Row]:
-    """Tokens a second of one arm, its peak memory, and a profiler's trace beside the report."""
+    """Report one arm's tokens a second and peak memory, and write a profiler's trace."""
     size = _QUICK if is_quick else Size()
     is_torchs, wrap = _ARMS[name]
     with place.torchs() if is_torchs else place.as_it_is() as where:

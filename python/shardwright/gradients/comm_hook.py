@@ -39,8 +39,8 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Return the whole bucket, one-dimensional: this rank's contributions, not divided. It may be written in
-        place."""
+        """Return the whole bucket, one-dimensional, with this rank's contributions, not divided. A hook may write to
+        it."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ class HookRunner:
             self._divide(self._buckets[bucket].flat())
 
     def _divide(self, flat: torch.Tensor) -> None:
-        """Turn means over all ranks into means over those that count."""
+        """Rescale means over all ranks to means over the ranks that count."""
         count = self._count()
         if count != self._world_size:
             flat.mul_(self._world_size / count)
@@ -268,7 +268,7 @@ class _Bucket:
             if parameter.dtype != dtype:
                 raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(parameter.dtype)}")
         ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
-        # as if every rank had a slice of its own: a compressor's bits do not depend on the owners of slices
+        # one slice for every rank: a compressor's bits do not depend on the owners of slices
         self.slice_numel = _slice_numel(max(ends, default=0), world_size, dtype)
         self._end = self.numel if wanted.slice_alone else max(ends, default=0)
         self._gaps = [(a, b) for a, b in zip([0, *ends], [*self.offsets, self._end]) if b > a]
@@ -277,7 +277,7 @@ class _Bucket:
         self._dtype = dtype
 
     def flat(self) -> torch.Tensor:
-        """Return the whole bucket, one-dimensional; without the padding at its end where the whole result is needed."""
+        """Return the whole bucket, one-dimensional; without the padding at its end if the whole result is needed."""
         if self._in_slots or self._flat is None:  # a slot may have moved
             get, bucket = self._memory
             self._flat = from_dlpack(get(bucket))[: self._end]

@@ -82,7 +82,7 @@ class BucketThread:
         return self._round.under_way > 0
 
     def wait(self) -> None:
-        """Wait until all buckets handed over are averaged. Raise an error once, and then begin anew."""
+        """Wait until all buckets handed over are averaged. Raise an error once; the thread is then usable again."""
         while self._round.under_way:
             try:
                 self._done.get(timeout=self._comm.timeout_s + _GRACE_S)

@@ -82,8 +82,8 @@ class DeviceReducer(Reducer):
         self._adopted: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
         self._registration: Registration | None = None
-        self._registered: list[torch.Tensor] = []  # memory of what travels, in order
-        self._ring: list[torch.Tensor] = []  # where buckets travel, in turn
+        self._registered: list[torch.Tensor] = []  # memory of buckets in messages, in order
+        self._ring: list[torch.Tensor] = []  # places that buckets use in turn
         trainable = [bucket for bucket in range(self.bucket_count) if self.bucket_shape(bucket)[3]]
         if registers:
             self._register(trainable, self._lent_sizes() if lent else [])
@@ -145,7 +145,8 @@ class DeviceReducer(Reducer):
         self.set_places(tuple(self._ring))
 
     def _end_registration(self, reason: str) -> None:
-        """End the registration: not all that travels from now on lies in the region. On all ranks, between two rounds."""
+        """End the registration, because some later messages lie outside of the region. On all ranks, between two
+        rounds."""
         if self._registration is None or not self._registration.nbytes:
             return
         try:
@@ -160,7 +161,7 @@ class DeviceReducer(Reducer):
         super().attach(parameters, views, renew=renew, stream=cuda.runtime.stream_reader(self._link.ordinal), **others)
 
     def mark_unfrozen(self, index: int) -> None:
-        """Let the bucket of a parameter take part from the next round on."""
+        """Include the bucket of a parameter from the next round on."""
         bucket = self.place(index)[0]
         if bucket not in self._adopted:
             self._end_registration(f"bucket {bucket} was frozen at first")
@@ -173,7 +174,8 @@ class DeviceReducer(Reducer):
     # rounds ---------------------------------------------------------------------------------------------------------
 
     def set_bucket_callback(self, callback: Any, wait: Any = None) -> None:
-        """Let `callback(bucket, is_last, is_early)` average the buckets at the end of a backward, on torch's current stream.
+        """Register `callback(bucket, is_last, is_early)` to average buckets at the end of a backward, on torch's
+        current stream.
 
         The engine keeps what is left: which parameters were used, whether ranks are at the same step, and no bucket.
         """
@@ -189,7 +191,7 @@ class DeviceReducer(Reducer):
         self.set_active(bytes([1] * self._link.world_size))
 
     def shadow(self, standing: Sequence[int] = ()) -> None:
-        """Run a round without contributing. This rank goes on averaging its slices."""
+        """Run a round without a contribution. This rank still averages its slices."""
         self._link.check()
         super().shadow(standing)
 
@@ -259,7 +261,7 @@ class DeviceReducer(Reducer):
 
 
 def _fill_with_nothing(memory: torch.Tensor) -> None:
-    """Fill with what a sum does not see: of -0.0 and x it is x, for every x."""
+    """Fill with -0.0, the neutral element of a sum: x + -0.0 is x for every x."""
     real = torch.view_as_real(memory) if memory.is_complex() else memory
     real.fill_(-0.0 if real.is_floating_point() else 0)
 

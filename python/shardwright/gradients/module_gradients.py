@@ -1,4 +1,4 @@
-"""The gradients of one module: what `.grad` of each parameter is, and what a step may take of it."""
+"""The gradients of one module: the `.grad` of each parameter, and the checks before a step."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ModuleGradients:
             if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
 
-    # what a step takes ------------------------------------------------------------------------------------------------
+    # for a step -------------------------------------------------------------------------------------------------------
 
     def slices(self) -> list[torch.Tensor | None]:
         """Return slice_of() every parameter."""
@@ -217,7 +217,7 @@ class ModuleGradients:
         return norm_over_ranks(self._group.comm, sums, self._label)
 
     def factors(self) -> list[list[Any]]:
-        """Return what sliced gradients were scaled by since ranks compared that last."""
+        """Return the factors of sliced gradients since the last comparison between ranks."""
         return self._board.factors() if self._board is not None else []
 
     def accept_factors(self) -> None:
@@ -226,7 +226,7 @@ class ModuleGradients:
             self._board.accept_factors()
 
     def follow_factors(self, factors: list[list[Any]]) -> None:
-        """Scale what this rank holds of the gradients as ranks that train have scaled theirs."""
+        """Scale this rank's part of the gradients by the factors of the training ranks."""
         done = self.factors()
         for index, name, factor in factors[len(done) :]:
             view = self.views[index]
@@ -235,7 +235,8 @@ class ModuleGradients:
             done.append([index, name, factor])
 
     def whole(self) -> dict[str, torch.Tensor | None]:
-        """Return whole averaged gradients by bare name. Collective at zero >= 2, else the gradients as they are."""
+        """Return whole averaged gradients by bare name. Collective at zero >= 2; below it returns the gradients
+        unchanged."""
         if self._board is not None:
             self._agree()
         found: dict[str, torch.Tensor | None] = {}

@@ -34,7 +34,9 @@ class GradientBoard:
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
         self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
-        self._pieces: dict[int, torch.Tensor] = {}  # not the gradients: they hold the board, and autograd holds them
+        self._pieces: dict[
+            int, torch.Tensor
+        ] = {}  # slices, not gradients: those hold the board, and autograd holds them
         self._factors: list[list[Any]] = []
         self._factors_of = -1
         self._scalings = 0  # factors that all ranks accepted
@@ -46,7 +48,7 @@ class GradientBoard:
         )  # tells joined ranks which collective comes; see parallel/join.py
 
     def join(self, index: int, piece: torch.Tensor) -> None:
-        """Add `piece`, this rank's slice of the gradient of parameter `index`, alike on all ranks."""
+        """Add `piece`, this rank's slice of the gradient of parameter `index`, on all ranks."""
         self._pieces[index] = piece
 
     def scaled(self, index: int, name: str, factor: float) -> None:
@@ -81,8 +83,7 @@ class GradientBoard:
 
     def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
         """Return the norm of one parameter's gradient. The first one after a round is one collective for all; the rest
-        are
-        cached.
+        are cached.
 
         `averaged` raises Error where the gradient is not averaged yet; then all ranks raise it.
         """
@@ -185,7 +186,7 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)}, {self.piece.numel()} elements on this rank{pending})"
 
     def averaged_piece(self) -> torch.Tensor:
-        """Return `piece`, if nothing was added since it was averaged."""
+        """Return `piece`, unless something was added since it was averaged."""
         if self._pending is not None:
             raise Error(
                 "a gradient holds what a backward inside no_sync() added, which is not averaged yet: run a backward outside of "
@@ -201,8 +202,7 @@ class ShardedGradient(torch.Tensor):
 
     def share_memory_(self) -> Any:
         """Raise: module.share_memory() calls this past the dispatch of operations, and torch would read memory that is
-        not
-        there.
+        not there.
         """
         raise Error(
             "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"

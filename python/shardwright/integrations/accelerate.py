@@ -204,7 +204,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare a model like accelerate. Collective unless `evaluation_mode`, or no parameter is trained."""
+        """Prepare a model like accelerate. Collective, unless `evaluation_mode` is set or no parameter is trained."""
         prepared = evaluation_mode or getattr(model, "_is_accelerate_prepared", False)
         if prepared and self._wrapper_of(model) is not None:
             return model  # accelerate would note it twice, and move the wrapped parameters to another "cpu:0"
@@ -308,7 +308,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let ranks run out of inputs. accelerate's method has no effect on the CPU; this one has."""
+        """Allow ranks to run out of inputs, on the CPU too, where accelerate's method has no effect."""
         if self.distributed_type != DistributedType.MULTI_CPU:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield

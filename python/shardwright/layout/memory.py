@@ -21,7 +21,7 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # of a fake tensor, or of one of functorch's
+    except RuntimeError:  # a fake tensor, or one of functorch's
         return 0
 
 
@@ -31,7 +31,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def without_memory(tensor: torch.Tensor) -> str:
-    """Describe such a tensor, for messages."""
+    """Describe a tensor without memory, for messages."""
     return (
         f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without memory of its own (its data_ptr() is 0): "
         "it wraps other tensors, is fake, or its storage was freed"

@@ -24,7 +24,7 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def mark_of(module: torch.nn.Module) -> Any:
-    """Return the mark that fully_shard left on a module (fully_shard.Mark); None if there is none."""
+    """Return the mark of fully_shard on a module (fully_shard.Mark); None if it has none."""
     return getattr(type(module), "_shardwright_mark", None)
 
 

@@ -31,7 +31,7 @@ class Copies(Protocol):
     """Low-precision copies of parameters (PrecisionPlan)."""
 
     def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
-        """Make copies when modules are called, of the parameters that are whole then."""
+        """When modules are called, copy the parameters that are whole then."""
 
     def forget(self, parameters: Collection[torch.Tensor]) -> None:
         """Drop the copies of released parameters."""
@@ -79,7 +79,7 @@ class Storage:
         """Note that a parameter trains from now on."""
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Keep all parameters whole inside."""
+        """Return a context in which all parameters are whole."""
         return contextlib.nullcontext()
 
     def plan(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Storage:
         """Note that parameters were written where that is allowed, or by the engine."""
 
     def arrange_hooks(self) -> None:
-        """Keep parameters whole in all hooks of the user's modules, whenever they were registered."""
+        """Keep parameters whole in all hooks of the user's modules, early and late ones."""
 
     def follow(self, copies: Copies) -> None:
         """Make low-precision copies while parameters are whole."""
@@ -104,7 +104,8 @@ class Storage:
         it, too."""
 
     def gather_anew(self) -> None:
-        """Gather units as after a step, whatever each rank has gathered, at the end of a join. Collective for units."""
+        """Gather units as after a step at the end of a join, regardless of the units that each rank has gathered.
+        Collective for units."""
 
     def give_back(self, together: bool = False) -> None:
         """Give the parameters back to this rank. `together`: all ranks call it at once."""
@@ -133,13 +134,13 @@ class SliceRuns:
         return self._reducer.place(index)[0] in self._stepped
 
     def publish_all(self) -> None:
-        """Publish as publish() does, once slices of frozen parameters were written too, and unreleased ones whole on every rank. Collective."""
+        """Publish after writes to slices of frozen parameters, and to unreleased parameters as a whole on every
+        rank. Collective."""
         self.take_writes()
         self.publish()  # type: ignore[attr-defined]
 
     def take_writes(self) -> None:
-        """Update slices that are apart from the parameters that a program sees from values that it has written to
-        those."""
+        """Update separate slices from the values that a program has written to the parameters."""
 
     def is_published(self, index: int) -> bool:
         """Return whether publish() makes this rank's slice of a parameter visible where a program sees it whole."""

@@ -95,7 +95,8 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     # stepping -------------------------------------------------------------------------------------------------------
 
     def _complete_gradients(self) -> None:
-        """Give owners the gradients of their tensors from all ranks' slices, and released tensors, too. Collective."""
+        """Gather for each owner the gradients of its tensors, and its released tensors, from all ranks' slices.
+        Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}
         self._released = {i: self._memory.piece(i) for i in slices if self._is_released(i)}
         for whole, places in self._gathered(self._released):

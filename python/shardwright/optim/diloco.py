@@ -219,7 +219,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _end(self, is_common: bool = False) -> None:
-        """Apply the mean change. `is_common`: no local step lies between."""
+        """Apply the mean change. `is_common`: True if no local step came between."""
         assert self._pending is not None
         k = self._pending[0]
         failure: Exception | None = None

@@ -150,13 +150,13 @@ class _Fused(torch.optim.Optimizer):
         self.store = store
 
     def _where(self, p: Tensor) -> dict[str, Any]:
-        """Return the engine's arguments for the place of a step of parameters beside `p`, and of their state."""
+        """Return the engine's arguments that say where parameters like `p` and their state are stepped on."""
         if self.store is None:
             return {"gpu": cuda.place_of(p)}
         return {"state_file": self.store.file, "gpu": self.store.place()}
 
     def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
-        """Tell autograd about the write, and note that this write of low-precision parameters was the optimizer's."""
+        """Count the write in autograd, and record that the optimizer wrote the low-precision parameters."""
         _increment_versions(params)
         if masters:
             _increment_versions(masters)
@@ -190,7 +190,8 @@ class _Lists:
         self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
 
     def run(self, call: Callable[[], list[int]]) -> None:
-        """Run `call()`. If it reports mismatched layouts, it did nothing: rearrange those tensors and call again."""
+        """Run `call()`. If it reports mismatched layouts, it changed nothing: rearrange those tensors and call it
+        again."""
         mismatched = call()
         if not mismatched:
             return

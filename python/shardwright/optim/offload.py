@@ -32,7 +32,7 @@ _serials = itertools.count()
 
 
 def rounded_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes that a tensor takes in the file: whole pages."""
+    """Return the bytes of a tensor in the file, rounded up to whole pages."""
     return -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return as_kept(state, parameter, has_master) if has_master or not exactly else state
 
     def _loaded(self) -> None:
-        """Let the user's class bring loaded state up to date, as after torch's own loading.
+        """Call the user's class to update loaded state, as torch's own loading does.
 
         The write history of parameters is lost, so a master that does not round to its parameter is rebuilt.
         """
@@ -291,8 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _tell(self, failure: Exception | None) -> None:
         """Raise the error of this rank's step, or report another rank's: all ranks raise, and the next step is an
-        ordinary
-        one.
+        ordinary one.
         """
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
@@ -331,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
     def _facts(self, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
-        """Return the facts, beside the groups, on which ranks must agree before a step."""
+        """Return the values, besides the groups, on which ranks must agree before a step."""
         names = self._replica.table.names
         without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
         return {
@@ -374,10 +373,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.state[piece] = self._placed(index, kept, piece)
 
     def _placed(self, index: int, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
-        """Move state that comes from elsewhere to the place where a step needs it; offloaded state moves as it is
-        stepped
-        on.
-        """
+        """Move state from elsewhere to the device on which a step needs it. The step itself moves offloaded state."""
         if getattr(self._inner, "store", None) is not None:
             return dict(state)
         return beside(state, piece, self._group_of[index])
@@ -389,7 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [group.rank, group.world_size, runs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's slices, which load_state_dict() takes back at the same rank, world size and bucket size.
+        """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
         Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
         Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
@@ -493,7 +489,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._loaded()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank `to`, whose state_dict() is torch's ordinary format from now until the next step. Collective.
+        """Gather the full state on rank `to`. Its state_dict() then returns torch's ordinary format until the next
+        step. Collective.
 
         The name and the argument are those of torch's ZeroRedundancyOptimizer.
 
@@ -541,8 +538,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Return [begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None if it
-        keeps
-        none.
+        keeps none.
         """
         index = self._index[id(parameter)]
         return None if self.slice_of(index) is None else self.run(index, self._replica.group.rank)
@@ -557,7 +553,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return (self.layout_of(parameter) for group in self.param_groups for parameter in group["params"])
 
     def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:
-        """(the state of this rank's slice of a parameter; the slice, None if there is none; its first element)."""
+        """Return (state of this rank's slice of a parameter, the slice or None, its first element)."""
         piece, run = self.slice_of(self._index[id(parameter)]), self.held_run(parameter)
         state = self._inner.state.get(piece, {}) if piece is not None else {}
         return state, piece, run[0] if run else 0
@@ -578,7 +574,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the parameter's whole state. Collective."""
+        """Return the parameter's full state. Collective."""
         return self._gather_state(self._index[id(parameter)])
 
     def load_held_state(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:

@@ -109,7 +109,8 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             piece.grad = None if gradient is None else _shaped(gradient, piece)
 
     def _complete_gradients(self) -> None:
-        """Give owners the gradients of their tensors from all ranks' slices, and released tensors, too. Collective."""
+        """Gather for each owner the gradients of its tensors, and its released tensors, from all ranks' slices.
+        Collective."""
         slices, self._gradient_slices = self._gradient_slices, {}
         memory, group = self._replica.parameters(), self._replica.group
         if memory.releases:

@@ -1,4 +1,4 @@
-"""Declarations of a user. Imports nothing of the package but the engine."""
+"""Options of a user. Imports nothing of the package but the engine."""
 
 from .options import Options
 

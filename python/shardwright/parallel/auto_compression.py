@@ -64,7 +64,7 @@ class AutoCompression:
         self.steps: list[float] = []
 
     def after_round(self, wait_s: float) -> None:
-        """Count a possible round. All ranks count alike, also those that took no part. Collective when it decides."""
+        """Count a possible round, on all ranks alike, also on those that took no part. Collective when it decides."""
         wrapped = self._wrapped()
         if wrapped is None or wrapped._engine().reducer.stats()["rounds"] == self._rounds:
             return

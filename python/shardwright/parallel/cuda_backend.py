@@ -45,7 +45,7 @@ class CudaBackend:
         self._registers = request.options.communicator == "register"
         borrows = request.options.communicator == "borrow"
         self.link = device_link(group, self._like, self._timeout_s, borrows=borrows)
-        #: of the ranks that own all slices together
+        #: link over the ranks that own all slices together
         self.row = self.link
         if request.zero and (request.plans is not None or request.slicing.is_replicated):
             # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
@@ -107,7 +107,7 @@ class CudaBackend:
         return b"".join(self.link.norm_sums(tensors))
 
     def fence(self, label: str) -> None:
-        """Nothing: streams order what ranks write."""
+        """Do nothing: streams order the writes of ranks."""
 
     def refuse_capture(self, what: str) -> None:
         self.link.refuse_capture(what)
@@ -172,7 +172,7 @@ class CudaBuckets:
             self._row.comm.all_gather(ranges, self._row.current_stream())
 
     def protect(self, writable: bool) -> None:
-        """Nothing guards a GPU's memory."""
+        """Do nothing: no guard watches GPU memory."""
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
@@ -189,7 +189,8 @@ def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
 
 
 def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
-    """Return in what gradients travel between GPUs; None: as they are, or as a hook has it (compress/device_exchange.py)."""
+    """Return the dtype of gradients between GPUs; None: unchanged, or chosen by a hook
+    (compress/device_exchange.py)."""
     if not isinstance(compress, (Fp16, Bf16)):
         return None
     for name, parameter in zip(table.names, table.parameters):
@@ -201,7 +202,8 @@ def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
 
 
 def _digest_of(memory: weakref.ref[DeviceUnitMemory]) -> Callable[[], int]:
-    """Return what the reducer asks for the order of units. Weak: the memory holds the reducer."""
+    """Return the callable that gives the reducer the order of units. It holds the memory weakly, because the memory
+    holds the reducer."""
 
     def digest() -> int:
         alive = memory()

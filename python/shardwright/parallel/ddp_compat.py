@@ -70,7 +70,7 @@ class LoggerFacade:
 
 
 def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) -> None:
-    """Raise ValueError unless they name the module's own GPU, or nothing."""
+    """Raise ValueError if they name a device other than the module's own GPU."""
     if not device_ids and output_device is None:
         return
     given = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids or ()]
@@ -87,8 +87,7 @@ def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) 
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return `value` with the tensors of nested tuples, lists and dicts on `device`; the lengths of a PackedSequence
-    stay
-    on the CPU.
+    stay on the CPU.
     """
     if isinstance(value, (torch.Tensor, PackedSequence)):
         movable: Any = value  # torch's stub of PackedSequence.to() knows a dtype alone

@@ -115,7 +115,7 @@ class FullySharded(torch.nn.Module):
         schedule.pin(unit)
 
     def reshard(self) -> None:
-        """Release this module's unit, now or once nothing runs in it."""
+        """Release this module's unit, now or once no module runs in it."""
         schedule, unit = self._placed()
         schedule.unpin(unit)
 
@@ -195,9 +195,8 @@ def fully_shard(
 
     Notes
     -----
-    Not collective. The engine is made, collectively, when the outermost module is first run, or given to
-    shard_optimizer,
-    full_parameters or the like; parameters then have rank 0's values.
+    Not collective. The outermost module makes the engine, collectively, at its first run or at the first call with it, such
+    as shard_optimizer or full_parameters; parameters then have rank 0's values.
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
     for each in modules:

@@ -1,4 +1,4 @@
-"""HostBackend: modules in the memory of a host, which its ranks map; hosts exchange what they lack over the bridge."""
+"""HostBackend: modules in host memory that the ranks of a host map; hosts exchange data over the bridge."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class HostBackend:
         self.group.comm.barrier(label)
 
     def refuse_capture(self, what: str) -> None:
-        """Nothing is captured on a host."""
+        """Do nothing: a host has no capture."""
 
     def check(self) -> None:
-        """Nothing: each call says what has ended it."""
+        """Do nothing: each call raises the error that ended the communicator."""
 
     def abort(self, reason: str) -> None:
         if self.group.comm.is_alive:

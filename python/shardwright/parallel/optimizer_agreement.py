@@ -21,7 +21,7 @@ import torch
 from .._engine import Error
 from ..torch_compat.optimizers import on_meta
 
-#: of a parameter group, and no hyperparameter: what a form of the step needs, what schedulers keep there, what newer versions of torch add
+#: keys of a parameter group that are not hyperparameters: options of the step's form, schedulers' values, additions of newer torch
 _BESIDE = frozenset(
     ("params", "indices", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize", "master")
     + ("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
@@ -115,7 +115,7 @@ def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -
 def given_rows(
     optimizer: torch.optim.Optimizer | None, names: Mapping[int, str], partition: str, clip_grad_norm: float | None
 ) -> list[Row]:
-    """Return what ranks compare as an optimizer is given to wrap."""
+    """Return the values that ranks compare when an optimizer is given to wrap."""
     kind = "no optimizer" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     return [
         ("it", [], {"class": kind, "partition": partition, "clip_grad_norm": clip_grad_norm}),
@@ -150,7 +150,7 @@ class StepNotes:
         return [(f"group {number}", [], _readable(group)) for number, group in enumerate(self._groups)]
 
     def describe(self) -> str:
-        """Return what was stepped with last, in words."""
+        """Return a description of the last stepped hyperparameters."""
         groups = (
             f"{title} {', '.join(f'{key}={value}' for key, value in values.items() if isinstance(value, (int, float)))}"
             for title, _, values in self._rows()
@@ -224,7 +224,8 @@ def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
 
 
 def unlike_saved(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return why saved groups are of another class of optimizer: they have what this one does not know, and lack what it needs."""
+    """Return a sentence if saved groups belong to another class of optimizer: they have keys that this one lacks,
+    and lack keys that it needs."""
     needed = {key for key in getattr(optimizer, "defaults", ()) if key not in _BESIDE}
     for position, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
         unknown = sorted({key for key in saved if key not in _BESIDE} - needed - set(group))

@@ -209,8 +209,7 @@ class Replica:
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
         """Return the levels of a compressor's exchange, with a lease where a thread has its own. Collective at first
-        use
-        across hosts.
+        use across hosts.
         """
         return self.backend.exchange(compress, self._request, self.layout_of(0))
 
@@ -402,7 +401,7 @@ class Replica:
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
-        """Give each rank whole parameters to write to. See full_parameters."""
+        """Return a context in which each rank writes to whole parameters. See full_parameters."""
         self.before_writes()
         if not self.zero:
             try:
@@ -417,7 +416,7 @@ class Replica:
             self.count_writes(self.table.parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Make low-precision copies of parameters that are released while they are whole."""
+        """Make low-precision copies of released parameters while they are whole."""
         self._storage.follow(precision)
 
     @property
@@ -427,7 +426,7 @@ class Replica:
         return releases
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Keep parameters whole inside. See full_parameters."""
+        """Return a context in which parameters are whole. See full_parameters."""
         if self._guard is not None:
             self._guard.check("before all parameters are read")
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()
@@ -448,7 +447,7 @@ class Replica:
 
     @property
     def announces_rounds(self) -> bool:
-        """Return True if joined ranks must be told of a round as it opens."""
+        """Return True if opening a round must be announced to joined ranks."""
         return self.zero >= 2 and not self.backend.capabilities.tells_standing
 
     def gather_beside(self, unit: int) -> None:
@@ -464,7 +463,7 @@ class Replica:
         return self.announcer is not None and self.announcer.is_on
 
     def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
-        """Announce an operation to joined ranks inside join; else do nothing."""
+        """Announce an operation to joined ranks inside join; do nothing outside."""
         if self.announcer is not None and self.announcer.is_on:
             self.announcer.announce(kind, number, groups)
 

@@ -12,7 +12,7 @@ from .optimizer_agreement import StepNotes
 
 
 class Steppers:
-    """Optimizers of one module, held weakly, and what they stepped with.
+    """The optimizers of one module, held weakly, and their last stepped hyperparameters.
 
     Parameters
     ----------
@@ -62,5 +62,5 @@ class Steppers:
         self._notes.explain(self._group.comm.all_gather_bytes)
 
     def describe(self) -> str:
-        """Return what this rank's optimizer stepped with last, for the end of a sentence."""
+        """Return this rank's last stepped hyperparameters as the end of a sentence."""
         return f" (rank {self._group.rank}: {self._notes.describe()})"

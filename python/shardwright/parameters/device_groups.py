@@ -40,7 +40,7 @@ def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tup
 def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
     """Return the place of each unit; units without bytes may share any."""
     places: list[int] = []
-    shared: dict[int, list[int]] = {}  # by the number of units around: the places, and the next in turn
+    shared: dict[int, list[int]] = {}  # by depth of nesting: the places, and the next in turn
     count = 0
     for plan, size in zip(plans, sizes):
         depth = sum(any(plan.name.startswith(f"{name}.") for name in other.names) for other in plans[1:])
@@ -101,7 +101,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         )
         self._tell_marks(plans)
 
-    # where parameters lie
+    # layout
 
     def _slice(self, index: int) -> torch.Tensor:
         """Return this rank's elements of a parameter; may be empty."""
@@ -113,7 +113,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return self._pieces[bucket][first : first + count]
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
-        self._at: list[dict[int, int]] = []  # of each unit: bucket -> first byte
+        self._at: list[dict[int, int]] = []  # for each unit: bucket -> first byte
         self._sizes: list[int] = []
         for indices in members:
             at, size = {}, 0
@@ -141,7 +141,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return DeviceUnits(self._row.comm, len(spans), specs)
 
     def _tensors(self, unit: int, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters of a unit that lies in `memory`, each with a storage of its own."""
+        """Return the parameters of a unit in `memory`, each with its own storage."""
         found = []
         for index in self._unit_members[unit]:
             data = self._table.parameters[index].data if index not in self._whole else self._whole[index]
@@ -156,7 +156,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
 
     @property
     def digest(self) -> int:
-        """Return a digest of the units gathered so far: alike on all ranks."""
+        """Return a digest of the units gathered so far, equal on all ranks."""
         return self._places.digest
 
     # the interface of all memories for the optimizer and the replica
@@ -225,7 +225,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self.schedule.gather_beside(unit)
 
     def gather_anew(self) -> None:
-        """Gather units as after a step, on all ranks at once, whatever each has gathered. Collective."""
+        """Gather units on all ranks as after a step, regardless of the units that each has gathered. Collective."""
         self.schedule.forget_order()
         self._gather_pinned_anew()
 
@@ -235,5 +235,5 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return super().bytes_held + sum(piece.nbytes for piece in self._pieces.values())
 
     def give_back(self, together: bool = False) -> None:
-        """Give the parameters back to this rank: whole where all ranks do it, else as they are."""
+        """Return the parameters to this rank: whole if all ranks do this, else unchanged."""
         self.schedule.surrender(together)

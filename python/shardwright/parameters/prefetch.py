@@ -78,7 +78,7 @@ class Places:
         self.coming.discard(unit)
 
     def gather_apart(self, unit: int) -> list[torch.Tensor]:
-        """Return the unit's tensors in memory of its own."""
+        """Return the unit's tensors in separate memory."""
         make = self._make_apart()
         assert make is not None
         address, tensors = make(unit)
@@ -143,7 +143,7 @@ class DeviceUnit(Unit):
         self.lie_in(self.whole)
 
     def lie_in(self, whole: list[torch.Tensor] | None) -> None:
-        """Return the data of its parameters when it is whole; None: those of its place."""
+        """Return the data of the unit's parameters while it is whole; None for those of its place."""
         self.whole = self._in_place if whole is None else whole
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
@@ -228,12 +228,12 @@ class DeviceUnitSchedule(UnitSchedule):
             unit.lie_in(None)
 
     def forget_order(self) -> None:
-        """Forget the order of units, and learn it anew."""
+        """Forget the order of units, and record it again."""
         self._before = {"forward": None, "backward": None}
         self._after = {"forward": {}, "backward": {}}
 
     def gather_beside(self, number: int) -> None:
-        """Take part in a gather for the other ranks: nothing is whole here afterwards."""
+        """Take part in a gather of other ranks without making a unit whole here."""
         self.release_all()
         self._units.gather(number)
         self._units.release(number)
@@ -245,14 +245,14 @@ class DeviceUnitSchedule(UnitSchedule):
         super().release_all()
 
     def pin(self, unit: Unit) -> None:
-        """Gather like on the host, but apart, so that other units have its place."""
+        """Gather like on the host, into separate memory, so that other units can use its place."""
         if not (unit.running or unit.opened):
             self._release(unit)
         super().pin(unit)
 
     def surrender(self, together: bool = False) -> None:
-        """Release for good. `together`: on all ranks at once. Otherwise nothing can be gathered, so released parameters
-        stay so.
+        """Release for the last time. `together`: on all ranks at once. Otherwise no gather is possible, and released
+        parameters stay released.
         """
         if together:
             self._units.drop_coming()

@@ -62,7 +62,7 @@ _FUNCTIONS = (
     ),
     *("is_signed", "numel", "ones_like", "rand_like", "randint_like", "randn_like", "result_type", "zeros_like"),
 )
-#: that go through autograd's graph, in which this parameter is gathered when it is used
+#: functions that run autograd's graph, which gathers a parameter before its use
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward)
 
 
@@ -130,7 +130,7 @@ class _Guarded(torch.nn.Parameter):
 
 
 class ReadGuard:
-    """Guards the parameters of one unit while they are released.
+    """A guard of one unit's parameters while they are released.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ class ReadGuard:
         #: a parameter's own class -> the one that it has while it is released
         self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
         self._own = {guarded: kind for kind, guarded in self._guarded.items()}
-        #: whether nothing gathers the parameters any longer
+        #: True once nothing gathers the parameters any longer
         self.is_orphan = False
 
     def _subclass(self, original: type) -> type:
@@ -163,7 +163,7 @@ class ReadGuard:
             parameter.__class__ = self._guarded.get(type(parameter), type(parameter))
 
     def lower(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They have their own classes again."""
+        """Give the parameters their original classes back."""
         for parameter in parameters:
             parameter.__class__ = self._own.get(type(parameter), type(parameter))
 

@@ -1,4 +1,4 @@
-"""Parameters that are whole only while they are used: the part that the host and GPUs share."""
+"""Parameters that are whole only while they are used: the part common to host and GPUs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ReleasedParameters(Storage, SliceRuns):
         return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
 
     def _tell_marks(self, plans: Sequence[UnitPlan]) -> None:
-        """Tell the modules that fully_shard was called on their unit."""
+        """Give each module of fully_shard its unit."""
         for number, plan in enumerate(plans):
             for module in plan.modules:
                 mark = mark_of(module)
@@ -57,7 +57,7 @@ class ReleasedParameters(Storage, SliceRuns):
         """Return whether a parameter is whole only while its unit runs."""
         return index in self._whole
 
-    if TYPE_CHECKING:  # of the class that it is mixed with
+    if TYPE_CHECKING:  # methods of the class that this one is mixed into
 
         def slice(self, index: int) -> torch.Tensor | None: ...
 
@@ -106,7 +106,7 @@ class ReleasedParameters(Storage, SliceRuns):
                 piece.copy_(memory_order(data, data)[low:high])
 
     def _gather_pinned_anew(self) -> None:
-        """Gather the units that stay whole. Collective where gathering is."""
+        """Gather the units that stay whole. Collective if a gather is."""
         self.schedule.gather_pinned()
 
     @contextlib.contextmanager
@@ -129,7 +129,7 @@ class ReleasedParameters(Storage, SliceRuns):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Keep all parameters whole inside."""
+        """Return a context in which all parameters are whole."""
         try:
             with self.schedule.everything():
                 yield

@@ -313,7 +313,7 @@ class UnitMemory(ReleasedParameters):
         return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}
 
     def give_back(self, together: bool = False) -> None:
-        """Give the parameters back to this rank, whole. Not collective: slices are read in place."""
+        """Return whole parameters to this rank. Not collective: slices are read in place."""
         self.schedule.surrender()
 
 

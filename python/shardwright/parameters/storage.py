@@ -34,10 +34,8 @@ class ParameterMemory(ParameterSlices):
 
     Notes
     -----
-    A parameter keeps its identity, shape and strides (or is contiguous from then on, where its strides overlapped or
-    left
-    gaps), and has a storage of exactly its bytes; its data moves. Memory: the layout's size, once a rank or once a
-    host.
+    A parameter keeps its identity, shape and strides (strides that overlap or leave gaps become contiguous). Its data moves
+    to a storage of exactly its bytes. Memory: the layout's size, once for each rank or each host.
     """
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, shared: bool) -> None:
@@ -115,7 +113,7 @@ class ParameterMemory(ParameterSlices):
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
-        """Give each rank whole parameters of its own to write to; afterwards all have rank 0's. Collective.
+        """Give each rank separate whole parameters to write to; at exit all get rank 0's values. Collective.
 
         Cost: shared, a copy of the parameters a rank for the time; private, a broadcast.
         """

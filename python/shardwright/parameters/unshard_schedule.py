@@ -36,7 +36,7 @@ _COPY = (
 
 
 class Pin(enum.Enum):
-    """The reason why a unit stays whole though nothing runs in it."""
+    """The reason why a unit stays whole while no module runs in it."""
 
     NONE = 0
     #: a second backward may come, or one without a hook; or an output is a view of a parameter
@@ -94,12 +94,12 @@ class Unit:
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` lies in this unit's pages."""
+        """Return True if `tensor` is in this unit's pages."""
         address = address_of(tensor) if self.whole else 0
         return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
 
     def show_whole(self) -> None:
-        """Make the parameters whole, so that they can be read."""
+        """Make the parameters whole and readable."""
         self._guard.lower(self.parameters)
         for parameter, each in zip(self.parameters, self.whole):
             parameter.data = each
@@ -112,7 +112,7 @@ class Unit:
         self._guard.raise_(self.parameters)
 
     def give_up(self, *, whole: bool = True) -> None:
-        """Let go of the parameters: they can be read, or are released for good."""
+        """Stop managing the parameters: they are readable, or released for the last time."""
         self._guard.is_orphan = True
         if whole:
             self._guard.lower(self.parameters)
@@ -127,7 +127,7 @@ class Unit:
         return self._whole_addresses if self.is_whole else self._addresses
 
     def all_addresses(self) -> set[int]:
-        """Return the addresses that are legal, whole or released."""
+        """Return the legal addresses of the parameters, whole or released."""
         return {*self._whole_addresses, *self._addresses}
 
     def take_written(self) -> str | None:
@@ -153,7 +153,7 @@ class Unit:
             self._samples = self._read_samples()
 
     def note_samples(self) -> None:
-        """Remember samples of the whole values, which a program can reach through `.data` until the step."""
+        """Record samples of the whole values, because a program can write to them through `.data` until the step."""
         if self._samples is None:
             self._samples = self._read_samples()
 
@@ -207,7 +207,7 @@ class UnitSchedule:
     """
 
     unit_class = Unit
-    #: whether a backward that fails releases its units at once, on the thread that called it; else the next forward does
+    #: True if a failed backward releases its units at once, on the thread that called it; otherwise the next forward does
     ends_failed_backwards = True
 
     def __init__(
@@ -253,7 +253,7 @@ class UnitSchedule:
         self._hooked.append((weakref.ref(module), handles[0].id, handles[1].id))
 
     def arrange_hooks(self) -> None:
-        """Move our hooks to run before and after all others, also those that came later: they see whole parameters."""
+        """Move our hooks before and after all others, later ones included, so that those see whole parameters."""
         for reference, before, after in self._hooked:
             module = reference()
             if module is None:
@@ -358,7 +358,7 @@ class UnitSchedule:
 
     @contextlib.contextmanager
     def everything(self) -> Iterator[None]:
-        """Keep all units whole, and exact, inside."""
+        """Return a context in which all units are whole and exact."""
         if self._coded and not self._keepers:
             self._release_coded()
         self._keepers += 1
@@ -385,9 +385,7 @@ class UnitSchedule:
             self._release(unit)
 
     def surrender(self, together: bool = False) -> None:
-        """Give the parameters memory of their own, except for those whose data was replaced. The schedule has ended
-        afterwards.
-        """
+        """Give the parameters separate memory, except for those whose data was replaced, and end the schedule."""
         self.detach()
         units, self.units = self.units, []
         for unit in units:
@@ -553,7 +551,7 @@ class _ModuleHook:
 
 
 class _NoHook:
-    """The hook that stands for one of ours in a copied module."""
+    """A hook that replaces one of ours in a copied module."""
 
     def __call__(self, *arguments: Any) -> None:
         pass

@@ -67,8 +67,7 @@ graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _
 
 class _End:
     """A callback that torch calls at the end of a graph task, and drops if the task fails: its deletion is the only
-    sign
-    of that.
+    sign of that.
     """
 
     def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None) -> None:
@@ -104,7 +103,7 @@ def raw_stream(ordinal: int) -> int:
 
 
 def stream_reader(ordinal: int) -> Callable[[], int]:
-    """Return raw_stream(ordinal) as a callable, without a Python frame where torch has such a function."""
+    """Return raw_stream(ordinal) as a callable, without a Python frame if torch has such a function."""
     return functools.partial(raw_stream if _raw_stream is None else _raw_stream, ordinal)
 
 
@@ -146,7 +145,7 @@ _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def _check_breaks() -> None:
-    """Raise an Error as the compiler traces, where it must not break the graph."""
+    """Raise an Error during compilation if the compiler must not break the graph here."""
     try:
         from torch._dynamo.exc import Unsupported
         from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -207,8 +206,7 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
 
 class StepListener(Protocol):
     """A listener that is called before an optimizer that holds one of its parameters steps; the lowest `serial` first,
-    on
-    every rank.
+    on every rank.
     """
 
     serial: int

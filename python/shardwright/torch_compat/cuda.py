@@ -1,4 +1,4 @@
-"""torch.cuda as the engine uses it, and where the libraries are that torch has brought."""
+"""The parts of torch.cuda that the engine uses, and the places of the libraries that torch ships."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from . import autograd
 class CudaRuntime:
     """torch.cuda as the engine uses it."""
 
-    #: whether a thread looks after the communicator
+    #: True if a thread watches the communicator
     watches = True
 
     def __init__(self) -> None:
-        self.kernels: dict[int, DeviceComm] = {}  # by GPU, of those that step on tensors outside of any wrapper
+        self.kernels: dict[int, DeviceComm] = {}  # by GPU, for steps on tensors outside of any wrapper
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is on a GPU."""
@@ -41,7 +41,8 @@ class CudaRuntime:
         return autograd.raw_stream(ordinal)
 
     def stream_reader(self, ordinal: int) -> Callable[[], int]:
-        """current_stream(ordinal), without a frame of Python's: the engine asks at every gradient."""
+        """Return current_stream(ordinal) as a callable without a Python frame: the engine calls it at every
+        gradient."""
         return autograd.stream_reader(ordinal)
 
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ class CudaRuntime:
         return tensor
 
     def backend(self, group: Any) -> Any:
-        """torch's own for GPU tensors of a process group. RuntimeError: it has none."""
+        """Return torch's own backend for GPU tensors of a process group. Raise RuntimeError if it has none."""
         return group._get_backend(torch.device("cuda"))
 
     def communicator(self, backend: Any, ordinal: int) -> int:
@@ -63,7 +64,7 @@ class CudaRuntime:
         return address
 
     def make_room(self, ordinal: int) -> None:
-        """Give back GPU memory that torch's allocator holds and does not use: the engine's own did not get what it asked for."""
+        """Free unused GPU memory of torch's allocator after an allocation of the engine failed."""
         with torch.cuda.device(ordinal):
             torch.cuda.empty_cache()
 
@@ -85,7 +86,8 @@ def nvidia_folders() -> list[Path]:
 
 
 def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str | None, str | None]:
-    """(compiler, its companion) for torch's CUDA version; a bare name for the loader where no file is found."""
+    """Return (compiler, its companion library) for torch's CUDA version; a bare name for the loader if no file is
+    found."""
     major = (cuda_version or "").split(".")[0]
     name = "libnvrtc.so.11.2" if major == "11" else f"libnvrtc.so.{major}"  # so called from 11.2 to 11.8
     for folder in folders if major else ():
@@ -101,7 +103,8 @@ def nvrtc_companion(path: Path) -> str | None:
 
 
 def _image_folder() -> str | None:
-    """Return where images lie that were made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, else the package's own."""
+    """Return the folder of kernel images made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, else
+    the package's own."""
     own = Path(__file__).parents[1] / "images"
     return os.environ.get("SHARDWRIGHT_KERNELS") or (str(own) if own.is_dir() else None)
 
@@ -120,7 +123,7 @@ def _cache_folder() -> str | None:
 
 
 def open_gpu(ordinal: int, libraries: dict[str, str | None], host: Any = None) -> DeviceComm:
-    """Open a GPU for this rank alone. Where its memory is short, torch's allocator is asked to give back what it does not use."""
+    """Open a GPU for this rank alone. If GPU memory is short, ask torch's allocator to free its unused blocks."""
     return DeviceComm(ordinal, host=host, make_room=lambda: runtime.make_room(ordinal), **libraries)
 
 

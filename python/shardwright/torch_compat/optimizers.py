@@ -8,7 +8,7 @@ from .._engine import Error
 
 
 def on_meta(parameter: torch.Tensor, position: int) -> str:
-    """Return why an optimizer trains nothing that was made before its module had memory."""
+    """Return the reason why an optimizer has no effect if it was made before its module had memory."""
     return (
         f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is on the meta device, where nothing can be stepped "
         "on: sw.materialize replaces such parameters by new ones, so make the optimizer after it"
