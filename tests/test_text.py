@@ -25,8 +25,6 @@ FOLDERS = (PACKAGE, "csrc", "docs")
 STILL_TO_DO = (
     "csrc/comm/",
     "csrc/checkpoint/",
-    "docs/design/gpu_kernels.md",
-    "docs/design/gpu_tests.md",
 )
 
 #: openings of a docstring that make it a fragment
