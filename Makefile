@@ -63,7 +63,7 @@ $(VENV)/.headers: requirements/abi.txt tests/abi/headers.py | $(BIN)/python
 	@$(BIN)/python tests/abi/headers.py $(VENV)/headers requirements/abi.txt && touch $@ || true
 
 test: build $(VENV)/.headers
-	SW_TEST_WORLDS=$${SW_TEST_WORLDS:-1,3} $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	SW_TEST_WORLDS=$${SW_TEST_WORLDS:-1,3} $(BIN)/python -m pytest --each-choice $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # The inner loop: tests without ranks and laws of up to two, in files that take little time (tests/conftest.py)
 test-fast: build

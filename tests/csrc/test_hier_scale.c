@@ -3,9 +3,9 @@
  * and memory are the same.
  *
  * Laws, of each host: an agreement takes at most 7 ceil(log_8 H) messages, and as many frames of
- * bytes as docs/design/hosts_control.md says; what ranks say beside it adds (W - L) n bytes by rank,
- * (H - 1) n by host, and n a message where it is merged. A host has connections to the hosts of
- * these messages alone. Results are right. */
+ * bytes as docs/design/hosts_control.md says; what ranks say beside it adds (W - L) n bytes by
+ * rank, (H - 1) n by host, and n a message where it is merged. A host has connections to the hosts
+ * of these messages alone. Results are right. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
