@@ -239,6 +239,11 @@ bool sw_device_reducer_takes_part(const sw_device_reducer *r, size_t index)
     return index < r->bucket_count && r->bucket[index].data;
 }
 
+float sw_device_reducer_prescale(const sw_device_reducer *r, size_t index)
+{
+    return sw_device_mean_prescale(&r->mean, r->bucket[index].dtype);
+}
+
 /* ---- a step ---- */
 
 /* The first bucket at or after `from` that takes part. */

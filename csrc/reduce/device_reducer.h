@@ -106,6 +106,10 @@ bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index
 SW_MUST_USE sw_status sw_device_reducer_begin(sw_device_reducer *reducer, sw_stream *producer,
                                               sw_error *err);
 
+/* What contributions to bucket `index` are multiplied by, and rounded to its dtype, before it is
+ * posted; 1: by nothing. */
+float sw_device_reducer_prescale(const sw_device_reducer *reducer, size_t index);
+
 /* Bucket `index` is complete on `producer`: its mean is enqueued. In index order, alike on all
  * ranks; SW_E_STATE names the bucket that is due. Not with `sliced`. */
 SW_MUST_USE sw_status sw_device_reducer_post(sw_device_reducer *reducer, size_t index,

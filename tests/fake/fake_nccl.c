@@ -710,9 +710,17 @@ static int issue_counted(const char *name, const nccl_call *call, sw_nccl_comm c
         return issue_counted(name, &call_, comm, stream); \
     } while (0)
 
+static long averages; /* reductions with ncclAvg that were asked for */
+
+SIM_API long sim_nccl_averages(void)
+{
+    return averages;
+}
+
 SIM_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int op,
                           sw_nccl_comm comm, sw_cu_stream stream)
 {
+    averages += op == SW_NCCL_AVG;
     ISSUE("ncclAllReduce", .kind = ALL_REDUCE, .from = from, .to = to, .count = count,
           .dtype = dtype, .op = op);
 }
@@ -720,6 +728,7 @@ SIM_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, i
 SIM_API int ncclReduceScatter(const void *from, void *to, size_t count, int dtype, int op,
                               sw_nccl_comm comm, sw_cu_stream stream)
 {
+    averages += op == SW_NCCL_AVG;
     ISSUE("ncclReduceScatter", .kind = REDUCE_SCATTER, .from = from, .to = to, .count = count,
           .dtype = dtype, .op = op);
 }

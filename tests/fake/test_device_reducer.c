@@ -293,7 +293,7 @@ static sw_status produce(loop *l, void *to, size_t b, int step)
     sw_cast_args cast = {.to = to,
                          .from = l->part[b].source,
                          .numel = numels[b],
-                         .scale = 1.0f,
+                         .scale = sw_device_reducer_prescale(l->reducer, b),
                          .to_dtype = (int)dtypes[b],
                          .from_dtype = (int)SW_DTYPE_FLOAT32};
     return sw_kernel_launch(&l->self->kernels, SW_KERNEL_CAST, &cast, l->backward, &l->self->err);

@@ -263,6 +263,7 @@ class SimulatedGpus:
         self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
         self._cuda.sim_torch_slow_named.argtypes = (ctypes.c_char_p, ctypes.c_long)
         self._cuda.sim_torch_calls.restype = ctypes.c_long
+        self._nccl.sim_nccl_averages.restype = ctypes.c_long
         self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_memory_in_use.restype = ctypes.c_uint64
@@ -539,6 +540,11 @@ class SimulatedGpus:
     def registrations(self) -> int:
         """Pieces of memory that this rank has registered with NCCL now."""
         found: int = self._nccl.sim_nccl_registrations()
+        return found
+
+    def averages(self) -> int:
+        """Reductions with ncclAvg that this process has asked NCCL for."""
+        found: int = self._nccl.sim_nccl_averages()
         return found
 
     def fail_call(self, nth: int, result: int) -> None:
