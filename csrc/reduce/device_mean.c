@@ -164,11 +164,16 @@ static bool is_narrowed(const sw_device_mean *m, sw_dtype dtype)
     return m->wire != SW_DTYPE_COUNT && is_small_float(dtype);
 }
 
+static sw_device_range narrowed_of(const sw_device_mean *m, const sw_device_range *bucket)
+{
+    return (sw_device_range){.data = m->compressed, .numel = bucket->numel, .dtype = m->wire};
+}
+
 /* The bucket, divided and rounded, in memory of its own. */
 static sw_status narrow(const sw_device_mean *m, const sw_device_range *bucket,
                         sw_device_range *wire, sw_error *err)
 {
-    *wire = (sw_device_range){.data = m->compressed, .numel = bucket->numel, .dtype = m->wire};
+    *wire = narrowed_of(m, bucket);
     return cast(m, wire->data, wire->dtype, bucket->data, bucket->dtype, bucket->numel,
                 (float)(1.0 / m->comm->peers->world_size), err);
 }
@@ -222,12 +227,24 @@ static sw_redop transport_op(const sw_device_mean *m, sw_dtype dtype)
     return takes_products(m, dtype) ? SW_REDOP_SUM : m->op;
 }
 
-/* The transport's own order. Its mean knows one divisor; another one scales the sum. */
+/* Whether the sum is divided behind the transport, whose own mean knows one divisor. */
+static bool divides_sum(const sw_device_mean *m, sw_dtype dtype)
+{
+    return transport_op(m, dtype) == SW_REDOP_MEAN && m->divisor != m->comm->peers->world_size;
+}
+
+bool sw_device_mean_is_one_call(const sw_device_mean *m, sw_dtype dtype)
+{
+    return m->comm->peers->world_size > 1 && !m->contributions && !is_narrowed(m, dtype) &&
+           !divides_sum(m, dtype);
+}
+
+/* The transport's own order. */
 static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *bucket,
                                 sw_error *err)
 {
     sw_redop op = transport_op(m, bucket->dtype);
-    bool is_own = op != SW_REDOP_MEAN || m->divisor == m->comm->peers->world_size;
+    bool is_own = !divides_sum(m, bucket->dtype);
     sw_fold_args scaled = {.to = bucket->data,
                            .own = bucket->data,
                            .numel = bucket->numel,
@@ -337,50 +354,58 @@ static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error
     return SW_OK;
 }
 
-/* The transport reduces, into the slice itself where nothing stands there. Memory that is lent is
- * registered, and so is all that an operation writes, on all ranks or on none. */
-static sw_status reduce_scatter(slicing *s, const sw_device_range *bucket, bool is_standing,
-                                sw_error *err)
+static int owner_count(const sw_device_mean *m)
 {
-    const sw_device_mean *m = s->mean;
-    void *to = is_standing || m->is_lent ? own_piece(m, bucket) : s->piece;
-    s->is_made = to == s->piece;
-    return sw_peers_reduce_scatter(m->comm->peers, bucket->data, to, piece_numel(m, bucket),
-                                   bucket->dtype, transport_op(m, bucket->dtype), m->comm->stream,
-                                   err);
+    return m->comm->peers->world_size / m->slice_count;
 }
 
-/* One rank: nothing to reduce. */
-static sw_status move_alone(slicing *s, const sw_device_range *bucket, bool is_standing,
-                            sw_error *err)
+/* Where this rank's piece of a slice begins. */
+static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket)
 {
-    sw_device *device = s->mean->comm->device;
-    s->is_made = !is_standing;
-    if (is_standing)
-        return SW_OK;
-    return device->ops->copy_async(device, s->piece, bucket->data,
-                                   bucket->numel * sw_dtype_size_bytes(bucket->dtype),
-                                   s->mean->comm->stream, err);
+    return (size_t)(m->piece[m->comm->peers->rank] % owner_count(m)) * piece_numel(m, bucket);
+}
+
+/* The transport reduces, or there is nothing to reduce, into the slice itself where nothing stands
+ * there. Memory that is lent is registered, and so is all that an operation writes, on all ranks or
+ * on none. */
+static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
+                          bool is_standing)
+{
+    slicing s = {.mean = m,
+                 .piece = behind(slice, piece_begin(m, bucket), bucket->dtype),
+                 .dtype = bucket->dtype};
+    if (is_narrowed(m, bucket->dtype)) {
+        sw_device_range wire = narrowed_of(m, bucket);
+        s.narrowed = own_piece(m, &wire);
+        return s;
+    }
+    s.fold = fold_of(m, bucket, m->op, s.piece);
+    s.is_made = !m->contributions && !is_standing && !m->is_lent;
+    return s;
 }
 
 /* Contributions come to their owner. */
-static sw_status collect(slicing *s, const sw_device_range *bucket, bool is_standing, sw_error *err)
+sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range *bucket,
+                                 void *slice, bool is_standing, sw_error *err)
 {
-    const sw_device_mean *m = s->mean;
-    if (is_narrowed(m, bucket->dtype)) {
+    sw_device *device = m->comm->device;
+    slicing s = slicing_of(m, bucket, slice, is_standing);
+    size_t numel = piece_numel(m, bucket);
+    if (s.narrowed) {
         sw_device_range wire;
         SW_TRY(narrow(m, bucket, &wire, err));
-        s->narrowed = own_piece(m, &wire);
         return fold_in_place(m, &wire, SW_REDOP_SUM, err);
     }
-    s->fold = fold_of(m, bucket, m->op, s->piece);
-    if (m->contributions) {
-        SW_TRY(exchange(m, bucket, err));
-        return m->active < m->comm->peers->world_size ? leave_out(m, &s->fold, err) : SW_OK;
-    }
-    if (m->comm->peers->world_size == 1)
-        return move_alone(s, bucket, is_standing, err);
-    return reduce_scatter(s, bucket, is_standing, err);
+    if (m->contributions)
+        return exchange(m, bucket, err);
+    if (m->comm->peers->world_size > 1)
+        return sw_peers_reduce_scatter(
+            m->comm->peers, bucket->data, s.is_made ? s.piece : own_piece(m, bucket), numel,
+            bucket->dtype, transport_op(m, bucket->dtype), m->comm->stream, err);
+    return s.is_made ? device->ops->copy_async(device, s.piece, bucket->data,
+                                               numel * sw_dtype_size_bytes(bucket->dtype),
+                                               m->comm->stream, err)
+                     : SW_OK;
 }
 
 /* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */
@@ -389,14 +414,14 @@ static size_t place_within(size_t at, size_t begin, size_t numel)
     return at < begin ? 0 : at - begin < numel ? at - begin : numel;
 }
 
-sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
-                               const sw_device_run *standing, size_t standing_count, sw_error *err)
+sw_status sw_device_mean_complete(const sw_device_mean *m, const sw_device_range *bucket,
+                                  void *slice, const sw_device_run *standing, size_t standing_count,
+                                  sw_error *err)
 {
-    int owner_count = m->comm->peers->world_size / m->slice_count;
-    size_t numel = piece_numel(m, bucket), at = 0;
-    size_t first = (size_t)(m->piece[m->comm->peers->rank] % owner_count) * numel;
-    slicing s = {.mean = m, .piece = behind(slice, first, bucket->dtype), .dtype = bucket->dtype};
-    SW_TRY(collect(&s, bucket, standing_count > 0, err));
+    size_t numel = piece_numel(m, bucket), first = piece_begin(m, bucket), at = 0;
+    slicing s = slicing_of(m, bucket, slice, standing_count > 0);
+    if (m->contributions && !s.narrowed && m->active < m->comm->peers->world_size)
+        SW_TRY(leave_out(m, &s.fold, err));
     for (size_t i = 0; i < standing_count; ++i) {
         size_t begin = place_within(standing[i].begin, first, numel);
         size_t end = place_within(standing[i].end, first, numel);
@@ -406,5 +431,5 @@ sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *b
     }
     SW_TRY(make_run(&s, at, numel, false, err));
     return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),
-                                 m->owners, owner_count, m->comm->stream, err);
+                                 m->owners, owner_count(m), m->comm->stream, err);
 }

@@ -89,11 +89,19 @@ float sw_device_mean_prescale(const sw_device_mean *mean, sw_dtype dtype);
 SW_MUST_USE sw_status sw_device_mean_whole(const sw_device_mean *mean,
                                            const sw_device_range *bucket, sw_error *err);
 
-/* `slice` becomes this rank's slice of it; `bucket` is anything afterwards. In the runs of
- * `standing` (ascending, disjoint) contributions of all ranks are on top of what `slice` holds. */
-SW_MUST_USE sw_status sw_device_mean_slice(const sw_device_mean *mean,
-                                           const sw_device_range *bucket, void *slice,
-                                           const sw_device_run *standing, size_t standing_count,
-                                           sw_error *err);
+/* `slice` becomes this rank's slice of it, in two parts that follow one another; `bucket` is
+ * anything afterwards. In the runs of `standing` (ascending, disjoint) contributions of all ranks
+ * are on top of what `slice` holds. */
+SW_MUST_USE sw_status sw_device_mean_collect(const sw_device_mean *mean,
+                                             const sw_device_range *bucket, void *slice,
+                                             bool is_standing, sw_error *err);
+SW_MUST_USE sw_status sw_device_mean_complete(const sw_device_mean *mean,
+                                              const sw_device_range *bucket, void *slice,
+                                              const sw_device_run *standing, size_t standing_count,
+                                              sw_error *err);
+
+/* Whether sw_device_mean_whole, or _collect, is one call of the transport for a bucket of `dtype`:
+ * it may be in one group with another. The same on all ranks. */
+bool sw_device_mean_is_one_call(const sw_device_mean *mean, sw_dtype dtype);
 
 #endif

@@ -359,6 +359,8 @@ static int enqueue_group(const nccl_group *group)
     return SW_NCCL_SUCCESS;
 }
 
+static long settlements; /* calls that came back before they were done */
+
 /* A call of a non-blocking communicator may return before it is done. No other call may follow
  * before ncclCommGetAsyncError reports success: NCCL's init.cc, ncclCommEnsureReady. */
 static int come_back(sw_nccl_comm comm, int result, int questions)
@@ -366,7 +368,13 @@ static int come_back(sw_nccl_comm comm, int result, int questions)
     if (result != SW_NCCL_SUCCESS || comm->blocks)
         return result;
     comm->unsettled = questions;
+    settlements++;
     return SW_NCCL_IN_PROGRESS;
+}
+
+SIM_API long sim_nccl_settlements(void)
+{
+    return settlements;
 }
 
 static bool is_settled(sw_nccl_comm comm, const char *call)

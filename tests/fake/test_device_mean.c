@@ -76,10 +76,12 @@ static sw_status average(gpu_rank *self, buffers *held)
     sw_device_range bucket = {held->bucket, NUMEL, run->dtype};
     sw_stream *stream = self->all->stream;
     SW_TRY(ops->copy_async(self->device, held->bucket, held->pinned, bytes, stream, err));
-    if (run->is_slice)
-        SW_TRY(sw_device_mean_slice(&held->mean, &bucket, held->slice, NULL, 0, err));
-    else
+    if (run->is_slice) {
+        SW_TRY(sw_device_mean_collect(&held->mean, &bucket, held->slice, false, err));
+        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, NULL, 0, err));
+    } else {
         SW_TRY(sw_device_mean_whole(&held->mean, &bucket, err));
+    }
     SW_TRY(ops->copy_async(self->device, held->pinned, run->is_slice ? held->slice : held->bucket,
                            (size_t)numel * sw_dtype_size_bytes(run->dtype), stream, err));
     SW_TRY(ops->event_record(self->device, held->done, stream, err));

@@ -384,9 +384,9 @@ static sw_status train_step(loop *l, int step)
     sw_device_stats before = device->stats;
     SW_TRY(sw_device_reducer_finish(l->reducer, used, joined ? NULL : &tag, err));
     if (!l->self->part) /* slots launch and copy themselves; finish copies use bytes and tags */
-        check(device->stats.launches - before.launches == (l->self->world_size > 1) &&
+        check(device->stats.launches - before.launches <= (l->self->world_size > 1 ? 4 : 0) &&
                   device->stats.copies - before.copies <= 2,
-              "finish took more than a launch and two copies");
+              "finish took more than a launch, those of the last slice, and two copies");
     if (step == 0) /* before any wait, the memory holds no tag */
         SW_TRY(check_tags(l, tag));
     SW_TRY(read_use(l, step));

@@ -264,6 +264,7 @@ class SimulatedGpus:
         self._cuda.sim_torch_slow_named.argtypes = (ctypes.c_char_p, ctypes.c_long)
         self._cuda.sim_torch_calls.restype = ctypes.c_long
         self._nccl.sim_nccl_averages.restype = ctypes.c_long
+        self._nccl.sim_nccl_settlements.restype = ctypes.c_long
         self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_memory_in_use.restype = ctypes.c_uint64
@@ -545,6 +546,11 @@ class SimulatedGpus:
     def averages(self) -> int:
         """Reductions with ncclAvg that this process has asked NCCL for."""
         found: int = self._nccl.sim_nccl_averages()
+        return found
+
+    def settlements(self) -> int:
+        """Calls and groups of NCCL that this process has had to ask after until they were done."""
+        found: int = self._nccl.sim_nccl_settlements()
         return found
 
     def fail_call(self, nth: int, result: int) -> None:
