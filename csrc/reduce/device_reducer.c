@@ -338,8 +338,7 @@ static sw_status average(sw_device_reducer *r, size_t index, const sw_device_ran
                          const sw_device_run *standing, size_t standing_count, sw_error *err)
 {
     r->next = next_due(r, index + 1);
-    if (r->next == r->bucket_count && standing_count <= r->gradient_count &&
-        sw_device_mean_is_one_call(&r->mean, whole->dtype)) {
+    if (r->next == r->bucket_count && sw_device_mean_is_one_call(&r->mean, whole->dtype)) {
         r->held = *whole;
         r->held_index = index;
         r->standing_count = standing_count;
@@ -386,6 +385,10 @@ sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void 
     SW_TRY(check_due(r, index, true, err));
     const device_bucket *bucket = &r->bucket[index];
     sw_device_range whole = {.data = data, .numel = bucket->numel, .dtype = bucket->dtype};
+    if (standing_count > r->gradient_count)
+        SW_FAIL(err, SW_E_INVALID,
+                "device reducer: bucket %zu has at most one standing run a gradient, %zu, not %zu",
+                index, r->gradient_count, standing_count);
     for (size_t i = 0, least = 0; i < standing_count; least = standing[i++].end)
         if (standing[i].begin < least || standing[i].end < standing[i].begin ||
             standing[i].end > slice_numel(r, bucket))

@@ -42,8 +42,7 @@ def clip_grad_norm_(
     Returns
     -------
     Tensor
-        The norm before clipping, a float32 scalar; on a GPU if a wrapped module of this process uses the GPU of the
-        gradients. It is the same number at every stage, bucket size and world size for equal gradients.
+        The norm before clipping, a float32 scalar, on the GPU where the host does not wait for it (see Notes). It is the same number at every stage, bucket size and world size for equal gradients.
 
     Raises
     ------

@@ -78,17 +78,14 @@ class _Fused(torch.optim.Optimizer):
             for group in self.param_groups:
                 if grad_scale is not None:
                     self._step_group(group, grad_scale)
-        finally:
+        finally:  # after an exception, too: gradients are clipped then, as on the host
             self._clip = None
-        if clip is not None:
-            clip.scale()
+            if clip is not None:
+                clip.scale()
         return loss
 
     def take_clip(self, clip: DeviceClip) -> bool:
-        """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before.
-
-        A step that raises leaves gradients as they were.
-        """
+        """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before."""
         takes = self.store is None and clip.covers(p for group in self.param_groups for p in group["params"])
         self._clip = clip if takes else None
         return takes
