@@ -37,6 +37,7 @@ sw_status sw_device_comm_create(const sw_device_comm_config *config, sw_device_c
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "device communicator: no memory for %zu bytes", sizeof *made);
     made->lookout.host = config->host;
+    made->norm_room = ((size_t)1 << 31) - 1;
     sw_status status = create_all(made, config, err);
     if (status != SW_OK) {
         sw_device_comm_destroy(made);

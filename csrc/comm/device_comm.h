@@ -51,6 +51,8 @@ typedef struct sw_device_comm {
     sw_lookout lookout;
     void *sum;                        /* device memory: sw_norm_sum */
     sw_norm_sum *staged;              /* pinned */
+    size_t norm_room;                 /* elements that the sum takes between two carries, below
+                                         2^31; tests lower it */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
     bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never freed
                         */

@@ -1,8 +1,9 @@
 /* device_norm.h - the exact norm of gradients on a GPU, read by the host or left on the GPU.
  *
  * Both functions add the squares of up to SW_NORM_PARTS_MAX ranges a launch into one sum of
- * integers, so neither the cut into ranges nor their order shows in the bits. All launches are on
- * the communicator's stream, which owns the memory of the sum.
+ * integers, so neither the cut into ranges nor their order shows in the bits. Ranges that lie side
+ * by side count as one. Where digits might fill up the sum is carried in between. All launches are
+ * on the communicator's stream, which owns the memory of the sum.
  *
  * Thread rule: one at a time a communicator.
  */
@@ -13,7 +14,7 @@
 
 /* The exact sum of squares of the ranges, carried: the bits of the host's norm. After what `user`
  * was given. The host waits for it, under the deadline. SW_E_INVALID for a dtype other than
- * float32, float64, float16 and bfloat16, or more than 2^31 elements in all. */
+ * float32, float64, float16 and bfloat16. */
 SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_range *ranges,
                                           size_t count, sw_stream *user, sw_norm_sum *sum,
                                           sw_error *err);

@@ -269,15 +269,15 @@ static sw_status nccl_all_reduce(sw_peers *peers, void *data, size_t numel, sw_d
     return SW_OK;
 }
 
-static sw_status nccl_reduce_scatter(sw_peers *peers, void *data, size_t slice_numel,
-                                     sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err)
+static sw_status nccl_reduce_scatter(sw_peers *peers, const void *data, void *to,
+                                     size_t slice_numel, sw_dtype dtype, sw_redop op,
+                                     sw_stream *stream, sw_error *err)
 {
     nccl_comm *comm = comm_of(peers);
     int nccl_dtype = 0, nccl_op = 0;
-    char *own = (char *)data + (size_t)comm->base.rank * slice_numel * sw_dtype_size_bytes(dtype);
     SW_TRY(as_reduced(dtype, op, &nccl_dtype, &nccl_op, &slice_numel, err));
     NCCL_CALL(comm, err, "reduce_scatter",
-              ncclReduceScatter(data, own, slice_numel, nccl_dtype, nccl_op, comm->handle,
+              ncclReduceScatter(data, to, slice_numel, nccl_dtype, nccl_op, comm->handle,
                                 cuda_stream(stream)));
     return SW_OK;
 }

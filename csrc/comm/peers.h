@@ -5,9 +5,9 @@
  * NCCL (nccl.h), and slots in memory that the ranks of one host share (slot_transport.h). Callers
  * do not know which they have.
  *
- * Operations are in place, but for gather_slices. Memory and stream belong to the transport's
- * device and must live until the stream has passed the operation. A failure ends the transport,
- * and the host's communicator with it (lookout.h); every later call repeats it.
+ * Operations are in place, but for gather_slices and reduce_scatter. Memory and stream belong to
+ * the transport's device and must live until the stream has passed the operation. A failure ends
+ * the transport, and the host's communicator with it (lookout.h); every later call repeats it.
  *
  * Thread rule: one at a time a transport, but for has_failed, request_end, watch and explain_late,
  * which any thread calls, beside the one that uses it; every rank issues the same operations, of
@@ -37,11 +37,11 @@ typedef struct sw_peers_ops {
      * MEAN, MIN, MAX. */
     sw_status (*all_reduce)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, sw_redop op,
                             sw_stream *stream, sw_error *err);
-    /* Slice r of `data` is data[r * slice_numel ...). Reduce: the own slice becomes the reduction
-     * over the ranks' own copies of it, the others are left as they are. Gather: slice r becomes
-     * rank r's. */
-    sw_status (*reduce_scatter)(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
-                                sw_redop op, sw_stream *stream, sw_error *err);
+    /* Slice r of `data` is data[r * slice_numel ...). Reduce: `to`, the own slice or memory
+     * elsewhere, becomes the reduction over the ranks' copies of the own slice; the rest of `data`
+     * is left as it is. Gather: slice r becomes rank r's. */
+    sw_status (*reduce_scatter)(sw_peers *peers, const void *data, void *to, size_t slice_numel,
+                                sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err);
     sw_status (*all_gather)(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
                             sw_stream *stream, sw_error *err);
     /* The same out of memory that is not part of `data`, and in bytes: place r of `data`
@@ -117,11 +117,11 @@ static inline sw_status sw_peers_all_reduce(sw_peers *t, void *data, size_t nume
     return t->ops->all_reduce(t, data, numel, dtype, op, stream, err);
 }
 
-static inline sw_status sw_peers_reduce_scatter(sw_peers *t, void *data, size_t slice_numel,
-                                                sw_dtype dtype, sw_redop op, sw_stream *stream,
-                                                sw_error *err)
+static inline sw_status sw_peers_reduce_scatter(sw_peers *t, const void *data, void *to,
+                                                size_t slice_numel, sw_dtype dtype, sw_redop op,
+                                                sw_stream *stream, sw_error *err)
 {
-    return t->ops->reduce_scatter(t, data, slice_numel, dtype, op, stream, err);
+    return t->ops->reduce_scatter(t, data, to, slice_numel, dtype, op, stream, err);
 }
 
 static inline sw_status sw_peers_all_gather(sw_peers *t, void *data, size_t slice_numel,

@@ -195,11 +195,11 @@ typedef struct reduction {
     size_t element_bytes;
 } reduction;
 
-/* `own` becomes the fold of it and of the peers' places of the staging memory. */
-static sw_status fold(sw_slot_transport *t, const reduction *how, void *own, size_t numel,
-                      size_t stride_bytes, sw_error *err)
+/* `to` becomes the fold of `own` and of the peers' places of the staging memory. */
+static sw_status fold(sw_slot_transport *t, const reduction *how, const void *own, void *to,
+                      size_t numel, size_t stride_bytes, sw_error *err)
 {
-    sw_fold_args args = {.to = own,
+    sw_fold_args args = {.to = to,
                          .own = own,
                          .rest = t->staging,
                          .numel = numel,
@@ -217,8 +217,8 @@ static char *staged(const sw_slot_transport *t, int peer, size_t stride_bytes)
     return (char *)t->staging + (size_t)peer * stride_bytes;
 }
 
-static sw_status reduce_scatter(sw_slot_transport *t, char *data, size_t slice_bytes,
-                                const reduction *how, sw_error *err)
+static sw_status reduce_scatter(sw_slot_transport *t, const char *data, char *to,
+                                size_t slice_bytes, const reduction *how, sw_error *err)
 {
     int world_size = t->base.world_size, rank = t->base.rank;
     for (size_t done = 0, size; done < slice_bytes; done += size) {
@@ -234,8 +234,8 @@ static sw_status reduce_scatter(sw_slot_transport *t, char *data, size_t slice_b
             sw_slot_get(t, p, at + (size_t)rank * stride, staged(t, p, stride), size);
         }
         SW_TRY(sw_slot_close_round(t, err));
-        SW_TRY(fold(t, how, data + (size_t)rank * slice_bytes + done, size / how->element_bytes,
-                    stride, err));
+        SW_TRY(fold(t, how, data + (size_t)rank * slice_bytes + done, to + done,
+                    size / how->element_bytes, stride, err));
     }
     return SW_OK;
 }
@@ -251,7 +251,7 @@ static sw_status reduce_at_once(sw_slot_transport *t, char *data, size_t size_by
         if (p != t->base.rank)
             sw_slot_get(t, p, at, staged(t, p, stride), size_bytes);
     SW_TRY(sw_slot_close_round(t, err));
-    return fold(t, how, data, size_bytes / how->element_bytes, stride, err);
+    return fold(t, how, data, data, size_bytes / how->element_bytes, stride, err);
 }
 
 /* Where piece `p` of `size_bytes` begins that are cut every `piece_bytes`. */
@@ -274,7 +274,7 @@ static sw_status reduce_in_two(sw_slot_transport *t, char *data, size_t size_byt
         if (p != rank)
             sw_slot_get(t, p, at + own, staged(t, p, piece_bytes), own_bytes);
     SW_TRY(sw_slot_close_round(t, err));
-    SW_TRY(fold(t, how, data + own, own_bytes / how->element_bytes, piece_bytes, err));
+    SW_TRY(fold(t, how, data + own, data + own, own_bytes / how->element_bytes, piece_bytes, err));
     SW_TRY(sw_slot_reserve(t, 1, piece_bytes, &size, &at, err));
     SW_TRY(sw_slot_put(t, at, data + own, own_bytes, err));
     for (int p = 0; p < world_size; ++p) {
@@ -303,32 +303,41 @@ static sw_status all_reduce(sw_slot_transport *t, char *data, size_t size_bytes,
     return SW_OK;
 }
 
-static sw_status reduce(sw_slot_transport *t, void *data, size_t numel, const reduction *how,
-                        bool is_scattered, sw_stream *stream, sw_error *err)
+static sw_status begin_reduction(sw_slot_transport *t, const reduction *how,
+                                 const sw_stream *stream, sw_error *err)
 {
-    sw_error cause;
     SW_TRY(begin(t, stream, err));
-    SW_TRY(sw_redop_check(how->op, how->dtype, err));
-    if (t->base.world_size == 1 || numel == 0)
-        return SW_OK;
-    sw_status status = is_scattered
-                           ? reduce_scatter(t, data, numel * how->element_bytes, how, &cause)
-                           : all_reduce(t, data, numel * how->element_bytes, how, &cause);
-    return finish(t, status, is_scattered ? "reduce_scatter" : "all_reduce", &cause, err);
+    return sw_redop_check(how->op, how->dtype, err);
 }
 
 static sw_status slot_all_reduce(sw_peers *base, void *data, size_t numel, sw_dtype dtype,
                                  sw_redop op, sw_stream *stream, sw_error *err)
 {
+    sw_error cause;
+    sw_slot_transport *t = slots_of(base);
     reduction how = {dtype, op, sw_dtype_size_bytes(dtype)};
-    return reduce(slots_of(base), data, numel, &how, false, stream, err);
+    SW_TRY(begin_reduction(t, &how, stream, err));
+    if (base->world_size == 1 || numel == 0)
+        return SW_OK;
+    sw_status status = all_reduce(t, data, numel * how.element_bytes, &how, &cause);
+    return finish(t, status, "all_reduce", &cause, err);
 }
 
-static sw_status slot_reduce_scatter(sw_peers *base, void *data, size_t slice_numel, sw_dtype dtype,
-                                     sw_redop op, sw_stream *stream, sw_error *err)
+static sw_status slot_reduce_scatter(sw_peers *base, const void *data, void *to, size_t slice_numel,
+                                     sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err)
 {
+    sw_error cause;
+    sw_slot_transport *t = slots_of(base);
     reduction how = {dtype, op, sw_dtype_size_bytes(dtype)};
-    return reduce(slots_of(base), data, slice_numel, &how, true, stream, err);
+    size_t slice_bytes = slice_numel * how.element_bytes;
+    SW_TRY(begin_reduction(t, &how, stream, err));
+    if (slice_numel == 0 || (base->world_size == 1 && to == data))
+        return SW_OK;
+    sw_status status =
+        base->world_size == 1
+            ? base->device->ops->copy_async(base->device, to, data, slice_bytes, t->stream, &cause)
+            : reduce_scatter(t, data, to, slice_bytes, &how, &cause);
+    return finish(t, status, "reduce_scatter", &cause, err);
 }
 
 /* ---- life ---- */

@@ -28,15 +28,16 @@ static int take_runs(sw_run_args *to, const sw_optim_run *runs, size_t count, si
 }
 
 sw_status sw_device_adam_step(const sw_kernel_set *kernels, const sw_adam_options *options,
-                              const sw_optim_run *runs, size_t count, sw_stream *stream,
-                              sw_error *err)
+                              const sw_optim_run *runs, size_t count, const void *clip,
+                              sw_stream *stream, sw_error *err)
 {
     SW_TRY(sw_adam_check(options, runs, count, err));
     SW_TRY(sw_device_refuse_capture(kernels->device, stream, "an optimizer's step", err));
     for (size_t at = 0; at < count;) {
         int64_t step = runs[at].step;
         sw_adam_scalars s = sw_adam_scalars_of(options, step);
-        sw_adam_args args = {.factor = s.factor,
+        sw_adam_args args = {.clip = clip,
+                             .factor = s.factor,
                              .decay = s.decay,
                              .l2 = s.l2,
                              .lerp = s.lerp,
@@ -54,15 +55,16 @@ sw_status sw_device_adam_step(const sw_kernel_set *kernels, const sw_adam_option
 }
 
 sw_status sw_device_sgd_step(const sw_kernel_set *kernels, const sw_sgd_options *options,
-                             const sw_optim_run *runs, size_t count, sw_stream *stream,
-                             sw_error *err)
+                             const sw_optim_run *runs, size_t count, const void *clip,
+                             sw_stream *stream, sw_error *err)
 {
     SW_TRY(sw_sgd_check(options, runs, count, err));
     SW_TRY(sw_device_refuse_capture(kernels->device, stream, "an optimizer's step", err));
     for (size_t at = 0; at < count;) {
         int64_t step = runs[at].step;
         sw_sgd_scalars s = sw_sgd_scalars_of(options, step);
-        sw_sgd_args args = {.factor = s.factor,
+        sw_sgd_args args = {.clip = clip,
+                            .factor = s.factor,
                             .l2 = s.l2,
                             .momentum = s.momentum,
                             .undampening = s.undampening,

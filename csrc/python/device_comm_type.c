@@ -339,13 +339,14 @@ static bool read_ranges(PyObject *sequence, range_list *out)
     return false;
 }
 
-/* What broadcast, all_gather and norm_sum have in common; each reads of `given` what is its own. */
+/* The arguments of operations on ranges; each operation reads its own. */
 typedef struct range_call {
     range_list ranges;
     sw_stream *stream;
     int root;
     void *received;  /* of exchange */
     sw_norm_sum sum; /* the result of norm_sum */
+    sw_device_clip clip;
 } range_call;
 
 typedef sw_status range_call_fn(sw_device_comm *comm, range_call *given, sw_error *err);
@@ -434,6 +435,28 @@ static PyObject *device_norm(PyObject *op, PyObject *args)
     return done ? PyBytes_FromStringAndSize((const char *)&given.sum, sizeof given.sum) : NULL;
 }
 
+static sw_status clip(sw_device_comm *comm, range_call *given, sw_error *err)
+{
+    return sw_device_comm_clip(comm, given->ranges.range, given->ranges.count, &given->clip,
+                               given->stream, err);
+}
+
+/* The norm and the factor that clips it to max_norm become two float32 at `result`. */
+static PyObject *device_clip(PyObject *op, PyObject *args)
+{
+    PyObject *list, *stream;
+    unsigned long long result;
+    int is_sliced;
+    range_call given;
+    if (!PyArg_ParseTuple(args, "OdpKO:clip", &list, &given.clip.max_norm, &is_sliced, &result,
+                          &stream))
+        return NULL;
+    given.clip.is_sliced = is_sliced != 0;
+    given.clip.norm = sw_py_address(result);
+    given.clip.factor = sw_py_address(result + sizeof(float));
+    return call_on_ranges((device_comm_object *)op, list, stream, &given, clip);
+}
+
 static PyObject *device_follow(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -494,15 +517,26 @@ static bool read_segment(PyObject *item, void *out)
     return !PyErr_Occurred();
 }
 
-/* SW_PACK_SEGMENT_MAX copies a launch. */
+/* Whether `next` is its own target, as `segment` is, and begins where that ends. */
+static bool goes_on(const sw_pack_segment *segment, const sw_pack_segment *next)
+{
+    return segment->to == segment->from && next->to == next->from &&
+           (const char *)segment->from + segment->size_bytes == (const char *)next->from;
+}
+
+/* SW_PACK_SEGMENT_MAX copies a launch; what is scaled in place side by side is one of them. */
 static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segments, size_t count,
                       sw_pack_args *args, sw_stream *stream, sw_error *err)
 {
-    for (size_t at = 0; at < count; at += (size_t)args->segment_count) {
-        size_t left = count - at;
-        args->segment_count = (int)(left < SW_PACK_SEGMENT_MAX ? left : SW_PACK_SEGMENT_MAX);
-        memcpy(args->segment, segments + at, (size_t)args->segment_count * sizeof *segments);
+    args->segment_count = 0;
+    for (size_t at = 0; at < count;) {
+        sw_pack_segment *taken = &args->segment[args->segment_count++];
+        for (*taken = segments[at++]; at < count && goes_on(taken, &segments[at]); ++at)
+            taken->size_bytes += segments[at].size_bytes;
+        if (at < count && args->segment_count < SW_PACK_SEGMENT_MAX)
+            continue;
         SW_TRY(sw_kernel_launch(&comm->kernels, SW_KERNEL_PACK, args, stream, err));
+        args->segment_count = 0;
     }
     return SW_OK;
 }
@@ -711,6 +745,9 @@ static PyMethodDef device_methods[] = {
     {"norm_sum", device_norm, METH_VARARGS,
      "norm_sum($self, ranges, stream, /)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; "
      "waits."},
+    {"clip", device_clip, METH_VARARGS,
+     "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\nThe norm, and the factor "
+     "that clips it, on the GPU."},
     {"follow", device_follow, METH_VARARGS,
      "follow($self, later, earlier, /)\n--\n\nOne stream after what another was given."},
     {"pack", device_pack, METH_VARARGS,

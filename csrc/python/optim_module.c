@@ -41,6 +41,7 @@ typedef struct step_call {
     device_offload_object *offload; /* borrowed; NULL: none. Else gradients alone are on the GPU,
                                        and copies, or parameters that have none */
     sw_stream *stream;
+    const void *clip; /* a float32 on the GPU that multiplies gradients first; NULL: none */
 } step_call;
 
 static void step_call_fini(step_call *call)
@@ -103,6 +104,16 @@ static bool read_place(step_call *call, PyObject *module, PyObject *place)
         return false;
     }
     return sw_py_device_stream(stream, &call->stream);
+}
+
+static bool read_clip(step_call *call, unsigned long long address)
+{
+    call->clip = sw_py_address(address);
+    if (!address || (call->gpu && !call->offload))
+        return true;
+    PyErr_Format(PyExc_ValueError, "%s: clip needs gpu=(DeviceComm, stream), whose kernels read it",
+                 call->operation);
+    return false;
 }
 
 /* The arguments as tuples of one length. */
@@ -345,8 +356,10 @@ static sw_status run_on_gpu(const step_call *call, const sw_adam_options *adam,
 {
     const sw_kernel_set *kernels = &call->gpu->comm->kernels;
     size_t count = (size_t)call->count;
-    return adam ? sw_device_adam_step(kernels, adam, call->runs, count, call->stream, err)
-                : sw_device_sgd_step(kernels, sgd, call->runs, count, call->stream, err);
+    return adam
+               ? sw_device_adam_step(kernels, adam, call->runs, count, call->clip, call->stream,
+                                     err)
+               : sw_device_sgd_step(kernels, sgd, call->runs, count, call->clip, call->stream, err);
 }
 
 static void mark_in_use(const step_call *call, bool in_use)
@@ -389,26 +402,27 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
         "params",     "grads",        "exp_avgs",  "exp_avg_sqs", "max_exp_avg_sqs",
         "steps",      "copies",       "lr",        "beta1",       "beta2",
         "eps",        "weight_decay", "decoupled", "maximize",    "grad_scale",
-        "state_file", "gpu",          NULL};
+        "state_file", "gpu",          "clip",      NULL};
     step_call call = {.operation = "adam_step",
                       .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
                                 "steps", "copies"}};
     PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
     /* What was not given is NaN, which the step refuses by name. */
     sw_adam_options options = {NAN, NAN, NAN, NAN, NAN, .grad_scale = 1.0};
+    unsigned long long clip = 0;
     int decoupled = 0, maximize = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOOOOO|$dddddppdOO:adam_step", names,
-                                     &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
-                                     &given[LIST_SECOND], &given[LIST_MAXIMUM], &given[LIST_STEPS],
-                                     &given[LIST_COPIES], &options.lr, &options.beta1,
-                                     &options.beta2, &options.eps, &options.weight_decay,
-                                     &decoupled, &maximize, &options.grad_scale, &file, &place))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, keywords, "OOOOOOO|$dddddppdOOK:adam_step", names, &given[LIST_PARAMS],
+            &given[LIST_GRADS], &given[LIST_FIRST], &given[LIST_SECOND], &given[LIST_MAXIMUM],
+            &given[LIST_STEPS], &given[LIST_COPIES], &options.lr, &options.beta1, &options.beta2,
+            &options.eps, &options.weight_decay, &decoupled, &maximize, &options.grad_scale, &file,
+            &place, &clip))
         return NULL;
     options.decoupled = decoupled != 0;
     options.maximize = maximize != 0;
     options.amsgrad = given[LIST_MAXIMUM] != Py_None;
     if (read_file(&call, module, file) && read_place(&call, module, place) &&
-        step_call_init(&call, given) && read_runs(&call)) {
+        read_clip(&call, clip) && step_call_init(&call, given) && read_runs(&call)) {
         bool matches = PyList_Size(call.mismatched) == 0;
         if (!matches || run_step(&call, module, &options, NULL)) {
             if (matches)
@@ -424,22 +438,24 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"params",   "grads",      "momentum_buffers", "copies",   "lr",
                             "momentum", "dampening",  "weight_decay",     "nesterov", "first",
-                            "maximize", "grad_scale", "state_file",       "gpu",      NULL};
+                            "maximize", "grad_scale", "state_file",       "gpu",      "clip",
+                            NULL};
     step_call call = {.operation = "sgd_step",
                       .names = {"params", "grads", "momentum_buffers", "", "", "", "copies"}};
     PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
     sw_sgd_options options = {NAN, NAN, NAN, NAN, .grad_scale = 1.0};
+    unsigned long long clip = 0;
     int nesterov = 0, first = 0, maximize = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppdOO:sgd_step", names,
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppdOOK:sgd_step", names,
                                      &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
                                      &given[LIST_COPIES], &options.lr, &options.momentum,
                                      &options.dampening, &options.weight_decay, &nesterov, &first,
-                                     &maximize, &options.grad_scale, &file, &place))
+                                     &maximize, &options.grad_scale, &file, &place, &clip))
         return NULL;
     options.nesterov = nesterov != 0;
     options.maximize = maximize != 0;
     if (read_file(&call, module, file) && read_place(&call, module, place) &&
-        step_call_init(&call, given) && read_runs(&call)) {
+        read_clip(&call, clip) && step_call_init(&call, given) && read_runs(&call)) {
         for (Py_ssize_t i = 0; i < call.count; ++i)
             call.runs[i].step = first ? 1 : 2;
         if (PyList_Size(call.mismatched) > 0 || run_step(&call, module, NULL, &options))
@@ -525,11 +541,11 @@ static PyMethodDef optim_functions[] = {
     {"adam_step", (PyCFunction)(void (*)(void))adam_step, METH_VARARGS | METH_KEYWORDS,
      "adam_step($module, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
      "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, grad_scale=1.0, "
-     "state_file=None, gpu=None)\n--\n\nOne step of Adam or AdamW."},
+     "state_file=None, gpu=None, clip=0)\n--\n\nOne step of Adam or AdamW."},
     {"sgd_step", (PyCFunction)(void (*)(void))sgd_step, METH_VARARGS | METH_KEYWORDS,
      "sgd_step($module, params, grads, momentum_buffers, copies, *, lr, momentum, dampening, "
      "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, "
-     "gpu=None)\n--\n\nOne step of SGD."},
+     "gpu=None, clip=0)\n--\n\nOne step of SGD."},
     {"norm_sum", norm_sum, METH_O,
      "norm_sum($module, tensors, /)\n--\n\nThe exact sum of squares, as bytes that can be merged."},
     {"norm_value", norm_value, METH_O,

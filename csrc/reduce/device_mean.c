@@ -39,7 +39,7 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
                           .bytes = config->bytes};
     SW_TRY(create_pieces(m, config->slices, err));
     bool is_compressed = m->wire != SW_DTYPE_COUNT;
-    m->folds = config->folds || is_compressed || m->slice_count < world_size;
+    m->folds = is_compressed || (world_size > 1 && (config->folds || m->slice_count < world_size));
     m->is_lent = config->is_lent;
     if (m->is_lent)
         return SW_OK;
@@ -153,17 +153,27 @@ static sw_status cast(const sw_device_mean *m, void *to, sw_dtype to_dtype, cons
     return launch(m, SW_KERNEL_CAST, &args, err);
 }
 
+/* Whether CAST and PACK multiply it. */
+static bool is_small_float(sw_dtype dtype)
+{
+    return dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
+}
+
 static bool is_narrowed(const sw_device_mean *m, sw_dtype dtype)
 {
-    return m->wire != SW_DTYPE_COUNT &&
-           (dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16);
+    return m->wire != SW_DTYPE_COUNT && is_small_float(dtype);
+}
+
+static sw_device_range narrowed_of(const sw_device_mean *m, const sw_device_range *bucket)
+{
+    return (sw_device_range){.data = m->compressed, .numel = bucket->numel, .dtype = m->wire};
 }
 
 /* The bucket, divided and rounded, in memory of its own. */
 static sw_status narrow(const sw_device_mean *m, const sw_device_range *bucket,
                         sw_device_range *wire, sw_error *err)
 {
-    *wire = (sw_device_range){.data = m->compressed, .numel = bucket->numel, .dtype = m->wire};
+    *wire = narrowed_of(m, bucket);
     return cast(m, wire->data, wire->dtype, bucket->data, bucket->dtype, bucket->numel,
                 (float)(1.0 / m->comm->peers->world_size), err);
 }
@@ -197,32 +207,44 @@ static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range 
     return rescale(m, bucket->data, bucket->dtype, bucket->numel, err);
 }
 
-/* Whether contributions are divided here, and the transport adds: where its mean would multiply
- * halves by a 1 / 3 that is 0.2 % (bfloat16) too large, for every element alike. */
-static bool divides_first(const sw_device_mean *m, sw_dtype dtype)
+/* Whether the transport adds contributions that come multiplied by 1 / divisor. The factor is a
+ * float32, and each product is rounded to nearest once: NCCL's own mean would round the factor to
+ * the dtype first, and bfloat16's 1 / 3 is 0.2 % too large, for every element alike. */
+static bool takes_products(const sw_device_mean *m, sw_dtype dtype)
 {
     const sw_peers *peers = m->comm->peers;
-    bool is_exact = m->divisor == peers->world_size && (m->divisor & (m->divisor - 1)) == 0;
-    return peers->rounds_divisor && m->op == SW_REDOP_MEAN && !is_exact &&
-           (dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16);
+    return peers->rounds_divisor && peers->world_size > 1 && m->op == SW_REDOP_MEAN &&
+           !m->contributions && !is_narrowed(m, dtype) && is_small_float(dtype);
 }
 
-static sw_status divide(const sw_device_mean *m, const sw_device_range *bucket, sw_error *err)
+float sw_device_mean_prescale(const sw_device_mean *m, sw_dtype dtype)
 {
-    return cast(m, bucket->data, bucket->dtype, bucket->data, bucket->dtype, bucket->numel,
-                (float)(1.0 / m->divisor), err);
+    return takes_products(m, dtype) ? (float)(1.0 / m->divisor) : 1.0f;
 }
 
-/* The transport's own order. Its mean knows one divisor; another one scales the sum. */
+static sw_redop transport_op(const sw_device_mean *m, sw_dtype dtype)
+{
+    return takes_products(m, dtype) ? SW_REDOP_SUM : m->op;
+}
+
+/* Whether the sum is divided behind the transport, whose own mean knows one divisor. */
+static bool divides_sum(const sw_device_mean *m, sw_dtype dtype)
+{
+    return transport_op(m, dtype) == SW_REDOP_MEAN && m->divisor != m->comm->peers->world_size;
+}
+
+bool sw_device_mean_is_one_call(const sw_device_mean *m, sw_dtype dtype)
+{
+    return m->comm->peers->world_size > 1 && !m->contributions && !is_narrowed(m, dtype) &&
+           !divides_sum(m, dtype);
+}
+
+/* The transport's own order. */
 static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *bucket,
                                 sw_error *err)
 {
-    if (divides_first(m, bucket->dtype)) {
-        SW_TRY(divide(m, bucket, err));
-        return sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype,
-                                   SW_REDOP_SUM, m->comm->stream, err);
-    }
-    bool is_own = m->op != SW_REDOP_MEAN || m->divisor == m->comm->peers->world_size;
+    sw_redop op = transport_op(m, bucket->dtype);
+    bool is_own = !divides_sum(m, bucket->dtype);
     sw_fold_args scaled = {.to = bucket->data,
                            .own = bucket->data,
                            .numel = bucket->numel,
@@ -231,7 +253,7 @@ static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *
                            .op = (int)SW_REDOP_MEAN,
                            .source_count = 1};
     SW_TRY(sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype,
-                               is_own ? m->op : SW_REDOP_SUM, m->comm->stream, err));
+                               is_own ? op : SW_REDOP_SUM, m->comm->stream, err));
     return is_own ? SW_OK : launch(m, SW_KERNEL_FOLD, &scaled, err);
 }
 
@@ -240,6 +262,8 @@ sw_status sw_device_mean_whole(const sw_device_mean *m, const sw_device_range *b
 {
     if (is_narrowed(m, bucket->dtype))
         return reduce_narrowed(m, bucket, err);
+    if (m->comm->peers->world_size == 1)
+        return SW_OK;
     if (m->contributions)
         return reduce_in_rank_order(m, bucket, m->op, err);
     return reduce_at_once(m, bucket, err);
@@ -253,6 +277,7 @@ typedef struct slicing {
     void *piece;                /* in the slice */
     sw_dtype dtype;             /* of the slice */
     const void *narrowed;       /* the piece's sum in the wire's dtype; NULL: `fold` makes it */
+    bool is_made;               /* the piece is its mean already */
 } slicing;
 
 static void *behind(const void *at, size_t numel, sw_dtype dtype)
@@ -299,7 +324,7 @@ static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_s
 static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_standing,
                           sw_error *err)
 {
-    if (begin >= end)
+    if (begin >= end || s->is_made)
         return SW_OK;
     return s->narrowed ? widen_run(s, begin, end, is_standing, err)
                        : fold_run(s, begin, end, is_standing, err);
@@ -329,27 +354,58 @@ static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error
     return SW_OK;
 }
 
-/* Contributions come to their owner. */
-static sw_status collect(slicing *s, const sw_device_range *bucket, sw_error *err)
+static int owner_count(const sw_device_mean *m)
 {
-    const sw_device_mean *m = s->mean;
+    return m->comm->peers->world_size / m->slice_count;
+}
+
+/* Where this rank's piece of a slice begins. */
+static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket)
+{
+    return (size_t)(m->piece[m->comm->peers->rank] % owner_count(m)) * piece_numel(m, bucket);
+}
+
+/* The transport reduces, or there is nothing to reduce, into the slice itself where nothing stands
+ * there. Memory that is lent is registered, and so is all that an operation writes, on all ranks or
+ * on none. */
+static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
+                          bool is_standing)
+{
+    slicing s = {.mean = m,
+                 .piece = behind(slice, piece_begin(m, bucket), bucket->dtype),
+                 .dtype = bucket->dtype};
     if (is_narrowed(m, bucket->dtype)) {
+        sw_device_range wire = narrowed_of(m, bucket);
+        s.narrowed = own_piece(m, &wire);
+        return s;
+    }
+    s.fold = fold_of(m, bucket, m->op, s.piece);
+    s.is_made = !m->contributions && !is_standing && !m->is_lent;
+    return s;
+}
+
+/* Contributions come to their owner. */
+sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range *bucket,
+                                 void *slice, bool is_standing, sw_error *err)
+{
+    sw_device *device = m->comm->device;
+    slicing s = slicing_of(m, bucket, slice, is_standing);
+    size_t numel = piece_numel(m, bucket);
+    if (s.narrowed) {
         sw_device_range wire;
         SW_TRY(narrow(m, bucket, &wire, err));
-        s->narrowed = own_piece(m, &wire);
         return fold_in_place(m, &wire, SW_REDOP_SUM, err);
     }
-    s->fold = fold_of(m, bucket, m->op, s->piece);
-    if (m->contributions) {
-        SW_TRY(exchange(m, bucket, err));
-        return m->active < m->comm->peers->world_size ? leave_out(m, &s->fold, err) : SW_OK;
-    }
-    bool is_divided = divides_first(m, bucket->dtype);
-    if (is_divided)
-        SW_TRY(divide(m, bucket, err));
-    return sw_peers_reduce_scatter(m->comm->peers, bucket->data, piece_numel(m, bucket),
-                                   bucket->dtype, is_divided ? SW_REDOP_SUM : m->op,
-                                   m->comm->stream, err);
+    if (m->contributions)
+        return exchange(m, bucket, err);
+    if (m->comm->peers->world_size > 1)
+        return sw_peers_reduce_scatter(
+            m->comm->peers, bucket->data, s.is_made ? s.piece : own_piece(m, bucket), numel,
+            bucket->dtype, transport_op(m, bucket->dtype), m->comm->stream, err);
+    return s.is_made ? device->ops->copy_async(device, s.piece, bucket->data,
+                                               numel * sw_dtype_size_bytes(bucket->dtype),
+                                               m->comm->stream, err)
+                     : SW_OK;
 }
 
 /* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */
@@ -358,14 +414,14 @@ static size_t place_within(size_t at, size_t begin, size_t numel)
     return at < begin ? 0 : at - begin < numel ? at - begin : numel;
 }
 
-sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
-                               const sw_device_run *standing, size_t standing_count, sw_error *err)
+sw_status sw_device_mean_complete(const sw_device_mean *m, const sw_device_range *bucket,
+                                  void *slice, const sw_device_run *standing, size_t standing_count,
+                                  sw_error *err)
 {
-    int owner_count = m->comm->peers->world_size / m->slice_count;
-    size_t numel = piece_numel(m, bucket), at = 0;
-    size_t first = (size_t)(m->piece[m->comm->peers->rank] % owner_count) * numel;
-    slicing s = {.mean = m, .piece = behind(slice, first, bucket->dtype), .dtype = bucket->dtype};
-    SW_TRY(collect(&s, bucket, err));
+    size_t numel = piece_numel(m, bucket), first = piece_begin(m, bucket), at = 0;
+    slicing s = slicing_of(m, bucket, slice, standing_count > 0);
+    if (m->contributions && !s.narrowed && m->active < m->comm->peers->world_size)
+        SW_TRY(leave_out(m, &s.fold, err));
     for (size_t i = 0; i < standing_count; ++i) {
         size_t begin = place_within(standing[i].begin, first, numel);
         size_t end = place_within(standing[i].end, first, numel);
@@ -375,5 +431,5 @@ sw_status sw_device_mean_slice(const sw_device_mean *m, const sw_device_range *b
     }
     SW_TRY(make_run(&s, at, numel, false, err));
     return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),
-                                 m->owners, owner_count, m->comm->stream, err);
+                                 m->owners, owner_count(m), m->comm->stream, err);
 }

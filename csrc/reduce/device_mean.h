@@ -2,10 +2,14 @@
  *
  * Idea: there are three forms.
  *
- * 1. The transport's own reduction, in NCCL's order, or again in rank order.
+ * 1. The transport's own reduction, in NCCL's order, or again in rank order. NCCL adds: its mean
+ *    would be a product and a sum, which NVLS does not take. Contributions come multiplied by
+ *    1 / divisor, a product that costs nothing where they are copied (sw_device_mean_prescale).
  * 2. The two-step fold in rank order, with the same bits at every stage, transport and bucket size.
  * 3. That fold with 16 bits an element, divided and rounded into memory of their own: the bits of
  *    the host's 16-bit compressors (docs/design/compress.md).
+ *
+ * One rank has nothing to reduce: its bucket is its mean, unless it is rounded by form 3.
  *
  * Each ends in the whole bucket, or in this rank's slice alone, which lies elsewhere and where the
  * mean of an earlier round may stand. Where several ranks own a slice (`slices`), each folds a
@@ -77,15 +81,27 @@ void sw_device_mean_lend(sw_device_mean *mean, void *contributions, void *compre
 SW_MUST_USE sw_status sw_device_mean_leave_out(sw_device_mean *mean, const uint8_t *trains,
                                                sw_error *err);
 
+/* What contributions of `dtype` are multiplied by, and rounded to it, before they come here; 1: by
+ * nothing. The same on all ranks. */
+float sw_device_mean_prescale(const sw_device_mean *mean, sw_dtype dtype);
+
 /* `bucket` becomes its mean, or sum. */
 SW_MUST_USE sw_status sw_device_mean_whole(const sw_device_mean *mean,
                                            const sw_device_range *bucket, sw_error *err);
 
-/* `slice` becomes this rank's slice of it; `bucket` is anything afterwards. In the runs of
- * `standing` (ascending, disjoint) contributions of all ranks are on top of what `slice` holds. */
-SW_MUST_USE sw_status sw_device_mean_slice(const sw_device_mean *mean,
-                                           const sw_device_range *bucket, void *slice,
-                                           const sw_device_run *standing, size_t standing_count,
-                                           sw_error *err);
+/* `slice` becomes this rank's slice of it, in two parts that follow one another; `bucket` is
+ * anything afterwards. In the runs of `standing` (ascending, disjoint) contributions of all ranks
+ * are on top of what `slice` holds. */
+SW_MUST_USE sw_status sw_device_mean_collect(const sw_device_mean *mean,
+                                             const sw_device_range *bucket, void *slice,
+                                             bool is_standing, sw_error *err);
+SW_MUST_USE sw_status sw_device_mean_complete(const sw_device_mean *mean,
+                                              const sw_device_range *bucket, void *slice,
+                                              const sw_device_run *standing, size_t standing_count,
+                                              sw_error *err);
+
+/* Whether sw_device_mean_whole, or _collect, is one call of the transport for a bucket of `dtype`:
+ * it may be in one group with another. The same on all ranks. */
+bool sw_device_mean_is_one_call(const sw_device_mean *mean, sw_dtype dtype);
 
 #endif

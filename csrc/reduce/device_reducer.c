@@ -27,7 +27,11 @@ struct sw_device_reducer {
     sw_device_mean mean;
     bool sliced;
     phase phase;
-    size_t next;           /* bucket that is due */
+    size_t next;          /* bucket that is due */
+    sw_device_range held; /* the last one, borrowed until finish enqueues it; NULL: none is */
+    size_t held_index;
+    sw_device_run *standing; /* owned, room for one a gradient: the held one's */
+    size_t standing_count;
     uint64_t steps;        /* begun */
     device_bucket *bucket; /* owned */
     size_t bucket_count;
@@ -129,7 +133,8 @@ static sw_status create_all(sw_device_reducer *r, const sw_device_reducer_config
     SW_TRY(ops->pinned_alloc(r->device, r->gradient_count, &pinned, err));
     r->any = pinned;
     r->own = calloc(r->gradient_count + 1, 1);
-    if (!r->own)
+    r->standing = calloc(r->gradient_count + 1, sizeof *r->standing);
+    if (!r->own || !r->standing)
         SW_FAIL(err, SW_E_MEMORY, "device reducer: no memory for %zu use bytes", r->gradient_count);
     return SW_OK;
 }
@@ -187,6 +192,7 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
     ops->event_destroy(r->device, r->consumed);
     ops->event_destroy(r->device, r->gathered);
     free(r->own);
+    free(r->standing);
     free(r->bucket);
     free(r);
 }
@@ -239,6 +245,11 @@ bool sw_device_reducer_takes_part(const sw_device_reducer *r, size_t index)
     return index < r->bucket_count && r->bucket[index].data;
 }
 
+float sw_device_reducer_prescale(const sw_device_reducer *r, size_t index)
+{
+    return sw_device_mean_prescale(&r->mean, r->bucket[index].dtype);
+}
+
 /* ---- a step ---- */
 
 /* The first bucket at or after `from` that takes part. */
@@ -265,6 +276,7 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
         return SW_OK;
     SW_TRY(sw_device_comm_take_over(r->comm, producer, err));
     r->phase = PHASE_OPEN;
+    r->held.data = NULL;
     r->next = next_due(r, 0);
     r->steps++;
     return SW_OK;
@@ -298,6 +310,46 @@ static sw_status meet(sw_device_reducer *r, const device_bucket *bucket, sw_stre
     return ops->stream_wait(r->device, r->comm->stream, bucket->ready, err);
 }
 
+/* The first half of a bucket's mean, which may be one call of a group. */
+static sw_status start_mean(sw_device_reducer *r, size_t index, const sw_device_range *whole,
+                            size_t standing_count, sw_error *err)
+{
+    return r->sliced ? sw_device_mean_collect(&r->mean, whole, r->bucket[index].data,
+                                              standing_count > 0, err)
+                     : sw_device_mean_whole(&r->mean, whole, err);
+}
+
+/* The second half, and the events behind it. */
+static sw_status end_mean(sw_device_reducer *r, size_t index, const sw_device_range *whole,
+                          const sw_device_run *standing, size_t standing_count, sw_error *err)
+{
+    const sw_device_ops *ops = r->device->ops;
+    device_bucket *bucket = &r->bucket[index];
+    if (r->sliced)
+        SW_TRY(
+            sw_device_mean_complete(&r->mean, whole, bucket->data, standing, standing_count, err));
+    SW_TRY(ops->event_record(r->device, bucket->done, r->comm->stream, err));
+    return r->sliced ? ops->event_record(r->device, r->left[r->place], r->comm->stream, err)
+                     : SW_OK;
+}
+
+/* Enqueue the mean, or leave the last one to finish. */
+static sw_status average(sw_device_reducer *r, size_t index, const sw_device_range *whole,
+                         const sw_device_run *standing, size_t standing_count, sw_error *err)
+{
+    r->next = next_due(r, index + 1);
+    if (r->next == r->bucket_count && sw_device_mean_is_one_call(&r->mean, whole->dtype)) {
+        r->held = *whole;
+        r->held_index = index;
+        r->standing_count = standing_count;
+        if (standing_count > 0)
+            memcpy(r->standing, standing, standing_count * sizeof *standing);
+        return SW_OK;
+    }
+    SW_TRY(start_mean(r, index, whole, standing_count, err));
+    return end_mean(r, index, whole, standing, standing_count, err);
+}
+
 sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *producer,
                                  sw_error *err)
 {
@@ -305,10 +357,7 @@ sw_status sw_device_reducer_post(sw_device_reducer *r, size_t index, sw_stream *
     device_bucket *bucket = &r->bucket[index];
     sw_device_range whole = {.data = bucket->data, .numel = bucket->numel, .dtype = bucket->dtype};
     SW_TRY(meet(r, bucket, producer, err));
-    SW_TRY(sw_device_mean_whole(&r->mean, &whole, err));
-    SW_TRY(r->device->ops->event_record(r->device, bucket->done, r->comm->stream, err));
-    r->next = next_due(r, index + 1);
-    return SW_OK;
+    return average(r, index, &whole, NULL, 0, err);
 }
 
 sw_status sw_device_reducer_reserve(sw_device_reducer *r, size_t place, sw_stream *producer,
@@ -333,10 +382,13 @@ sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void 
                                        const sw_device_run *standing, size_t standing_count,
                                        sw_stream *producer, sw_error *err)
 {
-    const sw_device_ops *ops = r->device->ops;
     SW_TRY(check_due(r, index, true, err));
-    device_bucket *bucket = &r->bucket[index];
+    const device_bucket *bucket = &r->bucket[index];
     sw_device_range whole = {.data = data, .numel = bucket->numel, .dtype = bucket->dtype};
+    if (standing_count > r->gradient_count)
+        SW_FAIL(err, SW_E_INVALID,
+                "device reducer: bucket %zu has at most one standing run a gradient, %zu, not %zu",
+                index, r->gradient_count, standing_count);
     for (size_t i = 0, least = 0; i < standing_count; least = standing[i++].end)
         if (standing[i].begin < least || standing[i].end < standing[i].begin ||
             standing[i].end > slice_numel(r, bucket))
@@ -345,22 +397,17 @@ sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void 
                     "the one before, in a slice of %zu elements",
                     i, index, standing[i].begin, standing[i].end, slice_numel(r, bucket));
     SW_TRY(meet(r, bucket, producer, err));
-    SW_TRY(sw_device_mean_slice(&r->mean, &whole, bucket->data, standing, standing_count, err));
-    SW_TRY(ops->event_record(r->device, bucket->done, r->comm->stream, err));
-    SW_TRY(ops->event_record(r->device, r->left[r->place], r->comm->stream, err));
     r->is_reserved = false;
-    r->next = next_due(r, index + 1);
-    return SW_OK;
+    return average(r, index, &whole, standing, standing_count, err);
 }
 
 sw_status sw_device_reducer_take(sw_device_reducer *r, size_t index, sw_stream *consumer,
                                  sw_error *err)
 {
-    if (r->phase == PHASE_IDLE || index >= r->next || !r->bucket[index].data)
-        SW_FAIL(err, SW_E_STATE,
-                "device reducer: take of bucket %zu, which was not posted in this "
-                "step",
-                index);
+    bool is_held = r->held.data && index == r->held_index;
+    if (r->phase == PHASE_IDLE || index >= r->next || !r->bucket[index].data || is_held)
+        SW_FAIL(err, SW_E_STATE, "device reducer: take of bucket %zu, which was not %s", index,
+                is_held ? "finished: the last one is with finish" : "posted in this step");
     return r->device->ops->stream_wait(r->device, consumer, r->bucket[index].done, err);
 }
 
@@ -432,6 +479,29 @@ sw_status sw_device_reducer_check(sw_device_reducer *r, uint64_t *tag, uint64_t 
             (unsigned long long)r->tag);
 }
 
+static sw_status enqueue_use(sw_device_reducer *r, sw_error *err)
+{
+    return sw_peers_all_reduce(r->comm->peers, r->used, r->gradient_count + TAG_BYTES,
+                               SW_DTYPE_UINT8, SW_REDOP_MAX, r->comm->stream, err);
+}
+
+/* The use bytes, in one group with the mean of the bucket that was held. */
+static sw_status exchange_use(sw_device_reducer *r, sw_error *err)
+{
+    if (!r->held.data)
+        return enqueue_use(r, err);
+    SW_TRY(sw_peers_group_begin(r->comm->peers, err));
+    sw_status status = start_mean(r, r->held_index, &r->held, r->standing_count, err);
+    if (status == SW_OK)
+        status = enqueue_use(r, err);
+    /* The group is closed all the same: the thread's next one is another. */
+    sw_status ended = sw_peers_group_end(r->comm->peers, status == SW_OK ? err : NULL);
+    SW_TRY(status != SW_OK ? status : ended);
+    SW_TRY(end_mean(r, r->held_index, &r->held, r->standing, r->standing_count, err));
+    r->held.data = NULL;
+    return SW_OK;
+}
+
 sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                                    sw_error *err)
 {
@@ -445,8 +515,7 @@ sw_status sw_device_reducer_finish(sw_device_reducer *r, const uint8_t *used, co
     memcpy(r->own, used, r->gradient_count);
     if (!is_alone) {
         SW_TRY(write_use(r, used, tag, err));
-        SW_TRY(sw_peers_all_reduce(r->comm->peers, r->used, r->gradient_count + TAG_BYTES,
-                                   SW_DTYPE_UINT8, SW_REDOP_MAX, stream, err));
+        SW_TRY(exchange_use(r, err));
         if (tag)
             SW_TRY(send_tags(r, *tag, err));
     }

@@ -36,6 +36,10 @@
  * the caller records it in `tag`. A sum that is not `deterministic` takes this road too, since the
  * transport's own could not add it.
  *
+ * The last bucket waits for finish, where it and the use bytes are one group of the transport: one
+ * launch, and one wait until NCCL has taken the calls. Which calls are a group must be alike on all
+ * ranks, so buckets that happen to be complete at once are none.
+ *
  * What it leaves out: which gradient lies where (tensor/layout.h and the caller), where parameters
  * are gathered (sw_device_comm_all_gather), graph capture (refused by name).
  *
@@ -106,6 +110,10 @@ bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index
 SW_MUST_USE sw_status sw_device_reducer_begin(sw_device_reducer *reducer, sw_stream *producer,
                                               sw_error *err);
 
+/* What contributions to bucket `index` are multiplied by, and rounded to its dtype, before it is
+ * posted; 1: by nothing. */
+float sw_device_reducer_prescale(const sw_device_reducer *reducer, size_t index);
+
 /* Bucket `index` is complete on `producer`: its mean is enqueued. In index order, alike on all
  * ranks; SW_E_STATE names the bucket that is due. Not with `sliced`. */
 SW_MUST_USE sw_status sw_device_reducer_post(sw_device_reducer *reducer, size_t index,
@@ -125,8 +133,8 @@ SW_MUST_USE sw_status sw_device_reducer_post_slice(sw_device_reducer *reducer, s
                                                    size_t standing_count, sw_stream *producer,
                                                    sw_error *err);
 
-/* What `consumer` does from now on sees the mean of bucket `index`, which was posted in this step.
- */
+/* What `consumer` does from now on sees the mean of bucket `index`, which was posted in this step;
+ * the last one after finish. */
 SW_MUST_USE sw_status sw_device_reducer_take(sw_device_reducer *reducer, size_t index,
                                              sw_stream *consumer, sw_error *err);
 

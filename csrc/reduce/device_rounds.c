@@ -1,10 +1,11 @@
 /* device_rounds.c - the table of a reducer whose buckets are a GPU's: see docs/design/reduce.md.
  *
  * A bucket is written when it is complete, by one PACK launch for each 64 gradients, on the stream
- * in use. That stream first follows the streams on which the gradients were written, and those
- * follow it afterwards, since their allocators may give the gradients' memory to others. Sliced, a
- * bucket travels in one of two places, in turn, and this rank's slice of the mean stays.
- * device_reducer.h defines the events.
+ * in use. Where the transport adds contributions, PACK divides them as it copies; those that lie in
+ * the bucket already it divides in place. That stream first follows the streams on which the
+ * gradients were written, and those follow it afterwards, since their allocators may give the
+ * gradients' memory to others. Sliced, a bucket travels in one of two places, in turn, and this
+ * rank's slice of the mean stays. device_reducer.h defines the events.
  *
  * Ranks cannot wait for one another on the host here. So each assumes that the others did the same
  * (the same steps, the same gradients on top of a standing mean). A tag records it, and where tags
@@ -40,7 +41,7 @@ typedef struct device_rounds {
     stream_set arrived;            /* in this round */
     sw_stream *consumer;           /* the optimizer's, borrowed until the next round */
     bool is_finished;              /* the means wait for the consumer */
-    sw_pack_args pack;             /* copies that are to be launched */
+    sw_pack_args pack;             /* copies that are to be launched; with `converts` they divide */
     void *place[SW_DEVICE_PLACES]; /* borrowed; sliced */
     size_t place_bytes[SW_DEVICE_PLACES], place_count, turn;
     size_t active;       /* ranks that contribute */
@@ -222,15 +223,21 @@ static sw_status launch_pack(device_rounds *d, sw_error *err)
     return SW_OK;
 }
 
+static sw_status add_copy(device_rounds *d, void *to, const void *from, size_t size_bytes,
+                          sw_error *err)
+{
+    d->pack.segment[d->pack.segment_count++] =
+        (sw_pack_segment){.to = to, .from = from, .size_bytes = size_bytes};
+    return d->pack.segment_count == SW_PACK_SEGMENT_MAX ? launch_pack(d, err) : SW_OK;
+}
+
 static sw_status device_write(sw_reducer *reducer, void *to, const void *from, size_t numel,
                               sw_dtype dtype, bool add, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     if (add)
         SW_FAIL(err, SW_E_STATE, "reducer: a gradient is placed twice in one round");
-    d->pack.segment[d->pack.segment_count++] =
-        (sw_pack_segment){.to = to, .from = from, .size_bytes = numel * sw_dtype_size_bytes(dtype)};
-    return d->pack.segment_count == SW_PACK_SEGMENT_MAX ? launch_pack(d, err) : SW_OK;
+    return add_copy(d, to, from, numel * sw_dtype_size_bytes(dtype), err);
 }
 
 static sw_status device_clear(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err)
@@ -312,10 +319,37 @@ static bool device_has_room(const sw_reducer *reducer, const bucket *b)
     return true; /* the stream waits, the host does not */
 }
 
+/* Copies into the bucket divide, where its mean asks for that. */
+static void set_scale(device_rounds *d, const bucket *b)
+{
+    int dtype = (int)d->base.layout.bucket[b->index].dtype;
+    d->pack.scale =
+        d->base.owner == SW_BUCKETS_OURS ? sw_device_reducer_prescale(d->engine, b->index) : 1.0f;
+    d->pack.converts = d->pack.scale != 1.0f;
+    d->pack.to_dtype = d->pack.from_dtype = dtype;
+}
+
+/* Divide the contributions that no copy has brought: autograd added them in place, or torch has
+ * copied them. */
+static sw_status divide_in_place(device_rounds *d, const bucket *b, sw_error *err)
+{
+    const sw_layout *layout = &d->base.layout;
+    const sw_layout_bucket *shape = &layout->bucket[b->index];
+    for (size_t k = 0; k < shape->count; ++k) {
+        size_t param = layout->order[shape->first + k];
+        size_t size_bytes = layout->place[param].numel * sw_dtype_size_bytes(shape->dtype);
+        void *at = sw_reducer_address(&d->base, param);
+        if (size_bytes > 0 && !d->base.params[param].written)
+            SW_TRY(add_copy(d, at, at, size_bytes, err));
+    }
+    return SW_OK;
+}
+
 static sw_status device_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     const stream_set *producers = &d->buckets[b->index].producers;
+    set_scale(d, b);
     for (size_t i = 0; i < producers->count; ++i)
         if (producers->stream[i] != d->stream)
             SW_TRY(sw_device_comm_follow(d->comm, d->stream, producers->stream[i], err));
@@ -333,6 +367,8 @@ static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     const stream_set *producers = &d->buckets[b->index].producers;
+    if (d->pack.converts)
+        SW_TRY(divide_in_place(d, b, err));
     SW_TRY(launch_pack(d, err));
     for (size_t i = 0; i < producers->count; ++i)
         if (producers->stream[i] != d->stream)

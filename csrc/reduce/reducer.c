@@ -90,6 +90,7 @@ sw_status sw_reducer_write(sw_reducer *reducer, size_t param, const void *from, 
                            sw_error *err)
 {
     size_t numel = reducer->layout.place[param].numel;
+    reducer->params[param].written = 1;
     return numel == 0 ? SW_OK
                       : reducer->ops->write(reducer, sw_reducer_address(reducer, param), from,
                                             numel, dtype_of(reducer, param), add, err);
@@ -98,6 +99,7 @@ sw_status sw_reducer_write(sw_reducer *reducer, size_t param, const void *from, 
 sw_status sw_reducer_clear(sw_reducer *reducer, size_t param, sw_error *err)
 {
     size_t bytes = param_bytes(reducer, param);
+    reducer->params[param].written = 1;
     return bytes == 0
                ? SW_OK
                : reducer->ops->clear(reducer, sw_reducer_address(reducer, param), bytes, err);
@@ -265,7 +267,8 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->state = synchronised ? SW_ROUND_OPEN : SW_ROUND_LOCAL;
     reducer->task = task;
     for (size_t i = 0; i < reducer->layout.param_count; ++i)
-        reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].standing = 0;
+        reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].standing =
+            reducer->params[i].written = 0;
     if (!synchronised)
         return SW_OK;
     count_noted(reducer);

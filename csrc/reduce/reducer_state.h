@@ -32,6 +32,7 @@ typedef struct param_state {
     uint64_t averaged_in;            /* see sw_reducer_averaged_in */
     uint8_t used, used_by_any;       /* since the last synchronisation */
     uint8_t ready, placed, standing; /* in this round */
+    uint8_t written;                 /* in this round, by a function of the table */
 } param_state;
 
 /* `b`: a bucket of the reducer that takes part. A function that may be NULL says so. */

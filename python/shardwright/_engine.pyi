@@ -81,6 +81,7 @@ def adam_step(
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
     gpu: tuple[DeviceComm | DeviceOffload, int] | None = None,
+    clip: int = 0,
 ) -> list[int]:
     """One step of Adam (decoupled: AdamW) on CPU tensors of float32, bfloat16 or float16; amsgrad if `max_exp_avg_sqs`.
 
@@ -90,6 +91,7 @@ def adam_step(
     through its buffers: OSError if that fails, and Error at each later step if part of them had changed by then. `gpu`: all but
     `steps` is on that GPU; up to 48 parameters of one step count go as one launch, enqueued on the stream of that address. With a
     DeviceOffload gradients alone are there, and `copies`, or `params` where there are none: the step runs on the CPU, in the order of the stream.
+    `clip`: the address of a float32 on that GPU; each gradient is first multiplied by it, rounded to its dtype and written back.
     """
 
 def sgd_step(
@@ -108,6 +110,7 @@ def sgd_step(
     grad_scale: float = 1.0,
     state_file: StateFile | None = None,
     gpu: tuple[DeviceComm | DeviceOffload, int] | None = None,
+    clip: int = 0,
 ) -> list[int]:
     """One step of SGD; as adam_step. `first`: buffers are not used, they become the gradient."""
 
@@ -378,7 +381,12 @@ class DeviceComm:
         """Of a range (address, numel, dtype) cut into one slice a rank: place r at `received` becomes rank r's copy of this rank's slice, but
         the own one, which stays where it is. In the order of `stream`."""
     def norm_sum(self, ranges: Sequence[tuple[int, int, str]], stream: int, /) -> bytes:
-        """The exact sum of squares, as norm_sum() gives it, of at most 2^31 elements. Waits on the host."""
+        """The exact sum of squares, as norm_sum() gives it. Waits on the host."""
+    def clip(
+        self, ranges: Sequence[tuple[int, int, str]], max_norm: float, is_sliced: bool, result: int, stream: int, /
+    ) -> None:
+        """Two float32 at `result`, in the order of `stream`: the exact norm, and max_norm / (norm + 1e-6) if that is below 1, else 1.
+        `is_sliced`: of the ranges of all ranks together; collective then. Waits for nothing."""
     def follow(self, later: int, earlier: int, /) -> None:
         """What stream `later` does from now on comes after all that `earlier` was given."""
     def pack(self, copies: list[tuple[int, int, int]], stream: int, verdict: int = 0, /) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, overload
@@ -15,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ._engine import Error
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .layout.memory import has_memory, without_memory
-from .optim.clip_grad import clip_grad_norm_
+from .optim.clip_grad import clip_in_step
+from .optim.device_clip import DeviceClip
 from .optim.device_offload import HostStateStore, make_route
 from .optim.device_whole_tensors import DeviceTensorPartitionedOptimizer
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
@@ -30,6 +32,7 @@ from .parallel.optimizer_agreement import agree, check_members, given_rows, watc
 from .parallel.replica import Replica
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda
+from .torch_compat.optimizers import step_hooks
 
 
 @overload
@@ -160,7 +163,13 @@ class _Clip:
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves unscaling to a fused step
-        clip_grad_norm_(self._wrapped, self._max_norm * (1.0 if scale is None else float(scale)))
+        max_norm = self._max_norm * (1.0 if scale is None else float(scale))
+        clip_in_step(self._wrapped, max_norm, functools.partial(self._leave_to, optimizer))
+
+    def _leave_to(self, optimizer: torch.optim.Optimizer, clip: DeviceClip) -> bool:
+        """Return True if the step multiplies by the factor itself. A later hook of the program's reads clipped gradients."""
+        take = getattr(optimizer, "take_clip", None)
+        return take is not None and step_hooks(optimizer)[-1] is self and bool(take(clip))
 
 
 def shard_optimizer(

@@ -359,6 +359,8 @@ static int enqueue_group(const nccl_group *group)
     return SW_NCCL_SUCCESS;
 }
 
+static long settlements; /* calls that came back before they were done */
+
 /* A call of a non-blocking communicator may return before it is done. No other call may follow
  * before ncclCommGetAsyncError reports success: NCCL's init.cc, ncclCommEnsureReady. */
 static int come_back(sw_nccl_comm comm, int result, int questions)
@@ -366,7 +368,13 @@ static int come_back(sw_nccl_comm comm, int result, int questions)
     if (result != SW_NCCL_SUCCESS || comm->blocks)
         return result;
     comm->unsettled = questions;
+    settlements++;
     return SW_NCCL_IN_PROGRESS;
+}
+
+SIM_API long sim_nccl_settlements(void)
+{
+    return settlements;
 }
 
 static bool is_settled(sw_nccl_comm comm, const char *call)
@@ -710,9 +718,17 @@ static int issue_counted(const char *name, const nccl_call *call, sw_nccl_comm c
         return issue_counted(name, &call_, comm, stream); \
     } while (0)
 
+static long averages; /* reductions with ncclAvg that were asked for */
+
+SIM_API long sim_nccl_averages(void)
+{
+    return averages;
+}
+
 SIM_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, int op,
                           sw_nccl_comm comm, sw_cu_stream stream)
 {
+    averages += op == SW_NCCL_AVG;
     ISSUE("ncclAllReduce", .kind = ALL_REDUCE, .from = from, .to = to, .count = count,
           .dtype = dtype, .op = op);
 }
@@ -720,6 +736,7 @@ SIM_API int ncclAllReduce(const void *from, void *to, size_t count, int dtype, i
 SIM_API int ncclReduceScatter(const void *from, void *to, size_t count, int dtype, int op,
                               sw_nccl_comm comm, sw_cu_stream stream)
 {
+    averages += op == SW_NCCL_AVG;
     ISSUE("ncclReduceScatter", .kind = REDUCE_SCATTER, .from = from, .to = to, .count = count,
           .dtype = dtype, .op = op);
 }

@@ -4,7 +4,8 @@
  * elements. The sum is within 5e-4 of that of real numbers, whole and as a slice, through NCCL and
  * through slots. An element is rounded at most four times to nearest, each time by at most 2^-9 of
  * it; errors of either sign cancel over 3072 elements. A factor of 1 / 3 that is itself rounded to
- * bfloat16 would move every element by 2^-9 the same way.
+ * bfloat16 would move every element by 2^-9 the same way. NCCL is asked for sums alone, of
+ * contributions that came multiplied.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -29,12 +30,13 @@ static float value_of(int rank, int i)
     return 1.0f + (float)((rank * 977 + i * 389) % 128) / 128.0f;
 }
 
-static void convert(void *to, sw_dtype to_dtype, const void *from, sw_dtype from_dtype, int numel)
+static void convert(void *to, sw_dtype to_dtype, const void *from, sw_dtype from_dtype, int numel,
+                    float scale)
 {
     sw_cast_args cast = {.to = to,
                          .from = from,
                          .numel = (sw_u64)numel,
-                         .scale = 1.0f,
+                         .scale = scale,
                          .to_dtype = (int)to_dtype,
                          .from_dtype = (int)from_dtype};
     sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
@@ -58,29 +60,34 @@ static sw_status average(gpu_rank *self, buffers *held)
     SW_TRY(ops->memory_alloc(self->device, bytes, &held->slice, err));
     SW_TRY(ops->pinned_alloc(self->device, bytes, &held->pinned, err));
     SW_TRY(ops->event_create(self->device, &held->done, err));
-    for (int i = 0; i < NUMEL; ++i)
-        wide[i] = value_of(self->rank, i);
-    convert(held->pinned, run->dtype, wide, SW_DTYPE_FLOAT32, NUMEL);
-    self->sim->host_access(held->pinned, bytes, SW_ACCESS_WRITE, "the test's gradients");
     sw_device_mean_config config = {.comm = self->all,
                                     .op = SW_REDOP_MEAN,
                                     .wire = SW_DTYPE_COUNT,
                                     .numel = NUMEL,
                                     .bytes = bytes};
     SW_TRY(sw_device_mean_init(&held->mean, &config, err));
+    float scale = sw_device_mean_prescale(&held->mean, run->dtype);
+    check(self->comm->rounds_divisor == (scale != 1.0f), "contributions are multiplied by %g",
+          (double)scale);
+    for (int i = 0; i < NUMEL; ++i)
+        wide[i] = value_of(self->rank, i);
+    convert(held->pinned, run->dtype, wide, SW_DTYPE_FLOAT32, NUMEL, scale);
+    self->sim->host_access(held->pinned, bytes, SW_ACCESS_WRITE, "the test's gradients");
     sw_device_range bucket = {held->bucket, NUMEL, run->dtype};
     sw_stream *stream = self->all->stream;
     SW_TRY(ops->copy_async(self->device, held->bucket, held->pinned, bytes, stream, err));
-    if (run->is_slice)
-        SW_TRY(sw_device_mean_slice(&held->mean, &bucket, held->slice, NULL, 0, err));
-    else
+    if (run->is_slice) {
+        SW_TRY(sw_device_mean_collect(&held->mean, &bucket, held->slice, false, err));
+        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, NULL, 0, err));
+    } else {
         SW_TRY(sw_device_mean_whole(&held->mean, &bucket, err));
+    }
     SW_TRY(ops->copy_async(self->device, held->pinned, run->is_slice ? held->slice : held->bucket,
                            (size_t)numel * sw_dtype_size_bytes(run->dtype), stream, err));
     SW_TRY(ops->event_record(self->device, held->done, stream, err));
     SW_TRY(sw_peers_wait(self->comm, held->done, "the test's mean", err));
     self->sim->host_access(held->pinned, bytes, SW_ACCESS_READ, "the test's mean");
-    convert(wide, SW_DTYPE_FLOAT32, held->pinned, run->dtype, numel);
+    convert(wide, SW_DTYPE_FLOAT32, held->pinned, run->dtype, numel, 1.0f);
     for (int i = 0; i < numel; ++i)
         run->total[self->rank] += wide[i];
     return SW_OK;

@@ -26,7 +26,15 @@
 #include "optim/norm.h"
 #include "reduce/device_reducer.h"
 
-enum { BUCKETS = 3, STEPS = 4, LONE_STEP = 3, NUMEL_MAX = 384, SEEDS = 5, FAILURE = 999, GRADIENTS = 7 };
+enum {
+    BUCKETS = 3,
+    STEPS = 4,
+    LONE_STEP = 3,
+    NUMEL_MAX = 384,
+    SEEDS = 5,
+    FAILURE = 999,
+    GRADIENTS = 7
+};
 static const int64_t TIMEOUT_NS = 2000000000;
 static const double MAX_NORM = 0.5;
 
@@ -42,7 +50,7 @@ typedef struct model { /* the training of one bucket */
 typedef struct training {
     int stage; /* 1: the optimizer steps on slices; 2: means are slices too */
     bool deterministic;
-    bool narrowed; /* means travel as bfloat16 */
+    bool narrowed;   /* means travel as bfloat16 */
     bool registered; /* all memory passed to NCCL but use bytes lies in one region */
     int steps;
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
@@ -51,9 +59,9 @@ typedef struct training {
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
     double norm[GPU_RANKS_MAX];                      /* norm of the last step */
     float clipped[GPU_RANKS_MAX][2]; /* the same of all ranks' slices, and the factor, on the GPU */
-    bool joins;                                      /* the last rank has run out of inputs in LONE_STEP */
-    uint64_t host_waits; /* in the steps in which rank 0 used every gradient */
-    int wrong_use;       /* use bytes that are not the union */
+    bool joins;                      /* the last rank has run out of inputs in LONE_STEP */
+    uint64_t host_waits;             /* in the steps in which rank 0 used every gradient */
+    int wrong_use;                   /* use bytes that are not the union */
     bool failed[GPU_RANKS_MAX];
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
 } training;
@@ -237,7 +245,8 @@ static sw_status prepare(loop *l)
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
     if (l->run->registered)
-        SW_TRY(sw_device_region_create(l->self->all, (2 * BUCKETS + SW_DEVICE_PLACES + 2) * PIECE_BYTES,
+        SW_TRY(sw_device_region_create(l->self->all,
+                                       (2 * BUCKETS + SW_DEVICE_PLACES + 2) * PIECE_BYTES,
                                        l->backward, &l->region, err));
     for (int p = 0; p < SW_DEVICE_PLACES; ++p)
         SW_TRY(take_memory(l, PIECE_BYTES, &l->place[p]));
@@ -284,7 +293,7 @@ static sw_status produce(loop *l, void *to, size_t b, int step)
     sw_cast_args cast = {.to = to,
                          .from = l->part[b].source,
                          .numel = numels[b],
-                         .scale = 1.0f,
+                         .scale = sw_device_reducer_prescale(l->reducer, b),
                          .to_dtype = (int)dtypes[b],
                          .from_dtype = (int)SW_DTYPE_FLOAT32};
     return sw_kernel_launch(&l->self->kernels, SW_KERNEL_CAST, &cast, l->backward, &l->self->err);
@@ -358,8 +367,8 @@ static sw_status train_step(loop *l, int step)
     sw_error *err = &l->self->err;
     bool joined = has_joined(l->run, l->self->rank, l->self->world_size, step);
     if (l->run->joins)
-        SW_TRY(sw_device_reducer_divide_by(
-            l->reducer, l->self->world_size - (step == LONE_STEP), err));
+        SW_TRY(sw_device_reducer_divide_by(l->reducer, l->self->world_size - (step == LONE_STEP),
+                                           err));
     SW_TRY(sw_device_reducer_begin(l->reducer, l->backward, err));
     if (step > 0) /* the test's own wait: the last step has read the pinned sources */
         SW_TRY(device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's sources", err));
@@ -375,9 +384,9 @@ static sw_status train_step(loop *l, int step)
     sw_device_stats before = device->stats;
     SW_TRY(sw_device_reducer_finish(l->reducer, used, joined ? NULL : &tag, err));
     if (!l->self->part) /* slots launch and copy themselves; finish copies use bytes and tags */
-        check(device->stats.launches - before.launches == (l->self->world_size > 1) &&
+        check(device->stats.launches - before.launches <= (l->self->world_size > 1 ? 4 : 0) &&
                   device->stats.copies - before.copies <= 2,
-              "finish took more than a launch and two copies");
+              "finish took more than a launch, those of the last slice, and two copies");
     if (step == 0) /* before any wait, the memory holds no tag */
         SW_TRY(check_tags(l, tag));
     SW_TRY(read_use(l, step));
@@ -397,7 +406,11 @@ static sw_status read_clip(loop *l, const sw_device_range *gradients)
                                  .is_sliced = l->run->stage == 2,
                                  .norm = l->part[0].m,
                                  .factor = l->part[0].m + 1};
+    const uint64_t launches = device->stats.launches;
+    l->self->all->norm_room = 5; /* the sum is carried every five elements */
     SW_TRY(sw_device_comm_clip(l->self->all, gradients, BUCKETS, &clip, l->optimizer, err));
+    check(device->stats.launches - launches > 2 * numels[0] / 5 / (size_t)l->self->world_size,
+          "the sum was not carried on its way");
     SW_TRY(device->ops->copy_async(device, l->pinned[0], l->part[0].m, 2 * sizeof(float),
                                    l->optimizer, err));
     SW_TRY(device->ops->event_record(device, l->ended, l->optimizer, err));
@@ -405,6 +418,18 @@ static sw_status read_clip(loop *l, const sw_device_range *gradients)
     gpu_sim->host_access(l->pinned[0], 2 * sizeof(float), SW_ACCESS_READ, "the test's factor");
     memcpy(l->run->clipped[l->self->rank], l->pinned[0], 2 * sizeof(float));
     return SW_OK;
+}
+
+/* The program writes to a gradient on its own stream before it asks for the norm: times one. */
+static sw_status touch(loop *l, const sw_device_range *gradient)
+{
+    sw_cast_args cast = {.to = gradient->data,
+                         .from = gradient->data,
+                         .numel = gradient->numel,
+                         .scale = 1.0f,
+                         .to_dtype = (int)gradient->dtype,
+                         .from_dtype = (int)gradient->dtype};
+    return sw_kernel_launch(&l->self->kernels, SW_KERNEL_CAST, &cast, l->optimizer, &l->self->err);
 }
 
 static sw_status read_back(loop *l)
@@ -417,7 +442,8 @@ static sw_status read_back(loop *l)
         SW_TRY(device->ops->copy_async(device, l->pinned[b], l->part[b].p,
                                        numels[b] * sizeof(float), l->optimizer, err));
     SW_TRY(device->ops->event_record(device, l->ended, l->optimizer, err));
-    SW_TRY(sw_peers_wait(l->self->comm, l->ended, "the test's results", err)); /* sees failed peers */
+    SW_TRY(
+        sw_peers_wait(l->self->comm, l->ended, "the test's results", err)); /* sees failed peers */
     for (int b = 0; b < BUCKETS; ++b) {
         gpu_sim->host_access(l->pinned[b], numels[b] * sizeof(float), SW_ACCESS_READ,
                              "the test's results");
@@ -426,6 +452,7 @@ static sw_status read_back(loop *l)
     for (size_t b = 0; b < BUCKETS; ++b)
         gradients[b] = (sw_device_range){
             l->part[b].bucket, l->run->stage == 2 ? slice_of(l, b) : numels[b], dtypes[b]};
+    SW_TRY(touch(l, &gradients[0]));
     SW_TRY(sw_device_comm_norm(l->self->all, gradients, BUCKETS, l->optimizer, &sum, err));
     gpu_sim->host_access(l->self->all->staged, sizeof sum, SW_ACCESS_READ, "the test's norm");
     l->run->norm[l->self->rank] = sw_norm_value(&sum);
@@ -445,8 +472,8 @@ static sw_status train(loop *l)
                                        .deterministic = l->run->deterministic,
                                        .sliced = l->run->stage == 2,
                                        .is_lent = l->run->registered,
-                                       .wire = l->run->narrowed ? SW_DTYPE_BFLOAT16
-                                                                : SW_DTYPE_COUNT};
+                                       .wire =
+                                           l->run->narrowed ? SW_DTYPE_BFLOAT16 : SW_DTYPE_COUNT};
     SW_TRY(prepare(l));
     specs[0].data = l->part[0].bucket;
     specs[1].data = l->part[1].bucket;
@@ -478,8 +505,7 @@ static void tear_down(loop *l)
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
     sw_device_reducer_destroy(l->reducer);
-    for (int b = 0; b < BUCKETS;
-         ++b) /* all readers of released means are done */
+    for (int b = 0; b < BUCKETS; ++b) /* all readers of released means are done */
         give_memory(l, l->part[b].bucket);
     if (l->ended && l->optimizer) {
         (void)!device->ops->event_record(device, l->ended, l->optimizer, NULL);
@@ -515,8 +541,7 @@ static bool train_rank(gpu_rank *self)
         self->sim->fail_call(0, run->fail_nth, FAILURE);
     if (status == SW_OK)
         status = train(&l);
-    self->sim->fail_call(self->rank, 0,
-                         0); /* the teardown cannot report a failure */
+    self->sim->fail_call(self->rank, 0, 0); /* the teardown cannot report a failure */
     if (status != SW_OK && !is_alone && self->comm)
         sw_peers_abort(self->comm, &self->err);
     if (self->device)

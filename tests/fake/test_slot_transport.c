@@ -34,10 +34,10 @@ typedef struct scene {
     sw_dtype dtype;
     sw_redop op;
     bool grouped;
-    bool leaves; /* destroy while everything is in flight */
+    bool leaves;   /* destroy while everything is in flight */
     long fail_nth; /* the call of rank `failing` that fails */
     int failing;
-    bool all_enqueued; /* rank `failing` has enqueued everything */
+    bool all_enqueued;                /* rank `failing` has enqueued everything */
     uint64_t host_waits, allocations; /* during the operations */
     unsigned char result[GPU_RANKS_MAX][WORKS][NUMEL_MAX * 8 * GPU_RANKS_MAX];
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
@@ -144,8 +144,9 @@ static sw_status enqueue(gpu_rank *self, const scene *s, work w, const place *at
         return sw_peers_all_reduce(peers, at->data, s->numel * (size_t)world_size, s->dtype, s->op,
                                    stream, &self->err);
     case REDUCE_SCATTER:
-        return sw_peers_reduce_scatter(peers, at->data, s->numel, s->dtype, s->op, stream,
-                                       &self->err);
+        return sw_peers_reduce_scatter(peers, at->data,
+                                       (char *)at->data + (size_t)self->rank * slice_bytes(s),
+                                       s->numel, s->dtype, s->op, stream, &self->err);
     case ALL_GATHER:
         return sw_peers_all_gather(peers, at->data, s->numel, s->dtype, stream, &self->err);
     case GATHER_SLICES:
@@ -188,9 +189,9 @@ static sw_status upload(gpu_rank *self, const scene *s, const place *at, int num
 static sw_status download(gpu_rank *self, const scene *s, work w, const place *at)
 {
     sw_device *device = self->device;
-    return device->ops->copy_async(device, at->pinned, is_elsewhere(w) ? at->contributions : at->data,
-                                   slice_bytes(s) * (size_t)self->world_size, self->all->stream,
-                                   &self->err);
+    return device->ops->copy_async(
+        device, at->pinned, is_elsewhere(w) ? at->contributions : at->data,
+        slice_bytes(s) * (size_t)self->world_size, self->all->stream, &self->err);
 }
 
 static sw_status run_works(gpu_rank *self, scene *s, place at[WORKS], sw_event *done, bool is_last)
@@ -270,7 +271,8 @@ static void check_works(int world_size, size_t numel, sw_dtype dtype, sw_redop o
                         sim_policy policy, uint64_t seed)
 {
     static scene s;
-    static unsigned char input[GPU_RANKS_MAX][sizeof s.result[0][0]], expected[sizeof s.result[0][0]];
+    static unsigned char input[GPU_RANKS_MAX][sizeof s.result[0][0]],
+        expected[sizeof s.result[0][0]];
     const unsigned char *inputs[GPU_RANKS_MAX];
     char label[128];
     snprintf(label, sizeof label, "W = %d, %zu x %s, op %d, %s, policy %d, seed %d, slots %d",
@@ -410,8 +412,8 @@ static void check_lateness(bool at_creation, bool gives_up, sim_policy policy)
     for (int r = 0; r < 3; ++r) {
         if (r == 1 && !gives_up) /* it has not come, or has left without an error */
             continue;
-        check(late.status[r] == (gives_up ? SW_E_COMM : SW_E_TIMEOUT), "late, rank %d: status %d", r,
-              (int)late.status[r]);
+        check(late.status[r] == (gives_up ? SW_E_COMM : SW_E_TIMEOUT), "late, rank %d: status %d",
+              r, (int)late.status[r]);
         check(strstr(late.message[r], says) != NULL, "late, rank %d: %s", r, late.message[r]);
         check(!at_creation || !late.connected[r], "rank %d is connected without rank 1", r);
         check(!late.connected[r] || late.later[r] == late.status[r], "late, rank %d: later %d", r,
@@ -436,10 +438,11 @@ static bool mismatched_rank(gpu_rank *self)
         status = self->device->ops->fill_async(self->device, data, 0, 256, self->all->stream,
                                                &self->err);
     if (status == SW_OK)
-        status = sw_peers_broadcast(self->comm, data, self->rank == 2 ? 17 : 16, SW_DTYPE_FLOAT32, 0,
-                                    self->all->stream, &self->err);
+        status = sw_peers_broadcast(self->comm, data, self->rank == 2 ? 17 : 16, SW_DTYPE_FLOAT32,
+                                    0, self->all->stream, &self->err);
     if (status == SW_OK)
-        status = self->device->ops->event_record(self->device, event, self->all->stream, &self->err);
+        status =
+            self->device->ops->event_record(self->device, event, self->all->stream, &self->err);
     if (status == SW_OK)
         status = sw_peers_wait(self->comm, event, "the broadcast", &self->err);
     late->status[self->rank] = status;
@@ -459,7 +462,8 @@ static void check_mismatch(sim_policy policy)
     const char *text;
     gpu_ranks_run(3, policy, 1, mismatched_rank, &late);
     for (int r = 0; r < 3; ++r)
-        check(late.status[r] == SW_E_MISMATCH && strstr(late.message[r], " and 2 of 3 issue different"),
+        check(late.status[r] == SW_E_MISMATCH &&
+                  strstr(late.message[r], " and 2 of 3 issue different"),
               "mismatch, rank %d: %s", r, late.message[r]);
     check(gpu_sim->reports(&text, false) == 0 && *gpu_sim->leaks() == '\0', "mismatch: %s%s", text,
           gpu_sim->leaks());
@@ -509,9 +513,10 @@ static void check_place(sw_slot_place where)
         size_t numel;
         sw_dtype dtype;
         sw_redop op;
-    } cases[] = {{0, SW_DTYPE_FLOAT32, SW_REDOP_SUM},     {1, SW_DTYPE_FLOAT32, SW_REDOP_MEAN},
-                 {37, SW_DTYPE_UINT8, SW_REDOP_MAX},      {700, SW_DTYPE_FLOAT32, SW_REDOP_SUM},
-                 {1031, SW_DTYPE_BFLOAT16, SW_REDOP_MEAN}, {NUMEL_MAX - 3, SW_DTYPE_FLOAT32, SW_REDOP_MEAN}};
+    } cases[] = {
+        {0, SW_DTYPE_FLOAT32, SW_REDOP_SUM},      {1, SW_DTYPE_FLOAT32, SW_REDOP_MEAN},
+        {37, SW_DTYPE_UINT8, SW_REDOP_MAX},       {700, SW_DTYPE_FLOAT32, SW_REDOP_SUM},
+        {1031, SW_DTYPE_BFLOAT16, SW_REDOP_MEAN}, {NUMEL_MAX - 3, SW_DTYPE_FLOAT32, SW_REDOP_MEAN}};
     gpu_ranks_slots.place = where;
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (uint64_t seed = 1; seed <= SEEDS; ++seed)

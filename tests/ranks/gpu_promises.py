@@ -281,7 +281,7 @@ def clipping_by_parameters(place: Place, rank: int, world_size: int) -> None:
                 model = sw.DistributedDataParallel(module, deterministic=True) if wrapping else module
                 module.zero_grad()
                 model(inputs(0, 1, torch.device("cpu") if where is None else where.device)).backward()
-                norms.append(sw.clip_grad_norm_(module.parameters(), 1.0))
+                norms.append(sw.clip_grad_norm_(module.parameters(), 1.0).cpu())
                 norms += [parameter.grad.detach().cpu().clone() for parameter in module.parameters()]
     half = len(norms) // 2
     assert_bits(norms[half:], norms[:half], "clipped")

@@ -263,6 +263,8 @@ class SimulatedGpus:
         self._cuda.sim_torch_fail.argtypes = (ctypes.c_long, ctypes.c_int)
         self._cuda.sim_torch_slow_named.argtypes = (ctypes.c_char_p, ctypes.c_long)
         self._cuda.sim_torch_calls.restype = ctypes.c_long
+        self._nccl.sim_nccl_averages.restype = ctypes.c_long
+        self._nccl.sim_nccl_settlements.restype = ctypes.c_long
         self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_memory_in_use.restype = ctypes.c_uint64
@@ -539,6 +541,16 @@ class SimulatedGpus:
     def registrations(self) -> int:
         """Pieces of memory that this rank has registered with NCCL now."""
         found: int = self._nccl.sim_nccl_registrations()
+        return found
+
+    def averages(self) -> int:
+        """Reductions with ncclAvg that this process has asked NCCL for."""
+        found: int = self._nccl.sim_nccl_averages()
+        return found
+
+    def settlements(self) -> int:
+        """Calls and groups of NCCL that this process has had to ask after until they were done."""
+        found: int = self._nccl.sim_nccl_settlements()
         return found
 
     def fail_call(self, nth: int, result: int) -> None:

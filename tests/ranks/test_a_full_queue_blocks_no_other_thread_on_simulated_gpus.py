@@ -85,6 +85,7 @@ def beside_a_blocked_call(gpus: SimulatedGpus, rank: int, world_size: int) -> No
         lambda: comm.pack([(to, source, 32)], comm.stream),
         lambda: comm.convert([(to, source, 32)], "float32", "float32", 0.5, comm.stream),
         lambda: comm.norm_sum([(to, 8, "float32")], comm.stream),
+        lambda: comm.clip([(source, 8, "float32")], 1.0, True, to, comm.stream),
     ):
         went_on = threading.Event()
 

@@ -156,7 +156,7 @@ def gpt_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert stats(wrapped)["host_waits"] == 0
 
 
-def test_clipping_has_the_bits_of_the_cpu_and_waits_once_a_step(
+def test_clipping_has_the_bits_of_the_cpu_and_waits_for_nothing(
     teams: Any, world_size: int, paths: dict[str, str]
 ) -> None:
     run(teams, world_size, paths, clip_scene, policy="late")
@@ -181,7 +181,7 @@ def clip_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         theirs.step()
         assert_same_parameters(wrapped, naive)
         zero_grad(wrapped, naive)
-    assert stats(wrapped)["host_waits"] - beside == 3, stats(wrapped)
+    assert stats(wrapped)["host_waits"] == beside, stats(wrapped)
 
 
 def test_a_step_waits_on_the_host_only_where_a_parameter_is_unused(

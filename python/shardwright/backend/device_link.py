@@ -33,8 +33,6 @@ _WATCH_PERIOD_S = 0.1
 #: delay them
 _ENDING_S = 10.0
 _OTHER_FAILED = "another communicator of this rank's GPU has failed"
-#: elements that the exact sum takes between two carries
-_NORM_NUMEL = 1 << 31
 
 
 def alias(
@@ -48,6 +46,18 @@ def alias(
     ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
     strides = dense_strides(like) if like.shape == torch.Size(shape) else None
     return from_dlpack(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
+
+
+def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int, str]]]:
+    """Return copies of tensors that are not dense, and the engine's ranges of them and of the others."""
+    copies, ranges = [], []
+    for tensor in tensors:
+        real = as_real(tensor.detach())
+        if dense_strides(real) is None:
+            real = real.contiguous()
+            copies.append(real)
+        ranges.append((real.data_ptr(), real.numel(), dtype_name(real.dtype)))
+    return copies, ranges
 
 
 def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
@@ -111,6 +121,7 @@ class DeviceLink:
         self._lender: Lender | None = None
         self._telling = threading.Lock()
         self._was_left = False
+        self._measured: list[torch.Tensor] = []  # copies that kernels of the last clip() read
         self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
@@ -252,29 +263,37 @@ class DeviceLink:
                 tensor.copy_(copy)
 
     def norm(self, gradients: Iterable[torch.Tensor]) -> float:
-        """Return the exact 2-norm of all tensors together: the number that the host would compute. See norm_sums."""
-        return norm_value(self.norm_sums(gradients))
+        """Return the exact 2-norm of all tensors together: the number that the host would compute. See norm_sum."""
+        return norm_value([self.norm_sum(gradients)])
 
-    def norm_sums(self, gradients: Iterable[torch.Tensor]) -> list[bytes]:
-        """Return exact sums of squares like norm_sum(): at least one, each of at most 2^31 elements. Waits for each on
-        the host.
+    def norm_sum(self, gradients: Iterable[torch.Tensor]) -> bytes:
+        """Return the exact sum of squares, like norm_sum(). The host waits for it."""
+        _copies, ranges = _ranges_of(gradients)
+        return self.comm.norm_sum(ranges, self.current_stream())
+
+    def clip(
+        self, gradients: Iterable[torch.Tensor], max_norm: float, result: torch.Tensor, *, is_sliced: bool
+    ) -> None:
+        """Write the exact 2-norm of all tensors, and the factor that clips it, to the two elements of `result`.
+
+        `is_sliced` adds up the tensors of all ranks; collective then. In the order of torch's current stream: the host
+        does not wait.
         """
-        ranges: list[tuple[int, int, str]] = []
-        sums: list[bytes] = []
-        held = [as_real(gradient.detach()).contiguous() for gradient in gradients]
-        room = _NORM_NUMEL
-        for tensor in held:
-            begin = 0
-            while begin < tensor.numel():
-                count = min(tensor.numel() - begin, room)
-                address = tensor.data_ptr() + begin * tensor.element_size()
-                ranges.append((address, count, dtype_name(tensor.dtype)))
-                begin, room = begin + count, room - count
-                if room == 0:
-                    sums.append(self.comm.norm_sum(ranges, self.current_stream()))
-                    ranges, room = [], _NORM_NUMEL
-        sums.append(self.comm.norm_sum(ranges, self.current_stream()))
-        return sums
+        self._measured, ranges = _ranges_of(gradients)
+        self.comm.clip(ranges, max_norm, is_sliced, result.data_ptr(), self.current_stream())
+
+    def scale(self, tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply dense tensors of float32, float16 or bfloat16 by a float32 on the GPU, each rounded to its dtype.
+
+        In the order of torch's current stream, 64 tensors a launch. Where the factor is 1 no tensor is touched.
+        """
+        together: dict[torch.dtype, list[tuple[int, int, int]]] = {}
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            together.setdefault(tensor.dtype, []).append((address, address, tensor.nbytes))
+        for dtype, copies in together.items():
+            name = dtype_name(dtype)
+            self.comm.convert(copies, name, name, 1.0, self.current_stream(), factor.data_ptr())
 
     def close(self) -> None:
         """End the communicator, or return a borrowed one, once all enqueued operations have run."""

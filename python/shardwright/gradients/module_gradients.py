@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -215,6 +216,29 @@ class ModuleGradients:
             return self._backend.norm_sums([each for each in found if each is not None] if self._slicing.speaks else [])
 
         return norm_over_ranks(self._group.comm, sums, self._label)
+
+    def agree_on_clipping(self, max_norm: float) -> list[torch.Tensor]:
+        """Return this rank's part of what all ranks clip together to `max_norm`. Collective between hosts.
+
+        Raises
+        ------
+        Error
+            On all ranks, where gradients are not averaged on some, or where `max_norm` differs.
+        """
+        found: list[torch.Tensor | None] = []
+
+        def answer() -> bytes:
+            found.extend(self.slices())
+            return struct.pack("d", max_norm)
+
+        said = gather_answers(self._group.comm, answer, f"clipping the gradients of {self._label}")
+        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+        if other is not None:
+            (ours,), (theirs,) = struct.unpack("d", said[0]), struct.unpack("d", said[other])
+            raise Error(
+                f"clip_grad_norm_: max_norm must be equal on all ranks; of {self._label} it is {ours!r} on rank 0 and {theirs!r} on rank {other}"
+            )
+        return [each for each in found if each is not None] if self._slicing.speaks else []
 
     def factors(self) -> list[list[Any]]:
         """Return the factors of sliced gradients since the last comparison between ranks."""

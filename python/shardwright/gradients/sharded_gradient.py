@@ -194,6 +194,14 @@ class ShardedGradient(torch.Tensor):
             )
         return torch.zeros_like(self.piece) if self._cleared else self.piece
 
+    def clipped(self, max_norm: float) -> torch.Tensor:
+        """Return the memory of an averaged gradient that a GPU's kernels are about to clip, and note that they do.
+
+        The factor is on the GPU alone; it is the same on all ranks whose `max_norm` is.
+        """
+        self._board.scaled(self._index, "clip", max_norm)
+        return self._held
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise Error("a gradient of which this rank keeps a slice cannot be copied: see sw.full_gradients")
 

@@ -6,7 +6,7 @@ scaled by the same number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..layout.views import as_real
 from ..parallel.fully_shard import wrapper_of
 from ..parallel.replica import Replica, live_replicas
 from ..torch_compat import cuda
+from .device_clip import SCALED_DTYPES, DeviceClip
 from .fused import global_norm
 
 
@@ -41,8 +42,7 @@ def clip_grad_norm_(
     Returns
     -------
     Tensor
-        The norm before clipping, a float32 scalar. It is the same number at every stage, bucket size and world size for
-        equal gradients.
+        The norm before clipping, a float32 scalar, on the GPU where the host does not wait for it (see Notes). It is the same number at every stage, bucket size and world size for equal gradients.
 
     Raises
     ------
@@ -54,29 +54,83 @@ def clip_grad_norm_(
     Notes
     -----
     Scale: max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass over the
-    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is below 1. On
-    a GPU the host waits for the norm. If no wrapped module of this process uses a GPU, its gradients are copied to the
-    host for the norm.
+    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is below 1.
+    On a GPU the host does not wait: norm and scale stay there. It waits for the norm with `error_if_nonfinite`, inside
+    join(), and for float64 and complex gradients. If no wrapped module of this process uses a GPU, its gradients are
+    copied to the host for the norm.
     """
+    return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False)
+
+
+def clip_in_step(wrapped: torch.nn.Module, max_norm: float, take: Callable[[DeviceClip], bool]) -> None:
+    """Clip like clip_grad_norm_() before a step. Where `take` returns True, the step itself multiplies by the scale."""
+    _clip(wrapped, max_norm, False, take)
+
+
+def _clip(
+    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    error_if_nonfinite: bool,
+    take: Callable[[DeviceClip], bool],
+) -> torch.Tensor:
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
     if replica is not None:
         replica.close_pending()
+    parameters = _parameters_of(module_or_parameters, replica)
+    link = None if error_if_nonfinite else _link_of(parameters, replica)
+    if link is None:
+        return _clip_through_host(parameters, replica, max_norm, error_if_nonfinite)
+    is_sliced = replica is not None and replica.zero > 0
+    if is_sliced:
+        assert replica is not None
+        measured = replica.gradients.agree_on_clipping(max_norm)
+    else:
+        measured = [p.grad for p in parameters if p.grad is not None]
+    clip = DeviceClip(link, parameters, measured, max_norm, is_sliced=is_sliced)
+    if not take(clip):
+        clip.scale()
+    return clip.norm
+
+
+def _parameters_of(
+    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], replica: Replica | None
+) -> list[torch.Tensor]:
+    if replica is not None:
+        return list(replica.table.parameters)
+    if isinstance(module_or_parameters, torch.nn.Module):
+        return list(module_or_parameters.parameters())
+    if isinstance(module_or_parameters, torch.Tensor):  # a tensor is iterable, but its rows have no gradients
+        return [module_or_parameters]
+    return list(module_or_parameters)
+
+
+def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceLink | None:
+    """Return the link of the GPU on which all gradients can be clipped; None where the host needs the norm.
+
+    At zero >= 1 the answer is the same on all ranks.
+    """
+    if replica is not None and replica.zero:
+        fits = not replica.is_joining and all(each.dtype in SCALED_DTYPES for each in parameters)
+        return replica.link if fits else None
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not all(type(each) is torch.Tensor and each.dtype in SCALED_DTYPES for each in gradients):
+        return None
+    if any(each.layout is not torch.strided for each in gradients):
+        return None
+    if len({each.data_ptr() for each in gradients if each.numel()}) < sum(each.numel() > 0 for each in gradients):
+        return None  # one memory for two parameters is scaled twice, one time after the other
+    return replica.link if replica is not None else _link_beside(gradients)
+
+
+def _clip_through_host(
+    parameters: list[torch.Tensor], replica: Replica | None, max_norm: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if replica is not None and replica.zero:
         norm = _norm_of_slices(replica)
-        gradients = [p.grad for p in replica.table.parameters if p.grad is not None]
     else:
-        parameters: Iterable[torch.Tensor]
-        if replica is not None:
-            parameters = replica.table.parameters
-        elif isinstance(module_or_parameters, torch.nn.Module):
-            parameters = module_or_parameters.parameters()
-        elif isinstance(module_or_parameters, torch.Tensor):  # a tensor is iterable, but its rows have no gradients
-            parameters = [module_or_parameters]
-        else:
-            parameters = module_or_parameters
-        gradients = [p.grad for p in parameters if p.grad is not None]
         norm = _norm_of_whole(gradients, replica)
     if error_if_nonfinite and not abs(norm) < float("inf"):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped")

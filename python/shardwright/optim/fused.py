@@ -20,6 +20,7 @@ from .master_weights import LOW, Masters, load_in_float32
 from .offload import StateStore
 
 if TYPE_CHECKING:
+    from .device_clip import DeviceClip
     from .device_offload import HostStateStore
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
@@ -50,6 +51,8 @@ class _Fused(torch.optim.Optimizer):
     _masters: Masters
     #: holds the state outside of the parameters' memory; None: beside the parameters. A copy of the optimizer has none
     store: StateStore | HostStateStore | None = None
+    #: its factor multiplies the gradients of the next step, in that step's kernels
+    _clip: DeviceClip | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -69,11 +72,23 @@ class _Fused(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale = self._scale_of_scaler()
-        for group in self.param_groups:
-            if grad_scale is not None:
-                self._step_group(group, grad_scale)
+        clip = self._clip
+        try:
+            grad_scale = self._scale_of_scaler()
+            for group in self.param_groups:
+                if grad_scale is not None:
+                    self._step_group(group, grad_scale)
+        finally:  # after an exception, too: gradients are clipped then, as on the host
+            self._clip = None
+            if clip is not None:
+                clip.scale()
         return loss
+
+    def take_clip(self, clip: DeviceClip) -> bool:
+        """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before."""
+        takes = self.store is None and clip.covers(p for group in self.param_groups for p in group["params"])
+        self._clip = clip if takes else None
+        return takes
 
     def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
         raise NotImplementedError(f"{type(self).__name__} has no step")
@@ -152,12 +167,16 @@ class _Fused(torch.optim.Optimizer):
     def _where(self, p: Tensor) -> dict[str, Any]:
         """Return the engine's arguments that say where parameters like `p` and their state are stepped on."""
         if self.store is None:
-            return {"gpu": cuda.place_of(p)}
+            return {"gpu": cuda.place_of(p), "clip": 0 if self._clip is None else self._clip.address}
         return {"state_file": self.store.file, "gpu": self.store.place()}
 
-    def _written(self, params: list[Tensor], masters: list[Tensor]) -> None:
+    def _written(self, lists: _Lists, masters: list[Tensor]) -> None:
         """Count the write in autograd, and record that the optimizer wrote the low-precision parameters."""
+        params = lists.params
         _increment_versions(params)
+        if self._clip is not None:
+            _increment_versions(lists.grads)
+            self._clip.count_stepped(lists.grads)
         if masters:
             _increment_versions(masters)
             self._masters.written(params)
@@ -275,7 +294,7 @@ class _AdamStep(_Fused):
         for (has_master, _), lists in calls.items():
             masters = lists.targets if has_master else []
             self._call(lists, lists.params if masters else None, {**options, **self._where(lists.params[0])})
-            self._written(lists.params, masters)
+            self._written(lists, masters)
 
     def _moment_count(self, group: dict[str, Any]) -> int:
         return 2 + group["amsgrad"]
@@ -504,7 +523,7 @@ class SGD(_Fused, torch.optim.SGD):
         for (has_master, first, _), lists in calls.items():
             copies = lists.params if has_master else None
             self._call(lists, copies, {**options, "first": first, **self._where(lists.params[0])})
-            self._written(lists.params, lists.targets if has_master else [])
+            self._written(lists, lists.targets if has_master else [])
 
     @staticmethod
     def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,9 +26,12 @@ from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, st
 from ..parallel.optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, plain, rows_of
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
-from ..torch_compat.optimizers import on_meta
+from ..torch_compat.optimizers import on_meta, step_hooks
 from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .sliced_state import MARK, SlicedState
+
+if TYPE_CHECKING:
+    from .device_clip import DeviceClip
 
 #: torch's elementwise optimizers, which give a slice the same bits as the whole
 ELEMENTWISE = frozenset(
@@ -198,6 +201,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
         if self._masters is not None:
             self._masters.forget_all()
+
+    def take_clip(self, clip: DeviceClip) -> bool:
+        """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before.
+
+        At zero=1 they must: a whole `.grad` is more than the slice that is stepped on.
+        """
+        take = getattr(self._inner, "take_clip", None)
+        return self._replica.zero >= 2 and take is not None and not step_hooks(self._inner) and bool(take(clip))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Behave like torch's method."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..parallel.replica import Replica
 from .sharded import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from .device_clip import DeviceClip
 
 _CHUNK_BYTES = 8 << 20
 
@@ -91,6 +94,10 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
                 yield index, piece.as_strided((piece.numel(),), (1,))
 
     # stepping -----------------------------------------------------------------------------------------------------
+
+    def take_clip(self, clip: DeviceClip) -> bool:
+        """Return False: gradients are clipped before they are sent to the owners of whole tensors."""
+        return False
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
         piece = super()._own_gradient(index)  # or the reason why there cannot be a step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._engine import Error
@@ -21,3 +23,8 @@ def check_steppable(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if parameter.is_meta:
                 raise Error(on_meta(parameter, position))
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks that run before each step of an optimizer, in their order."""
+    return list(optimizer._optimizer_step_pre_hooks.values())

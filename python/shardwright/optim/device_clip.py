@@ -1,0 +1,94 @@
+"""Clipping on a GPU: the norm and the factor stay there, and the host waits for neither.
+
+The engine adds the squares of all gradients in one launch a table of tensors, and makes the norm and the factor of the
+sum on the GPU. Gradients are multiplied by the factor in one launch a table of tensors, or by the kernels of an
+optimizer of sw.optim that is about to step: they write the product back, so `.grad` is the clipped gradient either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..gradients.sharded_gradient import ShardedGradient
+from ..layout.views import dense_strides
+from ..torch_compat import cuda
+
+if TYPE_CHECKING:
+    from ..backend.device_link import DeviceLink
+
+#: dtypes that the kernels multiply with the bits of torch's mul_
+SCALED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class DeviceClip:
+    """The norm of some gradients, and the factor that clips them, in one GPU's memory.
+
+    Parameters
+    ----------
+    link : DeviceLink
+    parameters : sequence of Tensor
+        Those whose gradients are clipped.
+    measured : iterable of Tensor
+        The norm is theirs; with `is_sliced` that of all ranks' together, and making the object is collective.
+    max_norm : float
+
+    Attributes
+    ----------
+    norm : Tensor
+        A float32 scalar on the GPU.
+    """
+
+    def __init__(
+        self,
+        link: DeviceLink,
+        parameters: Sequence[torch.Tensor],
+        measured: Iterable[torch.Tensor],
+        max_norm: float,
+        *,
+        is_sliced: bool,
+    ) -> None:
+        link.refuse_capture("a norm")
+        result = cuda.runtime.zeros(2, torch.float32, parameters[0])
+        link.clip(measured, max_norm, result, is_sliced=is_sliced)
+        self.norm, self._factor = result.unbind()
+        self._link, self._members = link, {id(parameter) for parameter in parameters}
+        self._gradients: list[torch.Tensor] = []  # memory that the factor multiplies
+        for parameter in parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, ShardedGradient):
+                self._gradients.append(gradient.clipped(max_norm))
+            elif gradient is not None:
+                self._gradients.append(gradient.detach())
+
+    @property
+    def address(self) -> int:
+        """Return the address of the factor, a float32."""
+        return self._factor.data_ptr()
+
+    def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return True if the gradients of all `parameters` are to be clipped."""
+        return all(id(parameter) in self._members for parameter in parameters)
+
+    def count_stepped(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Note that an optimizer's kernels have multiplied the memory of `gradients`."""
+        done = {gradient.data_ptr() for gradient in gradients}
+        self._gradients = [each for each in self._gradients if each.data_ptr() not in done]
+
+    @torch.no_grad()
+    def scale(self) -> None:
+        """Multiply all gradients that no kernel has multiplied yet."""
+        gradients, self._gradients = [each for each in self._gradients if each.numel()], []
+        dense = [each for each in gradients if _is_plain(each)]
+        self._link.scale(dense, self._factor)
+        for gradient in dense:
+            torch.autograd.graph.increment_version(gradient)
+        for gradient in gradients:
+            if not _is_plain(gradient):
+                gradient.copy_(gradient.float() * self._factor)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    return type(gradient) is torch.Tensor and dense_strides(gradient) is not None
