@@ -107,7 +107,7 @@ def compared(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None
 
 def test_the_step_multiplies_by_itself(teams: Any, paths: dict[str, str]) -> None:
     """NORM and CLIP are all that clipping adds to a step of sw.optim; PACKs too where a whole `.grad` is more than the slice."""
-    run(teams, 2, paths, counted, policy="on demand")
+    run(teams, 2, paths, counted, policy="on demand", transport="nccl")  # slots launch folds of their own
 
 
 def counted(gpus: SimulatedGpus, rank: int, world_size: int) -> None:

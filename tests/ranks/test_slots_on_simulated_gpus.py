@@ -59,7 +59,10 @@ SCENES: list[tuple[Any, ...]] = [
     (captures.refused, 0),
 ]
 #: of NCCL alone
-NCCLS = {"test_communicators_are_borrowed_on_simulated_gpus.py"}
+NCCLS = {
+    "test_communicators_are_borrowed_on_simulated_gpus.py",
+    "test_the_transport_only_adds_on_simulated_gpus.py",  # slots fold
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
