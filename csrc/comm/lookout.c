@@ -7,7 +7,7 @@
 #include "platform/thread.h"
 
 static const int64_t PERIOD_NS = 50 * 1000 * 1000;
-/* A peer says why before it ends what others notice. */
+/* A peer publishes its reason before its end is noticed. */
 static const int64_t WORD_NS = 200 * 1000 * 1000;
 
 static void describe(void *context, sw_wait_text *text)
@@ -25,7 +25,7 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
     if (begun_ns != lookout->wait.begun_ns)
         lookout->wait = (sw_wait){.comm = host,
                                   .begun_ns = begun_ns,
-                                  .timeout_ns = INT64_MAX, /* the transport's, with its sentence */
+                                  .timeout_ns = INT64_MAX, /* the transport has a deadline */
                                   .warn_ns = host->warn_after_ns,
                                   .describe = describe};
     lookout->looked_ns = now;
@@ -39,7 +39,7 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
     return host->ops->look(host, lookout->minds_leaving, reason);
 }
 
-/* Whether an error says the same on every rank; else it is of this one. */
+/* Return true for errors that read the same on every rank; others are this rank's own. */
 static bool is_everybodys(sw_status status)
 {
     return status == SW_E_COMM || status == SW_E_TIMEOUT || status == SW_E_MISMATCH;
