@@ -3,7 +3,7 @@
 
 #include "base/bytes.h"
 
-/* Slices of the host that has most. */
+/* Slices of the host with the most. */
 static size_t most_of(const sw_host_map *map, const sw_slice_table *table)
 {
     int most = table ? table->most_spoken : 0;
