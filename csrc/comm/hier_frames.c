@@ -1,13 +1,13 @@
-/* hier_frames.c - what carriers tell one another before they move data: which operations their
- * hosts come with, and what ranks say beside them; or that a host has ended, and why.
+/* hier_frames.c - the agreement of carriers before they move data. Frames name the next operations
+ * of their hosts and carry their payload; or they announce that a host has ended, and why.
  *
  * A carrier offers every operation that all ranks of its host have posted, up to a batch. In each
- * round (dissemination.h) it tells what it knows and merges what it hears, so that after the last
- * all hosts know the same: what all of them offer, and whether they agree on it. An operation about
- * which they disagree is never inside a batch but its first, so that those before it are complete.
+ * round (dissemination.h) it sends all it knows and merges all it receives. After the last round
+ * all hosts know the same: the operations that all of them offer, and any disagreement on them. An
+ * operation under dispute is only ever the first of a batch, so those before it are complete.
  *
- *     head | of each operation: part, length, what is said | a bit a host: packs
- *     head | why this host goes */
+ *     head | of each operation: part, length, payload | a bit a host: packs
+ *     head | why this host ends */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,18 +16,18 @@
 
 enum {
     FRAME_MAGIC = 0x53574635 /* "SWF5" */,
-    ALIGNMENT = 16, /* of what is said */
+    ALIGNMENT = 16, /* alignment of payloads */
 };
 
 typedef struct frame_head {
-    uint32_t magic, bytes;  /* in all */
+    uint32_t magic, bytes;  /* total length */
     uint32_t state;         /* sw_member_state */
     uint32_t ticket, count; /* operations from `ticket` on */
-    uint32_t host, hosts;   /* what is told is of so many, from this one on */
+    uint32_t host, hosts;   /* number of hosts in this frame, from this one on */
     uint32_t probes;        /* taken in so far, of those that the reader has sent */
 } frame_head;
 
-typedef struct cursor { /* of what was heard; never past `end` */
+typedef struct cursor { /* in a received frame; never past `end` */
     const uint8_t *at, *end;
 } cursor;
 
@@ -58,7 +58,7 @@ static int rank_of(const sw_carrier *carrier, int host)
     return sw_host_carrier(&carrier->hier->map, host);
 }
 
-/* Places
+/* Receive buffers
  * ------------------------------------------------------------------------------------------ */
 
 static sw_status expect_frame(sw_carrier *carrier, int at, sw_error *err)
@@ -77,10 +77,10 @@ sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
     return SW_OK;
 }
 
-/* Telling
+/* Sending
  * ------------------------------------------------------------------------------------------ */
 
-/* Of what a frame for `hosts` hosts says beside an operation. */
+/* Bytes of payload beside an operation in a frame about `hosts` hosts. */
 static uint32_t told_bytes(const sw_carrier *carrier, const sw_said *said, int hosts)
 {
     if (carrier->next.is_long || (said->kind == SW_SAID_BY_ROOT && !said->is_known))
@@ -131,7 +131,7 @@ static sw_status tell_round(sw_carrier *carrier, int round, const char *what, sw
     return SW_OK;
 }
 
-/* Hearing
+/* Receiving
  * ------------------------------------------------------------------------------------------ */
 
 static bool take(cursor *from, void *to, size_t bytes)
@@ -143,7 +143,7 @@ static bool take(cursor *from, void *to, size_t bytes)
     return true;
 }
 
-/* Moves on to the next multiple of ALIGNMENT in the frame that begins at `begin`. */
+/* Move on to the next multiple of ALIGNMENT in the frame that begins at `begin`. */
 static bool align(cursor *from, const uint8_t *begin)
 {
     size_t used = aligned((size_t)(from->at - begin));
@@ -153,7 +153,7 @@ static bool align(cursor *from, const uint8_t *begin)
     return true;
 }
 
-/* What the frame says of one operation; kept where this host still offers it. */
+/* Read the entry of one operation; merge it if this host still offers the operation. */
 static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const uint8_t *begin,
                            cursor *from)
 {
@@ -184,7 +184,7 @@ static sw_status no_frame(const sw_carrier *carrier, int host, sw_error *err)
     return sw_error_set(err, SW_E_COMM, rank, "rank %d sent a message that is no frame", rank);
 }
 
-/* Why a host goes. */
+/* Read why a host ends. */
 static sw_status read_end(const sw_carrier *carrier, int host, const frame_head *head, cursor from,
                           const char *what, sw_error *err)
 {
@@ -222,7 +222,7 @@ static sw_status check_head(const sw_carrier *carrier, const sw_hop *hop, const 
     return SW_OK;
 }
 
-/* What it tells becomes part of what this host knows. */
+/* Merge a frame into what this host knows. */
 static sw_status read_frame(sw_carrier *carrier, int at, const char *what, sw_error *err)
 {
     const sw_hop *hop = &carrier->hier->spread.hops[at];
@@ -258,14 +258,14 @@ static bool all_posted(const sw_hier *hier, uint32_t ticket)
     return true;
 }
 
-/* What all hosts say of `ticket`, as far as this one knows. */
+/* Bytes of payload of all hosts for `ticket`, if they agree with this one. */
 static size_t said_bytes(const sw_carrier *carrier, uint32_t ticket, sw_said *said)
 {
     *said = sw_carrier_said(carrier, sw_carrier_pending(carrier, ticket));
     return sw_carrier_said_bytes(carrier, said, carrier->hier->map.host_count);
 }
 
-/* Operations from `ticket` on that this host could do as one batch. *bytes: said of them. */
+/* Count the operations from `ticket` on that fit into one batch here. *bytes: their payload. */
 static uint32_t batch_here(sw_carrier *carrier, uint32_t ticket, size_t *bytes)
 {
     uint32_t count = 0;
@@ -296,7 +296,7 @@ static sw_status reserve(sw_agreement *next, size_t bytes, sw_error *err)
     return SW_OK;
 }
 
-/* What the ranks of this host came with. */
+/* Describe the operation of this host's ranks. */
 static void fill_part(sw_carrier *carrier, uint32_t index)
 {
     const sw_hier *hier = carrier->hier;
@@ -315,7 +315,7 @@ static void fill_part(sw_carrier *carrier, uint32_t index)
              "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1, op->label);
 }
 
-/* The next agreement begins, with what this host offers. */
+/* Begin the next agreement with the operations that this host offers. */
 static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
     sw_agreement *next = &carrier->next;
@@ -371,7 +371,7 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
     SW_TRY(hear_rounds(carrier, what, err));
     SW_TRY(sw_part_check(&next->part[0], ticket, err));
     *count = 1;
-    while (*count < next->count && /* what they disagree on is the next batch's first */
+    while (*count < next->count && /* one on which they disagree is the next batch's first */
            sw_part_check(&next->part[*count], ticket + *count, err) == SW_OK)
         ++*count;
     if (next->is_long)
@@ -382,20 +382,20 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
         SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, what, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)
         carrier->packs[g] = next->packs[g / 8] >> g % 8 & 1;
-    return sw_carrier_expect_frames(carrier, err); /* the next may come while this batch moves */
+    return sw_carrier_expect_frames(carrier, err); /* the next may arrive while this batch moves */
 }
 
 /* Ending
  * ------------------------------------------------------------------------------------------ */
 
-/* Hosts that disagree have each read the other's frame, and end both: without a place for its last
- * one each would wait for the other to take it in. */
+/* Hosts that disagree have each read the other's frame, and both end. Without a buffer for its last
+ * frame each would wait for the other to receive. */
 static void expect_last_frames(sw_carrier *carrier)
 {
     sw_error ignored;
     for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
         if (!carrier->hops[i].frame_in.work && expect_frame(carrier, i, &ignored) != SW_OK)
-            carrier->hops[i].frame_in.work = NULL; /* it has gone already */
+            carrier->hops[i].frame_in.work = NULL; /* it has ended already */
 }
 
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
@@ -417,5 +417,5 @@ void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
     }
     for (int i = 0; i < spread->hop_count; ++i)
         if (sw_bridge_wait(&carrier->bridge, &carrier->hops[i].leave_out, &ignored) != SW_OK)
-            continue; /* it has gone already */
+            continue; /* it has ended already */
 }

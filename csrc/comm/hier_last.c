@@ -1,17 +1,17 @@
-/* hier_last.c - what is said while the carriers of all hosts are inside calls of the wire.
+/* hier_last.c - messages that arrive while the carriers of all hosts are inside calls of the wire.
  *
- * Last words: that a host has ended, and why. Any thread of the ending host's carrier says one; its
- * place to arrive at is there from the beginning, and it is not waited for but looked at: a
- * checksum tells when all of it has come. They go to the hosts that frames go to and come from, and
- * those say it again of themselves: an end spreads as operations do. A host says up to four: it may
- * learn a better reason from those whom it asks what they wait for.
+ * An end message announces that a host has ended, and why. Any thread of the ending host's carrier
+ * sends one. Its buffer is posted from the beginning; the receiver polls the buffer instead of
+ * waiting, and a checksum shows that all of it has arrived. It goes to the hosts that frames go to
+ * and come from, and those send their own: an end spreads as operations do. A host sends up to
+ * four, because it may learn a better reason from the hosts that it waits for.
  *
- * Probes: a connection may be gone without the waiting call's knowing. The reset of a killed
- * process can be lost, and who only receives sends nothing that would bring another; and Gloo tells
- * nobody who waits for a message of which a part has come. A probe is a few bytes that ask for an
- * acknowledgement; where the connection is known to be gone, beginning to send it fails. The one
- * that is waited for looks at the next one's place before it sends a frame, and says in it how many
- * it has taken in, so that nothing piles up. */
+ * A probe detects a connection that is lost without the waiting call's knowledge. The reset of a
+ * killed process can be lost, and a pure receiver sends nothing that would cause another; and Gloo
+ * reports no error to a wait for a message that arrived in part. A probe is a few bytes that
+ * require an acknowledgement; on a connection that is known to be lost, beginning to send it fails.
+ * The receiver polls the next one's buffer before it sends a frame, and reports in the frame how
+ * many it has taken in, so that probes do not pile up. */
 #include <stddef.h>
 #include <string.h>
 #include <unistd.h>
@@ -52,10 +52,10 @@ sw_status sw_carrier_expect_words(sw_carrier *carrier, sw_error *err)
     return status == SW_OK ? SW_OK : sw_carrier_blame(carrier, "waiting for operations", err);
 }
 
-/* Last words
+/* End messages
  * ------------------------------------------------------------------------------------------ */
 
-/* The number of a word that says this; -1: it has been said, or too much has. */
+/* Return the number of a new message; -1: its reason was sent already, or too many were. */
 static int new_word(sw_carrier *carrier, const sw_error *reason)
 {
     int number = -1;
@@ -86,11 +86,11 @@ void sw_carrier_say_last_word(sw_carrier *carrier, const sw_error *reason)
         if (sw_bridge_send(&carrier->bridge, spread->peers[p], SW_MESSAGE_LAST, (uint32_t)number,
                            &carrier->said[number], sizeof carrier->said[number], transfer,
                            &ignored) != SW_OK)
-            transfer->work = NULL; /* it has gone already */
+            transfer->work = NULL; /* it has ended already */
     }
 }
 
-/* The wire writes it meanwhile. */
+/* The wire writes `place` meanwhile. */
 static bool has_come(const sw_last_word *place, sw_last_word *word)
 {
     const _Atomic uint32_t *arriving = (const void *)place;

@@ -20,7 +20,7 @@ static const sw_part_side *lower(const sw_part_side *a, const sw_part_side *b)
     return b->rank < 0 || (a->rank >= 0 && a->rank <= b->rank) ? a : b;
 }
 
-/* An inequality: what contradicts the lower of two that agree contradicts both. */
+/* Sides that agree are equal: a third that contradicts the lower contradicts both. */
 static void merge_pair(sw_part_side *first, sw_part_side *odd, const sw_part_side *other_first,
                        const sw_part_side *other_odd,
                        bool (*differ)(const sw_part_side *, const sw_part_side *))
@@ -73,7 +73,7 @@ sw_status sw_part_check(const sw_part *part, uint32_t ticket, sw_error *err)
                                   &odd->descriptor, err);
 }
 
-/* As bytes: a word with a bit for each side that is there, and these. */
+/* Encoding: a word with a bit for each side that exists, then these sides. */
 
 enum { SIDES = 4, COUNTING = 2, IS_LOWEST = 1u << SIDES /* the one that counts is the lowest */ };
 

@@ -1,16 +1,16 @@
-/* hier_said.c - what ranks say beside the data of an operation: use bits, or all there is of a
- * small one on private memory.
+/* hier_said.c - the payload beside the data of an operation: use bits, or all data of a small
+ * operation on private memory.
  *
- * It lies in one piece of memory, in the order of hosts that begins with this one: what a hop tells
- * is then a prefix, and what it hears follows what is known. Short words travel inside frames
- * (hier_frames.c); long ones go the same way in messages of their own, once all hosts agree. */
+ * It is contiguous, in the order of hosts that begins with this one: a hop sends a prefix of it,
+ * and what it receives follows the known part. Short payloads travel inside frames (hier_frames.c);
+ * long ones take the same hops in messages of their own, once all hosts agree. */
 #include <string.h>
 
 #include "base/bytes.h"
 #include "comm/hier_carrier.h"
 #include "comm/partial.h"
 
-/* A reduction of private memory so small that it is done inside frames. */
+/* Return true for a reduction of private memory small enough to run inside frames. */
 static bool is_small(const sw_hier_pending *pending, size_t partial_bytes)
 {
     const sw_op *op = &pending->op;
@@ -42,7 +42,7 @@ sw_said sw_carrier_said(const sw_carrier *carrier, const sw_hier_pending *pendin
     return (sw_said){.kind = SW_SAID_NOTHING};
 }
 
-/* Ranks of `hosts` hosts, from this one on. */
+/* Number of ranks of `hosts` hosts, from this one on. */
 static size_t ranks_of(const sw_hier *hier, int hosts)
 {
     const sw_host_map *map = &hier->map;
@@ -69,13 +69,13 @@ static const sw_hier_pending *pending_of(const sw_carrier *carrier, uint32_t ind
     return sw_carrier_pending(carrier, carrier->next.ticket + index);
 }
 
-/* Where a rank of this host has what is reduced. */
+/* Address of the contribution of a rank of this host. */
 static void *part_of(const sw_carrier *carrier, const sw_hier_pending *pending, int local)
 {
     return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes;
 }
 
-/* Where it is said by `rank`, and read by this host's ranks. */
+/* Address where `rank` provides its payload, and this host's ranks read it. */
 static uint8_t *place_of(const sw_carrier *carrier, const sw_hier_pending *pending, int rank)
 {
     const sw_op *op = &pending->op;
@@ -83,7 +83,7 @@ static uint8_t *place_of(const sw_carrier *carrier, const sw_hier_pending *pendi
                                 : sw_hier_mirrored(carrier->hier, pending, rank);
 }
 
-/* What this host's ranks say, into `to`. */
+/* Write this host's payload to `to`. */
 static void speak(sw_carrier *carrier, const sw_hier_pending *pending, sw_said *said, uint8_t *to)
 {
     const sw_hier *hier = carrier->hier;
@@ -138,11 +138,11 @@ void sw_carrier_take_said(sw_carrier *carrier, uint32_t index, int distance, int
     }
     size_t begin = sw_carrier_said_bytes(carrier, said, distance);
     size_t end = sw_carrier_said_bytes(carrier, said, distance + count);
-    if (size_bytes == end - begin) /* or that host says something else, which is found out */
+    if (size_bytes == end - begin) /* else the agreement reports a mismatch */
         memcpy(memory + begin, bytes, size_bytes);
 }
 
-/* Messages are as long as what both sides expect, since they agree on the operation. */
+/* Both sides agree on the operation, so a message has the length that its receiver expects. */
 static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, const char *what, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
@@ -179,7 +179,7 @@ sw_status sw_carrier_exchange_said(sw_carrier *carrier, const char *what, sw_err
     return SW_OK;
 }
 
-/* To all places where this host's ranks read it; their own words lie there. */
+/* Copy to all places where this host's ranks read it; their own payload is there already. */
 static void hear_ranks(sw_carrier *carrier, const sw_hier_pending *pending, const sw_said *said,
                        const uint8_t *from)
 {
@@ -201,7 +201,7 @@ static void finish_small(sw_carrier *carrier, const sw_hier_pending *pending, co
     int hosts = hier->map.host_count, count = said->kind == SW_SAID_MERGED ? 1 : hosts;
     for (int l = 0; l < hier->local_count; ++l)
         carrier->destination[l] = part_of(carrier, pending, l);
-    for (int g = 0; g < count; ++g) /* in the order of hosts, wherever this one is */
+    for (int g = 0; g < count; ++g) /* host order on every host */
         carrier->source[g] =
             from + (size_t)(count == 1 ? 0 : (g - hier->host + hosts) % hosts) * said->unit_bytes;
     sw_partial_finish(carrier->destination, hier->local_count, carrier->source, count, op->numel,
