@@ -53,7 +53,7 @@ static nccl_view view_of(const sw_peers *peers)
     return (nccl_view){.library = comm->library, .handle = comm->handle};
 }
 
-/* What a call that may go on in the background has come to. */
+/* Wait for the final result of a call that may continue in the background. */
 static sw_nccl_result decide(const sw_peers *peers, const nccl_view *v, sw_nccl_result result)
 {
     int64_t start = sw_clock_now_ns();
@@ -70,7 +70,7 @@ static sw_nccl_result decide(const sw_peers *peers, const nccl_view *v, sw_nccl_
 static sw_status refuse(sw_peers *peers, const nccl_view *v, sw_nccl_result result,
                         const char *what, sw_error *err)
 {
-    if (result == SW_NCCL_IN_PROGRESS) /* whatever comes of it, the memory cannot be told free */
+    if (result == SW_NCCL_IN_PROGRESS) /* its outcome is unknown: the memory may stay in use */
         return sw_peers_give_up(peers, what, err);
     const char *last = v->library->call.ncclGetLastError(v->handle);
     return sw_error_set(err, SW_E_DEVICE, result,
