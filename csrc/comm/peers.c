@@ -96,7 +96,7 @@ sw_status sw_peers_await(sw_peers *t, sw_event *event, const char *what, sw_erro
         sw_error cause;
         if (t->device->ops->event_query(t->device, event, &done, &cause) != SW_OK)
             return sw_peers_fail_driver(t, what, &cause, err);
-        SW_TRY(sw_peers_check(t, err)); /* after the event: what it stands for may be garbage */
+        SW_TRY(sw_peers_check(t, err)); /* after the event: its data may be garbage */
         if (done)
             return SW_OK;
         SW_TRY(sw_peers_turn(t, begun_ns, what, err));

@@ -5,7 +5,7 @@
 
 #include "platform/socket.h"
 
-enum { MAGIC = 0x53574833 /* "SWH3": changes when a page or a message between ranks does */ };
+enum { MAGIC = 0x53574833 /* "SWH3": changes with the pages and messages between ranks */ };
 
 typedef struct transcript {
     uint32_t role;
