@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The rank of each (replica, slice); false where one of them has none. */
+/* Fill in the rank of each (replica, slice); false if one has none. */
 static bool place_ranks(int *rank_of, int world_size, const sw_slices *slices)
 {
     for (int r = 0; r < world_size; ++r)
@@ -21,7 +21,7 @@ static bool place_ranks(int *rank_of, int world_size, const sw_slices *slices)
     return true;
 }
 
-/* The rank that speaks for slice `index`. */
+/* Return the rank that represents slice `index`. */
 static int speaker_of(const sw_slice_table *table, const sw_host_map *map, const int *rank_of,
                       int index)
 {
@@ -31,7 +31,7 @@ static int speaker_of(const sw_slice_table *table, const sw_host_map *map, const
 
 static void list_speakers(sw_slice_table *table, const sw_host_map *map, const int *rank_of)
 {
-    int *end = table->speakers_of + 1; /* of each host, while they are listed */
+    int *end = table->speakers_of + 1; /* end of each host's list so far */
     for (int index = 0; index < table->slices.count; ++index)
         end[map->host_of[speaker_of(table, map, rank_of, index)]]++;
     for (int h = 0, at = 0; h < map->host_count; ++h) {
