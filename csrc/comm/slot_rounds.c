@@ -1,9 +1,8 @@
-/* slot_rounds.c - rounds of the slot transport, and how they end. See slot_transport.h.
+/* slot_rounds.c - rounds of the slot transport, and their end. See slot_transport.h.
  *
- * What breaks if the order changes: a number that is written before the pieces are copied shows
- * peers an old slot; a copy out of a peer's slot before the wait for it reads what is half written;
- * a round closed on one rank and not on another shifts all later ones.
- */
+ * Another order breaks it. A number that is written before the pieces are copied shows peers an old
+ * slot. A copy out of a peer's slot before the wait for it reads half-written data. A round closed
+ * on one rank and not on another shifts all later ones. */
 
 #include "comm/slot_state.h"
 #include "platform/clock.h"
@@ -13,8 +12,8 @@ enum { LET_GO_NS = 1000000000 };
 
 /* ---- failing ---- */
 
-/* The numbers that waits of ours look for, into our own page. A peer's GPU may write an older one
- * over it later, so whoever needs the stream to end does this again. */
+/* Write the numbers that our waits need into our own page. A peer's GPU may overwrite them with an
+ * older one later, so a caller that needs the stream to end repeats this. */
 static void let_go(const sw_slot_transport *t)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
@@ -39,8 +38,8 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
     }
 }
 
-/* The mark comes first: what is made of a wait that was let go is never taken for good by a rank
- * that asks. False where another thread was first. */
+/* Mark first: a rank that checks never takes the data behind a released wait for valid. Returns
+ * false if another thread marked before. */
 static bool mark(sw_slot_transport *t, const sw_error *reason)
 {
     if (atomic_exchange(&t->base.has_failed, true))
@@ -65,8 +64,8 @@ void sw_slot_end_beside(sw_peers *peers, const sw_error *reason)
     let_go(t);
 }
 
-/* Whether a round that this rank has enqueued is another one on rank `p`: sizes that differ would
- * be read as if they did not. */
+/* Return true if a round that this rank has enqueued is a different one on rank `p`: without this
+ * check other sizes would be read as equal ones. */
 static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
 {
     const sw_slot_head *own = sw_slot_head_of(t, t->base.rank), *other = sw_slot_head_of(t, p);
@@ -80,7 +79,7 @@ static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
     return false;
 }
 
-/* Why the transport has failed, as far as the parts in shared memory say. */
+/* Return the reason for a failure that the parts in shared memory show. */
 sw_status sw_slot_look(sw_peers *peers, sw_error *reason)
 {
     const sw_slot_transport *t = (const sw_slot_transport *)(const void *)peers;
@@ -129,7 +128,7 @@ static void open_round(sw_slot_transport *t)
     t->digest = 0;
 }
 
-/* Where rank `writer`'s number lies in `rank`'s page, as the device calls it. */
+/* Return the device address of rank `writer`'s number in `rank`'s page. */
 static uint32_t *number_of(const sw_slot_transport *t, int rank, int writer)
 {
     sw_slot_head *head = (sw_slot_head *)(void *)t->mapped[rank];
@@ -177,7 +176,7 @@ sw_status sw_slot_reserve(sw_slot_transport *t, int places, size_t wanted, size_
                           size_t *offset, sw_error *err)
 {
     size_t unit = SW_SLOT_PIECE_ALIGNMENT, count = (size_t)places;
-    size_t most = t->slot_bytes / count / unit * unit; /* of an empty slot */
+    size_t most = t->slot_bytes / count / unit * unit; /* capacity of an empty slot */
     size_t size = wanted < most ? wanted : most;
     size_t world_size = (size_t)t->base.world_size;
     if (t->is_open && (t->slot_bytes - t->used < sw_slot_stride(size) * count ||
