@@ -59,7 +59,7 @@ static sw_status check_page(const void *memory, size_t page_bytes, sw_error *err
 {
     if ((uintptr_t)memory % page_bytes != 0)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL's memory must begin on a page of %zu bytes to be registered, and is at %p "
+                "NCCL's memory must begin on a page of %zu bytes to be registered, but is at %p "
                 "(NCCL_CUMEM_ENABLE=0?)",
                 page_bytes, memory);
     return SW_OK;

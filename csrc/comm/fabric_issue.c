@@ -97,7 +97,7 @@ sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *err)
     }
     SW_TRY(sw_op_check(op, fabric->comm.world_size, err));
     if (op->kind == SW_OP_REDUCE_SCATTER || op->kind == SW_OP_ALL_GATHER)
-        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs memory of an arena",
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs a buffer in an arena",
                 sw_op_kind_name(op->kind), op->label);
     sw_comm_count(comm, op);
     return run_through_slots(fabric, op, NULL, err);

@@ -261,7 +261,7 @@ static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_o
     if (!hier->pid || !hier->host_name || !hier->contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
     if (hier->local_count != hier->inside->world_size || hier->members[hier->local_rank] != rank)
-        SW_FAIL(err, SW_E_INVALID, "rank %d: the map of hosts is not that of the ranks joined",
+        SW_FAIL(err, SW_E_INVALID, "rank %d: the map of hosts does not match the ranks that joined",
                 rank);
     return create_memory(hier, err);
 }

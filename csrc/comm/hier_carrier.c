@@ -129,7 +129,7 @@ static sw_status allocate_hops(sw_carrier *carrier, sw_error *err)
     carrier->next.memory = calloc(carrier->next.capacity, 1);
     if (!carrier->hops || !carrier->peers || !carrier->frames || !carrier->next.packs ||
         !carrier->next.memory)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for what %zu hosts say", hosts);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the frames of %zu hosts", hosts);
     carrier->leave = carrier->frames + 2 * hops * carrier->frame_bytes;
     for (size_t i = 0; i < hops; ++i) {
         carrier->hops[i].out = carrier->frames + 2 * i * carrier->frame_bytes;

@@ -181,7 +181,7 @@ static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const ui
 static sw_status no_frame(const sw_carrier *carrier, int host, sw_error *err)
 {
     int rank = rank_of(carrier, host);
-    return sw_error_set(err, SW_E_COMM, rank, "rank %d sent a message that is no frame", rank);
+    return sw_error_set(err, SW_E_COMM, rank, "rank %d sent an invalid frame", rank);
 }
 
 /* Read why a host ends. */

@@ -165,7 +165,7 @@ sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int
     uint32_t settled = atomic_load(&hop->probes_settled);
     if (taken - settled > atomic_load(&hop->probes_sent) - settled)
         return sw_error_set(err, SW_E_COMM, sw_host_carrier(&carrier->hier->map, to),
-                            "a frame tells of %u probes, of %u sent", taken,
+                            "a frame acknowledges %u probes, but %u were sent", taken,
                             atomic_load(&hop->probes_sent));
     for (; settled != taken; atomic_store(&hop->probes_settled, ++settled))
         SW_TRY(

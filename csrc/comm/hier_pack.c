@@ -34,8 +34,8 @@ sw_status sw_packet_open(void *out, const uint8_t *packet, size_t numel, size_t 
     if (record_bytes >= numel * sizeof(float) ||
         !sw_kernels()->compress->exact_unpack(out, packet + SW_PACKET_HEAD_BYTES,
                                               (size_t)record_bytes, numel))
-        SW_FAIL(err, SW_E_COMM, "a block of %zu elements came as a record of %llu bytes", numel,
-                (unsigned long long)record_bytes);
+        SW_FAIL(err, SW_E_COMM, "a packet of %zu elements has an invalid record of %llu bytes",
+                numel, (unsigned long long)record_bytes);
     *size_bytes = SW_PACKET_HEAD_BYTES + (size_t)record_bytes;
     return SW_OK;
 }

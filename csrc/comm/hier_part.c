@@ -66,7 +66,7 @@ sw_status sw_part_check(const sw_part *part, uint32_t ticket, sw_error *err)
     else if (!sw_descriptor_contradicted(&first->descriptor, NULL, &odd->descriptor))
         return sw_error_set(
             err, SW_E_MISMATCH, odd->rank,
-            "rank %d says %u bytes beside %s '%.*s', where rank %d says %u", odd->rank,
+            "rank %d sends %u bytes beside %s '%.*s', but rank %d sends %u", odd->rank,
             odd->said_bytes, sw_op_kind_name((sw_op_kind)odd->descriptor.kind),
             SW_COMM_LABEL_BYTES - 1, odd->descriptor.label, first->rank, first->said_bytes);
     return sw_descriptor_disagree(ticket, first->rank, &first->descriptor, odd->rank,

@@ -25,7 +25,7 @@ static sw_status find_table(sw_hier *hier, sw_hier_pending *pending, sw_error *e
         found = calloc(1, sizeof *found);
         sw_status status =
             found ? sw_slice_table_init(&found->table, &hier->map, op->slices, err)
-                  : sw_error_set(err, SW_E_MEMORY, -1, "no memory for who owns which slice");
+                  : sw_error_set(err, SW_E_MEMORY, -1, "no memory for the table of slice owners");
         if (status != SW_OK) {
             free(found);
             return sw_comm_give_up(&hier->comm, status, err, "%s", err ? err->message : "slices");
@@ -59,7 +59,7 @@ static sw_status check_supported(const sw_hier *hier, const sw_op *op, sw_error 
 {
     SW_TRY(sw_op_check(op, hier->comm.world_size, err));
     if (op->kind == SW_OP_REDUCE_SCATTER && (!op->arena || (op->result && !op->results)))
-        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' over hosts needs memory of an arena, results too",
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' over hosts needs buffer and results in an arena",
                 sw_op_kind_name(op->kind), op->label);
     return SW_OK;
 }

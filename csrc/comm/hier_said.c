@@ -216,8 +216,8 @@ sw_status sw_carrier_hear(sw_carrier *carrier, uint32_t index, sw_error *err)
         return SW_OK;
     if (said->kind == SW_SAID_BY_ROOT && !said->is_known)
         return sw_error_set(err, SW_E_COMM, pending->op.root,
-                            "no host brings what rank %d broadcasts as '%.*s'", pending->op.root,
-                            SW_COMM_LABEL_BYTES - 1, pending->op.label);
+                            "no host has the data that rank %d broadcasts as '%.*s'",
+                            pending->op.root, SW_COMM_LABEL_BYTES - 1, pending->op.label);
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (said->kind == SW_SAID_BY_RANK)
         hear_ranks(carrier, pending, said, memory_of(carrier, index));

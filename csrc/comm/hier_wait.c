@@ -62,7 +62,7 @@ static void describe_wait(void *context, sw_wait_text *text)
     (void)sw_wait_add_missing(text, &hier->comm, awaited < 0 ? hier->members[0] : awaited, 0);
     size_t used = strlen(text->missing);
     if (waits_for_others(hier, awaited))
-        snprintf(text->missing + used, sizeof text->missing - used, ", or for whom it waits");
+        snprintf(text->missing + used, sizeof text->missing - used, ", or a rank it awaits");
 }
 
 /* Return the index of `host` among this host's peers; -1: none, or this rank is no carrier. */

@@ -201,7 +201,7 @@ static sw_status as_reduced(sw_dtype dtype, sw_redop op, int *nccl_dtype, int *n
     }
     if (nccl_dtypes[dtype] < 0)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL: it cannot reduce dtype %s; the deterministic reduction can",
+                "NCCL cannot reduce dtype %s; the deterministic reduction can",
                 sw_dtype_name(dtype));
     *nccl_dtype = nccl_dtypes[dtype];
     *nccl_op = ops[op];

@@ -16,7 +16,7 @@ sw_status sw_nccl_memory_alloc(const sw_nccl_library *nccl, sw_device *device, s
     if (version < SW_NCCL_REGISTERING_VERSION || !nccl->call.ncclMemAlloc ||
         !nccl->call.ncclMemFree || !nccl->call.ncclCommRegister || !nccl->call.ncclCommDeregister)
         return sw_error_set(err, SW_E_UNSUPPORTED, version,
-                            "registering memory takes NCCL 2.19 or newer, not %d.%d.%d",
+                            "registering memory needs NCCL 2.19 or newer, not %d.%d.%d",
                             version / 10000, version % 10000 / 100, version % 100);
     SW_TRY(device->ops->enter(device, &visit, err));
     sw_nccl_result result = nccl->call.ncclMemAlloc(&made, size_bytes);
@@ -86,7 +86,7 @@ sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, voi
     void *made = NULL;
     if (peers->is_borrowed)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL on rank %d of %d: nothing is registered with a communicator that is borrowed",
+                "NCCL on rank %d of %d: memory cannot be registered with a borrowed communicator",
                 peers->rank, peers->world_size);
     SW_TRY(sw_peers_check(peers, err));
     nccl_view v = view_of(peers);
@@ -98,8 +98,8 @@ sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, voi
         return refuse(peers, &v, result, "registering memory", err);
     if (!made)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL on rank %d of %d: it declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, "
-                "or peers that are reached by copies alone)",
+                "NCCL on rank %d of %d declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, or "
+                "peers that are reached by copies alone)",
                 peers->rank, peers->world_size, size_bytes);
     *registered = made;
     return SW_OK;

@@ -34,7 +34,7 @@ sw_status sw_peers_fail_driver(sw_peers *t, const char *what, const sw_error *ca
 void sw_peers_explain_late(const sw_peers *t, const char *what, sw_error *reason)
 {
     sw_error_set(reason, SW_E_TIMEOUT, -1,
-                 "%s on rank %d of %d: %s was not done within %.3g s; a peer has not come to it",
+                 "%s on rank %d of %d: %s was not done within %.3g s; a peer has not issued it",
                  t->title, t->rank, t->world_size, what, (double)t->timeout_ns * 1e-9);
 }
 

@@ -261,8 +261,8 @@ static sw_status appear(shm_comm *shm, sw_error *err)
     snprintf(own->host, sizeof own->host, "%s", shm->host);
     if (!sw_process_hold_lock(shm->control_fd, comm->rank))
         SW_FAIL(err, SW_E_OS,
-                "host communicator: byte %d of a memfd cannot be locked here, so that the death of "
-                "rank %d could not be seen",
+                "host communicator: byte %d of a memfd cannot be locked here, so the death of rank "
+                "%d could not be detected",
                 comm->rank, sw_comm_name(comm, comm->rank));
     SW_TRY(sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, pages, err));
     atomic_store(&own->has_joined, SW_FABRIC_JOINED);

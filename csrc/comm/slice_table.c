@@ -87,7 +87,7 @@ sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_map *map,
     table->of_rank = calloc(5 * ranks, sizeof *table->of_rank);
     table->speakers_of = calloc(2 * (hosts + 1), sizeof *table->speakers_of);
     if (!rank_of || !table->of_rank || !table->speakers_of) {
-        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for who owns which slice");
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the table of slice owners");
     } else if (!place_ranks(rank_of, map->world_size, slices)) {
         status =
             sw_error_set(err, SW_E_INVALID, -1,

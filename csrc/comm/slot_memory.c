@@ -110,7 +110,7 @@ static sw_status agree_on_place(sw_slot_transport *t, sw_slot_place place, sw_er
         return SW_OK;
     sw_error reason;
     sw_error_set(&reason, SW_E_UNSUPPORTED, -1,
-                 "GPU slots: rank %d of %d cannot have them in its GPU's memory: %.300s", refused,
+                 "GPU slots: rank %d of %d cannot place them in its GPU's memory: %.300s", refused,
                  t->base.world_size, sw_slot_head_of(t, refused)->refusal.message);
     return sw_peers_fail(&t->base, &reason, err);
 }

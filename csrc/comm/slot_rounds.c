@@ -90,10 +90,11 @@ sw_status sw_slot_look(sw_peers *peers, sw_error *reason)
             SW_TRY(sw_ending_read(&sw_slot_head_of(t, p)->ending, reason));
     for (int p = 0; p < world_size; ++p)
         if (p != rank && differs(t, p, &round))
-            SW_FAIL(reason, SW_E_MISMATCH,
-                    "GPU slots: ranks %d and %d of %d issue different operations: their round %u "
-                    "is of different sizes",
-                    p < rank ? p : rank, p < rank ? rank : p, world_size, round);
+            SW_FAIL(
+                reason, SW_E_MISMATCH,
+                "GPU slots: ranks %d and %d of %d issue different operations: sizes of their round "
+                "%u differ",
+                p < rank ? p : rank, p < rank ? rank : p, world_size, round);
     return SW_OK;
 }
 

@@ -19,7 +19,7 @@ static sw_status begin(sw_slot_transport *t, const sw_stream *stream, sw_error *
 {
     SW_TRY(sw_slot_check(&t->base, err));
     if (stream != t->stream)
-        SW_FAIL(err, SW_E_INVALID, "GPU slots on rank %d of %d: all operations are of one stream",
+        SW_FAIL(err, SW_E_INVALID, "GPU slots on rank %d of %d: all operations must use one stream",
                 t->base.rank, t->base.world_size);
     return SW_OK;
 }
@@ -366,8 +366,8 @@ static sw_status slot_memory_register(sw_peers *t, void *memory, size_t size_byt
     (void)memory;
     (void)registered;
     SW_FAIL(err, SW_E_UNSUPPORTED,
-            "slots (%s): %zu bytes cannot be registered: everything is copied through slots, only "
-            "NCCL takes memory of others",
+            "slots (%s): %zu bytes cannot be registered: slots copy all data, only NCCL uses "
+            "registered memory",
             t->name, size_bytes);
 }
 

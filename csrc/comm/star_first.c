@@ -213,8 +213,8 @@ static sw_status give(reception *r, sw_error *err)
         r->crowded_since_ns = sw_clock_now_ns();
     else if (sw_clock_now_ns() - r->crowded_since_ns > crowded_ns)
         SW_FAIL(err, SW_E_MEMORY,
-                "%s: for 10 s the kernel has taken no descriptor of rank %d to pass on: other "
-                "programs of this user have as many in flight as ulimit -n allows",
+                "%s: for 10 s the kernel has accepted no file descriptor of rank %d to pass on: "
+                "other programs of this user have as many in flight as ulimit -n allows",
                 r->label, name_of(r, 0));
     return SW_OK;
 }
