@@ -58,7 +58,7 @@ typedef enum sw_message {
     SW_MESSAGE_STANDING,  /* likewise: results of the round before, for the carrier that adds to
                              them */
     SW_MESSAGE_SLICE,     /* likewise: updated slices */
-    SW_MESSAGE_LAST,      /* below 16: a host has ended; the rest belong to the wire */
+    SW_MESSAGE_END,       /* below 16: a host has ended; the rest belong to the wire */
     SW_MESSAGE_PROBE,     /* own numbers: tests the connection */
 } sw_message;
 

@@ -47,7 +47,7 @@ static void *carry(void *argument)
     void *kept = NULL;
     if (wire && wire->enter)
         wire->enter(wire->context, &kept);
-    sw_status status = sw_carrier_expect_words(carrier, &reason);
+    sw_status status = sw_carrier_expect_ends(carrier, &reason);
     if (status == SW_OK)
         status = sw_carrier_expect_frames(carrier, &reason);
     while (status == SW_OK)
@@ -163,7 +163,7 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the carrier of a host");
     }
     made->hier = hier;
-    pthread_mutex_init(&made->words_lock, NULL);
+    pthread_mutex_init(&made->ends_lock, NULL);
     made->bridge = (sw_bridge){.wire = wire,
                                .map = &hier->map,
                                .host = hier->host,
@@ -239,8 +239,8 @@ static void drop_transfers(sw_carrier *carrier)
         drop_all(carrier, hop->probe_out, SW_HIER_PROBES);
     }
     for (int p = 0; carrier->peers && p < spread->peer_count; ++p) {
-        drop_all(carrier, carrier->peers[p].in, SW_HIER_WORDS);
-        drop_all(carrier, carrier->peers[p].out, SW_HIER_WORDS);
+        drop_all(carrier, carrier->peers[p].in, SW_HIER_ENDS);
+        drop_all(carrier, carrier->peers[p].out, SW_HIER_ENDS);
     }
 }
 
@@ -265,7 +265,7 @@ void sw_carrier_destroy(sw_carrier *carrier)
     free(carrier->opened);
     free(carrier->elements);
     free(carrier->packs);
-    pthread_mutex_destroy(&carrier->words_lock);
+    pthread_mutex_destroy(&carrier->ends_lock);
     free(carrier->source);
     free(carrier->destination);
     free(carrier->contributes);

@@ -21,7 +21,7 @@ enum {
     SW_HIER_INLINE_BYTES = 32 * 1024, /* payload of all hosts for a batch, inside its frames */
     SW_HIER_SMALL_BYTES = 2048,       /* private memory that is reduced inside frames */
     SW_HIER_PROBES = 8,               /* in flight to a peer */
-    SW_HIER_WORDS = 4,                /* end messages a host */
+    SW_HIER_ENDS = 4,                 /* end messages a host */
 };
 
 /* The payload that travels beside one operation. */
@@ -54,11 +54,11 @@ typedef struct sw_agreement {
 
 /* Announces that a host has ended, and why, at any point of its carrier's work. Whole words: it is
  * read while it arrives. */
-typedef struct sw_last_word {
+typedef struct sw_end_message {
     uint32_t magic;
     sw_error reason;
     uint32_t crc; /* CRC-32C of the bytes before it */
-} sw_last_word;
+} sw_end_message;
 
 /* One of hier->spread.hops, both ends: hop->to receives this host's frames and sends probes;
  * hop->from sends frames and receives probes. */
@@ -77,8 +77,8 @@ typedef struct sw_carrier_hop {
 } sw_carrier_hop;
 
 typedef struct sw_carrier_peer { /* one of hier->spread.peers */
-    sw_last_word word[SW_HIER_WORDS];
-    sw_transfer in[SW_HIER_WORDS], out[SW_HIER_WORDS]; /* never waited for */
+    sw_end_message end[SW_HIER_ENDS];
+    sw_transfer in[SW_HIER_ENDS], out[SW_HIER_ENDS]; /* never waited for */
 } sw_carrier_peer;
 
 typedef struct sw_carrier_slot {  /* one block in flight; arrays of host_count */
@@ -107,9 +107,9 @@ struct sw_carrier {
                                           turn */
 
     sw_carrier_peer *peers; /* owned */
-    sw_last_word said[SW_HIER_WORDS];
-    pthread_mutex_t words_lock; /* over words_said, and `said` up to it */
-    int words_said;
+    sw_end_message ends[SW_HIER_ENDS];
+    pthread_mutex_t ends_lock; /* over ends_sent, and `ends` up to it */
+    int ends_sent;
 
     size_t block_bytes, ahead, slot_count; /* see above */
     sw_carrier_slot slots[SW_HIER_SLOTS];
@@ -143,8 +143,7 @@ void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket);
 
 /* Wait until all ranks of this host have posted `ticket`. SW_E_STATE when this rank leaves. */
 SW_MUST_USE sw_status sw_carrier_await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err);
-/* Wait until `word` of a page of this host has reached `value`. SW_E_STATE when this rank
- * leaves. */
+/* Wait until `word` of a page of this host has reached `value`. SW_E_STATE: this rank leaves. */
 SW_MUST_USE sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_need *need,
                                              _Atomic uint32_t *word, uint32_t value, sw_error *err);
 
@@ -163,7 +162,7 @@ static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t
  * ------------------------------------------------------------------------------------------ */
 
 /* Expect end messages and probes of each peer. */
-SW_MUST_USE sw_status sw_carrier_expect_words(sw_carrier *carrier, sw_error *err);
+SW_MUST_USE sw_status sw_carrier_expect_ends(sw_carrier *carrier, sw_error *err);
 /* Take in the probes that have arrived from hop->to. */
 SW_MUST_USE sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int from,
                                              const char *what, sw_error *err);

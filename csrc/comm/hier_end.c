@@ -22,7 +22,7 @@ void sw_hier_request_end(sw_comm *comm, const sw_error *reason)
     sw_hier_await_untouched(hier);
     (void)!sw_ending_read(sw_hier_ending(hier), &first);
     if (hier->carrier && sw_ending_state(sw_hier_ending(hier)) == SW_MEMBER_ENDED)
-        sw_carrier_say_last_word(hier->carrier, &first);
+        sw_carrier_send_end(hier->carrier, &first);
 }
 
 sw_status sw_hier_end_here(sw_hier *hier, const sw_error *reason, sw_error *err)

@@ -216,9 +216,9 @@ SW_MUST_USE sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_er
 void sw_carrier_stop(sw_carrier *carrier, bool ended_well);
 /* Send this host's peers an end message: at once, and a few times again for a better reason. Any
  * thread; takes the wire's locks, and none of ours may be held. */
-void sw_carrier_say_last_word(sw_carrier *carrier, const sw_error *reason);
+void sw_carrier_send_end(sw_carrier *carrier, const sw_error *reason);
 /* Return the last end message of host `peer` of hier->spread.peers; false: none yet. Any thread. */
-bool sw_carrier_hears_last_word(const sw_carrier *carrier, int peer, sw_error *reason);
+bool sw_carrier_received_end(const sw_carrier *carrier, int peer, sw_error *reason);
 /* Check the connection to `host`, from which this host receives frames: SW_E_COMM if it is lost.
  * The posting thread, while it waits for the carrier. */
 SW_MUST_USE sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what,

@@ -36,7 +36,7 @@ typedef struct hier_wait {
     sw_hier *hier;
     const sw_hier_need *need;
     sw_wait wait;
-    int64_t heard_ns; /* time of an end message; bytes moved by then */
+    int64_t end_seen_ns; /* time of an end message; bytes moved by then */
     uint64_t moved_bytes;
     int64_t still_ns, probe_ns; /* since when no byte has moved; delay of the next probe */
     uint64_t still_bytes;
@@ -85,16 +85,16 @@ static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
     sw_error answer;
     if (peer < 0 || !waits_for_others(hier, reason->detail))
         return;
-    sw_carrier_say_last_word(hier->carrier, reason);
+    sw_carrier_send_end(hier->carrier, reason);
     while (sw_clock_now_ns() < end && sw_hier_is_active(hier)) {
-        if (sw_carrier_hears_last_word(hier->carrier, peer, &answer)) {
+        if (sw_carrier_received_end(hier->carrier, peer, &answer)) {
             int host = host_of(hier, answer.detail);
             if (host == hier->host)
                 return;
             *reason = answer;
             if (host == asked || hier->spread.rounds == 1)
                 return;
-            sw_carrier_say_last_word(hier->carrier, reason);
+            sw_carrier_send_end(hier->carrier, reason);
         }
         sw_thread_sleep_ns(5 * 1000 * 1000);
     }
@@ -111,7 +111,7 @@ static sw_status end_wait(hier_wait *w, sw_status status, sw_error *reason, sw_e
 
 /* Another host has ended, and no byte moves: this host takes over its reason. But if that host gave
  * up waiting for this one, or this one waits for a third, report the rank awaited here. */
-static sw_status check_last_words(hier_wait *w, sw_error *err)
+static sw_status check_ends(hier_wait *w, sw_error *err)
 {
     sw_hier *hier = w->hier;
     const sw_page *page = sw_hier_page(hier, 0);
@@ -119,16 +119,16 @@ static sw_status check_last_words(hier_wait *w, sw_error *err)
     int64_t now = sw_clock_now_ns();
     sw_error reason;
     int peer = 0, count = hier->carrier ? hier->spread.peer_count : 0;
-    while (peer < count && !sw_carrier_hears_last_word(hier->carrier, peer, &reason))
+    while (peer < count && !sw_carrier_received_end(hier->carrier, peer, &reason))
         ++peer;
     if (peer == count)
         return SW_OK;
     int from = hier->spread.peers[peer];
-    if (w->heard_ns == 0 || moved != w->moved_bytes) {
-        w->heard_ns = now;
+    if (w->end_seen_ns == 0 || moved != w->moved_bytes) {
+        w->end_seen_ns = now;
         w->moved_bytes = moved;
     }
-    if (now - w->heard_ns < quiet_ns)
+    if (now - w->end_seen_ns < quiet_ns)
         return SW_OK;
     int awaited = atomic_load(&page->awaiting);
     bool of_this_host = host_of(hier, reason.detail) == hier->host;
@@ -216,7 +216,7 @@ sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic ui
             return SW_OK; /* it was complete before the error was seen */
         if (status != SW_OK)
             return sw_hier_end_here(hier, &reason, err);
-        SW_TRY(check_last_words(&w, err));
+        SW_TRY(check_ends(&w, err));
         SW_TRY(check_clock(&w, err)); /* takes an interrupt before a probe would */
         SW_TRY(check_wire(&w, err));
     }
