@@ -232,8 +232,8 @@ static void drop_transfers(sw_carrier *carrier)
         drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
     for (int i = 0; carrier->hops && i < spread->hop_count; ++i) {
         sw_carrier_hop *hop = &carrier->hops[i];
-        sw_transfer *others[] = {&hop->frame_out, &hop->frame_in, &hop->leave_out,
-                                 &hop->said_out,  &hop->said_in,  &hop->probe_in};
+        sw_transfer *others[] = {&hop->frame_out,   &hop->frame_in,   &hop->leave_out,
+                                 &hop->payload_out, &hop->payload_in, &hop->probe_in};
         for (size_t k = 0; k < sizeof others / sizeof *others; ++k)
             drop_all(carrier, others[k], 1);
         drop_all(carrier, hop->probe_out, SW_HIER_PROBES);

@@ -1,6 +1,7 @@
 /* hier_carrier.h - the state of a carrier's thread, shared by hier_carrier.c (the thread),
- * hier_carrier_wait.c (its waits), hier_frames.c (agreement), hier_said.c (data beside operations),
- * hier_last.c (ends and probes), hier_reduce.c and hier_gather.c (the data). Private to them.
+ * hier_carrier_wait.c (its waits), hier_frames.c (agreement), hier_payload.c (data beside
+ * operations), hier_last.c (ends and probes), hier_reduce.c and hier_gather.c (the data). Private
+ * to them.
  *
  * Thread rule: the carrier's thread alone, except where hier_state.h says so. */
 #ifndef SW_COMM_HIER_CARRIER_H
@@ -25,28 +26,28 @@ enum {
 };
 
 /* The payload that travels beside one operation. */
-typedef enum sw_said_kind {
-    SW_SAID_NOTHING = 0,
-    SW_SAID_BY_RANK, /* all_gather of private memory, use bits */
-    SW_SAID_BY_HOST, /* partial sums of little private memory */
-    SW_SAID_MERGED,  /* minima or maxima of it */
-    SW_SAID_BY_ROOT, /* all of a short broadcast */
-} sw_said_kind;
+typedef enum sw_payload_kind {
+    SW_PAYLOAD_NONE = 0,
+    SW_PAYLOAD_BY_RANK, /* all_gather of private memory, use bits */
+    SW_PAYLOAD_BY_HOST, /* partial sums of little private memory */
+    SW_PAYLOAD_MERGED,  /* minima or maxima of it */
+    SW_PAYLOAD_BY_ROOT, /* all of a short broadcast */
+} sw_payload_kind;
 
-typedef struct sw_said {
-    sw_said_kind kind;
+typedef struct sw_payload {
+    sw_payload_kind kind;
     size_t unit_bytes; /* bytes of a rank, of a host, or of all */
     size_t at_bytes;   /* into sw_agreement.memory: units from this host's own on, then those of the
                           hosts behind it, modulo their number */
     bool is_known;     /* BY_ROOT: this host has it */
-} sw_said;
+} sw_payload;
 
 /* The next operations of some hosts, from this one on: at first this one, in the end all. */
 typedef struct sw_agreement {
     uint32_t ticket, count; /* operations from `ticket` on, 1 to SW_HIER_BATCH */
     bool is_long;           /* the payload of its only operation does not fit into frames */
     sw_part part[SW_HIER_BATCH];
-    sw_said said[SW_HIER_BATCH];
+    sw_payload payload[SW_HIER_BATCH];
     uint8_t *memory; /* owned */
     size_t capacity;
     uint8_t *packs; /* owned; a bit a host: its blocks of float32 in these are packets */
@@ -64,8 +65,8 @@ typedef struct sw_end_message {
  * hop->from sends frames and receives probes. */
 typedef struct sw_carrier_hop {
     uint8_t *out, *in; /* borrowed from carrier->frames */
-    sw_transfer frame_out, frame_in, leave_out, said_out, said_in;
-    uint32_t sent, heard; /* frames, which number them */
+    sw_transfer frame_out, frame_in, leave_out, payload_out, payload_in;
+    uint32_t sent, received; /* frames, which number them */
     /* to hop->from: number n at n modulo SW_HIER_PROBES */
     sw_transfer probe_out[SW_HIER_PROBES];
     uint64_t probe_text[SW_HIER_PROBES];
@@ -73,7 +74,7 @@ typedef struct sw_carrier_hop {
     /* from hop->to: the place of the next one */
     sw_transfer probe_in;
     _Atomic uint64_t probe_place;
-    uint32_t probes_heard;
+    uint32_t probes_taken;
 } sw_carrier_hop;
 
 typedef struct sw_carrier_peer { /* one of hier->spread.peers */
@@ -170,23 +171,25 @@ SW_MUST_USE sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop
 SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to,
                                                uint32_t taken, const char *what, sw_error *err);
 
-/* hier_said.c
+/* hier_payload.c
  * ------------------------------------------------------------------------------------------ */
 
 /* Return the payload of an operation, without its place. */
-sw_said sw_carrier_said(const sw_carrier *carrier, const sw_hier_pending *pending);
+sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *pending);
 /* Bytes of the payload of `hosts` hosts, from this one on; BY_ROOT: at most. */
-size_t sw_carrier_said_bytes(const sw_carrier *carrier, const sw_said *said, int hosts);
+size_t sw_carrier_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts);
 /* Copy this host's payload of operation `index` into the agreement. */
-SW_MUST_USE sw_status sw_carrier_speak(sw_carrier *carrier, uint32_t index, sw_error *err);
+SW_MUST_USE sw_status sw_carrier_collect_payload(sw_carrier *carrier, uint32_t index,
+                                                 sw_error *err);
 /* Copy `size_bytes` of payload of `count` hosts, the first `distance` behind this one. */
-void sw_carrier_take_said(sw_carrier *carrier, uint32_t index, int distance, int count,
-                          const uint8_t *bytes, size_t size_bytes);
+void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, int count,
+                             const uint8_t *bytes, size_t size_bytes);
 /* Exchange the payload of the only operation of a long agreement, once all hosts agree on it. */
-SW_MUST_USE sw_status sw_carrier_exchange_said(sw_carrier *carrier, const char *what,
-                                               sw_error *err);
+SW_MUST_USE sw_status sw_carrier_exchange_payload(sw_carrier *carrier, const char *what,
+                                                  sw_error *err);
 /* Deliver the payload of all hosts of operation `index` to this host's ranks. */
-SW_MUST_USE sw_status sw_carrier_hear(sw_carrier *carrier, uint32_t index, sw_error *err);
+SW_MUST_USE sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t index,
+                                                 sw_error *err);
 
 /* hier_frames.c
  * ------------------------------------------------------------------------------------------ */
@@ -194,9 +197,9 @@ SW_MUST_USE sw_status sw_carrier_hear(sw_carrier *carrier, uint32_t index, sw_er
 /* Return true for operations that run in one pipeline (hier_reduce.c). */
 static inline bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending)
 {
-    sw_said_kind kind = sw_carrier_said(carrier, pending).kind;
+    sw_payload_kind kind = sw_carrier_payload(carrier, pending).kind;
     return (pending->op.kind == SW_OP_ALL_REDUCE || pending->op.kind == SW_OP_REDUCE_SCATTER) &&
-           kind != SW_SAID_BY_HOST && kind != SW_SAID_MERGED;
+           kind != SW_PAYLOAD_BY_HOST && kind != SW_PAYLOAD_MERGED;
 }
 
 /* Return true if hier_stream.c moves its data. */

@@ -65,7 +65,7 @@ static sw_status expect_frame(sw_carrier *carrier, int at, sw_error *err)
 {
     sw_carrier_hop *state = &carrier->hops[at];
     return sw_bridge_expect(&carrier->bridge, carrier->hier->spread.hops[at].from, SW_MESSAGE_FRAME,
-                            state->heard + 1, state->in, carrier->frame_bytes, &state->frame_in,
+                            state->received + 1, state->in, carrier->frame_bytes, &state->frame_in,
                             err);
 }
 
@@ -81,11 +81,11 @@ sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
  * ------------------------------------------------------------------------------------------ */
 
 /* Bytes of payload beside an operation in a frame about `hosts` hosts. */
-static uint32_t told_bytes(const sw_carrier *carrier, const sw_said *said, int hosts)
+static uint32_t sent_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts)
 {
-    if (carrier->next.is_long || (said->kind == SW_SAID_BY_ROOT && !said->is_known))
+    if (carrier->next.is_long || (payload->kind == SW_PAYLOAD_BY_ROOT && !payload->is_known))
         return 0;
-    return (uint32_t)sw_carrier_said_bytes(carrier, said, hosts);
+    return (uint32_t)sw_carrier_payload_bytes(carrier, payload, hosts);
 }
 
 static size_t write_frame(const sw_carrier *carrier, int at)
@@ -95,11 +95,11 @@ static size_t write_frame(const sw_carrier *carrier, int at)
     const sw_carrier_hop *state = &carrier->hops[at];
     size_t used = sizeof(frame_head);
     for (uint32_t i = 0; i < next->count; ++i) {
-        uint32_t bytes = told_bytes(carrier, &next->said[i], hop->count);
+        uint32_t bytes = sent_payload_bytes(carrier, &next->payload[i], hop->count);
         used += sw_part_write(&next->part[i], state->out + used);
         memcpy(state->out + used, &bytes, sizeof bytes);
         used = aligned(used + sizeof bytes);
-        memcpy(state->out + used, next->memory + next->said[i].at_bytes, bytes);
+        memcpy(state->out + used, next->memory + next->payload[i].at_bytes, bytes);
         used = aligned(used + bytes);
     }
     memcpy(state->out + used, next->packs, packs_bytes(carrier));
@@ -111,12 +111,12 @@ static size_t write_frame(const sw_carrier *carrier, int at)
                        .count = next->count,
                        .host = (uint32_t)carrier->hier->host,
                        .hosts = (uint32_t)hop->count,
-                       .probes = state->probes_heard};
+                       .probes = state->probes_taken};
     memcpy(state->out, &head, sizeof head);
     return used;
 }
 
-static sw_status tell_round(sw_carrier *carrier, int round, const char *what, sw_error *err)
+static sw_status send_round(sw_carrier *carrier, int round, const char *what, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i) {
@@ -172,7 +172,7 @@ static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const ui
     if (index < carrier->next.count) {
         sw_part_merge(&carrier->next.part[index], &part);
         if (!carrier->next.is_long)
-            sw_carrier_take_said(carrier, index, distance, hop->count, from->at, bytes);
+            sw_carrier_take_payload(carrier, index, distance, hop->count, from->at, bytes);
     }
     from->at += bytes;
     return align(from, begin);
@@ -259,10 +259,10 @@ static bool all_posted(const sw_hier *hier, uint32_t ticket)
 }
 
 /* Bytes of payload of all hosts for `ticket`, if they agree with this one. */
-static size_t said_bytes(const sw_carrier *carrier, uint32_t ticket, sw_said *said)
+static size_t payload_bytes(const sw_carrier *carrier, uint32_t ticket, sw_payload *payload)
 {
-    *said = sw_carrier_said(carrier, sw_carrier_pending(carrier, ticket));
-    return sw_carrier_said_bytes(carrier, said, carrier->hier->map.host_count);
+    *payload = sw_carrier_payload(carrier, sw_carrier_pending(carrier, ticket));
+    return sw_carrier_payload_bytes(carrier, payload, carrier->hier->map.host_count);
 }
 
 /* Count the operations from `ticket` on that fit into one batch here. *bytes: their payload. */
@@ -271,13 +271,13 @@ static uint32_t batch_here(sw_carrier *carrier, uint32_t ticket, size_t *bytes)
     uint32_t count = 0;
     *bytes = 0;
     do {
-        sw_said said;
-        size_t more = aligned(said_bytes(carrier, ticket + count, &said));
+        sw_payload payload;
+        size_t more = aligned(payload_bytes(carrier, ticket + count, &payload));
         bool reduces = sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket + count));
         if (count > 0 && (!reduces || *bytes + more > SW_HIER_INLINE_BYTES))
             return count;
-        said.at_bytes = *bytes;
-        carrier->next.said[count++] = said;
+        payload.at_bytes = *bytes;
+        carrier->next.payload[count++] = payload;
         *bytes += more;
     } while (sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket)) &&
              count < SW_HIER_BATCH && all_posted(carrier->hier, ticket + count));
@@ -301,7 +301,7 @@ static void fill_part(sw_carrier *carrier, uint32_t index)
 {
     const sw_hier *hier = carrier->hier;
     uint32_t ticket = carrier->next.ticket + index;
-    uint32_t bytes = (uint32_t)carrier->next.said[index].unit_bytes;
+    uint32_t bytes = (uint32_t)carrier->next.payload[index].unit_bytes;
     const sw_op *op = &sw_carrier_pending(carrier, ticket)->op;
     for (int l = 0; l < hier->local_count; ++l) {
         sw_part part;
@@ -330,31 +330,31 @@ static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
         next->packs[host / 8] = (uint8_t)(1u << host % 8);
     for (uint32_t i = 0; i < next->count; ++i) {
         fill_part(carrier, i);
-        SW_TRY(sw_carrier_speak(carrier, i, err));
+        SW_TRY(sw_carrier_collect_payload(carrier, i, err));
     }
     carrier->offered = true;
-    return tell_round(carrier, 0, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
+    return send_round(carrier, 0, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
 }
 
 sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
-    sw_said said;
+    sw_payload payload;
     if (carrier->offered || !all_posted(carrier->hier, ticket))
         return SW_OK;
-    bool is_short = said_bytes(carrier, ticket, &said) <= (size_t)SW_HIER_INLINE_BYTES;
+    bool is_short = payload_bytes(carrier, ticket, &payload) <= (size_t)SW_HIER_INLINE_BYTES;
     return is_short && sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket))
                ? offer(carrier, ticket, err)
                : SW_OK;
 }
 
-static sw_status hear_rounds(sw_carrier *carrier, const char *what, sw_error *err)
+static sw_status receive_rounds(sw_carrier *carrier, const char *what, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i) {
         if (i > 0 && spread->hops[i].round != spread->hops[i - 1].round)
-            SW_TRY(tell_round(carrier, spread->hops[i].round, what, err));
+            SW_TRY(send_round(carrier, spread->hops[i].round, what, err));
         SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_in, what, err));
-        carrier->hops[i].heard++;
+        carrier->hops[i].received++;
         SW_TRY(read_frame(carrier, i, what, err));
     }
     return SW_OK;
@@ -368,16 +368,16 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
     carrier->offered = false;
     carrier->turn++;
     const char *what = sw_carrier_what(carrier, carrier->turn, 0);
-    SW_TRY(hear_rounds(carrier, what, err));
+    SW_TRY(receive_rounds(carrier, what, err));
     SW_TRY(sw_part_check(&next->part[0], ticket, err));
     *count = 1;
     while (*count < next->count && /* one on which they disagree is the next batch's first */
            sw_part_check(&next->part[*count], ticket + *count, err) == SW_OK)
         ++*count;
     if (next->is_long)
-        SW_TRY(sw_carrier_exchange_said(carrier, what, err));
+        SW_TRY(sw_carrier_exchange_payload(carrier, what, err));
     for (uint32_t i = 0; i < *count; ++i)
-        SW_TRY(sw_carrier_hear(carrier, i, err));
+        SW_TRY(sw_carrier_deliver_payload(carrier, i, err));
     for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
         SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, what, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)

@@ -33,7 +33,7 @@ static uint32_t checksum(const sw_end_message *end)
 static sw_status expect_probe(sw_carrier *carrier, sw_carrier_hop *hop, int from, sw_error *err)
 {
     atomic_store(&hop->probe_place, 0);
-    return sw_bridge_expect(&carrier->bridge, from, SW_MESSAGE_PROBE, hop->probes_heard + 1,
+    return sw_bridge_expect(&carrier->bridge, from, SW_MESSAGE_PROBE, hop->probes_taken + 1,
                             (void *)&hop->probe_place, sizeof hop->probe_place, &hop->probe_in,
                             err);
 }
@@ -150,9 +150,9 @@ sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what, sw_e
 sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int from,
                                  const char *what, sw_error *err)
 {
-    while (atomic_load(&hop->probe_place) == (probe_text | (hop->probes_heard + 1))) {
+    while (atomic_load(&hop->probe_place) == (probe_text | (hop->probes_taken + 1))) {
         SW_TRY(sw_carrier_wait(carrier, &hop->probe_in, what, err));
-        hop->probes_heard++;
+        hop->probes_taken++;
         if (expect_probe(carrier, hop, from, err) != SW_OK)
             return sw_carrier_blame(carrier, what, err);
     }

@@ -5,7 +5,7 @@
 
 static bool contradicts(const sw_part_side *first, const sw_part_side *other)
 {
-    return first->said_bytes != other->said_bytes ||
+    return first->payload_bytes != other->payload_bytes ||
            sw_descriptor_contradicted(&first->descriptor, NULL, &other->descriptor) != NULL;
 }
 
@@ -39,12 +39,12 @@ static void merge_pair(sw_part_side *first, sw_part_side *odd, const sw_part_sid
     *odd = made_odd;
 }
 
-void sw_part_begin(sw_part *part, int rank, const sw_descriptor *descriptor, uint32_t said_bytes)
+void sw_part_begin(sw_part *part, int rank, const sw_descriptor *descriptor, uint32_t payload_bytes)
 {
     const sw_part_side none = {.rank = -1};
     *part = (sw_part){.odd = none, .counting = none, .odd_counting = none};
     part->lowest =
-        (sw_part_side){.rank = rank, .said_bytes = said_bytes, .descriptor = *descriptor};
+        (sw_part_side){.rank = rank, .payload_bytes = payload_bytes, .descriptor = *descriptor};
     if (descriptor->round != 0)
         part->counting = part->lowest;
 }
@@ -67,8 +67,8 @@ sw_status sw_part_check(const sw_part *part, uint32_t ticket, sw_error *err)
         return sw_error_set(
             err, SW_E_MISMATCH, odd->rank,
             "rank %d sends %u bytes beside %s '%.*s', but rank %d sends %u", odd->rank,
-            odd->said_bytes, sw_op_kind_name((sw_op_kind)odd->descriptor.kind),
-            SW_COMM_LABEL_BYTES - 1, odd->descriptor.label, first->rank, first->said_bytes);
+            odd->payload_bytes, sw_op_kind_name((sw_op_kind)odd->descriptor.kind),
+            SW_COMM_LABEL_BYTES - 1, odd->descriptor.label, first->rank, first->payload_bytes);
     return sw_descriptor_disagree(ticket, first->rank, &first->descriptor, odd->rank,
                                   &odd->descriptor, err);
 }

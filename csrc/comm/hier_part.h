@@ -16,8 +16,8 @@
 #include "comm/descriptor.h"
 
 typedef struct sw_part_side {
-    int32_t rank;        /* -1: none */
-    uint32_t said_bytes; /* payload beside the data: of a rank, of a host or of all */
+    int32_t rank;           /* -1: none */
+    uint32_t payload_bytes; /* payload beside the data: of a rank, of a host or of all */
     sw_descriptor descriptor;
 } sw_part_side;
 
@@ -27,7 +27,8 @@ typedef struct sw_part {
 } sw_part;
 
 /* Describe one rank's operation. */
-void sw_part_begin(sw_part *part, int rank, const sw_descriptor *descriptor, uint32_t said_bytes);
+void sw_part_begin(sw_part *part, int rank, const sw_descriptor *descriptor,
+                   uint32_t payload_bytes);
 void sw_part_merge(sw_part *into, const sw_part *other);
 /* SW_OK, or SW_E_MISMATCH with the sentence about `ticket` that every host writes. */
 SW_MUST_USE sw_status sw_part_check(const sw_part *part, uint32_t ticket, sw_error *err);
