@@ -86,12 +86,12 @@ static void *run(void *argument)
 {
     sw_device_watch *watch = argument;
     sw_comm *host = watch->comm->lookout.host;
-    bool is_told = false;
+    bool is_reported = false;
     while (!wait_for(watch, &watch->is_asked, PERIOD_NS)) {
         sw_error reason;
-        if (look(watch->comm, &reason) == SW_OK || is_told)
+        if (look(watch->comm, &reason) == SW_OK || is_reported)
             continue;
-        is_told = true;
+        is_reported = true;
         if (host && host->hooks.log) /* takes the GIL, so it comes after the end */
             host->hooks.log(host->hooks.context, reason.message);
     }

@@ -21,9 +21,9 @@
 
 typedef enum sw_member_state {
     SW_MEMBER_ACTIVE = 0,
-    SW_MEMBER_LEFT,   /* closed in order */
-    SW_MEMBER_ENDED,  /* met an error */
-    SW_MEMBER_SAYING, /* transient: the reason is being written. Counts as active */
+    SW_MEMBER_LEFT,      /* closed in order */
+    SW_MEMBER_ENDED,     /* met an error */
+    SW_MEMBER_RECORDING, /* transient: the reason is being written. Counts as active */
 } sw_member_state;
 
 typedef struct sw_ending { /* zeroed: active */
@@ -34,14 +34,14 @@ typedef struct sw_ending { /* zeroed: active */
 static inline sw_member_state sw_ending_state(const sw_ending *ending)
 {
     uint32_t state = atomic_load(&ending->state);
-    return state == SW_MEMBER_SAYING ? SW_MEMBER_ACTIVE : (sw_member_state)state;
+    return state == SW_MEMBER_RECORDING ? SW_MEMBER_ACTIVE : (sw_member_state)state;
 }
 
 /* `how`: LEFT or ENDED. Returns false, and changes nothing, if a reason is recorded already. */
-static inline bool sw_ending_say(sw_ending *ending, sw_member_state how, const sw_error *reason)
+static inline bool sw_ending_record(sw_ending *ending, sw_member_state how, const sw_error *reason)
 {
     uint32_t expected = SW_MEMBER_ACTIVE;
-    if (!atomic_compare_exchange_strong(&ending->state, &expected, SW_MEMBER_SAYING))
+    if (!atomic_compare_exchange_strong(&ending->state, &expected, SW_MEMBER_RECORDING))
         return false;
     ending->reason = *reason;
     atomic_store(&ending->state, (uint32_t)how);
@@ -70,7 +70,7 @@ static inline sw_status sw_ending_read(const sw_ending *ending, sw_error *err)
 /* The same for a thread that has lost to another thread of its own process: wait for the reason. */
 static inline sw_status sw_ending_await(const sw_ending *ending, sw_error *err)
 {
-    while (atomic_load(&ending->state) == SW_MEMBER_SAYING)
+    while (atomic_load(&ending->state) == SW_MEMBER_RECORDING)
         sw_spin_pause();
     return sw_ending_read(ending, err);
 }

@@ -63,7 +63,7 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *p
 void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
                     const sw_error *reason)
 {
-    if (!sw_ending_say(&control[rank].ending, how, reason))
+    if (!sw_ending_record(&control[rank].ending, how, reason))
         return;
     for (int r = 0; r < world_size; ++r) {
         if (!atomic_load(&control[r].waiters))
@@ -78,7 +78,7 @@ void sw_control_end(sw_control *control, int world_size, int rank, sw_member_sta
 static sw_status end(sw_fabric *fabric, sw_member_state how, const sw_error *reason, sw_error *err)
 {
     sw_error first;
-    sw_ending_say(&fabric->ending, how, reason);
+    sw_ending_record(&fabric->ending, how, reason);
     sw_status status = sw_ending_await(&fabric->ending, &first);
     if (atomic_load(&fabric->is_open) && !fabric->is_foreign)
         sw_control_end(fabric->control, fabric->comm.world_size, fabric->comm.rank,

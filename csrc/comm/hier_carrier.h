@@ -97,15 +97,15 @@ struct sw_carrier {
     uint32_t blocks;  /* blocks of complete batches */
     uint32_t pieces;  /* pieces of complete broadcasts */
 
-    sw_agreement next;                 /* the one in progress, or offered */
-    sw_carrier_hop *hops;              /* owned */
-    uint8_t *frames;                   /* owned: memory of all hops' frames */
-    size_t frame_bytes;                /* longest frame */
-    uint8_t *leave;                    /* owned: the frame that ends it */
-    uint32_t turn;                     /* agreements so far */
-    bool offered;                      /* the next one has begun before this batch is complete */
-    char whats[2][SW_HIER_BATCH][160]; /* names in this batch and the next one, for messages: by
-                                          turn */
+    sw_agreement next;    /* the one in progress, or offered */
+    sw_carrier_hop *hops; /* owned */
+    uint8_t *frames;      /* owned: memory of all hops' frames */
+    size_t frame_bytes;   /* longest frame */
+    uint8_t *leave;       /* owned: the frame that ends it */
+    uint32_t turn;        /* agreements so far */
+    bool offered;         /* the next one has begun before this batch is complete */
+    char operations[2][SW_HIER_BATCH][160]; /* names in this batch and the next one, for messages:
+                                          by turn */
 
     sw_carrier_peer *peers; /* owned */
     sw_end_message ends[SW_HIER_ENDS];
@@ -156,7 +156,7 @@ static inline const sw_hier_pending *sw_carrier_pending(const sw_carrier *carrie
 
 static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t index)
 {
-    return carrier->whats[turn % 2][index];
+    return carrier->operations[turn % 2][index];
 }
 
 /* hier_last.c

@@ -311,7 +311,7 @@ static void fill_part(sw_carrier *carrier, uint32_t index)
         else
             sw_part_merge(&carrier->next.part[index], &part);
     }
-    snprintf(sw_carrier_what(carrier, carrier->turn + 1, index), sizeof carrier->whats[0][0],
+    snprintf(sw_carrier_what(carrier, carrier->turn + 1, index), sizeof carrier->operations[0][0],
              "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1, op->label);
 }
 

@@ -436,17 +436,17 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes
     work->owned = sw_comm_slice_numel(work->cut.numel, work->element_bytes,
                                       sw_op_slice_count(&work->pending->op, map->world_size));
     work->stands = plan && plan->stands && plan->stands(plan->context);
-    bool any = next_run(work, 0, work->pending->op.numel, &begin, &numel), somebody = false;
+    bool any = next_run(work, 0, work->pending->op.numel, &begin, &numel), has_contributor = false;
     sw_carrier_touch_end(carrier);
     memset(host_contributes, 0, (size_t)map->host_count * sizeof(bool));
     for (int r = 0; r < map->world_size; ++r) {
         host_contributes[map->host_of[r]] |= contributes[r];
-        somebody |= contributes[r];
+        has_contributor |= contributes[r];
     }
     work->contributes = contributes;
     work->host_contributes = host_contributes;
     work->exchanges = work->stands && (work->kept == KEPT_BY_OWNER || work->crosses);
-    work->block_count = any && somebody ? work->cut.block_count : 0;
+    work->block_count = any && has_contributor ? work->cut.block_count : 0;
     return SW_OK;
 }
 

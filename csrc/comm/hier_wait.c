@@ -77,7 +77,7 @@ static int peer_at(const sw_hier *hier, int host)
 /* The deadline has passed for *reason, whose rank may itself wait for another. Send it the reason
  * and take its answer as the reason. Its first answer may name a rank that waits for a third. If
  * hosts exchange frames over several rounds, a better one may follow. */
-static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
+static void ask_awaited_host(sw_hier *hier, sw_error *reason)
 {
     int asked = host_of(hier, reason->detail), peer = peer_at(hier, asked);
     int64_t end = sw_clock_now_ns() +
@@ -104,7 +104,7 @@ static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
 static sw_status end_wait(hier_wait *w, sw_status status, sw_error *reason, sw_error *err)
 {
     if (status == SW_E_TIMEOUT)
-        ask_whom_it_waits_for(w->hier, reason);
+        ask_awaited_host(w->hier, reason);
     sw_status ended = sw_hier_end_here(w->hier, reason, err);
     return status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
 }

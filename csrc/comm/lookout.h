@@ -33,10 +33,10 @@ SW_MUST_USE sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, con
                                       sw_error *reason);
 
 /* Report a failed transport to every rank, also by ending the host's communicator. */
-void sw_lookout_tell(const sw_lookout *lookout, const sw_error *reason);
+void sw_lookout_report(const sw_lookout *lookout, const sw_error *reason);
 
 /* Replace `reason`, a failure that some peer seems to have caused, by the reason that the peer has
  * published or publishes within a moment. */
-void sw_lookout_hear(const sw_lookout *lookout, sw_error *reason);
+void sw_lookout_find_cause(const sw_lookout *lookout, sw_error *reason);
 
 #endif

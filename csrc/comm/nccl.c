@@ -75,7 +75,7 @@ static void nccl_end_beside(sw_peers *peers, const sw_error *reason)
     pthread_mutex_unlock(&comm->calls);
     if (!is_free)
         return;
-    (void)!sw_peers_tell(peers, reason, &first);
+    (void)!sw_peers_report(peers, reason, &first);
     abort_handle(comm, handle);
 }
 
@@ -96,7 +96,7 @@ static void explain(nccl_comm *comm, sw_nccl_result result, const char *what, sw
                  comm->base.world_size, what, comm->library->call.ncclGetErrorString(result),
                  result, *last ? "; " : "", last);
     if (status == SW_E_COMM)
-        sw_lookout_hear(comm->base.lookout, reason);
+        sw_lookout_find_cause(comm->base.lookout, reason);
 }
 
 static sw_status fail_result(nccl_comm *comm, sw_nccl_result result, const char *what,

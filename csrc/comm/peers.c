@@ -4,19 +4,19 @@
 #include "platform/clock.h"
 #include "platform/thread.h"
 
-sw_status sw_peers_tell(sw_peers *t, const sw_error *reason, sw_error *first)
+sw_status sw_peers_report(sw_peers *t, const sw_error *reason, sw_error *first)
 {
-    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
+    sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     sw_status status = sw_ending_await(&t->ending, first);
     if (!atomic_exchange(&t->is_failing, true))
-        sw_lookout_tell(t->lookout, first);
+        sw_lookout_report(t->lookout, first);
     return status;
 }
 
 sw_status sw_peers_fail(sw_peers *t, const sw_error *reason, sw_error *err)
 {
     sw_error first;
-    sw_status status = sw_peers_tell(t, reason, &first);
+    sw_status status = sw_peers_report(t, reason, &first);
     t->ops->end(t, &first);
     if (err)
         *err = first;
@@ -53,7 +53,7 @@ void sw_peers_abort(sw_peers *t, const sw_error *reason)
 
 void sw_peers_request_end(sw_peers *t, const sw_error *reason)
 {
-    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
+    sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     t->ops->end_beside(t, reason);
 }
 

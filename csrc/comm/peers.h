@@ -75,8 +75,8 @@ typedef struct sw_peers_ops {
     /* From any thread, beside a call of another one, for which it must not wait: SW_OK, or the
      * reason for which the transport has failed. */
     sw_status (*look)(sw_peers *peers, sw_error *reason);
-    /* From any thread, too: sw_peers_tell, then release the waits on this GPU. But during a call of
-     * the transport's library, that call ends at its next check. Makes no driver call that may
+    /* From any thread, too: sw_peers_report, then release the waits on this GPU. But during a call
+     * of the transport's library, that call ends at its next check. Makes no driver call that may
      * block. May be repeated. */
     void (*end_beside)(sw_peers *peers, const sw_error *reason);
     /* Let enqueued operations run, unless the transport has failed. */
@@ -189,7 +189,7 @@ static inline void sw_peers_destroy(sw_peers *t)
 
 /* Report the transport's first reason to every rank; the first thread that calls this does. Returns
  * that reason. */
-sw_status sw_peers_tell(sw_peers *peers, const sw_error *reason, sw_error *first);
+sw_status sw_peers_report(sw_peers *peers, const sw_error *reason, sw_error *first);
 /* Report it to every rank, then end the transport: its first reason, which later calls repeat. */
 sw_status sw_peers_fail(sw_peers *peers, const sw_error *reason, sw_error *err);
 /* The same for a driver call, made for `what`, that failed with *cause. */

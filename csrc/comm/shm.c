@@ -333,7 +333,7 @@ static sw_status join_another(shm_comm *shm, const char *const *addresses, const
 
 /* Ranks that have joined already wait for this rank. Report its error to them, whichever rank
  * caused it. */
-static void tell_that_it_failed(shm_comm *shm, const sw_error *cause)
+static void report_failure(shm_comm *shm, const sw_error *cause)
 {
     sw_error reason = *cause;
     int name = sw_comm_name(&shm->fabric.comm, shm->fabric.comm.rank);
@@ -356,7 +356,7 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
     if (status == SW_OK) /* another thread may have ended it meanwhile */
         status = sw_ending_read(&shm->fabric.ending, &cause);
     if (status != SW_OK)
-        tell_that_it_failed(shm, &cause); /* before any socket of it closes */
+        report_failure(shm, &cause); /* before any socket of it closes */
     sw_socket_close(&shm->star.listener);
     if (status != SW_OK && err)
         *err = cause;

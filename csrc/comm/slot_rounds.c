@@ -8,13 +8,13 @@
 #include "platform/clock.h"
 #include "platform/thread.h"
 
-enum { LET_GO_NS = 1000000000 };
+enum { RELEASE_NS = 1000000000 };
 
 /* ---- failing ---- */
 
 /* Write the numbers that our waits need into our own page. A peer's GPU may overwrite them with an
  * older one later, so a caller that needs the stream to end repeats this. */
-static void let_go(const sw_slot_transport *t)
+static void release_waits(const sw_slot_transport *t)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
     for (int p = 0; p < t->base.world_size; ++p)
@@ -30,7 +30,7 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
         return;
     while (!done && sw_clock_now_ns() - start < limit_ns) {
         if (sw_peers_has_failed(&t->base))
-            let_go(t);
+            release_waits(t);
         if (ops->event_query(t->base.device, t->ended, &done, NULL) != SW_OK)
             return;
         if (!done)
@@ -44,7 +44,7 @@ static bool mark(sw_slot_transport *t, const sw_error *reason)
 {
     if (atomic_exchange(&t->base.has_failed, true))
         return false;
-    sw_ending_say(&sw_slot_head_of(t, t->base.rank)->ending, SW_MEMBER_ENDED, reason);
+    sw_ending_record(&sw_slot_head_of(t, t->base.rank)->ending, SW_MEMBER_ENDED, reason);
     return true;
 }
 
@@ -52,16 +52,16 @@ void sw_slot_end(sw_peers *peers, const sw_error *reason)
 {
     sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
     if (mark(t, reason))
-        sw_slot_drain(t, LET_GO_NS);
+        sw_slot_drain(t, RELEASE_NS);
 }
 
 void sw_slot_end_beside(sw_peers *peers, const sw_error *reason)
 {
     sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
     sw_error first;
-    (void)!sw_peers_tell(peers, reason, &first);
+    (void)!sw_peers_report(peers, reason, &first);
     (void)mark(t, &first);
-    let_go(t);
+    release_waits(t);
 }
 
 /* Return true if a round that this rank has enqueued is a different one on rank `p`: without this
@@ -103,7 +103,7 @@ sw_status sw_slot_check(sw_peers *peers, sw_error *err)
     sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
     sw_error reason;
     if (sw_peers_has_failed(peers))
-        let_go(t);
+        release_waits(t);
     SW_TRY(sw_peers_check_request(peers, err));
     return sw_slot_look(peers, &reason) == SW_OK ? SW_OK : sw_peers_fail(peers, &reason, err);
 }
@@ -136,7 +136,7 @@ static uint32_t *number_of(const sw_slot_transport *t, int rank, int writer)
     return &head->number[writer];
 }
 
-static sw_status tell_peers(const sw_slot_transport *t, sw_error *err)
+static sw_status write_numbers(const sw_slot_transport *t, sw_error *err)
 {
     const sw_device_ops *ops = t->base.device->ops;
     for (int p = 0; p < t->base.world_size; ++p)
@@ -146,7 +146,7 @@ static sw_status tell_peers(const sw_slot_transport *t, sw_error *err)
     return SW_OK;
 }
 
-static sw_status await_peers(const sw_slot_transport *t, sw_error *err)
+static sw_status await_numbers(const sw_slot_transport *t, sw_error *err)
 {
     const sw_device_ops *ops = t->base.device->ops;
     for (int p = 0; p < t->base.world_size; ++p)
@@ -162,8 +162,8 @@ sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err)
         return SW_OK;
     __atomic_store_n(&sw_slot_head_of(t, t->base.rank)->layout[t->round % SW_SLOT_LAYOUTS],
                      (uint64_t)t->round << 32 | t->digest, __ATOMIC_RELEASE);
-    SW_TRY(tell_peers(t, err));
-    SW_TRY(await_peers(t, err));
+    SW_TRY(write_numbers(t, err));
+    SW_TRY(await_numbers(t, err));
     for (size_t i = 0; i < t->arrival_count; ++i) {
         const sw_slot_arrival *a = &t->arrival[i];
         SW_TRY(t->base.device->ops->copy_async(

@@ -18,7 +18,7 @@ enum {
     SW_SLOT_LAYOUTS = 8, /* rounds that ranks compare: usually one is ahead of another by fewer */
 };
 
-typedef enum sw_slot_answer { SW_SLOT_UNSAID = 0, SW_SLOT_YES, SW_SLOT_NO } sw_slot_answer;
+typedef enum sw_slot_answer { SW_SLOT_UNANSWERED = 0, SW_SLOT_YES, SW_SLOT_NO } sw_slot_answer;
 
 typedef enum sw_slot_opening { SW_SLOT_CLOSED = 0, SW_SLOT_OPEN } sw_slot_opening;
 

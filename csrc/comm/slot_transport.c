@@ -445,11 +445,11 @@ static sw_slot_transport *make(const sw_slot_config *config)
 }
 
 /* The peers wait for this rank in their creation, and read its part: report the failure to them. */
-static void tell_of_failure(const sw_slot_config *config, const sw_error *reason)
+static void report_failure(const sw_slot_config *config, const sw_error *reason)
 {
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
-    sw_ending_say(&own->ending, SW_MEMBER_ENDED, reason);
-    sw_lookout_tell(config->lookout, reason);
+    sw_ending_record(&own->ending, SW_MEMBER_ENDED, reason);
+    sw_lookout_report(config->lookout, reason);
 }
 
 sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers, sw_error *err)
@@ -460,7 +460,7 @@ sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peer
     if (!t) {
         sw_error_set(&cause, SW_E_MEMORY, -1, "GPU slots on rank %d of %d: no memory", config->rank,
                      config->world_size);
-        tell_of_failure(config, &cause);
+        report_failure(config, &cause);
         return sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
     }
     sw_status status = sw_slot_memory_init(t, config->parts.place, &cause);

@@ -119,8 +119,8 @@ static sw_status link_rank(reception *r, const stranger *s, sw_error *err)
 }
 
 /* *keeps: it is still a stranger, and has sent nothing wrong. */
-static sw_status hear_stranger(reception *r, stranger *s, bool *keeps, bool *is_linked,
-                               sw_error *err)
+static sw_status serve_stranger(reception *r, stranger *s, bool *keeps, bool *is_linked,
+                                sw_error *err)
 {
     uint8_t proof[SW_SHA256_BYTES], expected[SW_SHA256_BYTES];
     const char *name = r->addresses[0];
@@ -154,14 +154,14 @@ static sw_status hear_stranger(reception *r, stranger *s, bool *keeps, bool *is_
     return SW_OK;
 }
 
-static sw_status hear_strangers(reception *r, const struct pollfd *heard, sw_error *err)
+static sw_status serve_strangers(reception *r, const struct pollfd *polled, sw_error *err)
 {
     int64_t now_ns = sw_clock_now_ns();
-    /* Downwards: `heard` has the indices that they had before any of them is removed. */
+    /* Downwards: `polled` has the indices that they had before any of them is removed. */
     for (int i = r->stranger_count - 1; i >= 0; --i) {
         bool keeps = true, is_linked = false;
-        if (heard[i].revents)
-            SW_TRY(hear_stranger(r, &r->strangers[i], &keeps, &is_linked, err));
+        if (polled[i].revents)
+            SW_TRY(serve_stranger(r, &r->strangers[i], &keeps, &is_linked, err));
         if (!keeps || now_ns > r->strangers[i].deadline_ns)
             forget(r, i, is_linked);
     }
@@ -219,7 +219,7 @@ static sw_status give(reception *r, sw_error *err)
     return SW_OK;
 }
 
-static sw_status hear_rank(reception *r, int rank, sw_error *err)
+static sw_status receive_answer(reception *r, int rank, sw_error *err)
 {
     sw_star_answer_message answer;
     bool received;
@@ -263,8 +263,8 @@ static sw_status turn(reception *r, sw_error *err)
         return sw_error_set(err, SW_E_OS, errno, "poll failed: %s", strerror(errno));
     for (int i = 0; i < given; ++i)
         if (from_ranks[i].revents)
-            SW_TRY(hear_rank(r, rank_of[i], err));
-    SW_TRY(hear_strangers(r, from_strangers, err));
+            SW_TRY(receive_answer(r, rank_of[i], err));
+    SW_TRY(serve_strangers(r, from_strangers, err));
     if (watched[0].revents)
         SW_TRY(take_calls(r, err));
     SW_TRY(give(r, err));
