@@ -19,15 +19,15 @@
 #include "comm/host_map.h"
 
 typedef struct sw_slice_table {
-    sw_slices slices; /* a copy */
-    int *of_rank;     /* owned, as all memory here: that copy's, replica_of_rank behind it */
-    int *speakers;    /* ranks, host by host, in the order of slices */
-    int *speakers_of; /* host_count + 1: index of each host's first */
-    int *owned;       /* slices, host by host, ascending, each once */
-    int *owners;      /* the lowest rank of that host that owns it */
-    int *owned_of;    /* host_count + 1: index of each host's first */
-    int most_spoken;  /* slices of the host that represents the most */
-    bool is_covered;  /* every host has an owner of every slice */
+    sw_slices slices;     /* a copy */
+    int *of_rank;         /* owned, as all memory here: that copy's, replica_of_rank behind it */
+    int *representatives; /* ranks, host by host, in the order of slices */
+    int *represented_of;  /* host_count + 1: index of each host's first */
+    int *owned;           /* slices, host by host, ascending, each once */
+    int *owners;          /* the lowest rank of that host that owns it */
+    int *owned_of;        /* host_count + 1: index of each host's first */
+    int most_represented; /* slices of the host that represents the most */
+    bool is_covered;      /* every host has an owner of every slice */
 } sw_slice_table;
 
 /* SW_E_INVALID unless every replica owns every slice once. */
@@ -43,6 +43,7 @@ bool sw_slice_table_is_of(const sw_slice_table *table, const sw_host_map *map,
  * owns slice r alone. */
 int sw_slice_owner(const sw_slice_table *table, const sw_host_map *map, int host, int index);
 /* Return the rank for the `number`-th slice that `host` represents; -1: there are fewer. */
-int sw_slice_speaker(const sw_slice_table *table, const sw_host_map *map, int host, size_t number);
+int sw_slice_representative(const sw_slice_table *table, const sw_host_map *map, int host,
+                            size_t number);
 
 #endif
