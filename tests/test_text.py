@@ -23,7 +23,6 @@ FOLDERS = (PACKAGE, "csrc", "docs")
 
 #: paths, or folders with a slash behind them, that are not rewritten yet
 STILL_TO_DO = (
-    "csrc/comm/",
     "csrc/checkpoint/",
 )
 

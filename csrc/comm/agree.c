@@ -13,7 +13,7 @@ typedef struct verdict {
     char message[220];
 } verdict;
 
-_Static_assert(sizeof(verdict) == 256, "one chunk, also where hosts gather it of 16,384 ranks");
+_Static_assert(sizeof(verdict) == 256, "one chunk even when hosts gather it from 16,384 ranks");
 
 static sw_status compare(const sw_comm *comm, const char *noun, const char *label,
                          const verdict *all, sw_error *err)

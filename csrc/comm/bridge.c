@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-enum { NUMBER_BITS = 28 }; /* a tag of Gloo is an int32_t, not negative */
+enum { NUMBER_BITS = 28 }; /* a Gloo tag is a non-negative int32_t */
 
 static uint32_t tag_of(sw_message message, uint32_t number)
 {

@@ -9,7 +9,7 @@
 #include "base/bytes.h"
 #include "base/text.h"
 
-enum { BOUNCE_BYTES = 128 * 1024 }; /* of ranges that share a message */
+enum { BOUNCE_BYTES = 128 * 1024 }; /* for ranges that share a message */
 
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size)
 {
@@ -18,7 +18,7 @@ size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size)
     return (share + unit - 1) / unit * unit;
 }
 
-/* Ranges [from, to) as one message, through `bounce`. */
+/* Send ranges [from, to) as one message, through `bounce`. */
 static sw_status broadcast_together(sw_comm *comm, sw_op *op, const sw_range *ranges, size_t from,
                                     size_t to, uint8_t *bounce, sw_error *err)
 {

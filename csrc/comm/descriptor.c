@@ -96,7 +96,7 @@ sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err)
                 "reduce_scatter '%s': owners of one slice need results in an arena", op->label);
     if (op->arena && (op->offset_bytes > op->arena->size_bytes ||
                       bytes > op->arena->size_bytes - op->offset_bytes))
-        SW_FAIL(err, SW_E_INVALID, "%s '%s': [%zu, +%zu) bytes leave the arena of %zu",
+        SW_FAIL(err, SW_E_INVALID, "%s '%s': [%zu, +%zu) bytes exceed the arena of %zu",
                 sw_op_kind_name(op->kind), op->label, op->offset_bytes, bytes,
                 op->arena->size_bytes);
     return SW_OK;
@@ -106,7 +106,7 @@ sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error *err)
 {
     SW_TRY(sw_op_check(op, world_size, err));
     if (!op->arena)
-        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() takes",
+        SW_FAIL(err, SW_E_STATE, "%s '%s' was posted on private memory, which only run() accepts",
                 sw_op_kind_name(op->kind), op->label);
     return SW_OK;
 }

@@ -1,10 +1,9 @@
-/* descriptor.h - what an operation is, in a form that ranks compare byte by byte.
+/* descriptor.h - an operation in a form that ranks compare byte by byte.
  *
- * Every rank's description of operation t must be the same, whatever carries the bytes; where it is
- * not, every rank writes the same sentence about the lowest rank and the first that differs.
+ * Every rank's descriptor of operation t must be the same on every transport. If one differs, every
+ * rank writes the same sentence about the lowest rank and the first that differs.
  *
- * Thread rule: any.
- */
+ * Thread rule: any. */
 #ifndef SW_COMM_DESCRIPTOR_H
 #define SW_COMM_DESCRIPTOR_H
 
@@ -14,7 +13,7 @@ enum {
     SW_FORM_POOL = 0,
     SW_FORM_SLOT,    /* every rank folds the whole chunk */
     SW_FORM_PIECE,   /* every rank folds a piece of the chunk, into its slot, */
-    SW_FORM_COLLECT, /* and takes the others' out of theirs: the ticket after it */
+    SW_FORM_COLLECT, /* and copies the peers' pieces from theirs: the next ticket */
 };
 
 typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding,
@@ -29,18 +28,18 @@ typedef struct sw_descriptor { /* compared byte by byte between ranks up to `ste
     uint32_t step, round; /* compared between ranks whose round is not 0 */
 } sw_descriptor;
 
-/* `form`: all but POOL are of private memory, which travels in chunks; `chunk` is the caller's to
- * set then. */
+/* `form`: all but POOL mean private memory, which travels in chunks; the caller then sets
+ * `chunk`. */
 void sw_descriptor_fill(sw_descriptor *descriptor, const sw_op *op, uint32_t form);
 
 /* "all_reduce 'bucket 0 of Mlp', mean of 640 float32, backward 1 of step 3". */
 void sw_descriptor_describe(const sw_descriptor *descriptor, char *text, size_t capacity);
 
-/* "all_reduce 'bucket 0 of Mlp'": as it is named where ranks wait for it. */
+/* "all_reduce 'bucket 0 of Mlp'": the short name, for errors of ranks that wait for it. */
 void sw_descriptor_name(const sw_descriptor *descriptor, char *text, size_t capacity);
 
-/* One rank's descriptor beside the lowest rank's, and beside that of the lowest rank that counts
- * rounds (NULL: none does). Returns the one that it contradicts, or NULL. */
+/* Compare one rank's descriptor with the lowest rank's, and with that of the lowest rank that
+ * counts rounds (NULL: none does). Returns the one that it contradicts, or NULL. */
 const sw_descriptor *sw_descriptor_contradicted(const sw_descriptor *lowest,
                                                 const sw_descriptor *counting,
                                                 const sw_descriptor *other);
@@ -54,7 +53,7 @@ SW_MUST_USE sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err
 /* The same, and SW_E_STATE for one on private memory, which cannot be posted. */
 SW_MUST_USE sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error *err);
 
-/* The operation of sw_comm_ops.gather. */
+/* Return the operation of sw_comm_ops.gather. */
 sw_op sw_op_gather(const void *mine, size_t size_bytes, const char *label);
 
 #endif

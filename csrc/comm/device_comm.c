@@ -17,7 +17,7 @@ static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *conf
     void *staged;
     SW_TRY(sw_device_cuda_create(config->cuda_library, config->ordinal, &c->device, err));
     c->device->room = config->room;
-    /* Who has no peers, or reaches them in another way, does without. */
+    /* Missing NCCL is no error yet: a rank without peers, or with slots, needs none. */
     (void)!sw_nccl_library_init(&c->library, config->nccl_library, &c->nccl_missing);
     SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));
     const sw_device_ops *ops = c->device->ops;
@@ -105,8 +105,8 @@ sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank
                           &c->peers, err);
 }
 
-/* Our own communicator lets what was enqueued run as it ends. A borrowed one goes back to its
- * owner, who may end it at once. */
+/* Our own communicator completes enqueued operations as it ends. The owner of a borrowed one may
+ * end it at once, so wait for them. */
 static void return_borrowed(sw_device_comm *c)
 {
     const sw_device_ops *ops = c->device->ops;
@@ -180,7 +180,7 @@ sw_status sw_device_comm_give_back(sw_device_comm *c, sw_stream *user, sw_error 
 
 typedef struct move {
     int root;       /* broadcast; EVERY_RANK: slices */
-    void *received; /* slices are exchanged, to here; NULL: gathered */
+    void *received; /* destination of exchanged slices; NULL: gather */
 } move;
 
 static sw_status move_range(sw_device_comm *c, const sw_device_range *range, const move *how,
@@ -205,7 +205,7 @@ static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, siz
     SW_TRY(sw_peers_group_begin(c->peers, err));
     for (size_t i = 0; i < count && status == SW_OK; ++i)
         status = move_range(c, &ranges[i], how, err);
-    /* The group is closed all the same: the thread's next one is another. */
+    /* Close the group also on error: the thread's next group is another one. */
     sw_status ended = sw_peers_group_end(c->peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
@@ -231,7 +231,7 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
     return move_all(c, ranges, count, &(move){.root = root}, user, err);
 }
 
-/* One rank has nothing to move. */
+/* Return at once for one rank: it has nothing to move. */
 static sw_status move_slices(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                              void *received, const char *what, sw_stream *user, sw_error *err)
 {
@@ -267,7 +267,7 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
     c->device->stats.host_waits++;
     while (!done && sw_clock_now_ns() - start < c->timeout_ns) {
         if (c->device->ops->event_query(c->device, event, &done, NULL) != SW_OK)
-            return; /* a context that is lost runs nothing */
+            return; /* a lost context runs nothing */
         if (done)
             return;
         if (c->peers) {
@@ -279,7 +279,7 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
     }
 }
 
-/* A thread that watches never sees the new event with the old time. */
+/* Clear the time first: a watching thread never sees the new event with the old time. */
 sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
 {
     atomic_store(&c->marked_ns, 0);

@@ -1,15 +1,15 @@
-/* device_comm.h - what one rank has on its GPU: the device, its kernels, a communicator of its own
- * (or one that is lent) and the one stream on which all of its collectives run.
+/* device_comm.h - a rank's state on its GPU: the device, its kernels, a communicator of its own (or
+ * a borrowed one) and the one stream on which all of its collectives run.
  *
  * Idea: all reducers of a GPU share one stream and one communicator, so that every rank issues its
- * collectives in one order. A caller's stream and ours meet by events alone
- * (sw_device_comm_follow). What waits on the host says so, and does it under the deadline.
+ * collectives in one order. Events alone order a caller's stream and ours (sw_device_comm_follow).
+ * A function that waits on the host says so, and obeys the deadline.
  *
- * Two steps, because the first can fail on one rank alone and the second is collective: the ranks
- * tell each other how the first ended (over the process group), before any of them waits for peers.
+ * Creation has two steps, because the first can fail on one rank alone and the second is
+ * collective. Between them the ranks agree on the outcome of the first (over the process group),
+ * before any rank waits for peers.
  *
- * Thread rule: one at a time a communicator; every rank issues the same operations in one order.
- */
+ * Thread rule: one at a time a communicator; every rank issues the same operations in one order. */
 #ifndef SW_COMM_DEVICE_COMM_H
 #define SW_COMM_DEVICE_COMM_H
 
@@ -29,24 +29,24 @@ typedef struct sw_device_comm_config {
     const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded, if any */
     int ordinal;
     sw_image_places places;
-    sw_device_room room; /* of the device */
+    sw_device_room room; /* frees device memory for allocations */
     sw_comm *host; /* borrowed: the communicator of these ranks' hosts, or of more ranks; NULL:
-                      nobody is asked about peers, or told of failures */
+                      failures of peers are neither looked up nor reported */
 } sw_device_comm_config;
 
 typedef struct sw_device_comm {
     sw_device *device;          /* owned, as all below */
     sw_kernel_set kernels;      /* ready once kernels.device is not NULL */
-    sw_nccl_library library;    /* opened once library.handle is not NULL; else */
-    sw_error nccl_missing;      /* says why not */
+    sw_nccl_library library;    /* opened if library.handle is not NULL; else */
+    sw_error nccl_missing;      /* the reason */
     sw_peers *peers;            /* NULL before connect */
     sw_stream *stream;          /* every collective runs on it */
-    sw_event *met;              /* of follow */
-    sw_event *marked;           /* of mark */
-    _Atomic int64_t marked_ns;  /* when mark was called last; 0: never, or it was seen done */
-    _Atomic int64_t entered_ns; /* since when the program's thread is inside, the bindings' to set;
+    sw_event *met;              /* scratch of follow */
+    sw_event *marked;           /* last event of mark */
+    _Atomic int64_t marked_ns;  /* time of the last mark; 0: never marked, or seen complete */
+    _Atomic int64_t entered_ns; /* since when the program's thread is inside, set by the bindings;
                                    0: it is not */
-    struct sw_device_watch *watch; /* owned; NULL: nothing watches (device_watch.h) */
+    struct sw_device_watch *watch; /* owned; NULL: no watch runs (device_watch.h) */
     int64_t timeout_ns;
     sw_lookout lookout;
     void *sum;                        /* device memory: sw_norm_sum */
@@ -54,29 +54,29 @@ typedef struct sw_device_comm {
     size_t norm_room;                 /* elements that the sum takes between two carries, below
                                          2^31; tests lower it */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
-    bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never freed
-                        */
+    bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never
+                          freed */
 } sw_device_comm;
 
-typedef struct sw_device_range { /* device memory of the caller's */
+typedef struct sw_device_range { /* device memory of the caller */
     void *data;
     size_t numel;
     sw_dtype dtype;
 } sw_device_range;
 
-/* This rank alone. SW_E_UNSUPPORTED names what is missing (driver, GPU, image of the kernels);
- * SW_E_INVALID an ordinal out of range. NCCL may be missing: connect says so. */
+/* This rank alone. SW_E_UNSUPPORTED names the missing part (driver, GPU, image of the kernels);
+ * SW_E_INVALID an ordinal out of range. A missing NCCL is an error of connect only. */
 SW_MUST_USE sw_status sw_device_comm_create(const sw_device_comm_config *config,
                                             sw_device_comm **comm, sw_error *err);
 
-/* Collective, once, through NCCL; see sw_nccl_create. SW_E_UNSUPPORTED where there is none. */
+/* Collective, once, through NCCL; see sw_nccl_create. SW_E_UNSUPPORTED without NCCL. */
 SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl_id *id, int rank,
                                              int world_size, int64_t timeout_ns, sw_error *err);
 
-/* This rank alone, in place of connect: over a communicator of NCCL's that is lent
- * (sw_nccl_borrow), until disconnect. Its owner's operations and ours are one order if he enqueues
- * his on the streams that calls here are given, outside of a reducer's step:
- * sw_device_comm_give_back says where it ends. */
+/* This rank alone, in place of connect: borrow a NCCL communicator (sw_nccl_borrow) until
+ * disconnect. Its owner's operations and ours keep one order under two conditions. The owner
+ * enqueues on the streams that calls here are given, and outside of a reducer's step, which ends
+ * with sw_device_comm_give_back. */
 SW_MUST_USE sw_status sw_device_comm_borrow(sw_device_comm *comm, sw_nccl_comm handle, int rank,
                                             int world_size, int64_t timeout_ns, sw_error *err);
 
@@ -85,55 +85,55 @@ SW_MUST_USE sw_status sw_device_comm_connect_slots(sw_device_comm *comm, const s
                                                    int rank, int world_size, int64_t timeout_ns,
                                                    sw_error *err);
 
-/* Ends the communicator once what was enqueued has run, under the deadline (at once if it has
- * failed); what was made with it can only be destroyed then. The thread that watches ends first:
- * where a call of the driver's keeps it beyond the deadline, everything is left as it is. */
+/* End the communicator once enqueued operations have run, under the deadline (at once if it has
+ * failed). Its users can only be destroyed then. The watch thread ends first; if a driver call
+ * keeps it beyond the deadline, nothing is freed. */
 void sw_device_comm_disconnect(sw_device_comm *comm);
 
-/* Collectives that were enqueued run, unless the communicator has failed. NULL is allowed. Reducers
- * go before it. */
+/* Let enqueued collectives run, unless the communicator has failed. NULL is allowed. Destroy
+ * reducers first. */
 void sw_device_comm_destroy(sw_device_comm *comm);
 
-/* What `later` does from now on comes after all that `earlier` has been given so far. */
+/* Order later work on `later` behind all work enqueued on `earlier` so far. */
 SW_MUST_USE sw_status sw_device_comm_follow(sw_device_comm *comm, sw_stream *later,
                                             sw_stream *earlier, sw_error *err);
 
-/* With a borrowed communicator: what we are given from now on comes after all that `user` was
- * given, its owner's operations among it; and what `user` will be given comes after ours. With our
- * own: nothing, since its operations are all on our stream. */
+/* With a borrowed communicator: order our next work behind all work of `user`, its owner's
+ * operations among it; and later work of `user` behind ours. With our own: nothing, since all its
+ * operations are on our stream. */
 SW_MUST_USE sw_status sw_device_comm_take_over(sw_device_comm *comm, sw_stream *user,
                                                sw_error *err);
 SW_MUST_USE sw_status sw_device_comm_give_back(sw_device_comm *comm, sw_stream *user,
                                                sw_error *err);
 
-/* Bytes of the ranges of `root` to all, in the order of `user`: after what it was given, and before
- * what it will be. */
+/* Broadcast the ranges of `root` to all ranks, in the order of `user`: after its work so far, and
+ * before its later work. */
 SW_MUST_USE sw_status sw_device_comm_broadcast(sw_device_comm *comm, const sw_device_range *ranges,
                                                size_t count, int root, sw_stream *user,
                                                sw_error *err);
 
-/* Slice r of each range, whose numel is a multiple of the world size, becomes rank r's, in the
- * order of `user`: parameters, after the optimizer has stepped on this rank's slices of them.
- * SW_E_INVALID names the range that does not divide. */
+/* Give slice r of each range rank r's values, in the order of `user`: parameters, after the
+ * optimizer has stepped on this rank's slices of them. The numel of a range is a multiple of the
+ * world size; SW_E_INVALID names the range that does not divide. */
 SW_MUST_USE sw_status sw_device_comm_all_gather(sw_device_comm *comm, const sw_device_range *ranges,
                                                 size_t count, sw_stream *user, sw_error *err);
 
-/* Of a range cut into world_size slices: place r of `received`, which has as many elements
- * elsewhere, becomes rank r's copy of this rank's slice, but the own one, which stays where it is.
- * In the order of `user`. SW_E_INVALID for a numel that does not divide. */
+/* Exchange a range cut into world_size slices: place r of `received`, with as many elements in
+ * separate memory, becomes rank r's copy of this rank's slice. The own slice stays in the range. In
+ * the order of `user`. SW_E_INVALID for a numel that does not divide. */
 SW_MUST_USE sw_status sw_device_comm_exchange(sw_device_comm *comm, const sw_device_range *range,
                                               void *received, sw_stream *user, sw_error *err);
 
-/* Until `event` is done, before what is behind it goes: under the deadline, and for as long as it
- * may be done at all. Peers that have died, and whoever asks for the end, end the communicator,
- * which lets its kernels go. */
+/* Wait until `event` is done, before the memory behind it is freed: under the deadline, while it
+ * can still be done. A dead peer or a request to end ends the communicator, which makes its kernels
+ * return. */
 void sw_device_comm_await(sw_device_comm *comm, sw_event *event, const char *what);
 
-/* What our stream was given so far must be done within the deadline from now: for watch. */
+/* Require that our stream completes its work so far within the deadline from now: for watch. */
 SW_MUST_USE sw_status sw_device_comm_mark(sw_device_comm *comm, sw_error *err);
 
-/* Does not wait: whether a rank has failed, or what was marked is late. Either ends the
- * communicator, which lets its kernels go, and with them whoever waits for the GPU. */
+/* Check without waiting for a failed rank or a late mark. Either ends the communicator, which makes
+ * its kernels return, and with them the threads that wait for the GPU. */
 SW_MUST_USE sw_status sw_device_comm_watch(sw_device_comm *comm, sw_error *err);
 
 #endif

@@ -89,7 +89,7 @@ static sw_status add_squares(summing *s, const sw_device_range *ranges, size_t c
     return launch_norm(s, err);
 }
 
-/* The sum of all ranges is in c->sum, behind what `user` was given. */
+/* Leave the sum of all ranges in c->sum, behind the work of `user`. */
 static sw_status sum_squares(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                              sw_stream *user, sw_error *err)
 {

@@ -3,18 +3,17 @@
  * Both functions add the squares of up to SW_NORM_PARTS_MAX ranges a launch into one sum of
  * integers, so neither the cut into ranges nor their order shows in the bits. Ranges that lie side
  * by side count as one. Where digits might fill up the sum is carried in between. All launches are
- * on the communicator's stream, which owns the memory of the sum.
+ * on the communicator's stream, which orders accesses to the sum.
  *
- * Thread rule: one at a time a communicator.
- */
+ * Thread rule: one at a time a communicator. */
 #ifndef SW_COMM_DEVICE_NORM_H
 #define SW_COMM_DEVICE_NORM_H
 
 #include "comm/device_comm.h"
 
-/* The exact sum of squares of the ranges, carried: the bits of the host's norm. After what `user`
- * was given. The host waits for it, under the deadline. SW_E_INVALID for a dtype other than
- * float32, float64, float16 and bfloat16. */
+/* Return the exact sum of squares of the ranges, carried: the bits of the host's norm. Runs after
+ * the work of `user`; the host waits for it, under the deadline. SW_E_INVALID for a dtype other
+ * than float32, float64, float16 and bfloat16. */
 SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_range *ranges,
                                           size_t count, sw_stream *user, sw_norm_sum *sum,
                                           sw_error *err);
@@ -25,9 +24,9 @@ typedef struct sw_device_clip {
     void *norm, *factor; /* float32 each, device memory: CLIP's (device_kernels.h) */
 } sw_device_clip;
 
-/* The norm of the ranges and the factor that clips it, in the order of `user`: after what it was
- * given, and before what it will be. The host does not wait. With `is_sliced` collective: every
- * rank calls it, with the same max_norm. Errors as sw_device_comm_norm. */
+/* Compute the norm of the ranges and the factor that clips it, in the order of `user`: after its
+ * work so far, and before its later work. The host does not wait. Collective with `is_sliced`:
+ * every rank calls it, with the same max_norm. Errors as sw_device_comm_norm. */
 SW_MUST_USE sw_status sw_device_comm_clip(sw_device_comm *comm, const sw_device_range *ranges,
                                           size_t count, const sw_device_clip *clip, sw_stream *user,
                                           sw_error *err);

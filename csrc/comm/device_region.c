@@ -12,8 +12,8 @@ struct sw_device_region {
     sw_device_comm *comm; /* borrowed */
     void *memory;         /* owned */
     void *registered;     /* NULL: it is not */
-    bool is_stuck;        /* deregistering failed: NCCL may reach the memory for ever */
-    bool is_lost;         /* destroyed, and could not be waited for: the memory stays */
+    bool is_stuck;        /* deregistering failed: NCCL may use the memory at any time */
+    bool is_lost;         /* destroyed, but the wait failed: the memory stays */
     sw_stream *user;      /* borrowed */
     atomic_bool is_dropped;
     sw_device_region *next;
@@ -29,8 +29,8 @@ bool sw_device_region_is_registered(const sw_device_region *r)
     return r->registered && r->comm->peers && !sw_peers_has_failed(r->comm->peers);
 }
 
-/* The host waits until `stream` has passed what it was given; for ours while a failure of a peer,
- * or of who looks after the communicator, ends the wait. */
+/* Wait on the host until `stream` has passed its work so far. On our stream, a failed peer or a
+ * request to end the communicator ends the wait. */
 static sw_status pass(sw_device_comm *c, sw_stream *stream, const char *what, sw_error *err)
 {
     const sw_device_ops *ops = c->device->ops;
@@ -48,18 +48,18 @@ static sw_status require_own_nccl(const sw_device_comm *c, size_t size_bytes, sw
     void *registered;
     if (!c->peers)
         SW_FAIL(err, SW_E_STATE, "device region: the communicator is not connected");
-    if (strcmp(c->peers->name, "nccl") != 0 || c->peers->is_borrowed) /* it says why not */
+    if (strcmp(c->peers->name, "nccl") != 0 || c->peers->is_borrowed) /* returns the reason */
         return sw_peers_memory_register(c->peers, NULL, size_bytes, &registered, err);
     return SW_OK;
 }
 
-/* NCCL takes whole pages, and whatever lies in one of them for registered: where its memory is
- * cudaMalloc's, a page might hold memory of others, on this rank alone. */
+/* NCCL registers whole pages and takes everything in them for registered. A page of cudaMalloc's
+ * memory might hold other memory, on this rank alone. */
 static sw_status check_page(const void *memory, size_t page_bytes, sw_error *err)
 {
     if ((uintptr_t)memory % page_bytes != 0)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL's memory must begin on a page of %zu bytes to be registered, and is at %p "
+                "NCCL's memory must begin on a page of %zu bytes to be registered, but is at %p "
                 "(NCCL_CUMEM_ENABLE=0?)",
                 page_bytes, memory);
     return SW_OK;
@@ -102,7 +102,7 @@ sw_status sw_device_region_deregister(sw_device_region *r, sw_error *err)
     void *registered = r->registered;
     if (!registered)
         return SW_OK;
-    if (!sw_device_region_is_registered(r)) { /* it went with the communicator */
+    if (!sw_device_region_is_registered(r)) { /* the communicator's end did it */
         r->registered = NULL;
         return SW_OK;
     }
@@ -113,7 +113,7 @@ sw_status sw_device_region_deregister(sw_device_region *r, sw_error *err)
     return status;
 }
 
-/* Whether nobody uses the memory any more. */
+/* True if no stream and no peer uses the memory any more. */
 static bool is_unused(sw_device_region *r)
 {
     sw_device_comm *c = r->comm;
@@ -140,7 +140,7 @@ void sw_device_region_destroy(sw_device_region *r)
         return;
     if (is_unused(r)) {
         sw_nccl_memory_free(&r->comm->library, r->comm->device, r->memory);
-    } else if (r->registered) { /* it is to be deregistered all the same, when the stream allows */
+    } else if (r->registered) { /* still to be deregistered, once the stream allows */
         r->is_lost = true;
         sw_device_region_drop(r);
         return;
@@ -153,7 +153,7 @@ void sw_device_region_drop(sw_device_region *r)
     atomic_store(&r->is_dropped, true);
 }
 
-/* ---- all of a communicator ---- */
+/* ---- all regions of a communicator ---- */
 
 void sw_device_regions_collect(sw_device_comm *c)
 {

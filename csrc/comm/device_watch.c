@@ -8,7 +8,7 @@
 #include "platform/thread.h"
 
 static const int64_t PERIOD_NS = INT64_C(100) * 1000000;
-/* A call that is so long may be a blocked one. */
+/* A longer call may be a blocked one. */
 static const int64_t LONG_CALL_NS = INT64_C(1000) * 1000000;
 
 typedef struct sw_device_watch {
@@ -45,9 +45,9 @@ static void set(sw_device_watch *watch, bool *flag)
     pthread_mutex_unlock(&watch->mutex);
 }
 
-/* Whether what was marked last is late. The driver is asked once it is due, unless the program's
- * thread may be blocked in a call of the driver's: then it is late if that call alone has taken as
- * long as the deadline. */
+/* True if the last mark is late. The driver is asked once it is due, unless the program's thread
+ * may be blocked in a driver call: then it is late if that call alone has taken as long as the
+ * deadline. */
 static bool is_late(sw_device_comm *c)
 {
     int64_t now = sw_clock_now_ns(), marked = atomic_load(&c->marked_ns);
@@ -58,13 +58,13 @@ static bool is_late(sw_device_comm *c)
     if (entered && now - entered > LONG_CALL_NS)
         return now - entered > c->timeout_ns;
     if (c->device->ops->event_query(c->device, c->marked, &done, NULL) != SW_OK)
-        return false; /* the next call of the program's has the same failure, and says so */
+        return false; /* the program's next call meets the same failure, and reports it */
     if (done)
         (void)atomic_compare_exchange_strong(&c->marked_ns, &marked, 0);
     return !done && atomic_load(&c->marked_ns) == marked;
 }
 
-/* SW_OK, or the reason for which the transport was ended. */
+/* Return SW_OK, or the reason for which the transport ended. */
 static sw_status look(sw_device_comm *c, sw_error *reason)
 {
     sw_comm *host = c->lookout.host;
@@ -86,13 +86,13 @@ static void *run(void *argument)
 {
     sw_device_watch *watch = argument;
     sw_comm *host = watch->comm->lookout.host;
-    bool is_told = false;
+    bool is_reported = false;
     while (!wait_for(watch, &watch->is_asked, PERIOD_NS)) {
         sw_error reason;
-        if (look(watch->comm, &reason) == SW_OK || is_told)
+        if (look(watch->comm, &reason) == SW_OK || is_reported)
             continue;
-        is_told = true;
-        if (host && host->hooks.log) /* takes the GIL, so behind the end */
+        is_reported = true;
+        if (host && host->hooks.log) /* takes the GIL, so it comes after the end */
             host->hooks.log(host->hooks.context, reason.message);
     }
     set(watch, &watch->is_out);

@@ -1,17 +1,15 @@
-/* dissemination.h - who says what to whom until every host knows what all hosts say. Arithmetic
- * only.
+/* dissemination.h - the order of messages in an all-gather between hosts. Arithmetic only.
  *
- * In round k a host sends what it knows to the hosts that are j * radix^k before it, and hears
- * those that are j * radix^k behind it, j = 1 to radix - 1, all modulo the number of hosts. Before
- * round k it knows the radix^k hosts that begin with itself, so after ceil(log_radix hosts) rounds
- * it knows all of them, each heard once. (Hensgen, Finkel and Manber, 1988; as an all-gather Bruck
- * et al., 1997.)
+ * In round k a host sends all it knows to the hosts that are j * radix^k before it, and receives
+ * from those that are j * radix^k behind it, j = 1 to radix - 1, all modulo the number of hosts.
+ * Before round k it knows the radix^k hosts that begin with itself. After ceil(log_radix hosts)
+ * rounds it knows all of them, each received once. (Hensgen, Finkel and Manber, 1988; as an
+ * all-gather Bruck et al., 1997.)
  *
- *   20 hosts, radix 8, host 18     round 0 hears 19, 0, 1, ... 5, each for itself
- *                                  round 1 hears 6 for 6 to 13, and 14 for 14 to 17
+ *   20 hosts, radix 8, host 18     round 0: from 19, 0, 1, ... 5, each about itself
+ *                                  round 1: from 6 about 6 to 13, from 14 about 14 to 17
  *
- * Thread rule: any, once made.
- */
+ * Thread rule: any, once made. */
 #ifndef SW_COMM_DISSEMINATION_H
 #define SW_COMM_DISSEMINATION_H
 
@@ -21,9 +19,9 @@ enum { SW_DISSEMINATION_RADIX = 8 };
 
 typedef struct sw_hop {
     int round;
-    int to;    /* the host that this one tells what it and the count - 1 hosts behind it say */
-    int from;  /* the host that tells this one the same of itself */
-    int count; /* hosts that this is about, from the sender on, modulo the number of hosts */
+    int to;    /* the receiver of the data of this host and the count - 1 hosts behind it */
+    int from;  /* the sender of its data and of the hosts behind it */
+    int count; /* hosts in the message, from the sender on, modulo the number of hosts */
 } sw_hop;
 
 typedef struct sw_dissemination {

@@ -1,15 +1,14 @@
-/* ending.h - why something ends, said once: the first reason stays.
+/* ending.h - the reason for which something ends, recorded once: the first one stays.
  *
- * Idea: several threads of a rank, and in shared pages several processes, may find out that a
- * communicator is over. Each says so; the first one's reason is everybody's. Saying takes no lock,
- * so a process that is killed while it says something blocks nobody: its reason never counts, and
- * its death is seen in other ways.
+ * Idea: several threads of a rank, and in shared pages several processes, may detect that a
+ * communicator has ended. Each records its reason; the first one is every rank's. Recording takes
+ * no lock, so a process that is killed in the middle blocks no other: its reason never counts, and
+ * its death is detected in other ways.
  *
- * Who says is not who acts: a transport that belongs to one thread is ended by that thread, which
- * finds the reason here in the next turn of its loop.
+ * Recording is separate from acting: a transport that belongs to one thread is ended by that
+ * thread, which finds the reason here in the next turn of its loop.
  *
- * Thread rule: any; also between processes that map it.
- */
+ * Thread rule: any; also between processes that map it. */
 #ifndef SW_COMM_ENDING_H
 #define SW_COMM_ENDING_H
 
@@ -22,35 +21,35 @@
 
 typedef enum sw_member_state {
     SW_MEMBER_ACTIVE = 0,
-    SW_MEMBER_LEFT,   /* closed in order */
-    SW_MEMBER_ENDED,  /* met an error */
-    SW_MEMBER_SAYING, /* for a moment: the reason is being written. Counts as active */
+    SW_MEMBER_LEFT,      /* closed in order */
+    SW_MEMBER_ENDED,     /* met an error */
+    SW_MEMBER_RECORDING, /* transient: the reason is being written. Counts as active */
 } sw_member_state;
 
 typedef struct sw_ending { /* zeroed: active */
     _Atomic uint32_t state;
-    sw_error reason; /* of LEFT and ENDED; written before the state */
+    sw_error reason; /* reason of LEFT and ENDED; written before the state */
 } sw_ending;
 
 static inline sw_member_state sw_ending_state(const sw_ending *ending)
 {
     uint32_t state = atomic_load(&ending->state);
-    return state == SW_MEMBER_SAYING ? SW_MEMBER_ACTIVE : (sw_member_state)state;
+    return state == SW_MEMBER_RECORDING ? SW_MEMBER_ACTIVE : (sw_member_state)state;
 }
 
-/* `how`: LEFT or ENDED. False, and nothing is changed, where somebody was first. */
-static inline bool sw_ending_say(sw_ending *ending, sw_member_state how, const sw_error *reason)
+/* `how`: LEFT or ENDED. Returns false, and changes nothing, if a reason is recorded already. */
+static inline bool sw_ending_record(sw_ending *ending, sw_member_state how, const sw_error *reason)
 {
     uint32_t expected = SW_MEMBER_ACTIVE;
-    if (!atomic_compare_exchange_strong(&ending->state, &expected, SW_MEMBER_SAYING))
+    if (!atomic_compare_exchange_strong(&ending->state, &expected, SW_MEMBER_RECORDING))
         return false;
     ending->reason = *reason;
     atomic_store(&ending->state, (uint32_t)how);
     return true;
 }
 
-/* In a forked child, on a copy of its own, of which a thread that is not there any more may have
- * been saying something. */
+/* For a forked child, on its own copy: a thread that does not exist in the child may have been
+ * writing the reason. */
 static inline void sw_ending_force(sw_ending *ending, const sw_error *reason)
 {
     if (sw_ending_state(ending) != SW_MEMBER_ACTIVE)
@@ -59,7 +58,7 @@ static inline void sw_ending_force(sw_ending *ending, const sw_error *reason)
     atomic_store(&ending->state, SW_MEMBER_ENDED);
 }
 
-/* SW_OK while it is active; else the reason. */
+/* Return SW_OK while it is active, else the reason. */
 static inline sw_status sw_ending_read(const sw_ending *ending, sw_error *err)
 {
     if (sw_ending_state(ending) == SW_MEMBER_ACTIVE)
@@ -68,11 +67,10 @@ static inline sw_status sw_ending_read(const sw_ending *ending, sw_error *err)
                         SW_ERROR_MESSAGE_BYTES - 1, ending->reason.message);
 }
 
-/* The same, for one that has lost to another thread of its own process: the reason, once it is
- * written. */
+/* The same for a thread that has lost to another thread of its own process: wait for the reason. */
 static inline sw_status sw_ending_await(const sw_ending *ending, sw_error *err)
 {
-    while (atomic_load(&ending->state) == SW_MEMBER_SAYING)
+    while (atomic_load(&ending->state) == SW_MEMBER_RECORDING)
         sw_spin_pause();
     return sw_ending_read(ending, err);
 }

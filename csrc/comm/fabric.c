@@ -1,6 +1,6 @@
-/* fabric.c - how a fabric begins, ends and sees its peers; tickets: comparing descriptors, progress
- * in order. Issuing is in fabric_issue.c, waiting in fabric_wait.c, what an operation does to
- * memory in fabric_execute.c. */
+/* fabric.c - begin and end of a fabric, checks of its peers, and tickets: comparing descriptors,
+ * progress in order. Issuing is in fabric_issue.c, waiting in fabric_wait.c, memory access of an
+ * operation in fabric_execute.c. */
 #include "comm/fabric.h"
 
 #include <stdio.h>
@@ -63,7 +63,7 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *p
 void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
                     const sw_error *reason)
 {
-    if (!sw_ending_say(&control[rank].ending, how, reason))
+    if (!sw_ending_record(&control[rank].ending, how, reason))
         return;
     for (int r = 0; r < world_size; ++r) {
         if (!atomic_load(&control[r].waiters))
@@ -73,12 +73,12 @@ void sw_control_end(sw_control *control, int world_size, int rank, sw_member_sta
     }
 }
 
-/* First this rank's own threads are told, and one that goes on to its own end has this reason then;
- * then the peers, also by who comes second: the first may have come before there were pages. */
+/* This rank's own threads see the reason first, so that one that ends by itself reports it too.
+ * Then the peers do, also on a second call: the first may have come before the pages. */
 static sw_status end(sw_fabric *fabric, sw_member_state how, const sw_error *reason, sw_error *err)
 {
     sw_error first;
-    sw_ending_say(&fabric->ending, how, reason);
+    sw_ending_record(&fabric->ending, how, reason);
     sw_status status = sw_ending_await(&fabric->ending, &first);
     if (atomic_load(&fabric->is_open) && !fabric->is_foreign)
         sw_control_end(fabric->control, fabric->comm.world_size, fabric->comm.rank,
@@ -126,7 +126,7 @@ void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
                  control[rank].pid, control[rank].host);
 }
 
-/* Looking at the peers
+/* Checks of the peers
  * ------------------------------------------------------------------------------------------ */
 
 bool sw_fabric_is_alive(sw_comm *comm)
@@ -161,7 +161,7 @@ sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
     if (!atomic_load(&fabric->is_open)) /* not joined yet */
         return SW_OK;
     int gone = sw_fabric_find_dead(fabric, DEATHS_A_LOOK, NULL);
-    for (int r = 0; r < comm->world_size; ++r) /* what was said comes before what is seen */
+    for (int r = 0; r < comm->world_size; ++r) /* a recorded reason comes before a detected death */
         if (sw_ending_state(&fabric->control[r].ending) == SW_MEMBER_ENDED)
             return sw_ending_read(&fabric->control[r].ending, err);
     for (int r = 0; r < comm->world_size; ++r) {
@@ -181,8 +181,8 @@ sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
 
 void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 {
-    /* Sequentially consistent on both sides: either we see the sleeper, or it sees the new value.
-     */
+    /* Sequentially consistent on both sides: either we see the sleeper, or it sees the new
+     * value. */
     atomic_store(word, value);
     if (atomic_load(&own->waiters))
         sw_futex_wake_all(word);

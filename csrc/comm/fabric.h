@@ -2,18 +2,18 @@
  * slots.
  *
  *   posted[r] >= t   rank r's data and descriptor of operation t can be read
- *   done[r] >= t     rank r has read what it needs of operation t and has stored its slice
+ *   done[r] >= t     rank r has read its part of operation t and has stored its slice
  *
- * The pages may be a process's own (comm/local: ranks are threads) or mapped memfds (comm/shm). See
+ * The pages are a process's own (comm/local: ranks are threads) or mapped memfds (comm/shm). See
  * docs/design/comm.md. Each control block is written by its owner alone, except `waiters`.
  *
  *   pages: control blocks by rank | descriptors by ticket, then rank | slots by rank
  *
- * A rank looks at the words of all ranks, and at all descriptors of one ticket: each lie together,
- * so that it touches O(W / 64) pages for the first time instead of O(W).
+ * A rank reads the words of all ranks, and all descriptors of one ticket. Each kind is contiguous,
+ * so that its first access touches O(W / 64) pages instead of O(W).
  *
- * Thread rule: one at a time a fabric; the control blocks are shared, every field below says how.
- */
+ * Thread rule: one at a time a fabric; the control blocks are shared, as stated for each field
+ * below. */
 #ifndef SW_COMM_FABRIC_H
 #define SW_COMM_FABRIC_H
 
@@ -31,8 +31,8 @@ enum {
 
 typedef enum sw_fabric_join {
     SW_FABRIC_NOT_JOINED = 0,
-    SW_FABRIC_JOINED,     /* pid and host are written, the sign of life is given */
-    SW_FABRIC_ALL_JOINED, /* of the first rank */
+    SW_FABRIC_JOINED,     /* pid, host and liveness token are published */
+    SW_FABRIC_ALL_JOINED, /* published by the first rank */
 } sw_fabric_join;
 
 typedef struct sw_control { /* zeroed at first; world_size of them, one behind the other */
@@ -45,7 +45,7 @@ typedef struct sw_control { /* zeroed at first; world_size of them, one behind t
     sw_ending ending; /* by its owner's threads */
 } sw_control;
 
-typedef struct sw_fabric_entry { /* of a ring of descriptors */
+typedef struct sw_fabric_entry { /* entry of a ring of descriptors */
     _Alignas(64) sw_descriptor descriptor;
 } sw_fabric_entry;
 
@@ -62,13 +62,13 @@ typedef struct sw_fabric {
     sw_fabric_entry *ring;
     uint8_t *slots;
     bool (*peer_ended)(struct sw_fabric *fabric,
-                       int rank); /* transport's: whether the process is gone */
-    _Atomic bool is_open;         /* control is there: for threads beside the one that joins */
-    bool is_foreign;              /* a forked child's copy, which says nothing to the peers */
+                       int rank); /* transport's: true if the process has ended */
+    _Atomic bool is_open;         /* control is set: for threads beside the joining one */
+    bool is_foreign;              /* a forked child's copy, which notifies no peer */
     int spin_count;
     uint32_t posted, done;              /* own counters, as published */
     sw_ending ending;                   /* this rank's, for all of its threads */
-    _Atomic uint32_t asked;             /* whose sign of life was looked at last */
+    _Atomic uint32_t asked;             /* the rank whose liveness was checked last */
     sw_pending pending[SW_FABRIC_RING]; /* by ticket modulo the ring */
     const uint8_t **source;             /* owned scratch, world_size pointers each */
     uint8_t **destination;
@@ -78,14 +78,14 @@ typedef struct sw_fabric {
 /* Bytes of the pages that `world_size` ranks share. They begin with the control blocks. */
 size_t sw_fabric_pages_bytes(int world_size);
 
-/* Takes rank, world_size and pages; the transport has filled pid and host of its own. On failure
- * peers get the same sentence. */
+/* Take rank, world_size and pages; the transport has filled its own pid and host. On failure peers
+ * get the same sentence. */
 SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *pages,
                                      sw_error *err);
-/* Leaves the group (peers that wait for this rank are told) and frees the scratch. */
+/* Leave the group (notifying peers that wait for this rank) and free the scratch. */
 void sw_fabric_fini(sw_fabric *fabric);
 
-/* The members of sw_comm_ops that need no transport. */
+/* The functions of sw_comm_ops that need no transport. */
 SW_MUST_USE sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket,
                                      sw_error *err);
 SW_MUST_USE sw_status sw_fabric_poll(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err);
@@ -99,39 +99,39 @@ void sw_fabric_leave(sw_comm *comm);
 bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 
-/* Says in the block of `rank` that it ends, and wakes whoever sleeps on any of the blocks. The
- * first reason stays. */
+/* Record the end of `rank` in its block, and wake all sleepers of all blocks. The first reason
+ * stays. */
 void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
                     const sw_error *reason);
 
-/* Between the fabric's own files. */
+/* Private to the fabric's files. */
 
-/* A word of this rank's block is `value` from now on; wakes the ranks that sleep on it. */
+/* Set a word of this rank's block to `value`; wake the ranks that sleep on it. */
 void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own);
-/* Folds or copies what operation `pending` asks of this rank; all ranks have posted it. */
+/* Fold or copy this rank's part of operation `pending`; all ranks have posted it. */
 void sw_fabric_execute(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket);
-/* Does every operation that all ranks have posted, in order. */
+/* Execute every operation that all ranks have posted, in order. */
 SW_MUST_USE sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err);
-/* Waits until every rank's `done` has reached `ticket`; makes progress meanwhile. */
+/* Wait until every rank's `done` has reached `ticket`; make progress meanwhile. */
 SW_MUST_USE sw_status sw_fabric_wait_done(sw_fabric *fabric, uint32_t ticket, sw_error *err);
-/* What a wait needs of every rank: its post of `ticket`, or that it is done with it. */
+/* The condition of a wait, for every rank: its post of `ticket`, or its `done`. */
 typedef struct sw_fabric_awaited {
     bool for_post;
     uint32_t ticket;
 } sw_fabric_awaited;
 
-/* Whether operation `ticket` can be executed here; else *awaited is what it needs. */
+/* Return true if operation `ticket` can be executed here; else *awaited is the missing
+ * condition. */
 bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited);
 
-/* A rank whose process has ended, -1: none found. Asks for the signs of life of `budget` ranks at
- * most (NULL: of any, else of those that are missing), and goes on behind them the next time. Any
- * thread. */
+/* Return a rank whose process has ended; -1: none found. Checks the liveness of `budget` ranks at
+ * most (NULL: of any, else of missing ones); the next call continues behind them. Any thread. */
 int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *awaited);
-/* Ends the communicator here and tells the peers. Returns the reason that was said first. Any
- * thread of this rank. */
+/* End the communicator here and notify the peers. Returns the first recorded reason. Any thread of
+ * this rank. */
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err);
 
-/* Whether counter `value` has reached `ticket`, over the wrap of 32 bits. */
+/* Return true if counter `value` has reached `ticket`, over the wrap of 32 bits. */
 static inline bool sw_ticket_reached(uint32_t value, uint32_t ticket)
 {
     return (int32_t)(value - ticket) >= 0;

@@ -1,10 +1,9 @@
-/* fabric_execute.c - what an operation does to memory, once every rank has posted it.
+/* fabric_execute.c - memory access of an operation, once every rank has posted it.
  *
  * Pool form: a rank folds its own slice of all W buffers and stores the result into all of them, so
- * n bytes are read and n written by each rank, whatever W. Several owners of one slice share the
- * folding of it, and each stores into the results of all. Slot form: every rank folds the whole
- * chunk, which is in cache, into its own private memory: more arithmetic, one wait less. Both fold
- * in rank order. */
+ * each rank reads n bytes and writes n, for every W. Several owners of one slice divide its fold,
+ * and each stores into the results of all. Slot form: every rank folds the whole chunk, which is in
+ * cache, into its own private memory: more arithmetic, one wait less. Both fold in rank order. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -16,8 +15,8 @@ typedef struct fold_range {
     size_t origin;   /* the first element of op.result */
     bool slots;      /* sources are the slots of `ticket`; else the arena's parts */
     bool pieces;     /* and the destination is this rank's slot; else op.data */
-    bool everywhere; /* store into every rank's part; else into this rank's alone, or into op.result
-                      */
+    bool everywhere; /* store into every rank's part; else into this rank's alone, or into
+                        op.result */
 } fold_range;
 
 static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
@@ -82,7 +81,7 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
     }
 }
 
-/* The ranks that read this rank's slice out of their own part. */
+/* Return true for the ranks that read this rank's slice out of their own part. */
 static bool takes_slice(const sw_fabric *fabric, const sw_op *op, int rank)
 {
     int own = fabric->comm.rank;
@@ -91,7 +90,7 @@ static bool takes_slice(const sw_fabric *fabric, const sw_op *op, int rank)
     return rank != own && !op->one_copy && !apart;
 }
 
-/* Owners of a slice fold a piece of it each. */
+/* Each owner of a slice folds a piece of it. */
 static void share_slice(const sw_fabric *fabric, const sw_op *op, fold_range *range)
 {
     if (!op->slices)
@@ -107,7 +106,8 @@ static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t 
 {
     const sw_op *op = &pending->op;
     size_t element_bytes = sw_dtype_size_bytes(op->dtype);
-    bool whole = op->kind == SW_OP_ALL_REDUCE; /* all ranks share the work, whoever owns what */
+    bool whole = op->kind == SW_OP_ALL_REDUCE; /* all ranks divide the work, whichever rank owns a
+                                                  slice */
     int count = whole ? fabric->comm.world_size : sw_op_slice_count(op, fabric->comm.world_size);
     int index = whole ? fabric->comm.rank : sw_op_slice_of(op, fabric->comm.rank);
     size_t slice = sw_comm_slice_numel(op->numel, element_bytes, count);
@@ -129,7 +129,7 @@ static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     }
 }
 
-/* The part of a chunk that `rank` folds, where each folds one. */
+/* The part of a chunk that `rank` folds, if each rank folds one. */
 static fold_range piece_of(const sw_fabric *fabric, const sw_pending *pending, int rank)
 {
     size_t piece = sw_comm_slice_numel(pending->count, sw_dtype_size_bytes(pending->op.dtype),
@@ -141,8 +141,7 @@ static fold_range piece_of(const sw_fabric *fabric, const sw_pending *pending, i
                         .pieces = true};
 }
 
-/* What the ranks have folded of the chunk before, out of their slots: the runs that its fold had.
- */
+/* Copy the results of the previous ticket out of the ranks' slots: the runs that its fold had. */
 static void collect(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
 {
     const sw_op *op = &pending->op;
@@ -171,7 +170,7 @@ static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     } else if (pending->descriptor.form == SW_FORM_COLLECT) {
         collect(fabric, pending, ticket);
     } else if (op->kind ==
-               SW_OP_ALL_REDUCE) { /* of nothing, too: the plan may want to be resolved */
+               SW_OP_ALL_REDUCE) { /* also for 0 elements: the plan may need to be resolved */
         fold_range range = {
             .begin = pending->begin, .end = pending->begin + pending->count, .slots = true};
         fold(fabric, pending, ticket, &range);

@@ -1,14 +1,14 @@
-/* fabric_issue.c - operations: as descriptors, or as chunks of private memory through the slots. */
+/* fabric_issue.c - issuing operations: as descriptors, or as chunks of private memory in slots. */
 #include <string.h>
 
 #include "base/bytes.h"
 #include "comm/fabric.h"
 
-/* A chunk is folded piece by piece, so that each rank reads 2 of it instead of W, where that saves
- * more than one more wait costs. */
+/* Folding a chunk in pieces makes each rank read 2 chunks instead of W. It pays above this saving,
+ * which covers the additional wait. */
 static const size_t pieces_save_bytes = 256 * 1024;
 
-/* Waits for room in the ring and the slots, copies private data in, publishes. */
+/* Wait for space in the ring and the slots, copy private data in, publish. */
 static sw_status issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *ticket,
                        sw_error *err)
 {
@@ -17,8 +17,8 @@ static sw_status issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *t
     SW_TRY(sw_ending_read(&fabric->ending, err));
     uint32_t form = pending->descriptor.form;
     bool fills = form == SW_FORM_SLOT || form == SW_FORM_PIECE;
-    /* Room: the ring entry and the slot of an older operation may still be read by a peer; a slot
-     * of pieces in the ticket after its own, too. */
+    /* A peer may still read the ring entry and the slot of an older operation; a slot of pieces
+     * also during the ticket after its own. */
     uint32_t depth = fills ? SW_FABRIC_SLOTS - 1 : SW_FABRIC_RING;
     SW_TRY(sw_fabric_wait_done(fabric, next - depth, err));
     sw_pending *kept = &fabric->pending[next % SW_FABRIC_RING];
@@ -54,8 +54,8 @@ sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_er
     return sw_fabric_progress(fabric, err);
 }
 
-/* One chunk after the other through the slots; up to SW_FABRIC_SLOTS of them in flight. `gathered`:
- * of an all_gather. */
+/* Run one chunk after the other through the slots, up to SW_FABRIC_SLOTS of them in flight.
+ * `gathered`: of an all_gather. */
 static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, void *gathered,
                                    sw_error *err)
 {
@@ -97,7 +97,7 @@ sw_status sw_fabric_run(sw_comm *comm, const sw_op *op, sw_error *err)
     }
     SW_TRY(sw_op_check(op, fabric->comm.world_size, err));
     if (op->kind == SW_OP_REDUCE_SCATTER || op->kind == SW_OP_ALL_GATHER)
-        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs memory of an arena",
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' needs a buffer in an arena",
                 sw_op_kind_name(op->kind), op->label);
     sw_comm_count(comm, op);
     return run_through_slots(fabric, op, NULL, err);

@@ -1,13 +1,13 @@
-/* fabric_wait.c - waiting that ends: for the word, for a death, for an error of a peer, for the
- * deadline (wait.h).
+/* fabric_wait.c - waits that end: on the word, a death, an error of a peer, or the deadline
+ * (wait.h).
  *
- * A waiter spins a moment if cores are spare, then sleeps on the word it needs, in slices; between
- * slices it looks at what could keep that word from ever changing. It never sleeps on one rank
- * while another is known to be gone.
+ * A waiter spins a moment if cores are spare, then sleeps on the word it needs, in time slices.
+ * Between them it checks for events that keep that word from ever changing. It never sleeps on one
+ * rank once another is known to be dead.
  *
- * Of several ranks that are missing it sleeps on one drawn by chance: half of the others have come
- * by then, as a rule, so W ranks wake log2(W) times each. With the lowest, which comes next where
- * ranks come in order, all would wake W times. */
+ * Of several missing ranks it sleeps on a random one: usually half of the others have arrived by
+ * then, so W ranks wake log2(W) times each. The lowest would be the next to arrive if ranks arrive
+ * in order, and each would wake W times. */
 #include <stdio.h>
 
 #include "comm/fabric.h"
@@ -27,14 +27,14 @@ typedef struct fabric_wait {
     uint32_t turns;
 } fabric_wait;
 
-/* The first operation that is not done here, or the one waited for: what a message names. */
+/* Name the first operation that is not done here, or the one waited for, in a message. */
 static void describe_operation(const sw_fabric *fabric, uint32_t ticket, char *text,
                                size_t capacity)
 {
     sw_descriptor_name(sw_fabric_descriptor(fabric, fabric->comm.rank, ticket), text, capacity);
 }
 
-/* From rank `from` on; -1: none. */
+/* Search from rank `from` on; -1: none. */
 static int first_missing(const sw_fabric *fabric, const sw_fabric_awaited *awaited, int from)
 {
     int world_size = fabric->comm.world_size;
@@ -69,13 +69,13 @@ static sw_status end_without(sw_fabric *fabric, int rank, const char *how, uint3
     return sw_fabric_end(fabric, &reason, err);
 }
 
-/* A peer that met an error, left, or is `dead` (-1: none). Looked at only while something is
+/* Find a peer that met an error, left, or is `dead` (-1: none). Called only while a rank is
  * missing. */
 static sw_status check_peers(fabric_wait *w, int dead, sw_error *err)
 {
     sw_fabric *fabric = w->fabric;
     uint32_t ticket = w->awaited.ticket;
-    for (int r = 0; r < fabric->comm.world_size; ++r) { /* it may say so, and then go */
+    for (int r = 0; r < fabric->comm.world_size; ++r) { /* it may record an error, then exit */
         const sw_control *control = &fabric->control[r];
         sw_member_state state = sw_ending_state(&control->ending);
         if (r == fabric->comm.rank || (state == SW_MEMBER_ACTIVE && r != dead))
@@ -83,10 +83,10 @@ static sw_status check_peers(fabric_wait *w, int dead, sw_error *err)
         if (state == SW_MEMBER_ENDED) {
             sw_error reason;
             if (sw_ticket_reached(atomic_load(&control->done), ticket))
-                continue; /* it ended after all of its part here, whoever else is late: a later call
+                continue; /* it ended after its part here, also if others are late: a later call
                              gets that error */
             if (first_missing(fabric, &w->awaited, 0) < 0)
-                return SW_OK; /* what was missing has come meanwhile */
+                return SW_OK; /* the missing ranks have arrived meanwhile */
             (void)!sw_ending_read(&control->ending, &reason);
             return sw_fabric_end(fabric, &reason, err);
         }
@@ -104,13 +104,13 @@ static sw_status check_clock(fabric_wait *w, sw_error *err)
     sw_status status = sw_wait_check(&w->wait, &reason);
     if (status == SW_OK)
         return SW_OK;
-    /* An interrupted caller takes its memory back, and with it what the operation borrowed: no
-     * later call may go on with it. */
+    /* An interrupted caller takes its memory back, and with it memory that the operation borrowed:
+     * no later call may continue it. */
     sw_status ended = sw_fabric_end(w->fabric, &reason, err);
     return status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
 }
 
-/* After each sleep what peers have said; once a slice whether they live, and the clock. */
+/* Check recorded errors after each sleep; the peers' liveness and the clock once a time slice. */
 static sw_status look_around(fabric_wait *w, sw_error *err)
 {
     int64_t now_ns = sw_clock_now_ns();
@@ -121,7 +121,7 @@ static sw_status look_around(fabric_wait *w, sw_error *err)
     return check_clock(w, err);
 }
 
-/* Sleeps until the word of a rank that is missing changes, one slice at most. */
+/* Sleep until the word of a missing rank changes, one time slice at most. */
 static void sleep_on(fabric_wait *w, int rank)
 {
     sw_fabric *fabric = w->fabric;
@@ -155,8 +155,8 @@ static int draw(fabric_wait *w)
     return (int)((seed * UINT32_C(2654435761) >> 8) % (uint32_t)w->fabric->comm.world_size);
 }
 
-/* Until this rank has done `ticket`; with `by_all`, until every rank has. First what the next
- * operation needs to be executed here is awaited, then dones. */
+/* Wait until this rank has done `ticket`; with `by_all`, until every rank has. Conditions of the
+ * next operation come first, then dones. */
 static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_error *err)
 {
     fabric_wait w = {.fabric = fabric};
@@ -168,7 +168,7 @@ static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_
         if (is_done)
             w.awaited = (sw_fabric_awaited){.ticket = ticket};
         else if (sw_fabric_is_ready(fabric, fabric->done + 1, &w.awaited))
-            continue; /* what was missing has come: progress again */
+            continue; /* the missing ranks have arrived: progress again */
         int rank = first_missing(fabric, &w.awaited, draw(&w));
         if (rank < 0 && is_done)
             return SW_OK;

@@ -1,4 +1,4 @@
-/* hier.c - making and unmaking a communicator over hosts, and its memory. */
+/* hier.c - creating and destroying a communicator over hosts, and its memory. */
 #include "comm/hier.h"
 
 #include <stdio.h>
@@ -21,7 +21,7 @@ static size_t mirrored_bytes(size_t size_bytes)
     return (size_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
 }
 
-/* This host's part of an arena. Mirrored: all ranks' parts lie in the carrier's memory. */
+/* Create this host's part of an arena. Mirrored: the carrier's memory holds all ranks' parts. */
 static sw_status create_inside(sw_hier *hier, size_t size_bytes, const char *label, bool mirrored,
                                sw_arena **arena, sw_error *err)
 {
@@ -57,8 +57,8 @@ static void destroy_inside(sw_hier *hier, sw_arena *arena)
     free(arena);
 }
 
-/* An operation that is not complete may still be read by the wire: its memory then stays until the
- * wire is closed. (The carrier touches no memory of a communicator that has ended.) */
+/* The wire may still read an operation that is not complete: its memory then stays until the wire
+ * is closed. (The carrier touches no memory of a communicator that has ended.) */
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
     sw_hier *hier = (sw_hier *)comm;
@@ -84,7 +84,7 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
     sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
     if (local != SW_OK && local != SW_E_MEMORY)
         return sw_hier_end_here(hier, &cause, err);
-    /* Ranks of one host have agreed; hosts do it here. */
+    /* Ranks of one host have agreed; now the hosts do. */
     sw_status status = sw_agree(&hier->comm, NULL, label, size_bytes, local, &cause, err);
     if (status != SW_OK) {
         destroy_inside(hier, made);
@@ -173,9 +173,9 @@ static void free_kept(sw_hier *hier)
     }
 }
 
-/* A carrier that is still inside a call of the wire keeps itself, and what its thread looks at
- * first: they are left to the process's end; with all arenas, where the wire could not be closed.
- * So is everything in a forked child, which has no such thread. */
+/* A carrier that is still inside a call of the wire keeps itself, and the state that its thread
+ * reads first, until the process ends; all arenas too if the wire could not be closed. A forked
+ * child frees nothing, because it has no such thread. */
 static void destroy(sw_comm *comm)
 {
     sw_hier *hier = (sw_hier *)comm;
@@ -220,7 +220,7 @@ static const sw_comm_ops hier_ops = {
     .destroy = destroy,
 };
 
-/* What goes through shared memory of this host on its way to others. */
+/* Create the shared memory of this host through which data for other hosts passes. */
 static sw_status create_memory(sw_hier *hier, sw_error *err)
 {
     size_t ranks = (size_t)hier->comm.world_size;
@@ -261,7 +261,7 @@ static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_o
     if (!hier->pid || !hier->host_name || !hier->contributes)
         SW_FAIL(err, SW_E_MEMORY, "no memory for a group of %d ranks", world_size);
     if (hier->local_count != hier->inside->world_size || hier->members[hier->local_rank] != rank)
-        SW_FAIL(err, SW_E_INVALID, "rank %d: the map of hosts is not that of the ranks joined",
+        SW_FAIL(err, SW_E_INVALID, "rank %d: the map of hosts does not match the ranks that joined",
                 rank);
     return create_memory(hier, err);
 }
@@ -274,7 +274,7 @@ static void release_wire(const sw_wire *wire)
 
 enum { NAME_PIECE_BYTES = 8 };
 
-/* The bytes of the longest host name of all hosts. */
+/* Find the length of the longest host name. */
 static sw_status find_longest_name(sw_hier *hier, const sw_identity *own, int32_t *bytes,
                                    sw_error *err)
 {
@@ -288,8 +288,8 @@ static sw_status find_longest_name(sw_hier *hier, const sw_identity *own, int32_
     return sw_hier_run(&hier->comm, &op, err);
 }
 
-/* All ranks' pids and all hosts' names: the names in pieces, so that what a rank needs for it at a
- * time is small. */
+/* Gather all ranks' pids and all hosts' names: the names in pieces, so that a rank needs little
+ * memory at a time. */
 static sw_status gather_identities(sw_hier *hier, const sw_identity *own, uint8_t *all,
                                    sw_error *err)
 {
@@ -310,7 +310,7 @@ static sw_status gather_identities(sw_hier *hier, const sw_identity *own, uint8_
     return SW_OK;
 }
 
-/* Ranks introduce themselves, for messages. */
+/* Exchange names and pids of ranks, for messages. */
 static sw_status introduce(sw_hier *hier, const sw_identity *own, sw_error *err)
 {
     uint8_t *all = calloc((size_t)hier->comm.world_size, NAME_PIECE_BYTES);

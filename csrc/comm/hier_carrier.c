@@ -1,13 +1,13 @@
-/* hier_carrier.c - the thread that does a host's operations: one a host, on its lowest rank.
+/* hier_carrier.c - the thread that executes a host's operations: one a host, on its lowest rank.
  *
  * An operation begins when all ranks of the host have posted it. Carriers first agree on it by
- * *frames* (hier_frames.c); those that reduce and are there already go as one batch. Then what has
- * data moves it in blocks (hier_reduce.c, hier_gather.c). Every wait is for the oldest thing under
- * way, and no message of an operation leaves before the frames of it agree: no two carriers can
- * wait for one another crosswise.
+ * *frames* (hier_frames.c); reductions that are posted already go as one batch. Then operations
+ * with data move it in blocks (hier_reduce.c, hier_gather.c). Every wait is for the oldest
+ * transfer, and no message of an operation leaves before its frames agree: no two carriers can wait
+ * for one another crosswise.
  *
- * The thread may wait for the wire for ever; deadlines are kept by those who wait for it. It leaves
- * what the wire may still write to, and never frees it. */
+ * A wait of the thread for the wire may never return; the threads that wait for it keep the
+ * deadlines. The thread never frees memory that the wire may still write to. */
 #include <stdlib.h>
 
 #include "base/bytes.h"
@@ -16,7 +16,7 @@
 
 enum { LEAVE_MS = 1000 };
 
-/* *ticket and, where more of them are there, what follows; *ticket is the one after. */
+/* Execute *ticket and the posted operations that join its batch; *ticket becomes the next one. */
 static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err)
 {
     uint32_t count;
@@ -47,7 +47,7 @@ static void *carry(void *argument)
     void *kept = NULL;
     if (wire && wire->enter)
         wire->enter(wire->context, &kept);
-    sw_status status = sw_carrier_expect_words(carrier, &reason);
+    sw_status status = sw_carrier_expect_ends(carrier, &reason);
     if (status == SW_OK)
         status = sw_carrier_expect_frames(carrier, &reason);
     while (status == SW_OK)
@@ -62,8 +62,8 @@ static void *carry(void *argument)
     return NULL;
 }
 
-/* A block of each host is under way at a time: many hosts have smaller ones, and fewer. Nothing
- * that is computed depends on it. */
+/* One block of each host is in flight at a time: many hosts get smaller blocks, and fewer. No
+ * result depends on it. */
 static void choose_blocks(sw_carrier *carrier)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count, many = sw_size_max(hosts, SW_HIER_FEW);
@@ -71,14 +71,14 @@ static void choose_blocks(sw_carrier *carrier)
     carrier->block_bytes =
         sw_size_max(bytes / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES, SW_HIER_LEAST_BLOCK_BYTES);
     carrier->ahead = sw_size_max(SW_HIER_AHEAD * (size_t)SW_HIER_FEW / many, 1);
-    carrier->slot_count = 2 * carrier->ahead + 2; /* what stands is sent one ahead */
+    carrier->slot_count = 2 * carrier->ahead + 2; /* standing results are sent one ahead */
 }
 
 static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count;
     choose_blocks(carrier);
-    /* Of blocks and packets alike. What is never written is never there. */
+    /* Holds a block or a packet. Pages that are never written take no memory. */
     size_t room = carrier->block_bytes + SW_ALIGNMENT_BYTES;
     size_t blocks = hosts > 1 ? (3 * carrier->slot_count + 1) * hosts : carrier->slot_count;
     uint8_t *at = carrier->memory = calloc(blocks, room);
@@ -129,7 +129,7 @@ static sw_status allocate_hops(sw_carrier *carrier, sw_error *err)
     carrier->next.memory = calloc(carrier->next.capacity, 1);
     if (!carrier->hops || !carrier->peers || !carrier->frames || !carrier->next.packs ||
         !carrier->next.memory)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for what %zu hosts say", hosts);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the frames of %zu hosts", hosts);
     carrier->leave = carrier->frames + 2 * hops * carrier->frame_bytes;
     for (size_t i = 0; i < hops; ++i) {
         carrier->hops[i].out = carrier->frames + 2 * i * carrier->frame_bytes;
@@ -163,7 +163,7 @@ sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the carrier of a host");
     }
     made->hier = hier;
-    pthread_mutex_init(&made->words_lock, NULL);
+    pthread_mutex_init(&made->ends_lock, NULL);
     made->bridge = (sw_bridge){.wire = wire,
                                .map = &hier->map,
                                .host = hier->host,
@@ -210,7 +210,7 @@ void sw_carrier_stop(sw_carrier *carrier, bool ended_well)
     if (!atomic_exchange(&carrier->stop, true)) {
         bool took_leave = await_end(carrier);
         carrier->wire_closed = !wire || wire->close(wire->context, ended_well && took_leave);
-        if (carrier->wire_closed) /* else nothing has changed for a thread that is inside of it */
+        if (carrier->wire_closed) /* else a thread inside of it sees no change */
             (void)await_end(carrier);
     }
     if (atomic_load(&carrier->finished))
@@ -223,7 +223,7 @@ static void drop_all(sw_carrier *carrier, sw_transfer *transfers, size_t count)
         sw_bridge_drop(&carrier->bridge, &transfers[i]);
 }
 
-/* What was under way when it ended. */
+/* Drop the transfers that were in flight at the end. */
 static void drop_transfers(sw_carrier *carrier)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
@@ -232,15 +232,15 @@ static void drop_transfers(sw_carrier *carrier)
         drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
     for (int i = 0; carrier->hops && i < spread->hop_count; ++i) {
         sw_carrier_hop *hop = &carrier->hops[i];
-        sw_transfer *others[] = {&hop->frame_out, &hop->frame_in, &hop->leave_out,
-                                 &hop->said_out,  &hop->said_in,  &hop->probe_in};
+        sw_transfer *others[] = {&hop->frame_out,   &hop->frame_in,   &hop->leave_out,
+                                 &hop->payload_out, &hop->payload_in, &hop->probe_in};
         for (size_t k = 0; k < sizeof others / sizeof *others; ++k)
             drop_all(carrier, others[k], 1);
         drop_all(carrier, hop->probe_out, SW_HIER_PROBES);
     }
     for (int p = 0; carrier->peers && p < spread->peer_count; ++p) {
-        drop_all(carrier, carrier->peers[p].in, SW_HIER_WORDS);
-        drop_all(carrier, carrier->peers[p].out, SW_HIER_WORDS);
+        drop_all(carrier, carrier->peers[p].in, SW_HIER_ENDS);
+        drop_all(carrier, carrier->peers[p].out, SW_HIER_ENDS);
     }
 }
 
@@ -265,7 +265,7 @@ void sw_carrier_destroy(sw_carrier *carrier)
     free(carrier->opened);
     free(carrier->elements);
     free(carrier->packs);
-    pthread_mutex_destroy(&carrier->words_lock);
+    pthread_mutex_destroy(&carrier->ends_lock);
     free(carrier->source);
     free(carrier->destination);
     free(carrier->contributes);

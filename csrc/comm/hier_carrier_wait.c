@@ -1,7 +1,5 @@
-/* hier_carrier_wait.c - what the phases of a carrier's thread have in common: access to the memory
- * of operations, waits for the wire and for this host's ranks, and what a failure of the wire
- * means.
- */
+/* hier_carrier_wait.c - functions that all phases of a carrier's thread share: access to the memory
+ * of operations, waits for the wire and for this host's ranks, and errors of the wire. */
 #include <stdio.h>
 
 #include "comm/hier_carrier.h"
@@ -48,7 +46,8 @@ sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char
                : sw_carrier_blame(carrier, what, err);
 }
 
-/* SW_E_STATE when this rank leaves; what ended the communicator; what `need` says of this host. */
+/* Return SW_E_STATE when this rank leaves, the reason if the communicator has ended, or the error
+ * of a rank of this host that `need` waits for. */
 static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool deaths,
                             sw_error *err)
 {
@@ -58,7 +57,7 @@ static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool 
     return sw_hier_check_host(carrier->hier, need, deaths, err);
 }
 
-/* `idles`: no rank has to be there yet. */
+/* `idles`: ranks may still be computing. */
 static sw_status await_word(sw_carrier *carrier, const sw_hier_need *need, bool idles,
                             _Atomic uint32_t *word, uint32_t value, sw_error *err)
 {

@@ -3,10 +3,10 @@
 
 #include "base/bytes.h"
 
-/* Slices of the host that has most. */
+/* Slices of the host with the most. */
 static size_t most_of(const sw_host_map *map, const sw_slice_table *table)
 {
-    int most = table ? table->most_spoken : 0;
+    int most = table ? table->most_represented : 0;
     for (int h = 0; !table && h < map->host_count; ++h)
         most = sw_host_size(map, h) > most ? sw_host_size(map, h) : most;
     return (size_t)most;
@@ -29,7 +29,7 @@ size_t sw_cut_block(const sw_cut *cut, const sw_host_map *map, int host, size_t 
     *begin = cut->numel;
     *owner = -1;
     if (cut->by_rank) {
-        *owner = sw_slice_speaker(cut->table, map, host, member);
+        *owner = sw_slice_representative(cut->table, map, host, member);
         if (*owner < 0)
             return 0;
         index = (size_t)(cut->table ? cut->table->slices.of_rank[*owner] : *owner);

@@ -1,18 +1,18 @@
-/* hier_end.c - how a communicator over hosts ends, and which thread sees that it has: what any
- * thread may do or ask, beside the one that posts and the carrier's. */
+/* hier_end.c - the end of a communicator over hosts: functions for any thread, beside the one that
+ * posts and the carrier's. */
 #include "comm/hier_state.h"
 #include "platform/futex.h"
 
 void sw_hier_await_untouched(sw_hier *hier)
 {
     sw_page *own = sw_hier_page(hier, hier->local_rank);
-    pthread_mutex_lock(&hier->lock); /* a touch that began before the end is over */
+    pthread_mutex_lock(&hier->lock); /* an access that began before the end is over */
     pthread_mutex_unlock(&hier->lock);
     sw_futex_wake_all(&own->posted);
     sw_futex_wake_all(&own->wired);
 }
 
-/* The thread that posts learns of it in its next call. A leave is not passed on: it would be an end
+/* The posting thread gets the error in its next call. A leave is not passed on: it would be an end
  * that no rank has met. */
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason)
 {
@@ -22,7 +22,7 @@ void sw_hier_request_end(sw_comm *comm, const sw_error *reason)
     sw_hier_await_untouched(hier);
     (void)!sw_ending_read(sw_hier_ending(hier), &first);
     if (hier->carrier && sw_ending_state(sw_hier_ending(hier)) == SW_MEMBER_ENDED)
-        sw_carrier_say_last_word(hier->carrier, &first);
+        sw_carrier_send_end(hier->carrier, &first);
 }
 
 sw_status sw_hier_end_here(sw_hier *hier, const sw_error *reason, sw_error *err)

@@ -1,13 +1,13 @@
-/* hier_frames.c - what carriers tell one another before they move data: which operations their
- * hosts come with, and what ranks say beside them; or that a host has ended, and why.
+/* hier_frames.c - the agreement of carriers before they move data. Frames name the next operations
+ * of their hosts and carry their payload; or they announce that a host has ended, and why.
  *
  * A carrier offers every operation that all ranks of its host have posted, up to a batch. In each
- * round (dissemination.h) it tells what it knows and merges what it hears, so that after the last
- * all hosts know the same: what all of them offer, and whether they agree on it. An operation about
- * which they disagree is never inside a batch but its first, so that those before it are complete.
+ * round (dissemination.h) it sends all it knows and merges all it receives. After the last round
+ * all hosts know the same: the operations that all of them offer, and any disagreement on them. An
+ * operation under dispute is only ever the first of a batch, so those before it are complete.
  *
- *     head | of each operation: part, length, what is said | a bit a host: packs
- *     head | why this host goes */
+ *     head | of each operation: part, length, payload | a bit a host: packs
+ *     head | why this host ends */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,18 +16,18 @@
 
 enum {
     FRAME_MAGIC = 0x53574635 /* "SWF5" */,
-    ALIGNMENT = 16, /* of what is said */
+    ALIGNMENT = 16, /* alignment of payloads */
 };
 
 typedef struct frame_head {
-    uint32_t magic, bytes;  /* in all */
+    uint32_t magic, bytes;  /* total length */
     uint32_t state;         /* sw_member_state */
     uint32_t ticket, count; /* operations from `ticket` on */
-    uint32_t host, hosts;   /* what is told is of so many, from this one on */
+    uint32_t host, hosts;   /* number of hosts in this frame, from this one on */
     uint32_t probes;        /* taken in so far, of those that the reader has sent */
 } frame_head;
 
-typedef struct cursor { /* of what was heard; never past `end` */
+typedef struct cursor { /* in a received frame; never past `end` */
     const uint8_t *at, *end;
 } cursor;
 
@@ -58,14 +58,14 @@ static int rank_of(const sw_carrier *carrier, int host)
     return sw_host_carrier(&carrier->hier->map, host);
 }
 
-/* Places
+/* Receive buffers
  * ------------------------------------------------------------------------------------------ */
 
 static sw_status expect_frame(sw_carrier *carrier, int at, sw_error *err)
 {
     sw_carrier_hop *state = &carrier->hops[at];
     return sw_bridge_expect(&carrier->bridge, carrier->hier->spread.hops[at].from, SW_MESSAGE_FRAME,
-                            state->heard + 1, state->in, carrier->frame_bytes, &state->frame_in,
+                            state->received + 1, state->in, carrier->frame_bytes, &state->frame_in,
                             err);
 }
 
@@ -77,15 +77,15 @@ sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
     return SW_OK;
 }
 
-/* Telling
+/* Sending
  * ------------------------------------------------------------------------------------------ */
 
-/* Of what a frame for `hosts` hosts says beside an operation. */
-static uint32_t told_bytes(const sw_carrier *carrier, const sw_said *said, int hosts)
+/* Bytes of payload beside an operation in a frame about `hosts` hosts. */
+static uint32_t sent_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts)
 {
-    if (carrier->next.is_long || (said->kind == SW_SAID_BY_ROOT && !said->is_known))
+    if (carrier->next.is_long || (payload->kind == SW_PAYLOAD_BY_ROOT && !payload->is_known))
         return 0;
-    return (uint32_t)sw_carrier_said_bytes(carrier, said, hosts);
+    return (uint32_t)sw_carrier_payload_bytes(carrier, payload, hosts);
 }
 
 static size_t write_frame(const sw_carrier *carrier, int at)
@@ -95,11 +95,11 @@ static size_t write_frame(const sw_carrier *carrier, int at)
     const sw_carrier_hop *state = &carrier->hops[at];
     size_t used = sizeof(frame_head);
     for (uint32_t i = 0; i < next->count; ++i) {
-        uint32_t bytes = told_bytes(carrier, &next->said[i], hop->count);
+        uint32_t bytes = sent_payload_bytes(carrier, &next->payload[i], hop->count);
         used += sw_part_write(&next->part[i], state->out + used);
         memcpy(state->out + used, &bytes, sizeof bytes);
         used = aligned(used + sizeof bytes);
-        memcpy(state->out + used, next->memory + next->said[i].at_bytes, bytes);
+        memcpy(state->out + used, next->memory + next->payload[i].at_bytes, bytes);
         used = aligned(used + bytes);
     }
     memcpy(state->out + used, next->packs, packs_bytes(carrier));
@@ -111,12 +111,12 @@ static size_t write_frame(const sw_carrier *carrier, int at)
                        .count = next->count,
                        .host = (uint32_t)carrier->hier->host,
                        .hosts = (uint32_t)hop->count,
-                       .probes = state->probes_heard};
+                       .probes = state->probes_taken};
     memcpy(state->out, &head, sizeof head);
     return used;
 }
 
-static sw_status tell_round(sw_carrier *carrier, int round, const char *what, sw_error *err)
+static sw_status send_round(sw_carrier *carrier, int round, const char *what, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i) {
@@ -131,7 +131,7 @@ static sw_status tell_round(sw_carrier *carrier, int round, const char *what, sw
     return SW_OK;
 }
 
-/* Hearing
+/* Receiving
  * ------------------------------------------------------------------------------------------ */
 
 static bool take(cursor *from, void *to, size_t bytes)
@@ -143,7 +143,7 @@ static bool take(cursor *from, void *to, size_t bytes)
     return true;
 }
 
-/* Moves on to the next multiple of ALIGNMENT in the frame that begins at `begin`. */
+/* Move on to the next multiple of ALIGNMENT in the frame that begins at `begin`. */
 static bool align(cursor *from, const uint8_t *begin)
 {
     size_t used = aligned((size_t)(from->at - begin));
@@ -153,7 +153,7 @@ static bool align(cursor *from, const uint8_t *begin)
     return true;
 }
 
-/* What the frame says of one operation; kept where this host still offers it. */
+/* Read the entry of one operation; merge it if this host still offers the operation. */
 static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const uint8_t *begin,
                            cursor *from)
 {
@@ -172,7 +172,7 @@ static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const ui
     if (index < carrier->next.count) {
         sw_part_merge(&carrier->next.part[index], &part);
         if (!carrier->next.is_long)
-            sw_carrier_take_said(carrier, index, distance, hop->count, from->at, bytes);
+            sw_carrier_take_payload(carrier, index, distance, hop->count, from->at, bytes);
     }
     from->at += bytes;
     return align(from, begin);
@@ -181,10 +181,10 @@ static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const ui
 static sw_status no_frame(const sw_carrier *carrier, int host, sw_error *err)
 {
     int rank = rank_of(carrier, host);
-    return sw_error_set(err, SW_E_COMM, rank, "rank %d sent a message that is no frame", rank);
+    return sw_error_set(err, SW_E_COMM, rank, "rank %d sent an invalid frame", rank);
 }
 
-/* Why a host goes. */
+/* Read why a host ends. */
 static sw_status read_end(const sw_carrier *carrier, int host, const frame_head *head, cursor from,
                           const char *what, sw_error *err)
 {
@@ -222,7 +222,7 @@ static sw_status check_head(const sw_carrier *carrier, const sw_hop *hop, const 
     return SW_OK;
 }
 
-/* What it tells becomes part of what this host knows. */
+/* Merge a frame into what this host knows. */
 static sw_status read_frame(sw_carrier *carrier, int at, const char *what, sw_error *err)
 {
     const sw_hop *hop = &carrier->hier->spread.hops[at];
@@ -258,26 +258,26 @@ static bool all_posted(const sw_hier *hier, uint32_t ticket)
     return true;
 }
 
-/* What all hosts say of `ticket`, as far as this one knows. */
-static size_t said_bytes(const sw_carrier *carrier, uint32_t ticket, sw_said *said)
+/* Bytes of payload of all hosts for `ticket`, if they agree with this one. */
+static size_t payload_bytes(const sw_carrier *carrier, uint32_t ticket, sw_payload *payload)
 {
-    *said = sw_carrier_said(carrier, sw_carrier_pending(carrier, ticket));
-    return sw_carrier_said_bytes(carrier, said, carrier->hier->map.host_count);
+    *payload = sw_carrier_payload(carrier, sw_carrier_pending(carrier, ticket));
+    return sw_carrier_payload_bytes(carrier, payload, carrier->hier->map.host_count);
 }
 
-/* Operations from `ticket` on that this host could do as one batch. *bytes: said of them. */
+/* Count the operations from `ticket` on that fit into one batch here. *bytes: their payload. */
 static uint32_t batch_here(sw_carrier *carrier, uint32_t ticket, size_t *bytes)
 {
     uint32_t count = 0;
     *bytes = 0;
     do {
-        sw_said said;
-        size_t more = aligned(said_bytes(carrier, ticket + count, &said));
+        sw_payload payload;
+        size_t more = aligned(payload_bytes(carrier, ticket + count, &payload));
         bool reduces = sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket + count));
         if (count > 0 && (!reduces || *bytes + more > SW_HIER_INLINE_BYTES))
             return count;
-        said.at_bytes = *bytes;
-        carrier->next.said[count++] = said;
+        payload.at_bytes = *bytes;
+        carrier->next.payload[count++] = payload;
         *bytes += more;
     } while (sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket)) &&
              count < SW_HIER_BATCH && all_posted(carrier->hier, ticket + count));
@@ -296,12 +296,12 @@ static sw_status reserve(sw_agreement *next, size_t bytes, sw_error *err)
     return SW_OK;
 }
 
-/* What the ranks of this host came with. */
+/* Describe the operation of this host's ranks. */
 static void fill_part(sw_carrier *carrier, uint32_t index)
 {
     const sw_hier *hier = carrier->hier;
     uint32_t ticket = carrier->next.ticket + index;
-    uint32_t bytes = (uint32_t)carrier->next.said[index].unit_bytes;
+    uint32_t bytes = (uint32_t)carrier->next.payload[index].unit_bytes;
     const sw_op *op = &sw_carrier_pending(carrier, ticket)->op;
     for (int l = 0; l < hier->local_count; ++l) {
         sw_part part;
@@ -311,11 +311,11 @@ static void fill_part(sw_carrier *carrier, uint32_t index)
         else
             sw_part_merge(&carrier->next.part[index], &part);
     }
-    snprintf(sw_carrier_what(carrier, carrier->turn + 1, index), sizeof carrier->whats[0][0],
+    snprintf(sw_carrier_what(carrier, carrier->turn + 1, index), sizeof carrier->operations[0][0],
              "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1, op->label);
 }
 
-/* The next agreement begins, with what this host offers. */
+/* Begin the next agreement with the operations that this host offers. */
 static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
     sw_agreement *next = &carrier->next;
@@ -330,31 +330,31 @@ static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
         next->packs[host / 8] = (uint8_t)(1u << host % 8);
     for (uint32_t i = 0; i < next->count; ++i) {
         fill_part(carrier, i);
-        SW_TRY(sw_carrier_speak(carrier, i, err));
+        SW_TRY(sw_carrier_collect_payload(carrier, i, err));
     }
     carrier->offered = true;
-    return tell_round(carrier, 0, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
+    return send_round(carrier, 0, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
 }
 
 sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
-    sw_said said;
+    sw_payload payload;
     if (carrier->offered || !all_posted(carrier->hier, ticket))
         return SW_OK;
-    bool is_short = said_bytes(carrier, ticket, &said) <= (size_t)SW_HIER_INLINE_BYTES;
+    bool is_short = payload_bytes(carrier, ticket, &payload) <= (size_t)SW_HIER_INLINE_BYTES;
     return is_short && sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket))
                ? offer(carrier, ticket, err)
                : SW_OK;
 }
 
-static sw_status hear_rounds(sw_carrier *carrier, const char *what, sw_error *err)
+static sw_status receive_rounds(sw_carrier *carrier, const char *what, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i) {
         if (i > 0 && spread->hops[i].round != spread->hops[i - 1].round)
-            SW_TRY(tell_round(carrier, spread->hops[i].round, what, err));
+            SW_TRY(send_round(carrier, spread->hops[i].round, what, err));
         SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_in, what, err));
-        carrier->hops[i].heard++;
+        carrier->hops[i].received++;
         SW_TRY(read_frame(carrier, i, what, err));
     }
     return SW_OK;
@@ -368,34 +368,34 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
     carrier->offered = false;
     carrier->turn++;
     const char *what = sw_carrier_what(carrier, carrier->turn, 0);
-    SW_TRY(hear_rounds(carrier, what, err));
+    SW_TRY(receive_rounds(carrier, what, err));
     SW_TRY(sw_part_check(&next->part[0], ticket, err));
     *count = 1;
-    while (*count < next->count && /* what they disagree on is the next batch's first */
+    while (*count < next->count && /* one on which they disagree is the next batch's first */
            sw_part_check(&next->part[*count], ticket + *count, err) == SW_OK)
         ++*count;
     if (next->is_long)
-        SW_TRY(sw_carrier_exchange_said(carrier, what, err));
+        SW_TRY(sw_carrier_exchange_payload(carrier, what, err));
     for (uint32_t i = 0; i < *count; ++i)
-        SW_TRY(sw_carrier_hear(carrier, i, err));
+        SW_TRY(sw_carrier_deliver_payload(carrier, i, err));
     for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
         SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, what, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)
         carrier->packs[g] = next->packs[g / 8] >> g % 8 & 1;
-    return sw_carrier_expect_frames(carrier, err); /* the next may come while this batch moves */
+    return sw_carrier_expect_frames(carrier, err); /* the next may arrive while this batch moves */
 }
 
 /* Ending
  * ------------------------------------------------------------------------------------------ */
 
-/* Hosts that disagree have each read the other's frame, and end both: without a place for its last
- * one each would wait for the other to take it in. */
+/* Hosts that disagree have each read the other's frame, and both end. Without a buffer for its last
+ * frame each would wait for the other to receive. */
 static void expect_last_frames(sw_carrier *carrier)
 {
     sw_error ignored;
     for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
         if (!carrier->hops[i].frame_in.work && expect_frame(carrier, i, &ignored) != SW_OK)
-            carrier->hops[i].frame_in.work = NULL; /* it has gone already */
+            carrier->hops[i].frame_in.work = NULL; /* it has ended already */
 }
 
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
@@ -417,5 +417,5 @@ void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason)
     }
     for (int i = 0; i < spread->hop_count; ++i)
         if (sw_bridge_wait(&carrier->bridge, &carrier->hops[i].leave_out, &ignored) != SW_OK)
-            continue; /* it has gone already */
+            continue; /* it has ended already */
 }

@@ -1,8 +1,8 @@
 /* hier_gather.c - all_gather on an arena over hosts: every rank's slice to the ranks elsewhere.
  *
- * Slices leave from where they lie and arrive in the carrier's blocks, out of which they are copied
- * to each rank of this host; or once, where the host (or a replica on it) has one copy. What a rank
- * of a host owns too does not travel to it. */
+ * Slices are sent from their place in the arena and arrive in the carrier's blocks. The carrier
+ * copies them to each rank of this host, or once if the host (or a replica on it) has one copy. A
+ * slice that a rank of a host owns too is not sent to it. */
 #include <string.h>
 
 #include "comm/hier_carrier.h"
@@ -18,7 +18,7 @@ static int slice_of(const gathering *work, int rank)
     return sw_op_slice_of(&work->pending->op, rank);
 }
 
-/* Whether two ranks of this host keep parameters in one part. */
+/* Return true if two ranks of this host keep parameters in one part. */
 static bool shares_part(const gathering *work, int a, int b)
 {
     const sw_slices *slices = work->pending->op.slices;
@@ -26,7 +26,7 @@ static bool shares_part(const gathering *work, int a, int b)
                       (!slices || slices->replica_of_rank[a] == slices->replica_of_rank[b]));
 }
 
-/* The lowest of this host's ranks that `rank` shares a part with: it is that one's. */
+/* Return the lowest of this host's ranks with which `rank` shares a part; the part is its. */
 static int home_of(const sw_carrier *carrier, const gathering *work, int rank)
 {
     int local = 0;
@@ -35,7 +35,7 @@ static int home_of(const sw_carrier *carrier, const gathering *work, int rank)
     return carrier->hier->members[local];
 }
 
-/* Of the part where `rank` has its slice, and gets the others'. */
+/* Return the part in which `rank` has its slice, and gets the others'. */
 static uint8_t *part_of(const sw_carrier *carrier, const gathering *work, int rank, size_t begin)
 {
     const sw_hier_pending *pending = work->pending;
@@ -43,7 +43,7 @@ static uint8_t *part_of(const sw_carrier *carrier, const gathering *work, int ra
            begin * work->element_bytes;
 }
 
-/* Whether somebody has updated slice `index` in the part of `rank`. */
+/* Return true if some rank has updated slice `index` in the part of `rank`. */
 static bool has_updated(const sw_carrier *carrier, const gathering *work, int rank, int index)
 {
     const sw_hier *hier = carrier->hier;
@@ -53,13 +53,13 @@ static bool has_updated(const sw_carrier *carrier, const gathering *work, int ra
     return false;
 }
 
-/* A rank of `host` that owns slice `index`; -1: none. Owners have the same bits. */
+/* Return a rank of `host` that owns slice `index`; -1: none. Owners have the same bits. */
 static int owner_at(const sw_carrier *carrier, const gathering *work, int host, int index)
 {
     return sw_slice_owner(work->pending->table, &carrier->hier->map, host, index);
 }
 
-/* `bytes` of slice `index` to the parts of this host's ranks that lack them. */
+/* Copy `bytes` of slice `index` to the parts of this host's ranks that lack them. */
 static void copy_inside(const sw_carrier *carrier, const gathering *work, int index, size_t begin,
                         const uint8_t *data, size_t bytes)
 {

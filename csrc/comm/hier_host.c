@@ -1,5 +1,5 @@
-/* hier_host.c - what a host knows of its ranks: which of them has done its part, and which never
- * will; and their names in messages. */
+/* hier_host.c - a host's knowledge of its ranks: which has done its part, which never will, and
+ * their names in messages. */
 #include <stdio.h>
 
 #include "comm/hier_state.h"

@@ -1,17 +1,17 @@
-/* hier_last.c - what is said while the carriers of all hosts are inside calls of the wire.
+/* hier_last.c - messages that arrive while the carriers of all hosts are inside calls of the wire.
  *
- * Last words: that a host has ended, and why. Any thread of the ending host's carrier says one; its
- * place to arrive at is there from the beginning, and it is not waited for but looked at: a
- * checksum tells when all of it has come. They go to the hosts that frames go to and come from, and
- * those say it again of themselves: an end spreads as operations do. A host says up to four: it may
- * learn a better reason from those whom it asks what they wait for.
+ * An end message announces that a host has ended, and why. Any thread of the ending host's carrier
+ * sends one. Its buffer is posted from the beginning; the receiver polls the buffer instead of
+ * waiting, and a checksum shows that all of it has arrived. It goes to the hosts that frames go to
+ * and come from, and those send their own: an end spreads as operations do. A host sends up to
+ * four, because it may learn a better reason from the hosts that it waits for.
  *
- * Probes: a connection may be gone without the waiting call's knowing. The reset of a killed
- * process can be lost, and who only receives sends nothing that would bring another; and Gloo tells
- * nobody who waits for a message of which a part has come. A probe is a few bytes that ask for an
- * acknowledgement; where the connection is known to be gone, beginning to send it fails. The one
- * that is waited for looks at the next one's place before it sends a frame, and says in it how many
- * it has taken in, so that nothing piles up. */
+ * A probe detects a connection that is lost without the waiting call's knowledge. The reset of a
+ * killed process can be lost, and a pure receiver sends nothing that would cause another; and Gloo
+ * reports no error to a wait for a message that arrived in part. A probe is a few bytes that
+ * require an acknowledgement; on a connection that is known to be lost, beginning to send it fails.
+ * The receiver polls the next one's buffer before it sends a frame, and reports in the frame how
+ * many it has taken in, so that probes do not pile up. */
 #include <stddef.h>
 #include <string.h>
 #include <unistd.h>
@@ -19,99 +19,99 @@
 #include "comm/hier_carrier.h"
 #include "kernels/crc32c.h"
 
-enum { LAST_MAGIC = 0x5357454f /* "SWEO" */ };
+enum { END_MAGIC = 0x5357454f /* "SWEO" */ };
 
-_Static_assert(sizeof(sw_last_word) % sizeof(uint32_t) == 0, "whole words");
+_Static_assert(sizeof(sw_end_message) % sizeof(uint32_t) == 0, "whole words");
 
 static const uint64_t probe_text = UINT64_C(0x5357505200000000);
 
-static uint32_t checksum(const sw_last_word *word)
+static uint32_t checksum(const sw_end_message *end)
 {
-    return sw_crc32c(0, word, offsetof(sw_last_word, crc));
+    return sw_crc32c(0, end, offsetof(sw_end_message, crc));
 }
 
 static sw_status expect_probe(sw_carrier *carrier, sw_carrier_hop *hop, int from, sw_error *err)
 {
     atomic_store(&hop->probe_place, 0);
-    return sw_bridge_expect(&carrier->bridge, from, SW_MESSAGE_PROBE, hop->probes_heard + 1,
+    return sw_bridge_expect(&carrier->bridge, from, SW_MESSAGE_PROBE, hop->probes_taken + 1,
                             (void *)&hop->probe_place, sizeof hop->probe_place, &hop->probe_in,
                             err);
 }
 
-sw_status sw_carrier_expect_words(sw_carrier *carrier, sw_error *err)
+sw_status sw_carrier_expect_ends(sw_carrier *carrier, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     sw_status status = SW_OK;
     for (int p = 0; p < spread->peer_count; ++p)
-        for (uint32_t i = 0; i < SW_HIER_WORDS && status == SW_OK; ++i)
-            status = sw_bridge_expect(&carrier->bridge, spread->peers[p], SW_MESSAGE_LAST, i,
-                                      &carrier->peers[p].word[i], sizeof(sw_last_word),
+        for (uint32_t i = 0; i < SW_HIER_ENDS && status == SW_OK; ++i)
+            status = sw_bridge_expect(&carrier->bridge, spread->peers[p], SW_MESSAGE_END, i,
+                                      &carrier->peers[p].end[i], sizeof(sw_end_message),
                                       &carrier->peers[p].in[i], err);
     for (int i = 0; i < spread->hop_count && status == SW_OK; ++i)
         status = expect_probe(carrier, &carrier->hops[i], spread->hops[i].to, err);
     return status == SW_OK ? SW_OK : sw_carrier_blame(carrier, "waiting for operations", err);
 }
 
-/* Last words
+/* End messages
  * ------------------------------------------------------------------------------------------ */
 
-/* The number of a word that says this; -1: it has been said, or too much has. */
-static int new_word(sw_carrier *carrier, const sw_error *reason)
+/* Return the number of a new message; -1: its reason was sent already, or too many were. */
+static int new_end(sw_carrier *carrier, const sw_error *reason)
 {
     int number = -1;
-    pthread_mutex_lock(&carrier->words_lock);
-    int said = carrier->words_said;
+    pthread_mutex_lock(&carrier->ends_lock);
+    int sent = carrier->ends_sent;
     bool is_news =
-        said == 0 || strcmp(carrier->said[said - 1].reason.message, reason->message) != 0;
-    if (is_news && said < SW_HIER_WORDS) {
-        sw_last_word *word = &carrier->said[said];
-        word->magic = LAST_MAGIC;
-        word->reason = *reason;
-        word->crc = checksum(word);
-        number = carrier->words_said++;
+        sent == 0 || strcmp(carrier->ends[sent - 1].reason.message, reason->message) != 0;
+    if (is_news && sent < SW_HIER_ENDS) {
+        sw_end_message *end = &carrier->ends[sent];
+        end->magic = END_MAGIC;
+        end->reason = *reason;
+        end->crc = checksum(end);
+        number = carrier->ends_sent++;
     }
-    pthread_mutex_unlock(&carrier->words_lock);
+    pthread_mutex_unlock(&carrier->ends_lock);
     return number;
 }
 
-void sw_carrier_say_last_word(sw_carrier *carrier, const sw_error *reason)
+void sw_carrier_send_end(sw_carrier *carrier, const sw_error *reason)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     sw_error ignored;
     if ((int)getpid() != carrier->hier->owner_pid)
         return;
-    int number = new_word(carrier, reason);
+    int number = new_end(carrier, reason);
     for (int p = 0; p < spread->peer_count && number >= 0; ++p) {
         sw_transfer *transfer = &carrier->peers[p].out[number];
-        if (sw_bridge_send(&carrier->bridge, spread->peers[p], SW_MESSAGE_LAST, (uint32_t)number,
-                           &carrier->said[number], sizeof carrier->said[number], transfer,
+        if (sw_bridge_send(&carrier->bridge, spread->peers[p], SW_MESSAGE_END, (uint32_t)number,
+                           &carrier->ends[number], sizeof carrier->ends[number], transfer,
                            &ignored) != SW_OK)
-            transfer->work = NULL; /* it has gone already */
+            transfer->work = NULL; /* it has ended already */
     }
 }
 
-/* The wire writes it meanwhile. */
-static bool has_come(const sw_last_word *place, sw_last_word *word)
+/* The wire writes `place` meanwhile. */
+static bool has_arrived(const sw_end_message *place, sw_end_message *end)
 {
     const _Atomic uint32_t *arriving = (const void *)place;
-    uint32_t words[sizeof *word / sizeof(uint32_t)];
-    if (atomic_load_explicit(arriving, memory_order_relaxed) != LAST_MAGIC)
+    uint32_t words[sizeof *end / sizeof(uint32_t)];
+    if (atomic_load_explicit(arriving, memory_order_relaxed) != END_MAGIC)
         return false;
     for (size_t i = 0; i < sizeof words / sizeof *words; ++i)
         words[i] = atomic_load_explicit(&arriving[i], memory_order_relaxed);
-    memcpy(word, words, sizeof *word);
-    return checksum(word) == word->crc;
+    memcpy(end, words, sizeof *end);
+    return checksum(end) == end->crc;
 }
 
-bool sw_carrier_hears_last_word(const sw_carrier *carrier, int peer, sw_error *reason)
+bool sw_carrier_received_end(const sw_carrier *carrier, int peer, sw_error *reason)
 {
-    sw_last_word word;
-    int last = SW_HIER_WORDS - 1;
-    while (last >= 0 && !has_come(&carrier->peers[peer].word[last], &word))
+    sw_end_message end;
+    int last = SW_HIER_ENDS - 1;
+    while (last >= 0 && !has_arrived(&carrier->peers[peer].end[last], &end))
         --last;
     if (last < 0)
         return false;
-    *reason = word.reason;
+    *reason = end.reason;
     reason->message[sizeof reason->message - 1] = '\0';
     return true;
 }
@@ -150,9 +150,9 @@ sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what, sw_e
 sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int from,
                                  const char *what, sw_error *err)
 {
-    while (atomic_load(&hop->probe_place) == (probe_text | (hop->probes_heard + 1))) {
+    while (atomic_load(&hop->probe_place) == (probe_text | (hop->probes_taken + 1))) {
         SW_TRY(sw_carrier_wait(carrier, &hop->probe_in, what, err));
-        hop->probes_heard++;
+        hop->probes_taken++;
         if (expect_probe(carrier, hop, from, err) != SW_OK)
             return sw_carrier_blame(carrier, what, err);
     }
@@ -165,7 +165,7 @@ sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int
     uint32_t settled = atomic_load(&hop->probes_settled);
     if (taken - settled > atomic_load(&hop->probes_sent) - settled)
         return sw_error_set(err, SW_E_COMM, sw_host_carrier(&carrier->hier->map, to),
-                            "a frame tells of %u probes, of %u sent", taken,
+                            "a frame acknowledges %u probes, but %u were sent", taken,
                             atomic_load(&hop->probes_sent));
     for (; settled != taken; atomic_store(&hop->probes_settled, ++settled))
         SW_TRY(

@@ -6,8 +6,8 @@
 #include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 
-static const uint64_t counted_bytes = 512 << 10; /* of a batch: less is latency more than rate */
-static const uint64_t telling_bytes = 4 << 20;   /* of batches together, in a row */
+static const uint64_t counted_bytes = 512 << 10; /* less in a batch measures latency */
+static const uint64_t telling_bytes = 4 << 20;   /* total of consecutive batches */
 static const uint32_t pause_batches = 64;
 
 size_t sw_packet_fill(uint8_t *packet, const void *source, size_t numel)
@@ -34,13 +34,13 @@ sw_status sw_packet_open(void *out, const uint8_t *packet, size_t numel, size_t 
     if (record_bytes >= numel * sizeof(float) ||
         !sw_kernels()->compress->exact_unpack(out, packet + SW_PACKET_HEAD_BYTES,
                                               (size_t)record_bytes, numel))
-        SW_FAIL(err, SW_E_COMM, "a block of %zu elements came as a record of %llu bytes", numel,
-                (unsigned long long)record_bytes);
+        SW_FAIL(err, SW_E_COMM, "a packet of %zu elements has an invalid record of %llu bytes",
+                numel, (unsigned long long)record_bytes);
     *size_bytes = SW_PACKET_HEAD_BYTES + (size_t)record_bytes;
     return SW_OK;
 }
 
-/* Whether `part` is at least 31/32 of `whole`. */
+/* Return true if `part` is at least 31/32 of `whole`. */
 static bool is_most(uint64_t part, uint64_t whole)
 {
     return part > whole - whole / 32;
@@ -67,7 +67,7 @@ void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_
     seen->elapsed_ns += elapsed_ns > 0 ? elapsed_ns : 1;
     if (seen->plain_bytes < telling_bytes)
         return;
-    /* Once packed it is faster: what it was before must not come back by that alone. */
+    /* Packing raises the rate: the margin keeps that alone from switching it off again. */
     double rate = (double)seen->plain_bytes * 1e9 / (double)seen->elapsed_ns;
     packing->on = rate < (double)slow_bytes_per_s * (packed ? 1.5 : 1.0);
     if (packed && is_most(seen->sent_bytes, seen->plain_bytes)) {

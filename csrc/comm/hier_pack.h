@@ -1,12 +1,11 @@
 /* hier_pack.h - float32 blocks on a slow wire: fewer bytes, the same bits.
  *
- * A *packet* is a block as it travels: 8 bytes that say how long the exact record is that follows
- * (kernels/compress_kernels.h), or 0, and the elements follow as they are. A carrier decides from
- * batch to batch, by how fast the one before went, whether its own blocks travel so, and says it in
- * its frame. Nothing that is computed depends on it.
+ * A *packet* is a block as it travels: an 8-byte length, then the exact record of that length
+ * (kernels/compress_kernels.h); or 0, then the plain elements. From batch to batch a carrier
+ * decides, by the rate of the one before, whether to pack its own blocks, and announces it in its
+ * frame. No result depends on it.
  *
- * Thread rule: the carrier's thread alone.
- */
+ * Thread rule: the carrier's thread alone. */
 #ifndef SW_COMM_HIER_PACK_H
 #define SW_COMM_HIER_PACK_H
 
@@ -18,34 +17,35 @@
 
 enum { SW_PACKET_HEAD_BYTES = 8 };
 
-/* What a packet of `numel` > 0 elements may take. */
+/* The most bytes of a packet of `numel` > 0 elements. */
 static inline size_t sw_packet_most_bytes(size_t numel)
 {
     return SW_PACKET_HEAD_BYTES + numel * sizeof(float);
 }
 
-/* Fills `packet`, of sw_packet_most_bytes(); the bytes to be sent. */
+/* Fill `packet`, of sw_packet_most_bytes(); return the bytes to send. */
 size_t sw_packet_fill(uint8_t *packet, const void *source, size_t numel);
-/* Its elements into `out`, and *size_bytes of it. SW_E_COMM when it is none of `numel` elements. */
+/* Unpack the elements into `out`; *size_bytes: its size. SW_E_COMM unless it holds `numel`
+ * elements. */
 SW_MUST_USE sw_status sw_packet_open(void *out, const uint8_t *packet, size_t numel,
                                      size_t *size_bytes, sw_error *err);
 
 typedef struct sw_packing_span {
-    uint64_t plain_bytes, sent_bytes; /* as elements, and as sent */
-    int64_t elapsed_ns;               /* of `seen` alone */
+    uint64_t plain_bytes, sent_bytes; /* elements, and as sent */
+    int64_t elapsed_ns;               /* set in `seen` alone */
 } sw_packing_span;
 
 typedef struct sw_packing {
     bool on;               /* this host's blocks of the next batch are packets */
     bool seen_packed;      /* those in `seen` were */
-    uint32_t pause;        /* batches until it is tried again where it gained nothing */
-    sw_packing_span batch; /* this one, while it goes on */
+    uint32_t pause;        /* batches until the next attempt after one without gain */
+    sw_packing_span batch; /* this one, in progress */
     sw_packing_span
         seen; /* those of one kind since the last decision: one alone may be too short */
 } sw_packing;
 
-/* A batch, `packed` or not, took `elapsed_ns` from agreement to its end: what the next one does.
- * `slow_bytes_per_s`: see sw_wire. */
+/* Decide for the next batch. One batch, `packed` or not, took `elapsed_ns` from agreement to its
+ * end. `slow_bytes_per_s`: see sw_wire. */
 void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_s,
                       int64_t elapsed_ns);
 

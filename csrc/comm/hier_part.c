@@ -5,7 +5,7 @@
 
 static bool contradicts(const sw_part_side *first, const sw_part_side *other)
 {
-    return first->said_bytes != other->said_bytes ||
+    return first->payload_bytes != other->payload_bytes ||
            sw_descriptor_contradicted(&first->descriptor, NULL, &other->descriptor) != NULL;
 }
 
@@ -20,7 +20,7 @@ static const sw_part_side *lower(const sw_part_side *a, const sw_part_side *b)
     return b->rank < 0 || (a->rank >= 0 && a->rank <= b->rank) ? a : b;
 }
 
-/* An inequality: what contradicts the lower of two that agree contradicts both. */
+/* Sides that agree are equal: a third that contradicts the lower contradicts both. */
 static void merge_pair(sw_part_side *first, sw_part_side *odd, const sw_part_side *other_first,
                        const sw_part_side *other_odd,
                        bool (*differ)(const sw_part_side *, const sw_part_side *))
@@ -39,12 +39,12 @@ static void merge_pair(sw_part_side *first, sw_part_side *odd, const sw_part_sid
     *odd = made_odd;
 }
 
-void sw_part_begin(sw_part *part, int rank, const sw_descriptor *descriptor, uint32_t said_bytes)
+void sw_part_begin(sw_part *part, int rank, const sw_descriptor *descriptor, uint32_t payload_bytes)
 {
     const sw_part_side none = {.rank = -1};
     *part = (sw_part){.odd = none, .counting = none, .odd_counting = none};
     part->lowest =
-        (sw_part_side){.rank = rank, .said_bytes = said_bytes, .descriptor = *descriptor};
+        (sw_part_side){.rank = rank, .payload_bytes = payload_bytes, .descriptor = *descriptor};
     if (descriptor->round != 0)
         part->counting = part->lowest;
 }
@@ -66,14 +66,14 @@ sw_status sw_part_check(const sw_part *part, uint32_t ticket, sw_error *err)
     else if (!sw_descriptor_contradicted(&first->descriptor, NULL, &odd->descriptor))
         return sw_error_set(
             err, SW_E_MISMATCH, odd->rank,
-            "rank %d says %u bytes beside %s '%.*s', where rank %d says %u", odd->rank,
-            odd->said_bytes, sw_op_kind_name((sw_op_kind)odd->descriptor.kind),
-            SW_COMM_LABEL_BYTES - 1, odd->descriptor.label, first->rank, first->said_bytes);
+            "rank %d sends %u bytes beside %s '%.*s', but rank %d sends %u", odd->rank,
+            odd->payload_bytes, sw_op_kind_name((sw_op_kind)odd->descriptor.kind),
+            SW_COMM_LABEL_BYTES - 1, odd->descriptor.label, first->rank, first->payload_bytes);
     return sw_descriptor_disagree(ticket, first->rank, &first->descriptor, odd->rank,
                                   &odd->descriptor, err);
 }
 
-/* As bytes: a word with a bit for each side that is there, and these. */
+/* Encoding: a word with a bit for each side that exists, then these sides. */
 
 enum { SIDES = 4, COUNTING = 2, IS_LOWEST = 1u << SIDES /* the one that counts is the lowest */ };
 

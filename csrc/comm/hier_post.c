@@ -1,4 +1,4 @@
-/* hier_post.c - describing operations to this host's ranks. What is done with one is the carrier's
+/* hier_post.c - describing operations to this host's ranks. The carrier executes them
  * (hier_carrier.c). */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,8 +11,8 @@
 /* Posting
  * ------------------------------------------------------------------------------------------ */
 
-/* The table of op->slices, which the carrier looks at also when the caller has given up: so is what
- * it stands for, from here on. */
+/* Find or create the table of op->slices, and make op->slices point into it: the carrier reads both
+ * even after the caller has given up. */
 static sw_status find_table(sw_hier *hier, sw_hier_pending *pending, sw_error *err)
 {
     sw_op *op = &pending->op;
@@ -25,7 +25,7 @@ static sw_status find_table(sw_hier *hier, sw_hier_pending *pending, sw_error *e
         found = calloc(1, sizeof *found);
         sw_status status =
             found ? sw_slice_table_init(&found->table, &hier->map, op->slices, err)
-                  : sw_error_set(err, SW_E_MEMORY, -1, "no memory for who owns which slice");
+                  : sw_error_set(err, SW_E_MEMORY, -1, "no memory for the table of slice owners");
         if (status != SW_OK) {
             free(found);
             return sw_comm_give_up(&hier->comm, status, err, "%s", err ? err->message : "slices");
@@ -59,7 +59,7 @@ static sw_status check_supported(const sw_hier *hier, const sw_op *op, sw_error 
 {
     SW_TRY(sw_op_check(op, hier->comm.world_size, err));
     if (op->kind == SW_OP_REDUCE_SCATTER && (!op->arena || (op->result && !op->results)))
-        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' over hosts needs memory of an arena, results too",
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s '%s' over hosts needs buffer and results in an arena",
                 sw_op_kind_name(op->kind), op->label);
     return SW_OK;
 }
@@ -87,22 +87,22 @@ sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
     return issue(hier, &pending, &descriptor, ticket, err);
 }
 
-/* Bytes of private memory that go at a time. */
+/* Bytes of private memory in one chunk. */
 static size_t chunk_bytes(const sw_hier *hier, sw_op_kind kind)
 {
     return kind == SW_OP_ALL_GATHER ? hier->mirror_chunk_bytes : SW_HIER_CHUNK_BYTES;
 }
 
-/* Where this rank has its chunk. */
+/* Address of this rank's chunk. */
 static uint8_t *own_chunk(const sw_hier *hier, const sw_hier_pending *pending)
 {
     return pending->arena ? pending->arena->base[hier->comm.rank] + pending->at_bytes
                           : sw_hier_mirrored(hier, pending, hier->comm.rank);
 }
 
-/* One chunk of private memory, to its end. Half of the memory that it goes through is this chunk's:
- * the other may still be read by a rank that is late with the chunk before, and no rank is two
- * behind. *pending says where it lies afterwards. */
+/* Run one chunk of private memory to its end. Chunks use the two halves of the shared memory in
+ * turn: a late rank may still read the half of the chunk before, and no rank is two behind.
+ * *pending: the place of the chunk afterwards. */
 static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t count,
                            sw_hier_pending *pending, sw_error *err)
 {

@@ -1,16 +1,15 @@
 /* hier_reduce.c - all_reduce and reduce_scatter over hosts, block by block; the blocks of a batch
- * of operations are one sequence, so that the wire does not stand still between two operations.
+ * of operations are one sequence, so that the wire does not idle between two operations.
  *
- * Partial sums of block t + ahead leave while those of block t arrive, and (all_reduce)
- * results of block t leave while those of t - ahead arrive, so that both directions of the
- * wire stay busy. A reduce_scatter is cut by rank: partial sums go to the host of a slice's owner,
- * and end there in the owner's results. Where slices have several owners (op.slices), it is an
- * all_reduce whose results are kept by owners alone; cut by rank too, if some host has no owner of
- * some slice: then results go to hosts that have one.
+ * Partial sums of block t + ahead leave while those of block t arrive. In an all_reduce, results of
+ * block t leave while those of t - ahead arrive, so both directions of the wire stay busy. A
+ * reduce_scatter is cut by rank: partial sums go to the host of a slice's owner, and end there in
+ * the owner's results. If slices have several owners (op.slices), it is an all_reduce whose results
+ * are kept by owners alone. It is cut by rank too if some host has no owner of some slice: then
+ * results go to hosts that have one.
  *
- * Contributions that stand on the results of the round before (plan->stands) lack them: the owner's
- * host sends them one block ahead, and each carrier adds them where its ranks' contributions lie.
- */
+ * Contributions that stand on the results of the round before (plan->stands) lack them. The owner's
+ * host sends them one block ahead, and each carrier adds them to its ranks' contributions. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -20,7 +19,7 @@
 
 typedef enum results_kept {
     KEPT_BY_ALL = 0, /* all_reduce */
-    KEPT_BY_OWNER,   /* of the slice: one rank, on one host */
+    KEPT_BY_OWNER,   /* the owner of the slice: one rank, on one host */
     KEPT_BY_OWNERS,  /* several, on one or more hosts */
 } results_kept;
 
@@ -33,21 +32,21 @@ typedef struct reduction {
     size_t owned; /* elements of an owner's slice */
     double scale;
     bool crosses;           /* some host has no owner of some slice */
-    bool stands, exchanges; /* on results of the round before; those that lie on other hosts */
+    bool stands, exchanges; /* on results of the round before; some of them on other hosts */
     const bool *contributes, *host_contributes; /* borrowed: by rank, by host */
     const char *what;                           /* borrowed */
     uint32_t ticket;
-    size_t block_count, blocks_through; /* 0: nobody contributes, or nothing */
+    size_t block_count, blocks_through; /* 0: no rank contributes, or no element */
 } reduction;
 
 typedef struct batch_block {
     reduction *work;
-    size_t block; /* of the operation */
+    size_t block; /* block number within the operation */
     uint32_t number;
     sw_carrier_slot *at;
 } batch_block;
 
-/* Whether `host` gets the result of what `owner` owns, beside the one that makes it. */
+/* Return true if `host`, beside the folding one, gets the result of the slice of `owner`. */
 static bool gets_result(const sw_carrier *carrier, const reduction *work, int host, int owner)
 {
     if (work->kept == KEPT_BY_OWNER || !work->crosses)
@@ -71,7 +70,7 @@ static uint8_t *contribution(const sw_carrier *carrier, const reduction *work, i
            begin * work->element_bytes;
 }
 
-/* Where `rank` of this host, which owns it, keeps the result of an element. */
+/* Return the address at which `rank` of this host, an owner, keeps the result of an element. */
 static uint8_t *result_of(const reduction *work, int rank, size_t element)
 {
     const sw_op *op = &work->pending->op;
@@ -82,7 +81,7 @@ static uint8_t *result_of(const reduction *work, int rank, size_t element)
            (element - first) * work->element_bytes;
 }
 
-/* A rank of this host that owns slice `index`, any of them: they keep the same bits. */
+/* Return any rank of this host that owns slice `index`: all of them keep the same bits. */
 static int owner_here(const sw_carrier *carrier, const reduction *work, size_t index)
 {
     const sw_hier *hier = carrier->hier;
@@ -95,7 +94,7 @@ static void add_standing(const reduction *work, size_t begin, size_t numel, cons
     plan->add_standing(plan->context, begin, numel, standing);
 }
 
-/* The same out of the results of this host's ranks, which own what is in the range. */
+/* The same from the results of this host's ranks, which own the range. */
 static void add_standing_here(const sw_carrier *carrier, const reduction *work, size_t begin,
                               size_t numel)
 {
@@ -108,7 +107,7 @@ static void add_standing_here(const sw_carrier *carrier, const reduction *work, 
     }
 }
 
-/* This host's partial sums of a range: in `memory`, or where they lie already. */
+/* Fold this host's partial sums of a range into `memory`, unless a contribution is the sum. */
 static uint8_t *fold_host(const sw_carrier *carrier, const reduction *work, size_t begin,
                           size_t numel, uint8_t *memory)
 {
@@ -138,7 +137,7 @@ static bool next_run(const reduction *work, size_t cursor, size_t end, size_t *b
     return true;
 }
 
-/* Blocks on the wire: partial sums and results; of float32 in packets, if the sender said so.
+/* Blocks on the wire: partial sums and results; of float32 in packets, if the sender announced it.
  * ------------------------------------------------------------------------------------------ */
 
 static bool is_packed(const sw_carrier *carrier, int sender, sw_dtype dtype)
@@ -146,8 +145,8 @@ static bool is_packed(const sw_carrier *carrier, int sender, sw_dtype dtype)
     return carrier->packs[sender] && dtype == SW_DTYPE_FLOAT32;
 }
 
-/* What is to be sent of a block: itself, or a packet of it in `packet`. The operation's memory may
- * be touched. */
+/* Return the bytes of a block to send: itself, or its packet in `packet`. The caller may access the
+ * operation's memory. */
 static const uint8_t *wrap_block(sw_carrier *carrier, const uint8_t *data, size_t numel,
                                  sw_dtype dtype, uint8_t *packet, size_t *size_bytes)
 {
@@ -158,7 +157,7 @@ static const uint8_t *wrap_block(sw_carrier *carrier, const uint8_t *data, size_
     return packet;
 }
 
-/* `size_bytes` that stand for `plain_bytes`. */
+/* Send `size_bytes` that represent `plain_bytes`. */
 static sw_status send_block(sw_carrier *carrier, const batch_block *piece, int to,
                             sw_message message, const uint8_t *data, size_t size_bytes,
                             size_t plain_bytes, sw_transfer *transfer, sw_error *err)
@@ -184,7 +183,7 @@ static sw_status expect_block(sw_carrier *carrier, const batch_block *piece, int
     return SW_OK;
 }
 
-/* The elements of what has come from a host: where it came to, or out of its packet. */
+/* Return the elements of a block that arrived from a host: in place, or out of its packet. */
 static sw_status open_block(sw_carrier *carrier, const reduction *work, int from, size_t numel,
                             sw_dtype dtype, uint8_t *memory, uint8_t **elements, sw_error *err)
 {
@@ -201,7 +200,7 @@ static sw_status open_block(sw_carrier *carrier, const reduction *work, int from
     return SW_OK;
 }
 
-/* Results that other hosts' ranks stand on. */
+/* Send results that other hosts' ranks stand on, and expect theirs. */
 static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
@@ -232,7 +231,7 @@ static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, s
     return SW_OK;
 }
 
-/* This host's partial sums of what host `to` wants leave. */
+/* Send this host's partial sums of the block that host `to` folds. */
 static sw_status send_partial(sw_carrier *carrier, const batch_block *piece, int to, sw_error *err)
 {
     const reduction *work = piece->work;
@@ -273,8 +272,8 @@ static sw_status begin_block(sw_carrier *carrier, const batch_block *piece, sw_e
     return SW_OK;
 }
 
-/* Where an element's result goes at once: carrier->destination. Owners on every host get theirs in
- * the end, out of the lowest rank's part. */
+/* Set carrier->destination for an element's result. Owners on every host get theirs at the end,
+ * from the lowest rank's part. */
 static int set_destinations(const sw_carrier *carrier, const reduction *work, int owner,
                             size_t element)
 {
@@ -286,7 +285,7 @@ static int set_destinations(const sw_carrier *carrier, const reduction *work, in
     return count;
 }
 
-/* Partials of all hosts, in host order, become the result in the memory of this host's ranks. */
+/* Fold partial sums, in host order, into the result in the memory of this host's ranks. */
 static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carrier_slot *at,
                        int owner, size_t begin, size_t numel)
 {
@@ -310,7 +309,7 @@ static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carr
     }
 }
 
-/* What was sent makes room for the result that comes back. */
+/* Expect the result in the buffer of the partial sum that was sent. */
 static sw_status expect_result(sw_carrier *carrier, const batch_block *piece, int from,
                                sw_error *err)
 {
@@ -358,7 +357,7 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     sw_carrier_touch_end(carrier);
     if (work->kept == KEPT_BY_OWNER)
         return SW_OK;
-    /* Elements that nobody used are not the result here; they are not taken over there. */
+    /* Elements that no rank used hold no result here; the other hosts do not copy them. */
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (gets_result(carrier, work, g, owner))
@@ -368,7 +367,7 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     return SW_OK;
 }
 
-/* Other hosts' results of a block; nothing comes where owners alone keep them. */
+/* Store other hosts' results of a block; none arrive if owners alone keep them. */
 static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const reduction *work = piece->work;
@@ -401,7 +400,7 @@ static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_e
     return SW_OK;
 }
 
-/* Out of the lowest rank's part, which has them all, to every owner. */
+/* Copy results from the lowest rank's part, which has them all, to every owner. */
 static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
@@ -420,8 +419,8 @@ static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error
     return SW_OK;
 }
 
-/* Who contributes, and the factor; no blocks where nothing is to be folded, here and on all hosts.
- */
+/* Find the contributing ranks and the factor. No blocks if nothing is to be folded; all hosts find
+ * the same. */
 static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes,
                          bool *host_contributes, sw_error *err)
 {
@@ -437,17 +436,17 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes
     work->owned = sw_comm_slice_numel(work->cut.numel, work->element_bytes,
                                       sw_op_slice_count(&work->pending->op, map->world_size));
     work->stands = plan && plan->stands && plan->stands(plan->context);
-    bool any = next_run(work, 0, work->pending->op.numel, &begin, &numel), somebody = false;
+    bool any = next_run(work, 0, work->pending->op.numel, &begin, &numel), has_contributor = false;
     sw_carrier_touch_end(carrier);
     memset(host_contributes, 0, (size_t)map->host_count * sizeof(bool));
     for (int r = 0; r < map->world_size; ++r) {
         host_contributes[map->host_of[r]] |= contributes[r];
-        somebody |= contributes[r];
+        has_contributor |= contributes[r];
     }
     work->contributes = contributes;
     work->host_contributes = host_contributes;
     work->exchanges = work->stands && (work->kept == KEPT_BY_OWNER || work->crosses);
-    work->block_count = any && somebody ? work->cut.block_count : 0;
+    work->block_count = any && has_contributor ? work->cut.block_count : 0;
     return SW_OK;
 }
 
@@ -471,7 +470,7 @@ static reduction reduction_of(const sw_carrier *carrier, const sw_hier_pending *
     return work;
 }
 
-/* Block `index` of the batch, whose blocks are counted over its operations in order. */
+/* Return block `index` of the batch, whose blocks are counted over its operations in order. */
 static batch_block block_at(sw_carrier *carrier, reduction *work, size_t index)
 {
     batch_block found = {.number = carrier->blocks + (uint32_t)index,
@@ -483,7 +482,7 @@ static batch_block block_at(sw_carrier *carrier, reduction *work, size_t index)
     return found;
 }
 
-/* Operations that are through, in order. */
+/* Complete finished operations in order. */
 static sw_status complete(sw_carrier *carrier, reduction *batch, uint32_t count, uint32_t *through,
                           sw_error *err)
 {
@@ -514,7 +513,7 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
         blocks += batch[i].block_count;
     }
     for (size_t step = 0; step < blocks + 2 * carrier->ahead; ++step) {
-        for (; stood < blocks && stood <= step + 1; ++stood) { /* one ahead of what needs it */
+        for (; stood < blocks && stood <= step + 1; ++stood) { /* one ahead of its use */
             batch_block piece = block_at(carrier, batch, stood);
             if (piece.work->exchanges)
                 SW_TRY(begin_standing(carrier, &piece, err));

@@ -1,20 +1,19 @@
-/* hier_state.h - what a communicator over hosts is made of: shared by hier.c, hier_post.c,
+/* hier_state.h - the state of a communicator over hosts, shared by hier.c, hier_post.c,
  * hier_wait.c, hier_host.c and hier_end.c (a rank that posts and waits) and by the carrier's files
- * (hier_carrier.h). Not for others.
+ * (hier_carrier.h). Private to them.
  *
  *   posted[r] >= t   rank r of this host has described operation t, and its data can be read
- *   wired >= t       operation t is complete for this host (the carrier's page says so)
+ *   wired >= t       operation t is complete for this host (published in the carrier's page)
  *
- * Memory: `pending` is written by the posting thread before `posted`, and read by the carrier's
- * thread after it. The carrier touches the memory and the plan of an operation under `lock`, and
- * only while the communicator has not ended; so a thread that ended it, and has then held `lock`
- * once, may give both away.
+ * Memory: the posting thread writes `pending` before `posted`, the carrier's thread reads it after.
+ * The carrier accesses the memory and the plan of an operation under `lock`, and only while the
+ * communicator has not ended. So a thread that ended it, and has then held `lock` once, may free
+ * both.
  *
  * End: the communicator of this host's ranks, `inside`, ends with this one, and keeps its state and
- * its reason for the ranks of this host (ending.h). The carriers tell the other hosts.
+ * its reason for the ranks of this host (ending.h). The carriers notify the other hosts.
  *
- * Thread rule: as above; pages are shared between processes, each field below says how.
- */
+ * Thread rule: as above; pages are shared between processes, as stated for each field below. */
 #ifndef SW_COMM_HIER_STATE_H
 #define SW_COMM_HIER_STATE_H
 
@@ -28,14 +27,13 @@
 #include "platform/thread.h"
 
 enum {
-    SW_HIER_RING = 64,               /* operations that may be in flight */
-    SW_HIER_CHUNK_BYTES = 64 * 1024, /* of private memory, at a time */
-    SW_HIER_MIRROR_BYTES = 4 * 1024 *
-        1024,                           /* of that of all ranks together, where it is gathered, */
-    SW_HIER_LEAST_CHUNK_BYTES = 64,     /* but no less than this a rank */
-    SW_STREAM_PIECE_BYTES = 256 * 1024, /* of a broadcast, at a time */
-    SW_STREAM_PLACES = 16,              /* pieces under way on a host */
-    SW_STREAM_LEAST_BYTES = 8 * 1024,   /* up to which a broadcast travels in frames */
+    SW_HIER_RING = 64,                      /* operations that may be in flight */
+    SW_HIER_CHUNK_BYTES = 64 * 1024,        /* chunk of private memory */
+    SW_HIER_MIRROR_BYTES = 4 * 1024 * 1024, /* chunks of all ranks together, if gathered, */
+    SW_HIER_LEAST_CHUNK_BYTES = 64,         /* but no less than this a rank */
+    SW_STREAM_PIECE_BYTES = 256 * 1024,     /* piece of a broadcast */
+    SW_STREAM_PLACES = 16,                  /* pieces in flight on a host */
+    SW_STREAM_LEAST_BYTES = 8 * 1024,       /* up to which a broadcast travels in frames */
 };
 
 typedef struct sw_page { /* one a rank of this host, in memory that they all map */
@@ -52,11 +50,11 @@ typedef struct sw_page { /* one a rank of this host, in memory that they all map
 } sw_page;
 
 typedef struct sw_hier_pending {
-    sw_op op;        /* arena and beside as the caller knows them */
-    sw_arena *arena; /* all_reduce: where the contributions lie; base of this host's ranks */
+    sw_op op;        /* arena and beside as the caller gave them */
+    sw_arena *arena; /* all_reduce: holds the contributions; base of this host's ranks */
     size_t at_bytes; /* into it, or into hier->mirror */
-    size_t begin;    /* of this chunk within the plan's elements */
-    const sw_slice_table *table; /* of op.slices, borrowed from hier->tables; NULL without */
+    size_t begin;    /* offset of this chunk within the plan's elements */
+    const sw_slice_table *table; /* table of op.slices, borrowed from hier->tables; NULL without */
 } sw_hier_pending;
 
 typedef struct sw_carrier sw_carrier;
@@ -85,22 +83,23 @@ typedef struct sw_hier {
     int32_t *pid;               /* owned: by rank */
     sw_host_name *host_name;    /* owned: by host */
     int host, local_rank, local_count;
-    const int *members; /* of this host: borrowed from map */
+    const int *members; /* ranks of this host: borrowed from map */
     sw_arena *pages;    /* owned by inside: a sw_page a local rank */
     sw_arena *bounce;   /* two chunks a rank, for private memory that is reduced */
-    sw_arena *mirror;   /* the carrier's part: two chunks of each rank, for what is gathered */
+    sw_arena *mirror;   /* the carrier's part: two chunks of each rank, for private memory that is
+                           gathered */
     size_t mirror_chunk_bytes;
     sw_arena *ring;    /* the carrier's part: SW_STREAM_PLACES pieces */
-    uint32_t pieces;   /* of broadcasts before */
+    uint32_t pieces;   /* pieces of earlier broadcasts */
     uint32_t posted;   /* own counter, as published */
     uint32_t settled;  /* operations whose plans know the outcome */
-    uint32_t chunks;   /* of private memory moved so far: which half is next */
-    bool end_is_known; /* to the posting thread: it may give plans away from here on */
+    uint32_t chunks;   /* chunks of private memory moved so far: selects the next half */
+    bool end_is_known; /* to the posting thread: it may free plans from here on */
     pthread_mutex_t lock;
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
     sw_hier_table *tables; /* owned: of all slices so far, of which a program has few */
-    sw_carrier *carrier;   /* owned; NULL on ranks that do not carry */
+    sw_carrier *carrier;   /* owned; NULL on ranks that are no carrier */
     sw_hier_arena *kept;   /* owned: destroyed while the wire might read them */
     int owner_pid;
 } sw_hier;
@@ -110,8 +109,8 @@ static inline sw_page *sw_hier_page(const sw_hier *hier, int local)
     return (sw_page *)(void *)hier->pages->base[local];
 }
 
-/* Where `rank` has what an all_gather of private memory gathers, and every rank of this host finds
- * it. */
+/* Return the place of `rank` in an all_gather of private memory, which every rank of this host
+ * reads. */
 static inline uint8_t *sw_hier_mirrored(const sw_hier *hier, const sw_hier_pending *pending,
                                         int rank)
 {
@@ -119,7 +118,7 @@ static inline uint8_t *sw_hier_mirrored(const sw_hier *hier, const sw_hier_pendi
            (size_t)rank * pending->op.numel;
 }
 
-/* The place of `rank`, which is of this host, among its ranks. */
+/* Return the index of `rank`, a rank of this host, among its ranks. */
 static inline int sw_hier_local(const sw_hier *hier, int rank)
 {
     int local = 0;
@@ -131,30 +130,30 @@ static inline int sw_hier_local(const sw_hier *hier, int rank)
 /* hier_host.c
  * ------------------------------------------------------------------------------------------ */
 
-/* A member of sw_comm_ops. */
+/* As sw_comm_ops.peer. */
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
-/* The name of an operation, to which this rank may not have come yet. */
+/* Write the name of an operation, which this rank may not have posted yet. */
 void sw_hier_describe(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity);
 
-/* What a wait needs of this host's ranks. */
+/* The condition of a wait, for this host's ranks. */
 typedef struct sw_hier_need {
     uint32_t ticket; /* all of them have posted it */
-    int filler;      /* and this one, of this host, goes on with its part; -1: nobody */
-    bool takes;      /* and all others but the one that waits have taken so many pieces */
+    int filler;      /* and this one, of this host, has yet to do its part; -1: none */
+    bool takes;      /* and all others but the waiting one have taken `taken` pieces */
     uint32_t taken;
 } sw_hier_need;
 
-/* Whether a rank of this host has done what others wait for. */
+/* Return true if a rank of this host has done its part for a wait. */
 bool sw_hier_has_done(const sw_hier *hier, const sw_hier_need *need, int local);
-/* What keeps this host from it: a rank that ended, left or (with `deaths`) died before it had done
- * its part. SW_OK: nothing known. Any thread. */
+/* Find a reason why this host never will: a rank that ended, left or (with `deaths`) died before
+ * its part. SW_OK: none known. Any thread. */
 SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
                                          sw_error *err);
 
 /* hier_end.c
  * ------------------------------------------------------------------------------------------ */
 
-/* Why this communicator ended on this rank; any of its threads. */
+/* Return why this communicator ended on this rank; any of its threads. */
 static inline const sw_ending *sw_hier_ending(const sw_hier *hier)
 {
     return &((const sw_fabric *)hier->inside)->ending;
@@ -165,16 +164,17 @@ static inline bool sw_hier_is_active(const sw_hier *hier)
     return sw_ending_state(sw_hier_ending(hier)) == SW_MEMBER_ACTIVE;
 }
 
-/* Returns when the carrier's thread touches no operation's memory or plan any more, nor will, of a
- * communicator that has ended. Wakes this rank's threads. Any thread. */
+/* Return once the carrier's thread accesses no memory or plan of an ended communicator's operations
+ * any more. Wakes this rank's threads. Any thread. */
 void sw_hier_await_untouched(sw_hier *hier);
-/* Ends it for this host's ranks and, where this rank carries, for the other hosts; then as above.
- * The first reason stays: of it, the status is returned. Posting thread. */
+/* End it for this host's ranks and, if this rank is the carrier, for the other hosts; then as
+ * above. The first reason stays, and gives the status returned. Posting thread. */
 sw_status sw_hier_end_here(sw_hier *hier, const sw_error *reason, sw_error *err);
-/* The reason, once it has ended. Posting thread. */
+/* Return the reason, once it has ended. Posting thread. */
 SW_MUST_USE sw_status sw_hier_check_alive(sw_hier *hier, sw_error *err);
 
-/* Members of sw_comm_ops; any thread. Of ranks on other hosts look() knows what carriers heard. */
+/* Functions of sw_comm_ops; any thread. Of ranks on other hosts look() knows only what carriers
+ * have received. */
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason);
 SW_MUST_USE sw_status sw_hier_look(sw_comm *comm, bool minds_leaving, sw_error *err);
 bool sw_hier_is_alive(sw_comm *comm);
@@ -182,54 +182,53 @@ bool sw_hier_is_alive(sw_comm *comm);
 /* hier_wait.c
  * ------------------------------------------------------------------------------------------ */
 
-/* Until a word of some page of this host has reached `value`. */
+/* Wait until a word of some page of this host has reached `value`. */
 SW_MUST_USE sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need,
                                          _Atomic uint32_t *word, uint32_t value, sw_error *err);
-/* Until operation `ticket` is complete for this host. */
+/* Wait until operation `ticket` is complete for this host. */
 SW_MUST_USE sw_status sw_hier_await(sw_hier *hier, uint32_t ticket, sw_error *err);
-/* Operations up to `wired` are: the caller's plans learn who took part. */
+/* Settle operations up to `wired`: the caller's plans learn which ranks took part. */
 void sw_hier_settle(sw_hier *hier, uint32_t wired);
 
-/* hier_post.c: members of sw_comm_ops
+/* hier_post.c: functions of sw_comm_ops
  * ------------------------------------------------------------------------------------------ */
 
 SW_MUST_USE sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);
 SW_MUST_USE sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err);
 SW_MUST_USE sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                                      const char *label, sw_error *err);
-/* An operation on little private memory, which travels in frames: less than a chunk. */
+/* Run an operation on less than a chunk of private memory, which travels in frames. */
 SW_MUST_USE sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err);
-/* Describes a broadcast, whose data is moved by hier_stream.c. */
+/* Post a broadcast; hier_stream.c moves its data. */
 SW_MUST_USE sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
                                            sw_error *err);
 /* hier_stream.c: the same. */
 SW_MUST_USE sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
                                         int root, const char *label, sw_error *err);
 
-/* The carrier, as the posting thread knows it
+/* The carrier, as the posting thread sees it
  * ------------------------------------------------------------------------------------------ */
 
-/* Starts the carrier's thread. */
+/* Start the carrier's thread. */
 SW_MUST_USE sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err);
-/* Asks it to take leave, waits for its end, but not for long, and closes the wire; of a
- * communicator that has ended well, when the peers have had a moment to do the same. */
+/* Ask it to leave, wait briefly for its end, and close the wire. If the communicator ended well,
+ * the peers first get a moment to do the same. */
 void sw_carrier_stop(sw_carrier *carrier, bool ended_well);
-/* Says to this host's peers that it has ended: at once, and again where it has learnt a better
- * reason, a few times. Any thread; takes the wire's locks, and none of ours may be held. */
-void sw_carrier_say_last_word(sw_carrier *carrier, const sw_error *reason);
-/* The last that host `peer` of hier->spread.peers has said so; false where it has not. Any thread.
- */
-bool sw_carrier_hears_last_word(const sw_carrier *carrier, int peer, sw_error *reason);
-/* Finds out whether the connection to `host` is gone, where this host hears that one's frames:
- * SW_E_COMM. The posting thread, while it waits for the carrier. */
+/* Send this host's peers an end message: at once, and a few times again for a better reason. Any
+ * thread; takes the wire's locks, and none of ours may be held. */
+void sw_carrier_send_end(sw_carrier *carrier, const sw_error *reason);
+/* Return the last end message of host `peer` of hier->spread.peers; false: none yet. Any thread. */
+bool sw_carrier_received_end(const sw_carrier *carrier, int peer, sw_error *reason);
+/* Check the connection to `host`, from which this host receives frames: SW_E_COMM if it is lost.
+ * The posting thread, while it waits for the carrier. */
 SW_MUST_USE sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what,
                                        sw_error *err);
-/* Whether nothing more is read or written by the wire. Its thread may still be inside a call of it,
- * for ever. Of the posting thread. */
+/* Return true if the wire reads and writes nothing more. Its thread may still be inside a call of
+ * it, for ever. Posting thread. */
 bool sw_carrier_wire_is_closed(const sw_carrier *carrier);
 /* The same, and its thread has ended. */
 bool sw_carrier_is_over(const sw_carrier *carrier);
-/* When it is over, or never began. The wire ends too. */
+/* Destroy it once it is over, or if it never began. Releases the wire too. */
 void sw_carrier_destroy(sw_carrier *carrier);
 
 #endif

@@ -3,13 +3,13 @@
  *   root -> its host's ring -> carrier ==> next host's ring -> its ranks
  *                                               carrier ==> next host's ring -> ...
  *
- * A piece is sent out of the ring, received into it, and copied to where each rank wants it; its
- * place is free when every rank has copied it and every host that gets it from here has it. So all
- * links of all hosts are busy at once. Where pieces are many, hosts form a chain: each sends and
- * receives each once. Where they are few, a binary tree, which is not so deep. A few KiB travel in
- * frames, with what carriers say of the operation.
+ * A piece is sent out of the ring, received into it, and copied to each rank's destination. Its
+ * place is free when every rank has copied it and every next host has received it. So all links of
+ * all hosts are busy at once. For many pieces hosts form a chain: each sends and receives each
+ * once. For few, they form a binary tree, which is less deep. A few KiB travel in frames, as
+ * payload of the operation.
  *
- *   filled  pieces that lie in the ring, since the communicator was made: by the rank that fills it
+ *   filled  pieces in the ring, since the communicator was made: by the rank that fills it
  *   taken   pieces that a rank has copied (the root: has put there)
  *   sent    pieces that the carrier needs no more */
 #include <stdio.h>
@@ -20,7 +20,7 @@
 #include "comm/hier_carrier.h"
 #include "platform/futex.h"
 
-enum { CHILDREN = 2, AHEAD = SW_STREAM_PLACES / 2 /* places to arrive at; the rest are copied */ };
+enum { CHILDREN = 2, AHEAD = SW_STREAM_PLACES / 2 /* to receive into; the rest are copied */ };
 
 static uint32_t pieces_of(size_t size_bytes)
 {
@@ -48,7 +48,7 @@ static void publish(_Atomic uint32_t *word, uint32_t value)
 /* A rank's part
  * ------------------------------------------------------------------------------------------ */
 
-/* Where in a list of ranges the next byte is. */
+/* The position of the next byte in a list of ranges. */
 typedef struct range_cursor {
     const sw_range *range;
     size_t at_bytes; /* into it */
@@ -69,7 +69,7 @@ static void copy_ranges(range_cursor *cursor, uint8_t *place, size_t bytes, bool
     }
 }
 
-/* Until the place of `piece` is free again: everybody is through with the one before in it. */
+/* Wait until the place of `piece` is free: no rank and no transfer uses the piece before in it. */
 static sw_status await_place(sw_hier *hier, uint32_t ticket, uint32_t piece, sw_error *err)
 {
     uint32_t through = piece + 1 - SW_STREAM_PLACES;
@@ -99,7 +99,7 @@ static sw_status get(sw_hier *hier, const sw_hier_need *need, uint32_t piece, ra
     return SW_OK;
 }
 
-/* Few bytes travel with what carriers say of the operation anyway. */
+/* Few bytes travel as payload in the frames of the operation. */
 static sw_status broadcast_short(sw_hier *hier, sw_op *op, range_cursor *cursor, sw_error *err)
 {
     uint8_t bytes[SW_STREAM_LEAST_BYTES];
@@ -148,7 +148,7 @@ typedef struct stream {
     uint32_t ticket, first, count; /* pieces */
     int parent, child[CHILDREN];   /* hosts; -1: none */
     sw_transfer in[SW_STREAM_PLACES], out[SW_STREAM_PLACES][CHILDREN];
-    uint32_t expected, through; /* pieces that have a place to arrive at; that were sent on */
+    uint32_t expected, through; /* pieces with a place to receive into; pieces that were sent on */
 } stream;
 
 static int host_at(const sw_host_map *map, int root, uint32_t position)
@@ -156,8 +156,8 @@ static int host_at(const sw_host_map *map, int root, uint32_t position)
     return (root + (int)position) % map->host_count;
 }
 
-/* Hosts that a host sends to. In units of one piece on one link, a chain takes pieces + hosts - 2,
- * and a binary tree, whose root sends each piece twice, 2 (pieces + depth - 1). */
+/* Choose how many hosts a host sends to. In units of one piece on one link, a chain takes pieces +
+ * hosts - 2, and a binary tree, whose root sends each piece twice, 2 (pieces + depth - 1). */
 static uint32_t choose_fan(uint32_t pieces, uint32_t hosts)
 {
     uint32_t depth = 0;
@@ -194,7 +194,7 @@ static size_t bytes_of(const stream *work, uint32_t index)
     return piece_bytes(work->pending->op.numel, index);
 }
 
-/* Pieces before `end` have left: their places are free of this thread. */
+/* Wait until pieces before `end` have left: this thread no longer needs their places. */
 static sw_status finish_sending(sw_carrier *carrier, stream *work, uint32_t end, sw_error *err)
 {
     for (; (int32_t)(end - work->through) > 0; ++work->through)
@@ -205,7 +205,7 @@ static sw_status finish_sending(sw_carrier *carrier, stream *work, uint32_t end,
     return SW_OK;
 }
 
-/* Pieces of which this host has not yet got so many get a place to arrive at. */
+/* Expect the pieces before `end`: each gets a place to receive into. */
 static sw_status expect(sw_carrier *carrier, stream *work, uint32_t end, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
@@ -238,7 +238,7 @@ static sw_status send_on(sw_carrier *carrier, stream *work, uint32_t index, sw_e
     return SW_OK;
 }
 
-/* The next piece lies in the ring. */
+/* Wait until the next piece is in the ring. */
 static sw_status await_piece(sw_carrier *carrier, stream *work, uint32_t index, sw_error *err)
 {
     sw_hier *hier = carrier->hier;

@@ -1,6 +1,6 @@
-/* hier_wait.c - a rank's wait for its carrier: until that says that an operation is complete, or
- * until something says that it never will be: a rank of this host, another host's last word, the
- * wire, the clock (wait.h). */
+/* hier_wait.c - a rank's wait for its carrier: until an operation is complete, or until it never
+ * will be. That follows from a rank of this host, another host's end message, the wire, or the
+ * clock (wait.h). */
 #include <stdio.h>
 #include <string.h>
 
@@ -11,12 +11,12 @@
 #include "platform/process.h"
 
 static const int64_t slice_ns = 20 * 1000 * 1000;
-/* A host's last word counts once nothing has moved for so long: what was sent before comes first.
- */
+/* A host's end message counts once no byte has moved for so long: data sent before it comes
+ * first. */
 static const int64_t quiet_ns = 100 * 1000 * 1000;
-/* When nothing has moved for so long, and again after three times as long: see hier_last.c. */
+/* Probe when no byte has moved for so long, then after three times as long: see hier_last.c. */
 static const int64_t probe_ns = 250 * 1000 * 1000;
-/* The time that a host has to say whom it waits for; at most a part of the deadline. */
+/* The time that a host has to name the rank for which it waits; at most a part of the deadline. */
 static const int64_t answer_ns = 400 * 1000 * 1000;
 
 static int host_of(const sw_hier *hier, int rank)
@@ -24,8 +24,8 @@ static int host_of(const sw_hier *hier, int rank)
     return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
 }
 
-/* Whether `rank`, which carries for another host (or is -1), may itself wait for a third rank: of
- * its own host, or of a third. */
+/* Return true if `rank`, the carrier of another host (or -1), may itself wait for a third rank, of
+ * its own host or of a third. */
 static bool waits_for_others(const sw_hier *hier, int rank)
 {
     int host = host_of(hier, rank);
@@ -36,13 +36,13 @@ typedef struct hier_wait {
     sw_hier *hier;
     const sw_hier_need *need;
     sw_wait wait;
-    int64_t heard_ns; /* a last word; and what had moved by then */
+    int64_t end_seen_ns; /* time of an end message; bytes moved by then */
     uint64_t moved_bytes;
-    int64_t still_ns, probe_ns; /* since when nothing has moved; after how much of that is asked */
+    int64_t still_ns, probe_ns; /* since when no byte has moved; delay of the next probe */
     uint64_t still_bytes;
 } hier_wait;
 
-/* The ranks that keep the operation waiting, as far as this host knows. */
+/* Name the ranks that keep the operation waiting, as far as this host knows. */
 static void describe_wait(void *context, sw_wait_text *text)
 {
     const hier_wait *w = context;
@@ -62,10 +62,10 @@ static void describe_wait(void *context, sw_wait_text *text)
     (void)sw_wait_add_missing(text, &hier->comm, awaited < 0 ? hier->members[0] : awaited, 0);
     size_t used = strlen(text->missing);
     if (waits_for_others(hier, awaited))
-        snprintf(text->missing + used, sizeof text->missing - used, ", or for whom it waits");
+        snprintf(text->missing + used, sizeof text->missing - used, ", or a rank it awaits");
 }
 
-/* The place of `host` among this host's peers; -1: it is none, or nobody here hears peers. */
+/* Return the index of `host` among this host's peers; -1: none, or this rank is no carrier. */
 static int peer_at(const sw_hier *hier, int host)
 {
     for (int p = 0; hier->carrier && p < hier->spread.peer_count; ++p)
@@ -74,10 +74,10 @@ static int peer_at(const sw_hier *hier, int host)
     return -1;
 }
 
-/* The deadline has passed for *reason, whose rank may itself wait for another: it is told, and what
- * it answers is the reason. Its first answer may name one that waits for a third; where hosts hear
- * one another over several rounds, a better one may follow. */
-static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
+/* The deadline has passed for *reason, whose rank may itself wait for another. Send it the reason
+ * and take its answer as the reason. Its first answer may name a rank that waits for a third. If
+ * hosts exchange frames over several rounds, a better one may follow. */
+static void ask_awaited_host(sw_hier *hier, sw_error *reason)
 {
     int asked = host_of(hier, reason->detail), peer = peer_at(hier, asked);
     int64_t end = sw_clock_now_ns() +
@@ -85,33 +85,33 @@ static void ask_whom_it_waits_for(sw_hier *hier, sw_error *reason)
     sw_error answer;
     if (peer < 0 || !waits_for_others(hier, reason->detail))
         return;
-    sw_carrier_say_last_word(hier->carrier, reason);
+    sw_carrier_send_end(hier->carrier, reason);
     while (sw_clock_now_ns() < end && sw_hier_is_active(hier)) {
-        if (sw_carrier_hears_last_word(hier->carrier, peer, &answer)) {
+        if (sw_carrier_received_end(hier->carrier, peer, &answer)) {
             int host = host_of(hier, answer.detail);
             if (host == hier->host)
                 return;
             *reason = answer;
             if (host == asked || hier->spread.rounds == 1)
                 return;
-            sw_carrier_say_last_word(hier->carrier, reason);
+            sw_carrier_send_end(hier->carrier, reason);
         }
         sw_thread_sleep_ns(5 * 1000 * 1000);
     }
 }
 
-/* A wait that ends without what it waited for: what it says itself, or the host that it asks. */
+/* End a wait that failed, with its own reason or the answer of the host that it asks. */
 static sw_status end_wait(hier_wait *w, sw_status status, sw_error *reason, sw_error *err)
 {
     if (status == SW_E_TIMEOUT)
-        ask_whom_it_waits_for(w->hier, reason);
+        ask_awaited_host(w->hier, reason);
     sw_status ended = sw_hier_end_here(w->hier, reason, err);
     return status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
 }
 
-/* Another host has ended, and nothing moves any more: its reason is this host's; but if it gave up
- * waiting for this host, or this one waits for a third, that is whom this one gives up. */
-static sw_status check_last_words(hier_wait *w, sw_error *err)
+/* Another host has ended, and no byte moves: this host takes over its reason. But if that host gave
+ * up waiting for this one, or this one waits for a third, report the rank awaited here. */
+static sw_status check_ends(hier_wait *w, sw_error *err)
 {
     sw_hier *hier = w->hier;
     const sw_page *page = sw_hier_page(hier, 0);
@@ -119,16 +119,16 @@ static sw_status check_last_words(hier_wait *w, sw_error *err)
     int64_t now = sw_clock_now_ns();
     sw_error reason;
     int peer = 0, count = hier->carrier ? hier->spread.peer_count : 0;
-    while (peer < count && !sw_carrier_hears_last_word(hier->carrier, peer, &reason))
+    while (peer < count && !sw_carrier_received_end(hier->carrier, peer, &reason))
         ++peer;
     if (peer == count)
         return SW_OK;
     int from = hier->spread.peers[peer];
-    if (w->heard_ns == 0 || moved != w->moved_bytes) {
-        w->heard_ns = now;
+    if (w->end_seen_ns == 0 || moved != w->moved_bytes) {
+        w->end_seen_ns = now;
         w->moved_bytes = moved;
     }
-    if (now - w->heard_ns < quiet_ns)
+    if (now - w->end_seen_ns < quiet_ns)
         return SW_OK;
     int awaited = atomic_load(&page->awaiting);
     bool of_this_host = host_of(hier, reason.detail) == hier->host;
@@ -138,7 +138,7 @@ static sw_status check_last_words(hier_wait *w, sw_error *err)
     return sw_hier_end_here(hier, &reason, err);
 }
 
-/* Whether the host that the carrier waits for is still there, where it says nothing. */
+/* Probe the host that the carrier waits for, if it sends nothing. */
 static sw_status check_wire(hier_wait *w, sw_error *err)
 {
     sw_hier *hier = w->hier;
@@ -164,7 +164,7 @@ static sw_status check_wire(hier_wait *w, sw_error *err)
     return sw_hier_end_here(hier, &reason, err);
 }
 
-/* The carrier asks first; the others of its host have its answer. */
+/* The carrier asks first; the other ranks of its host take its answer. */
 static sw_status check_clock(hier_wait *w, sw_error *err)
 {
     sw_hier *hier = w->hier;
@@ -176,9 +176,9 @@ static sw_status check_clock(hier_wait *w, sw_error *err)
     return status == SW_OK ? SW_OK : end_wait(w, status, &reason, err);
 }
 
-/* What was folded on this rank's behalf: the caller's plans learn who took part. What was complete
- * before the carrier ended stays so. Not after this thread has learnt of the end: it may have taken
- * a plan away since. */
+/* Let the caller's plans learn which ranks took part in operations that the carrier folded.
+ * Operations that completed before the end stay complete. But once this thread has seen the end,
+ * its caller may have freed a plan. */
 void sw_hier_settle(sw_hier *hier, uint32_t wired)
 {
     const sw_page *carrier = sw_hier_page(hier, 0);
@@ -213,10 +213,10 @@ sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic ui
         bool deaths = now - w.wait.begun_ns > slice_ns;
         sw_status status = sw_hier_check_host(hier, need, deaths, &reason);
         if (sw_ticket_reached(atomic_load(word), value))
-            return SW_OK; /* it was complete before what was seen */
+            return SW_OK; /* it was complete before the error was seen */
         if (status != SW_OK)
             return sw_hier_end_here(hier, &reason, err);
-        SW_TRY(check_last_words(&w, err));
+        SW_TRY(check_ends(&w, err));
         SW_TRY(check_clock(&w, err)); /* takes an interrupt before a probe would */
         SW_TRY(check_wire(&w, err));
     }

@@ -29,7 +29,7 @@ sw_status sw_host_map_init(sw_host_map *map, const int *host_of, int world_size,
     for (int h = 0; h < map->host_count; ++h)
         map->first[h + 1] += map->first[h];
     for (int r = world_size - 1; r >= 0;
-         --r) /* from the last of each on: first[h + 1] is its end */
+         --r) /* backwards, so that first[h + 1] is the end of host h */
         map->member[--map->first[host_of[r] + 1]] = r;
     for (int h = 0; h < map->host_count; ++h) /* and has become its beginning */
         map->first[h] = map->first[h + 1];

@@ -1,12 +1,11 @@
-/* host_map.h - which ranks share a host. Arithmetic only.
+/* host_map.h - the map of ranks to hosts. Arithmetic only.
  *
- * Hosts are numbered by their lowest rank, which *carries*: it alone moves the host's bytes to
- * other hosts.
+ * Hosts are numbered by their lowest rank, the *carrier*: it alone moves the host's bytes to other
+ * hosts.
  *
- *   host_of = 0 0 1 1 1     2 hosts; host 0: ranks 0 and 1, carried by 0; host 1: 2, 3, 4, by 2
+ *   host_of = 0 0 1 1 1     2 hosts; host 0: ranks 0 and 1, carrier 0; host 1: 2, 3, 4, carrier 2
  *
- * Thread rule: any, once made.
- */
+ * Thread rule: any, once made. */
 #ifndef SW_COMM_HOST_MAP_H
 #define SW_COMM_HOST_MAP_H
 
@@ -15,7 +14,7 @@
 typedef struct sw_host_map {
     int world_size, host_count;
     int *host_of; /* owned; world_size */
-    int *first;   /* owned; host_count + 1: where a host's members begin in `member` */
+    int *first;   /* owned; host_count + 1: index of each host's first rank in `member` */
     int *member;  /* owned; world_size ranks, host by host, ascending inside */
 } sw_host_map;
 

@@ -1,5 +1,4 @@
-/* local.c - control blocks and arenas are pages of this process; everything else is the fabric's.
- */
+/* local.c - control blocks and arenas are pages of this process; the fabric does all else. */
 #include "comm/local.h"
 
 #include <pthread.h>
@@ -12,9 +11,9 @@
 #include "comm/fabric.h"
 #include "platform/memory.h"
 
-/* What a rank lays out of an arena. It stays until all ranks have destroyed theirs: as with
- * mappings of processes, who is done first takes nothing away from those who still look. Where some
- * rank could not finish the arena, it stays until the group ends. */
+/* A rank's memory of an arena. As with mappings of processes, it stays until all ranks have
+ * destroyed their arena, because others may still read it. If some rank could not finish the arena,
+ * it stays until the group ends. */
 typedef struct local_part {
     struct local_part *before, *next; /* in the group's `parts` */
     _Atomic int users;
@@ -40,7 +39,7 @@ typedef struct local_arena {
     local_part **parts; /* owned, the table; a part: by its users */
 } local_arena;
 
-typedef struct arena_offer { /* what each rank tells the others of its part */
+typedef struct arena_offer { /* a rank's part, as announced to the others */
     local_part *part;        /* NULL: could not allocate */
     char message[128];
 } arena_offer;
@@ -69,7 +68,7 @@ sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error
     return SW_OK;
 }
 
-/* NULL without memory for it. Its address is the caller's to fill. */
+/* Returns NULL without memory for it. The caller fills its address. */
 static local_part *part_create(sw_local_group *group, size_t size_bytes)
 {
     local_part *part = calloc(1, sizeof *part);
@@ -169,7 +168,7 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
                 free_tables);
     status = check_offers(offers, comm->world_size, label, err);
     if (status != SW_OK) {
-        mine.part = NULL; /* all ranks see that one is missing, and none looks at the others */
+        mine.part = NULL; /* all ranks see that one is missing, and none reads the others */
         goto free_tables;
     }
     for (size_t r = 0; r < count; ++r) {

@@ -7,8 +7,8 @@
 #include "platform/thread.h"
 
 static const int64_t PERIOD_NS = 50 * 1000 * 1000;
-/* A peer says why before it ends what others notice. */
-static const int64_t WORD_NS = 200 * 1000 * 1000;
+/* A peer publishes its reason before its end is noticed. */
+static const int64_t REASON_NS = 200 * 1000 * 1000;
 
 static void describe(void *context, sw_wait_text *text)
 {
@@ -25,7 +25,7 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
     if (begun_ns != lookout->wait.begun_ns)
         lookout->wait = (sw_wait){.comm = host,
                                   .begun_ns = begun_ns,
-                                  .timeout_ns = INT64_MAX, /* the transport's, with its sentence */
+                                  .timeout_ns = INT64_MAX, /* the transport has a deadline */
                                   .warn_ns = host->warn_after_ns,
                                   .describe = describe};
     lookout->looked_ns = now;
@@ -39,36 +39,36 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
     return host->ops->look(host, lookout->minds_leaving, reason);
 }
 
-/* Whether an error says the same on every rank; else it is of this one. */
-static bool is_everybodys(sw_status status)
+/* Return true for errors that read the same on every rank; others are this rank's own. */
+static bool is_collective_failure(sw_status status)
 {
     return status == SW_E_COMM || status == SW_E_TIMEOUT || status == SW_E_MISMATCH;
 }
 
-void sw_lookout_tell(const sw_lookout *lookout, const sw_error *reason)
+void sw_lookout_report(const sw_lookout *lookout, const sw_error *reason)
 {
     sw_comm *host = lookout ? lookout->host : NULL;
-    sw_error told = *reason;
+    sw_error reported = *reason;
     if (!host)
         return;
-    if (!is_everybodys(told.status)) {
-        told.status = SW_E_COMM;
-        told.detail = sw_comm_name(host, host->rank);
+    if (!is_collective_failure(reported.status)) {
+        reported.status = SW_E_COMM;
+        reported.detail = sw_comm_name(host, host->rank);
     }
-    host->ops->request_end(host, &told);
+    host->ops->request_end(host, &reported);
 }
 
-void sw_lookout_hear(const sw_lookout *lookout, sw_error *reason)
+void sw_lookout_find_cause(const sw_lookout *lookout, sw_error *reason)
 {
     sw_comm *host = lookout ? lookout->host : NULL;
     int64_t begun = sw_clock_now_ns();
-    sw_error said;
+    sw_error published;
     if (!host)
         return;
-    while (host->ops->look(host, false, &said) == SW_OK) {
-        if (sw_clock_now_ns() - begun > WORD_NS)
+    while (host->ops->look(host, false, &published) == SW_OK) {
+        if (sw_clock_now_ns() - begun > REASON_NS)
             return;
         sw_thread_rest(sw_clock_now_ns() - begun);
     }
-    *reason = said;
+    *reason = published;
 }

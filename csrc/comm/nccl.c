@@ -20,8 +20,8 @@ static sw_status refuse_failed(const nccl_comm *comm, sw_error *err)
     return sw_ending_await(&comm->base.ending, err);
 }
 
-/* Take the handle out, unless a group is open, whose end needs it: from then on no thread calls
- * NCCL with it. */
+/* Take the handle, so that no thread calls NCCL with it any more. An open group needs it until its
+ * end. */
 static sw_nccl_comm take_handle(nccl_comm *comm)
 {
     sw_nccl_comm handle = comm->handle;
@@ -32,10 +32,9 @@ static sw_nccl_comm take_handle(nccl_comm *comm)
     return comm->base.is_borrowed ? NULL : handle;
 }
 
-/* NCCL's kernels that wait for peers are let go: of a borrowed communicator, by its owner. The
- * abort may wait until those of the process's other communicators are, too, by the thread that sees
- * that this one has ended: so it counts as failed before the abort has come back. No lock is held.
- */
+/* Abort, so that NCCL's kernels stop waiting for peers; the owner of a borrowed communicator does
+ * it. The abort may wait until the process's other communicators abort too, by the thread that sees
+ * the end of this one. So it counts as failed before the abort returns. No lock is held. */
 static void abort_handle(const nccl_comm *comm, sw_nccl_comm handle)
 {
     sw_device *device = comm->base.device;
@@ -55,17 +54,16 @@ static void end(nccl_comm *comm)
     abort_handle(comm, handle);
 }
 
-/* Inside a group the end waits for the outermost one's: what NCCL keeps of an open group is its
- * thread's, so a communicator that ends there would take the thread's later ones along. */
+/* Inside a group, end at the end of the outermost one: NCCL keeps an open group for the thread, so
+ * ending a communicator there would take the thread's later ones along. */
 static void nccl_end(sw_peers *peers, const sw_error *reason)
 {
     (void)reason;
     end(comm_of(peers));
 }
 
-/* While a call of NCCL's is under way or a group is open, the thread that has it ends the
- * communicator. Otherwise nothing in NCCL needs it: the program may be blocked in a launch that
- * waits for NCCL's kernels. */
+/* During a NCCL call or an open group, the thread that made it ends the communicator. Otherwise
+ * NCCL does not need it: the program may be blocked in a launch that waits for NCCL's kernels. */
 static void nccl_end_beside(sw_peers *peers, const sw_error *reason)
 {
     nccl_comm *comm = comm_of(peers);
@@ -77,11 +75,11 @@ static void nccl_end_beside(sw_peers *peers, const sw_error *reason)
     pthread_mutex_unlock(&comm->calls);
     if (!is_free)
         return;
-    (void)!sw_peers_tell(peers, reason, &first);
+    (void)!sw_peers_report(peers, reason, &first);
     abort_handle(comm, handle);
 }
 
-/* A result of NCCL's as a sentence. Without the lock. */
+/* Describe a NCCL result in a sentence. Without the lock. */
 static void explain(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *reason)
 {
     char last[SW_ERROR_MESSAGE_BYTES / 2] = "";
@@ -98,7 +96,7 @@ static void explain(nccl_comm *comm, sw_nccl_result result, const char *what, sw
                  comm->base.world_size, what, comm->library->call.ncclGetErrorString(result),
                  result, *last ? "; " : "", last);
     if (status == SW_E_COMM)
-        sw_lookout_hear(comm->base.lookout, reason);
+        sw_lookout_find_cause(comm->base.lookout, reason);
 }
 
 static sw_status fail_result(nccl_comm *comm, sw_nccl_result result, const char *what,
@@ -109,8 +107,8 @@ static sw_status fail_result(nccl_comm *comm, sw_nccl_result result, const char 
     return sw_peers_fail(&comm->base, &reason, err);
 }
 
-/* NCCL's asynchronous state; none once another thread has ended the communicator, which the caller
- * looks at next. */
+/* Query NCCL's asynchronous state; no state once another thread has ended the communicator, which
+ * the caller checks next. */
 static sw_nccl_result ask(nccl_comm *comm, sw_nccl_result *state)
 {
     sw_nccl_result asked = SW_NCCL_SUCCESS;
@@ -121,7 +119,7 @@ static sw_nccl_result ask(nccl_comm *comm, sw_nccl_result *state)
     return asked;
 }
 
-/* A call of a non-blocking communicator returned `result`: waits until it is decided. */
+/* Wait until a call of a non-blocking communicator, which returned `result`, has a final result. */
 static sw_status settle(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     int64_t start = sw_clock_now_ns();
@@ -179,7 +177,7 @@ static const int nccl_dtypes[SW_DTYPE_COUNT] = {
     [SW_DTYPE_BOOL] = -1,
 };
 
-/* A dtype that only moves goes as bytes. */
+/* Types that NCCL lacks move as bytes. */
 static int as_moved(sw_dtype dtype, size_t *count)
 {
     if (nccl_dtypes[dtype] >= 0)
@@ -188,7 +186,7 @@ static int as_moved(sw_dtype dtype, size_t *count)
     return SW_NCCL_UINT8;
 }
 
-/* Complex sums go as their parts; an int16 has no like in NCCL. */
+/* Complex sums are sums of their parts; NCCL has no int16. */
 static sw_status as_reduced(sw_dtype dtype, sw_redop op, int *nccl_dtype, int *nccl_op,
                             size_t *count, sw_error *err)
 {
@@ -203,7 +201,7 @@ static sw_status as_reduced(sw_dtype dtype, sw_redop op, int *nccl_dtype, int *n
     }
     if (nccl_dtypes[dtype] < 0)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL: it cannot reduce dtype %s; the deterministic reduction can",
+                "NCCL cannot reduce dtype %s; the deterministic reduction can",
                 sw_dtype_name(dtype));
     *nccl_dtype = nccl_dtypes[dtype];
     *nccl_op = ops[op];
@@ -303,7 +301,7 @@ static sw_status nccl_gather_slices(sw_peers *peers, const void *slice, void *da
     return SW_OK;
 }
 
-/* One slice to a peer, one from it. */
+/* Send one slice to a peer, receive one from it. */
 static sw_status exchange_with(nccl_comm *comm, int peer, const char *to_send, char *to_receive,
                                size_t slice_bytes, sw_stream *stream, sw_error *err)
 {
@@ -427,7 +425,7 @@ static void nccl_destroy(sw_peers *peers)
         comm->handle = NULL;
     if (comm->handle && finalize(comm, NULL) == SW_OK &&
         comm->base.device->ops->enter(comm->base.device, &visit, NULL) == SW_OK) {
-        /* What fails here is a communicator that is gone either way; abort frees it. */
+        /* On failure the communicator is lost either way; abort frees it. */
         if (comm->library->call.ncclCommDestroy(comm->handle) != SW_NCCL_SUCCESS)
             (void)comm->library->call.ncclCommAbort(comm->handle);
         comm->handle = NULL;
@@ -523,7 +521,7 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
     return SW_OK;
 }
 
-/* That the lent communicator is ready, and the one that is meant. */
+/* Check that the borrowed communicator is ready, and of the expected rank, size and GPU. */
 static sw_status check_lent(nccl_comm *comm, sw_error *err)
 {
     int rank = -1, world_size = 0, ordinal = -1;
@@ -556,7 +554,7 @@ sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl
         free_comm(made);
         return status;
     }
-    made->base.lookout = lookout; /* what cannot be lent the caller tells himself */
+    made->base.lookout = lookout; /* failures before this the caller reports itself */
     *peers = &made->base;
     return SW_OK;
 }

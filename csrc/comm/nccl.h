@@ -1,34 +1,33 @@
 /* nccl.h - collectives between GPUs: a communicator of our own in the NCCL that torch has loaded,
- * or one that is lent to us.
+ * or a borrowed one.
  *
- * Idea: a thin layer under the table of peers.h that adds what NCCL leaves open: creation that
- * cannot hang (non-blocking, polled under a deadline), one named error where a call fails, and an
- * abort that lets every later call repeat it. Groups may lie one inside the other; a failure in one
- * ends the communicator at the end of the outermost.
+ * Idea: a thin layer under the table of peers.h adds what NCCL leaves open. Creation cannot hang
+ * (non-blocking, polled under a deadline), a failed call gives one named error, and every later
+ * call repeats it after the abort. Groups may be nested; a failure in one ends the communicator at
+ * the end of the outermost.
  *
- * Thread rule: as peers.h.
- */
+ * Thread rule: as peers.h. */
 #ifndef SW_COMM_NCCL_H
 #define SW_COMM_NCCL_H
 
 #include "comm/nccl_library.h"
 #include "comm/peers.h"
 
-/* Rank 0 makes it and sends it to the others, by torch's store. */
+/* Rank 0 creates it and sends it to the others, by torch's store. */
 SW_MUST_USE sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err);
 
 /* Collective. `nccl`, `device` and `lookout` are borrowed and outlive it. Every wait of the
- * communicator ends after `timeout_ns`, or with what `lookout` sees; a failure is told to it.
- * SW_E_TIMEOUT when a rank did not come; SW_E_COMM when it has died; SW_E_DEVICE. */
+ * communicator ends after `timeout_ns`, or with an error from `lookout`; failures are reported to
+ * it. SW_E_TIMEOUT when a rank did not come; SW_E_COMM when it has died; SW_E_DEVICE. */
 SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device,
                                      const sw_nccl_id *id, int rank, int world_size,
                                      int64_t timeout_ns, sw_lookout *lookout, sw_peers **peers,
                                      sw_error *err);
 
-/* This rank alone: over a communicator of somebody else's, who keeps it alive and lets nothing run
- * beside our operations. We neither destroy nor abort it: after a failure its kernels wait until
- * its owner aborts it. `handle` is borrowed until destroy. SW_E_INVALID when it is of another rank,
- * world size or GPU; SW_E_TIMEOUT when it does not become ready. */
+/* This rank alone: use a communicator whose owner keeps it alive and runs nothing beside our
+ * operations. We neither destroy nor abort it: after a failure its kernels wait until its owner
+ * aborts it. `handle` is borrowed until destroy. SW_E_INVALID when it is of another rank, world
+ * size or GPU; SW_E_TIMEOUT when it does not become ready. */
 SW_MUST_USE sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device,
                                      sw_nccl_comm handle, int rank, int world_size,
                                      int64_t timeout_ns, sw_lookout *lookout, sw_peers **peers,

@@ -1,12 +1,10 @@
 /* nccl_abi.h - the part of NCCL's interface that the engine uses, declared by hand.
  *
- * Idea: as device/cuda_abi.h: no header of NCCL is needed to build, and tests/abi compares this
- * file with the real nccl.h. The configuration structure is versioned by its size: the one here
- * ends with the first field that NCCL 2.14 had, and every later NCCL fills in the rest. Valid C and
- * C++.
+ * Idea: as device/cuda_abi.h: the build needs no header of NCCL, and tests/abi compares this file
+ * with the real nccl.h. The configuration structure is versioned by its size: the one here ends
+ * with the first field that NCCL 2.14 had, and every later NCCL fills in the rest. Valid C and C++.
  *
- * Thread rule: any; there is no state.
- */
+ * Thread rule: any; there is no state. */
 #ifndef SW_COMM_NCCL_ABI_H
 #define SW_COMM_NCCL_ABI_H
 
@@ -28,7 +26,7 @@ enum {
     SW_NCCL_INVALID_USAGE = 5,
     SW_NCCL_REMOTE_ERROR = 6,
     SW_NCCL_IN_PROGRESS = 7,
-    SW_NCCL_TIMEOUT = 8, /* of 2.30 and newer */
+    SW_NCCL_TIMEOUT = 8, /* NCCL 2.30 and newer */
 
     SW_NCCL_INT8 = 0,
     SW_NCCL_UINT8 = 1,
@@ -87,7 +85,7 @@ typedef struct sw_nccl_config {
     X(ncclGroupStart, (void))                                                                 \
     X(ncclGroupEnd, (void))
 
-/* The same of NCCL 2.19 and newer; NULL in the table of an older one. */
+/* Functions of NCCL 2.19 and newer; NULL in the table of an older one. */
 #define SW_NCCL_NEWER_FUNCTIONS(X)                                                          \
     X(ncclMemAlloc, (void **memory, size_t bytes))                                          \
     X(ncclMemFree, (void *memory))                                                          \

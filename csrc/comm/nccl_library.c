@@ -17,8 +17,8 @@ static const sw_library_symbol newer_symbols[] = {
 #undef SYMBOL
 };
 
-/* Before the functions are looked up: an old library is told by its version, not by what it lacks.
- */
+/* Read the version before the functions are looked up, so that the error for an old library names
+ * its version instead of a missing function. */
 static sw_status read_version(void *handle, const char *name, int *version, sw_error *err)
 {
     static const sw_library_symbol one[] = {{"ncclGetVersion", 0}};

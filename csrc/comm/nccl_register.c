@@ -16,7 +16,7 @@ sw_status sw_nccl_memory_alloc(const sw_nccl_library *nccl, sw_device *device, s
     if (version < SW_NCCL_REGISTERING_VERSION || !nccl->call.ncclMemAlloc ||
         !nccl->call.ncclMemFree || !nccl->call.ncclCommRegister || !nccl->call.ncclCommDeregister)
         return sw_error_set(err, SW_E_UNSUPPORTED, version,
-                            "registering memory takes NCCL 2.19 or newer, not %d.%d.%d",
+                            "registering memory needs NCCL 2.19 or newer, not %d.%d.%d",
                             version / 10000, version % 10000 / 100, version % 100);
     SW_TRY(device->ops->enter(device, &visit, err));
     sw_nccl_result result = nccl->call.ncclMemAlloc(&made, size_bytes);
@@ -53,7 +53,7 @@ static nccl_view view_of(const sw_peers *peers)
     return (nccl_view){.library = comm->library, .handle = comm->handle};
 }
 
-/* What a call that may go on in the background has come to. */
+/* Wait for the final result of a call that may continue in the background. */
 static sw_nccl_result decide(const sw_peers *peers, const nccl_view *v, sw_nccl_result result)
 {
     int64_t start = sw_clock_now_ns();
@@ -70,7 +70,7 @@ static sw_nccl_result decide(const sw_peers *peers, const nccl_view *v, sw_nccl_
 static sw_status refuse(sw_peers *peers, const nccl_view *v, sw_nccl_result result,
                         const char *what, sw_error *err)
 {
-    if (result == SW_NCCL_IN_PROGRESS) /* whatever comes of it, the memory cannot be told free */
+    if (result == SW_NCCL_IN_PROGRESS) /* its outcome is unknown: the memory may stay in use */
         return sw_peers_give_up(peers, what, err);
     const char *last = v->library->call.ncclGetLastError(v->handle);
     return sw_error_set(err, SW_E_DEVICE, result,
@@ -86,7 +86,7 @@ sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, voi
     void *made = NULL;
     if (peers->is_borrowed)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL on rank %d of %d: nothing is registered with a communicator that is borrowed",
+                "NCCL on rank %d of %d: memory cannot be registered with a borrowed communicator",
                 peers->rank, peers->world_size);
     SW_TRY(sw_peers_check(peers, err));
     nccl_view v = view_of(peers);
@@ -98,8 +98,8 @@ sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, voi
         return refuse(peers, &v, result, "registering memory", err);
     if (!made)
         SW_FAIL(err, SW_E_UNSUPPORTED,
-                "NCCL on rank %d of %d: it declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, "
-                "or peers that are reached by copies alone)",
+                "NCCL on rank %d of %d declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, or "
+                "peers that are reached by copies alone)",
                 peers->rank, peers->world_size, size_bytes);
     *registered = made;
     return SW_OK;

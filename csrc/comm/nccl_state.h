@@ -1,7 +1,6 @@
-/* nccl_state.h - an NCCL communicator: shared by nccl.c and nccl_register.c. Not for others.
+/* nccl_state.h - an NCCL communicator, private to nccl.c and nccl_register.c.
  *
- * Thread rule: as peers.h; `calls` guards what says so.
- */
+ * Thread rule: as peers.h; `calls` guards the fields that name it. */
 #ifndef SW_COMM_NCCL_STATE_H
 #define SW_COMM_NCCL_STATE_H
 
@@ -14,8 +13,8 @@ typedef struct nccl_comm {
     sw_peers base;
     const sw_nccl_library *library; /* borrowed */
     sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended; under `calls` */
-    int depth;             /* groups that are open in NCCL, one inside the other; under `calls` */
-    pthread_mutex_t calls; /* held for each call of NCCL's that names the communicator */
+    int depth;                      /* groups that are open in NCCL, nested; under `calls` */
+    pthread_mutex_t calls;          /* held for each NCCL call that names the communicator */
 } nccl_comm;
 
 #endif

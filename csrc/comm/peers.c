@@ -4,19 +4,19 @@
 #include "platform/clock.h"
 #include "platform/thread.h"
 
-sw_status sw_peers_tell(sw_peers *t, const sw_error *reason, sw_error *first)
+sw_status sw_peers_report(sw_peers *t, const sw_error *reason, sw_error *first)
 {
-    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
+    sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     sw_status status = sw_ending_await(&t->ending, first);
     if (!atomic_exchange(&t->is_failing, true))
-        sw_lookout_tell(t->lookout, first);
+        sw_lookout_report(t->lookout, first);
     return status;
 }
 
 sw_status sw_peers_fail(sw_peers *t, const sw_error *reason, sw_error *err)
 {
     sw_error first;
-    sw_status status = sw_peers_tell(t, reason, &first);
+    sw_status status = sw_peers_report(t, reason, &first);
     t->ops->end(t, &first);
     if (err)
         *err = first;
@@ -34,7 +34,7 @@ sw_status sw_peers_fail_driver(sw_peers *t, const char *what, const sw_error *ca
 void sw_peers_explain_late(const sw_peers *t, const char *what, sw_error *reason)
 {
     sw_error_set(reason, SW_E_TIMEOUT, -1,
-                 "%s on rank %d of %d: %s was not done within %.3g s; a peer has not come to it",
+                 "%s on rank %d of %d: %s was not done within %.3g s; a peer has not issued it",
                  t->title, t->rank, t->world_size, what, (double)t->timeout_ns * 1e-9);
 }
 
@@ -53,7 +53,7 @@ void sw_peers_abort(sw_peers *t, const sw_error *reason)
 
 void sw_peers_request_end(sw_peers *t, const sw_error *reason)
 {
-    sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
+    sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     t->ops->end_beside(t, reason);
 }
 
@@ -96,7 +96,7 @@ sw_status sw_peers_await(sw_peers *t, sw_event *event, const char *what, sw_erro
         sw_error cause;
         if (t->device->ops->event_query(t->device, event, &done, &cause) != SW_OK)
             return sw_peers_fail_driver(t, what, &cause, err);
-        SW_TRY(sw_peers_check(t, err)); /* after the event: what it stands for may be garbage */
+        SW_TRY(sw_peers_check(t, err)); /* after the event: its data may be garbage */
         if (done)
             return SW_OK;
         SW_TRY(sw_peers_turn(t, begun_ns, what, err));

@@ -1,18 +1,16 @@
-/* peers.h - how a rank's GPU reaches its peers: one table, whatever carries the bytes.
+/* peers.h - the transport between a rank's GPU and its peers, as one table of functions.
  *
- * Idea: what a GPU asks of its peers is enqueued on a stream and ordered by it, so this is not
- * comm.h's table (which is about memory that ranks share, tickets and who helps whom). Two forms:
- * NCCL (nccl.h), and slots in memory that the ranks of one host share (slot_transport.h). Callers
- * do not know which they have.
+ * Idea: a stream orders a GPU's operations with its peers. So this is not comm.h's table, which
+ * is about shared memory, tickets and progress. Two forms exist: NCCL (nccl.h), and slots in
+ * memory that the ranks of one host share (slot_transport.h). Callers do not distinguish them.
  *
- * Operations are in place, but for gather_slices and reduce_scatter. Memory and stream belong to
+ * Operations are in place, except gather_slices and reduce_scatter. Memory and stream belong to
  * the transport's device and must live until the stream has passed the operation. A failure ends
  * the transport, and the host's communicator with it (lookout.h); every later call repeats it.
  *
- * Thread rule: one at a time a transport, but for has_failed, request_end, watch and explain_late,
- * which any thread calls, beside the one that uses it; every rank issues the same operations, of
- * the same sizes, in one order.
- */
+ * Thread rule: one at a time a transport. Any thread may call has_failed, request_end, watch and
+ * explain_late beside it. Every rank issues the same operations, of the same sizes, in one
+ * order. */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
 
@@ -30,68 +28,67 @@ typedef struct sw_peers sw_peers;
 
 typedef struct sw_peers_ops {
     /* Operations between begin and end are one operation of the stream, all of one stream. Each
-     * begin that succeeded has its end, whatever failed in between. */
+     * begin that succeeded needs its end, also after a failure in between. */
     sw_status (*group_begin)(sw_peers *peers, sw_error *err);
     sw_status (*group_end)(sw_peers *peers, sw_error *err);
-    /* data[0 .. numel) becomes the reduction over the ranks, in the transport's own order: SUM,
-     * MEAN, MIN, MAX. */
+    /* Reduce data[0 .. numel) over the ranks, in the transport's own order: SUM, MEAN, MIN, MAX. */
     sw_status (*all_reduce)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, sw_redop op,
                             sw_stream *stream, sw_error *err);
     /* Slice r of `data` is data[r * slice_numel ...). Reduce: `to`, the own slice or memory
-     * elsewhere, becomes the reduction over the ranks' copies of the own slice; the rest of `data`
-     * is left as it is. Gather: slice r becomes rank r's. */
+     * elsewhere, becomes the reduction of all ranks' copies of the own slice; the rest of `data`
+     * keeps its values. Gather: slice r becomes rank r's. */
     sw_status (*reduce_scatter)(sw_peers *peers, const void *data, void *to, size_t slice_numel,
                                 sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err);
     sw_status (*all_gather)(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
                             sw_stream *stream, sw_error *err);
-    /* The same out of memory that is not part of `data`, and in bytes: place r of `data`
-     * (world_size * slice_bytes) becomes rank r's `slice`. */
+    /* The same from memory outside of `data`, and in bytes: place r of `data` (world_size *
+     * slice_bytes) becomes rank r's `slice`. */
     sw_status (*gather_slices)(sw_peers *peers, const void *slice, void *data, size_t slice_bytes,
                                sw_stream *stream, sw_error *err);
     /* Place r of `contributions` (world_size * slice_numel elements) becomes rank r's copy of this
-     * rank's slice; the own place is left as it is, since the own copy is in `data`. Rank r's slice
+     * rank's slice. The own place keeps its values, since the own copy is in `data`. Rank r's slice
      * is number slice_of_rank[r] of `data`; NULL: number r. The first half of the deterministic
      * reduction: FOLD (device_kernels.h) is the second. */
     sw_status (*exchange_slices)(sw_peers *peers, const void *data, void *contributions,
                                  size_t slice_numel, sw_dtype dtype, const int *slice_of_rank,
                                  sw_stream *stream, sw_error *err);
-    /* Place k of `data` (count * slice_bytes) becomes what ranks[k] has in that place of its own;
-     * this rank is one of them, each of them names the same, and every rank of the transport names
-     * as many. */
+    /* Place k of `data` (count * slice_bytes) becomes that place of rank ranks[k]. This rank is
+     * one of them, each of them passes the same ranks, and every rank of the transport passes as
+     * many. */
     sw_status (*gather_among)(sw_peers *peers, void *data, size_t slice_bytes, const int *ranks,
                               int count, sw_stream *stream, sw_error *err);
     sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
                            sw_stream *stream, sw_error *err);
-    /* This rank alone: operations may from now on read and write `memory` where it lies, without
-     * copies of the transport's own. It is sw_nccl_memory_alloc's, and all ranks pass it to the
-     * same operations at the same distance from its beginning, or none does. SW_E_UNSUPPORTED where
-     * the transport has nothing of the kind. A failure leaves the transport as it was. */
+    /* This rank alone: later operations may read and write `memory` in place, without copies of the
+     * transport. It is sw_nccl_memory_alloc's, and all ranks pass it to the same operations at the
+     * same offset, or none does. SW_E_UNSUPPORTED if the transport cannot register. A failure
+     * leaves the transport unchanged. */
     sw_status (*memory_register)(sw_peers *peers, void *memory, size_t size_bytes,
                                  void **registered, sw_error *err);
     /* The host has waited for the last operation on it. On failure the memory stays in use. */
     sw_status (*memory_deregister)(sw_peers *peers, void *registered, sw_error *err);
-    /* Whether it has failed, without waiting. */
+    /* Return its failure, if any, without waiting. */
     sw_status (*check)(sw_peers *peers, sw_error *err);
-    /* It has failed, and its ranks' hosts have been told: lets go what waits on this GPU, and sets
-     * has_failed; again after each later failure. */
+    /* Called after a failure, once its ranks' hosts are notified: release the waits on this GPU,
+     * and set has_failed; called again after each later failure. */
     void (*end)(sw_peers *peers, const sw_error *reason);
-    /* From any thread, beside a call of another's, which this one may not wait for: SW_OK, or why
-     * the transport has failed. */
+    /* From any thread, beside a call of another one, for which it must not wait: SW_OK, or the
+     * reason for which the transport has failed. */
     sw_status (*look)(sw_peers *peers, sw_error *reason);
-    /* The same: sw_peers_tell, and what waits on this GPU is let go, unless that call is one of the
-     * transport's library: then it ends where that one looks next. Makes no call of the driver's
-     * that may block. May be repeated. */
+    /* From any thread, too: sw_peers_report, then release the waits on this GPU. But during a call
+     * of the transport's library, that call ends at its next check. Makes no driver call that may
+     * block. May be repeated. */
     void (*end_beside)(sw_peers *peers, const sw_error *reason);
-    /* Lets what was enqueued run, unless the transport has failed. */
+    /* Let enqueued operations run, unless the transport has failed. */
     void (*destroy)(sw_peers *peers);
 } sw_peers_ops;
 
 struct sw_peers {
     const sw_peers_ops *ops;
     const char *name;  /* "nccl"; slots: "shm" in memory of the host, "ipc" in that of the GPUs */
-    const char *title; /* as messages call it */
+    const char *title; /* its name in messages */
     int rank, world_size;
-    bool is_borrowed;    /* its owner ends it, and has operations of its own in it: NCCL's alone */
+    bool is_borrowed;    /* its owner ends it, and runs operations of its own in it: NCCL's alone */
     bool rounds_divisor; /* a MEAN multiplies by 1 / world_size as rounded to the dtype: NCCL's */
     sw_device *device;   /* borrowed, as the lookout */
     int64_t timeout_ns;
@@ -187,41 +184,41 @@ static inline void sw_peers_destroy(sw_peers *t)
         t->ops->destroy(t);
 }
 
-/* peers.c: failing and waiting, the same whatever carries the bytes
+/* peers.c: failing and waiting, the same on every transport
  * ------------------------------------------------------------------------------------------ */
 
-/* Every rank hears the transport's first reason, from the first thread that comes here. Returns
+/* Report the transport's first reason to every rank; the first thread that calls this does. Returns
  * that reason. */
-sw_status sw_peers_tell(sw_peers *peers, const sw_error *reason, sw_error *first);
-/* Every rank is told, then the transport ends: its first reason, which later calls repeat. */
+sw_status sw_peers_report(sw_peers *peers, const sw_error *reason, sw_error *first);
+/* Report it to every rank, then end the transport: its first reason, which later calls repeat. */
 sw_status sw_peers_fail(sw_peers *peers, const sw_error *reason, sw_error *err);
-/* The same where a call of the driver's, for `what`, has failed with *cause. */
+/* The same for a driver call, made for `what`, that failed with *cause. */
 sw_status sw_peers_fail_driver(sw_peers *peers, const char *what, const sw_error *cause,
                                sw_error *err);
-/* The caller has seen that `what` is late. SW_E_TIMEOUT, or the failure that came before. */
+/* Fail because `what` is late. SW_E_TIMEOUT, or an earlier failure. */
 sw_status sw_peers_give_up(sw_peers *peers, const char *what, sw_error *err);
-/* Ends the transport for a reason of the caller's. */
+/* End the transport for a reason of the caller. */
 void sw_peers_abort(sw_peers *peers, const sw_error *reason);
-/* From any thread, beside a call of another's: ends the transport for a reason of the caller's, at
- * once, unless that call is inside NCCL: then where it looks next, in a wait at once. */
+/* From any thread, beside a call of another one: end the transport for a reason of the caller, at
+ * once. But a call inside NCCL ends at its next check, a wait at once. */
 void sw_peers_request_end(sw_peers *peers, const sw_error *reason);
-/* From any thread, without waiting for another one: SW_OK, or why the transport has failed, in
- * which case it has ended as by request_end. Called again and again for as long as it lives. */
+/* From any thread, without waiting for another one: SW_OK, or the reason for which the transport
+ * has failed; it has then ended as by request_end. Called repeatedly for as long as it lives. */
 SW_MUST_USE sw_status sw_peers_watch(sw_peers *peers, sw_error *err);
-/* Write what sw_peers_give_up would say. Any thread. */
+/* Write the sentence of sw_peers_give_up. Any thread. */
 void sw_peers_explain_late(const sw_peers *peers, const char *what, sw_error *reason);
-/* Acts on what another thread has asked for (sw_peers_request_end). */
+/* Execute the request of another thread (sw_peers_request_end). */
 SW_MUST_USE sw_status sw_peers_check_request(sw_peers *peers, sw_error *err);
 
-/* One turn of a wait for `what` that began at `begun_ns`: the deadline, what the ranks' hosts know,
- * a rest. SW_E_TIMEOUT names `what`, SW_E_COMM a rank's failure; SW_E_INTERRUPTED is the program's.
- * Each ends the transport. */
+/* One turn of a wait for `what` that began at `begun_ns`: check the deadline and the ranks' hosts,
+ * then rest. SW_E_TIMEOUT names `what`, SW_E_COMM a rank's failure; SW_E_INTERRUPTED is the
+ * program's. Each ends the transport. */
 SW_MUST_USE sw_status sw_peers_turn(sw_peers *peers, int64_t begun_ns, const char *what,
                                     sw_error *err);
-/* Waits for `event` in such turns, while watching for a failure of the transport. */
+/* Wait for `event` in such turns, while watching for a failure of the transport. */
 SW_MUST_USE sw_status sw_peers_await(sw_peers *peers, sw_event *event, const char *what,
                                      sw_error *err);
-/* The same, counted as a wait of the host's. */
+/* The same, counted as a wait of the host. */
 SW_MUST_USE sw_status sw_peers_wait(sw_peers *peers, sw_event *event, const char *what,
                                     sw_error *err);
 

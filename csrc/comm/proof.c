@@ -5,7 +5,7 @@
 
 #include "platform/socket.h"
 
-enum { MAGIC = 0x53574833 /* "SWH3": changes when a page or a message between ranks does */ };
+enum { MAGIC = 0x53574833 /* "SWH3": changes with the pages and messages between ranks */ };
 
 typedef struct transcript {
     uint32_t role;
@@ -28,13 +28,13 @@ bool sw_proof_is_call(const sw_proof_call *call)
 void sw_proof_make(uint8_t proof[SW_SHA256_BYTES], sw_proof_role role, const sw_proof_call *call,
                    const uint8_t *listener_nonce, const char *name, const uint8_t *secret)
 {
-    transcript said;
-    memset(&said, 0, sizeof said); /* padding counts */
-    said.role = (uint32_t)role;
-    said.call = *call;
-    memcpy(said.listener_nonce, listener_nonce, sizeof said.listener_nonce);
-    memcpy(said.name, name, strnlen(name, sizeof said.name));
-    sw_hmac_sha256(secret, SW_PROOF_SECRET_BYTES, &said, sizeof said, proof);
+    transcript exchanged;
+    memset(&exchanged, 0, sizeof exchanged); /* padding counts */
+    exchanged.role = (uint32_t)role;
+    exchanged.call = *call;
+    memcpy(exchanged.listener_nonce, listener_nonce, sizeof exchanged.listener_nonce);
+    memcpy(exchanged.name, name, strnlen(name, sizeof exchanged.name));
+    sw_hmac_sha256(secret, SW_PROOF_SECRET_BYTES, &exchanged, sizeof exchanged, proof);
 }
 
 sw_status sw_proof_answer_call(sw_proof_answer *answer, const sw_proof_call *call, const char *name,

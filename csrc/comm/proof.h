@@ -1,11 +1,10 @@
-/* proof.h - two processes show one another that they know a secret, without saying it.
+/* proof.h - mutual proof of two processes that they know a secret, without sending it.
  *
- * Each draws a nonce and sends, under HMAC-SHA-256 with the secret as key, both nonces, its role,
- * the caller's rank and the listener's name: nothing of it serves again, in another role, for
- * another rank, or through a process that takes the listener's place and passes messages on.
+ * Each draws a nonce. It sends, under HMAC-SHA-256 with the secret as key, both nonces, its role,
+ * the caller's rank and the listener's name. So no message can be used again, in another role, for
+ * another rank, or through a process that takes the listener's place and forwards messages.
  *
- * Thread rule: any.
- */
+ * Thread rule: any. */
 #ifndef SW_COMM_PROOF_H
 #define SW_COMM_PROOF_H
 
@@ -15,7 +14,7 @@
 enum { SW_PROOF_SECRET_BYTES = 16, SW_PROOF_NONCE_BYTES = 16 };
 
 typedef struct sw_proof_call { /* the caller's first message */
-    uint32_t magic;            /* of this version of the pages and messages */
+    uint32_t magic;            /* names the version of the pages and messages */
     int32_t rank, world_size;
     uint8_t nonce[SW_PROOF_NONCE_BYTES];
 } sw_proof_call;
@@ -28,12 +27,12 @@ typedef struct sw_proof_answer { /* the listener's */
 typedef enum sw_proof_role { SW_PROOF_CALLER = 1, SW_PROOF_LISTENER } sw_proof_role;
 
 SW_MUST_USE sw_status sw_proof_begin(sw_proof_call *call, int rank, int world_size, sw_error *err);
-/* Whether a message may be a call of this version. */
+/* Return true if a message may be a call of this version. */
 bool sw_proof_is_call(const sw_proof_call *call);
-/* Draws the listener's nonce, and proves. */
+/* Draw the listener's nonce, and prove. */
 SW_MUST_USE sw_status sw_proof_answer_call(sw_proof_answer *answer, const sw_proof_call *call,
                                            const char *name, const uint8_t *secret, sw_error *err);
-/* What `role` must send in this exchange. */
+/* Compute the proof that `role` must send in this exchange. */
 void sw_proof_make(uint8_t proof[SW_SHA256_BYTES], sw_proof_role role, const sw_proof_call *call,
                    const uint8_t *listener_nonce, const char *name, const uint8_t *secret);
 

@@ -1,5 +1,5 @@
 /* shm.c - the memory that a host's ranks share: control pages and arenas, made by the first rank
- * and passed through the star; a lock on a byte of the control pages shows that a rank lives. The
+ * and passed through the star. A lock on a byte of the control pages shows that a rank lives. The
  * protocol itself is the fabric's. */
 #include "comm/shm.h"
 
@@ -31,10 +31,10 @@ typedef struct shm_comm {
     sw_star star;
     shm_arena *arenas; /* not owned: all that live */
     char host[64];
-    size_t control_bytes; /* of the mapping, which is owned */
-    int control_fd;       /* owned; byte r is locked by rank r. No other descriptor of it is ever
-                             opened: to close one would drop the lock */
-    int owner_pid;        /* who may tell the group that it leaves */
+    size_t control_bytes; /* length of the mapping, which is owned */
+    int control_fd;       /* owned; byte r is locked by rank r. Never open another file descriptor
+                             of it: closing one would drop the lock */
+    int owner_pid;        /* the process that may notify the group of its leave */
     int *names;           /* owned; NULL unless narrowed */
 } shm_comm;
 
@@ -49,7 +49,7 @@ static void destroy(sw_comm *comm)
     shm_comm *shm = (shm_comm *)comm;
     if (!comm)
         return;
-    /* A forked child has a copy of everything: it must not speak for its parent. */
+    /* A forked child has a copy of everything: it must publish nothing in its parent's name. */
     shm->fabric.is_foreign |= getpid() != shm->owner_pid;
     sw_fabric_fini(&shm->fabric);
     sw_memory_unmap((uint8_t *)shm->fabric.control, shm->control_bytes);
@@ -83,7 +83,7 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
     free(gone);
 }
 
-/* Its tables, and on the first rank its memory. */
+/* Create the tables, and on the first rank the memory. */
 static sw_status make(sw_comm *comm, size_t size_bytes, const char *label, shm_arena **arena,
                       sw_error *err)
 {
@@ -107,8 +107,8 @@ static sw_status make(sw_comm *comm, size_t size_bytes, const char *label, shm_a
                : sw_limits_check_memory(size_bytes, label, err);
 }
 
-/* The first rank passes the memory to all; another gets it, or has no room for its descriptor:
- * *refused with `cause`, and no error yet. */
+/* Pass the memory from the first rank to the others. A rank without a free file descriptor sets
+ * *refused with `cause`, which is no error yet. */
 static sw_status pass(shm_comm *shm, shm_arena *made, const char *label, sw_status *refused,
                       sw_error *cause, sw_error *err)
 {
@@ -150,7 +150,7 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     sw_status refused = SW_OK, status = make(comm, size_bytes, label, &made, &cause);
     SW_TRY_GOTO(status, sw_agree(comm, "arena", label, size_bytes, status, &cause, err), undo);
     status = pass(shm, made, label, &refused, &cause, &why);
-    if (status != SW_OK) { /* for all */
+    if (status != SW_OK) { /* on all ranks */
         sw_status ended = sw_fabric_end(&shm->fabric, &why, err);
         status = status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
         goto undo;
@@ -167,9 +167,8 @@ undo:
     return status;
 }
 
-/* The parts that tensors lie in, its own and the lowest rank's, show the parent's pages from here
- * on, until this process writes to them. Others are read and written by the engine alone, which
- * works in the parent only. */
+/* Show the parent's pages in the parts that hold tensors, its own and the lowest rank's, until this
+ * process writes to them. The engine alone accesses the others, and only in the parent. */
 static sw_status forked(sw_comm *comm, sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
@@ -185,7 +184,7 @@ static sw_status forked(sw_comm *comm, sw_error *err)
     shm->fabric.is_foreign = true;
     sw_error_set(&reason, SW_E_STATE, -1, "this process was forked from the one that joined");
     sw_ending_force(&shm->fabric.ending, &reason);
-    sw_star_close(&shm->star); /* a peer of the parent's sees when they end there */
+    sw_star_close(&shm->star); /* a peer of the parent must see when they end there */
     sw_socket_close(&shm->control_fd);
     return status;
 }
@@ -242,7 +241,7 @@ sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm
     return SW_OK;
 }
 
-/* Its control page is there: it lives, for all who see it. */
+/* Join the control pages: from here on all ranks see that this one lives. */
 static sw_status appear(shm_comm *shm, sw_error *err)
 {
     sw_comm *comm = &shm->fabric.comm;
@@ -262,8 +261,8 @@ static sw_status appear(shm_comm *shm, sw_error *err)
     snprintf(own->host, sizeof own->host, "%s", shm->host);
     if (!sw_process_hold_lock(shm->control_fd, comm->rank))
         SW_FAIL(err, SW_E_OS,
-                "host communicator: byte %d of a memfd cannot be locked here, so that the death of "
-                "rank %d could not be seen",
+                "host communicator: byte %d of a memfd cannot be locked here, so the death of rank "
+                "%d could not be detected",
                 comm->rank, sw_comm_name(comm, comm->rank));
     SW_TRY(sw_fabric_init(&shm->fabric, comm->rank, comm->world_size, pages, err));
     atomic_store(&own->has_joined, SW_FABRIC_JOINED);
@@ -281,7 +280,7 @@ static void describe_missing(void *context, sw_wait_text *text)
             return;
 }
 
-/* Nobody goes on before the first rank has heard from all. */
+/* Wait until the first rank has answers from all; no rank continues before. */
 static sw_status wait_for_all(shm_comm *shm, sw_error *err)
 {
     _Atomic uint32_t *word = &shm->fabric.control[0].has_joined;
@@ -332,9 +331,9 @@ static sw_status join_another(shm_comm *shm, const char *const *addresses, const
                         cause.message);
 }
 
-/* Those that have joined already wait for this rank; they hear what it has met with, whoever's it
- * is. */
-static void tell_that_it_failed(shm_comm *shm, const sw_error *cause)
+/* Ranks that have joined already wait for this rank. Report its error to them, whichever rank
+ * caused it. */
+static void report_failure(shm_comm *shm, const sw_error *cause)
 {
     sw_error reason = *cause;
     int name = sw_comm_name(&shm->fabric.comm, shm->fabric.comm.rank);
@@ -357,7 +356,7 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
     if (status == SW_OK) /* another thread may have ended it meanwhile */
         status = sw_ending_read(&shm->fabric.ending, &cause);
     if (status != SW_OK)
-        tell_that_it_failed(shm, &cause); /* before any socket of it closes */
+        report_failure(shm, &cause); /* before any socket of it closes */
     sw_socket_close(&shm->star.listener);
     if (status != SW_OK && err)
         *err = cause;

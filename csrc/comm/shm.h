@@ -1,9 +1,9 @@
 /* shm.h - a communicator whose ranks are processes of one host: memfds that its first rank makes
  * and passes over abstract Unix sockets (star.h), the protocol of fabric.h on the mapped pages.
  *
- * Joining has two steps, because the addresses travel through somebody else's store: create listens
- * and names its address; connect is given all of them. Thread rule: one at a time a communicator.
- */
+ * Joining has two steps, because the addresses travel through a store of the caller: create
+ * listens and returns its address; connect takes all addresses. Thread rule: one at a time a
+ * communicator. */
 #ifndef SW_COMM_SHM_H
 #define SW_COMM_SHM_H
 
@@ -13,26 +13,26 @@
 
 enum { SW_SHM_SECRET_BYTES = SW_PROOF_SECRET_BYTES };
 
-/* Listens; `address` is what peers connect to. SW_E_MEMORY names the limit that forbids even that.
- * Set timeouts and hooks in *comm before connecting. Cost: one descriptor, whatever world_size is.
- */
+/* Listen; `address` is the one to which peers connect. SW_E_MEMORY names the limit that forbids
+ * even that. Set timeouts and hooks in *comm before connecting. Cost: one file descriptor for any
+ * world_size. */
 SW_MUST_USE sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
                                          char address[SW_SOCKET_NAME_BYTES], sw_error *err);
 
 /* Before connect: the ranks of this host are `members` alone, ascending, this rank among them. They
- * are ranks 0 to count - 1 of the communicator from then on; messages call them what they were. */
+ * become ranks 0 to count - 1 of the communicator; messages keep their former numbers. */
 SW_MUST_USE sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count,
                                          sw_error *err);
 
-/* Joins the peers: `addresses` has world_size names, `secret` SW_SHM_SECRET_BYTES bytes equal on
- * all ranks. At most SW_COMM_MAX_WORLD ranks, after sw_shm_comm_narrow. SW_E_COMM names the first
- * rank where it is not reached (another host), or a rank that died or could not join; SW_E_TIMEOUT
- * the first that is late; SW_E_MEMORY a limit (`ulimit -n`: the first rank needs world_size
- * descriptors). Cost: 5 messages a rank, of which the first rank takes part in all. */
+/* Join the peers: `addresses` has world_size names, `secret` SW_SHM_SECRET_BYTES bytes equal on all
+ * ranks. At most SW_COMM_MAX_WORLD ranks, after sw_shm_comm_narrow. SW_E_COMM names the first rank
+ * if it is not reached (another host), or a rank that died or could not join; SW_E_TIMEOUT the
+ * first that is late; SW_E_MEMORY a limit (`ulimit -n`: the first rank needs world_size file
+ * descriptors). Cost: 5 messages a rank, all of them to or from the first rank. */
 SW_MUST_USE sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses,
                                           const uint8_t *secret, sw_error *err);
 
-/* How the deaths of peers are seen: "file lock"; "none" where there are none. */
+/* Return how deaths of peers are detected: "file lock"; "none" without peers. */
 const char *sw_shm_comm_watch(const sw_comm *comm);
 
 #endif

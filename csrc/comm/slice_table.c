@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The rank of each (replica, slice); false where one of them has none. */
+/* Fill in the rank of each (replica, slice); false if one has none. */
 static bool place_ranks(int *rank_of, int world_size, const sw_slices *slices)
 {
     for (int r = 0; r < world_size; ++r)
@@ -21,28 +21,29 @@ static bool place_ranks(int *rank_of, int world_size, const sw_slices *slices)
     return true;
 }
 
-/* The rank that speaks for slice `index`. */
-static int speaker_of(const sw_slice_table *table, const sw_host_map *map, const int *rank_of,
-                      int index)
+/* Return the rank that represents slice `index`. */
+static int representative_of(const sw_slice_table *table, const sw_host_map *map,
+                             const int *rank_of, int index)
 {
     int count = table->slices.count;
     return rank_of[index % (map->world_size / count) * count + index];
 }
 
-static void list_speakers(sw_slice_table *table, const sw_host_map *map, const int *rank_of)
+static void list_representatives(sw_slice_table *table, const sw_host_map *map, const int *rank_of)
 {
-    int *end = table->speakers_of + 1; /* of each host, while they are listed */
+    int *end = table->represented_of + 1; /* end of each host's list so far */
     for (int index = 0; index < table->slices.count; ++index)
-        end[map->host_of[speaker_of(table, map, rank_of, index)]]++;
+        end[map->host_of[representative_of(table, map, rank_of, index)]]++;
     for (int h = 0, at = 0; h < map->host_count; ++h) {
-        int spoken = end[h];
-        table->most_spoken = spoken > table->most_spoken ? spoken : table->most_spoken;
+        int represented = end[h];
+        table->most_represented =
+            represented > table->most_represented ? represented : table->most_represented;
         end[h] = at;
-        at += spoken;
+        at += represented;
     }
     for (int index = 0; index < table->slices.count; ++index) {
-        int rank = speaker_of(table, map, rank_of, index);
-        table->speakers[end[map->host_of[rank]]++] = rank;
+        int rank = representative_of(table, map, rank_of, index);
+        table->representatives[end[map->host_of[rank]]++] = rank;
     }
 }
 
@@ -85,9 +86,9 @@ sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_map *map,
     *table = (sw_slice_table){.slices = *slices};
     int *rank_of = calloc(3 * ranks, sizeof *rank_of);
     table->of_rank = calloc(5 * ranks, sizeof *table->of_rank);
-    table->speakers_of = calloc(2 * (hosts + 1), sizeof *table->speakers_of);
-    if (!rank_of || !table->of_rank || !table->speakers_of) {
-        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for who owns which slice");
+    table->represented_of = calloc(2 * (hosts + 1), sizeof *table->represented_of);
+    if (!rank_of || !table->of_rank || !table->represented_of) {
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the table of slice owners");
     } else if (!place_ranks(rank_of, map->world_size, slices)) {
         status =
             sw_error_set(err, SW_E_INVALID, -1,
@@ -97,11 +98,11 @@ sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_map *map,
         memcpy(table->of_rank + ranks, slices->replica_of_rank, ranks * sizeof *table->of_rank);
         table->slices.of_rank = table->of_rank;
         table->slices.replica_of_rank = table->of_rank + ranks;
-        table->speakers = table->of_rank + 2 * ranks;
+        table->representatives = table->of_rank + 2 * ranks;
         table->owned = table->of_rank + 3 * ranks;
         table->owners = table->of_rank + 4 * ranks;
-        table->owned_of = table->speakers_of + hosts + 1;
-        list_speakers(table, map, rank_of);
+        table->owned_of = table->represented_of + hosts + 1;
+        list_representatives(table, map, rank_of);
         list_owned(table, map, rank_of + ranks);
     }
     free(rank_of);
@@ -113,8 +114,8 @@ sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_map *map,
 void sw_slice_table_fini(sw_slice_table *table)
 {
     free(table->of_rank);
-    free(table->speakers_of);
-    *table = (sw_slice_table){.most_spoken = 0};
+    free(table->represented_of);
+    *table = (sw_slice_table){.most_represented = 0};
 }
 
 bool sw_slice_table_is_of(const sw_slice_table *table, const sw_host_map *map,
@@ -141,10 +142,12 @@ int sw_slice_owner(const sw_slice_table *table, const sw_host_map *map, int host
     return low < table->owned_of[host + 1] && table->owned[low] == index ? table->owners[low] : -1;
 }
 
-int sw_slice_speaker(const sw_slice_table *table, const sw_host_map *map, int host, size_t number)
+int sw_slice_representative(const sw_slice_table *table, const sw_host_map *map, int host,
+                            size_t number)
 {
     if (!table)
         return number < (size_t)sw_host_size(map, host) ? sw_host_members(map, host)[number] : -1;
-    size_t begin = (size_t)table->speakers_of[host], end = (size_t)table->speakers_of[host + 1];
-    return number < end - begin ? table->speakers[begin + number] : -1;
+    size_t begin = (size_t)table->represented_of[host],
+           end = (size_t)table->represented_of[host + 1];
+    return number < end - begin ? table->representatives[begin + number] : -1;
 }

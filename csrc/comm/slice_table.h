@@ -1,16 +1,15 @@
-/* slice_table.h - who owns which slice, looked up: for each host the slices that its ranks own, and
- * those that they speak for. Arithmetic only.
+/* slice_table.h - a look-up of slice owners: for each host the slices that its ranks own, and those
+ * that they represent. Arithmetic only.
  *
- * Of the owners of one slice one *speaks*, where only one message is to travel: those of one
- * replica after the other, so that hosts speak for about as many.
+ * Of the owners of one slice one *represents* it, if only one message is to travel. Replicas take
+ * turns, so that hosts represent about as many slices.
  *
  *   4 ranks, 2 hosts, of_rank 0 1 0 1, replica 0 0 1 1
  *       host 0 owns slices 0 and 1 by ranks 0 and 1, host 1 both by ranks 2 and 3
- *       rank 0 speaks for slice 0, rank 3 for slice 1
+ *       rank 0 represents slice 0, rank 3 slice 1
  *
- * Made once for each sw_slices; making it costs O(ranks), a look-up O(1) or O(log slices).
- * Thread rule: any, once made.
- */
+ * Made once for each sw_slices; making it costs O(ranks), a look-up O(1) or O(log slices). Thread
+ * rule: any, once made. */
 #ifndef SW_COMM_SLICE_TABLE_H
 #define SW_COMM_SLICE_TABLE_H
 
@@ -20,15 +19,15 @@
 #include "comm/host_map.h"
 
 typedef struct sw_slice_table {
-    sw_slices slices; /* a copy */
-    int *of_rank;     /* owned, as all memory here: that copy's, replica_of_rank behind it */
-    int *speakers;    /* ranks, host by host, in the order of slices */
-    int *speakers_of; /* host_count + 1: where a host's begin */
-    int *owned;       /* slices, host by host, ascending, each once */
-    int *owners;      /* the lowest rank of that host that owns it */
-    int *owned_of;    /* host_count + 1: where a host's begin */
-    int most_spoken;  /* slices that the host speaks for that has most */
-    bool is_covered;  /* every host has an owner of every slice */
+    sw_slices slices;     /* a copy */
+    int *of_rank;         /* owned, as all memory here: that copy's, replica_of_rank behind it */
+    int *representatives; /* ranks, host by host, in the order of slices */
+    int *represented_of;  /* host_count + 1: index of each host's first */
+    int *owned;           /* slices, host by host, ascending, each once */
+    int *owners;          /* the lowest rank of that host that owns it */
+    int *owned_of;        /* host_count + 1: index of each host's first */
+    int most_represented; /* slices of the host that represents the most */
+    bool is_covered;      /* every host has an owner of every slice */
 } sw_slice_table;
 
 /* SW_E_INVALID unless every replica owns every slice once. */
@@ -36,14 +35,15 @@ SW_MUST_USE sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_m
                                           const sw_slices *slices, sw_error *err);
 void sw_slice_table_fini(sw_slice_table *table);
 
-/* Whether it was made of these. */
+/* Return true if it was made of `map` and `slices`. */
 bool sw_slice_table_is_of(const sw_slice_table *table, const sw_host_map *map,
                           const sw_slices *slices);
 
-/* The lowest rank of `host` that owns slice `index`; -1: none does. `table` NULL: rank r owns slice
- * r alone. */
+/* Return the lowest rank of `host` that owns slice `index`; -1: none does. `table` NULL: rank r
+ * owns slice r alone. */
 int sw_slice_owner(const sw_slice_table *table, const sw_host_map *map, int host, int index);
-/* The speaker of the `number`-th slice that `host` speaks for; -1: there are fewer. */
-int sw_slice_speaker(const sw_slice_table *table, const sw_host_map *map, int host, size_t number);
+/* Return the rank for the `number`-th slice that `host` represents; -1: there are fewer. */
+int sw_slice_representative(const sw_slice_table *table, const sw_host_map *map, int host,
+                            size_t number);
 
 #endif

@@ -1,16 +1,15 @@
 /* slot_memory.c - the parts of the slot transport: registered with the driver, and slots in the
- * GPUs' own memory where all ranks can have them there.
+ * GPUs' own memory if all ranks can have them there.
  *
- * Idea: what ranks must agree on is said in their parts and read after a round: no other channel is
- * needed, and creation tries the very operations that all later work is made of.
- */
+ * Idea: ranks write data to agree on into their parts, and read it after a round. No other channel
+ * is needed, and creation tests the very operations that all later work uses. */
 #include <time.h>
 
 #include "comm/slot_state.h"
 #include "platform/clock.h"
 
-/* How long a rank waits at its end for peers to close its memory, before it leaves that allocated.
- */
+/* The time that a rank waits at its end for peers to close its memory, before it leaves that
+ * allocated. */
 static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 1000000000;
 
 size_t sw_slot_part_bytes(size_t slot_bytes)
@@ -79,7 +78,7 @@ static void close_slots(sw_slot_transport *t)
     }
 }
 
-/* The first rank that said no to exporting, or to opening; -1: none. */
+/* Return the first rank that refused exporting, or opening; -1: none. */
 static int find_refusal(const sw_slot_transport *t, bool opening)
 {
     for (int p = 0; p < t->base.world_size; ++p) {
@@ -104,14 +103,14 @@ static sw_status agree_on_place(sw_slot_transport *t, sw_slot_place place, sw_er
         return SW_OK;
     }
     close_slots(t);
-    SW_TRY(sw_slot_meet(t, "closing the GPUs' memory", err)); /* nobody has ours open */
+    SW_TRY(sw_slot_meet(t, "closing the GPUs' memory", err)); /* no peer has ours open now */
     t->base.device->ops->memory_free(t->base.device, t->own_slots);
     t->own_slots = NULL;
     if (place != SW_SLOTS_ON_DEVICE)
         return SW_OK;
     sw_error reason;
     sw_error_set(&reason, SW_E_UNSUPPORTED, -1,
-                 "GPU slots: rank %d of %d cannot have them in its GPU's memory: %.300s", refused,
+                 "GPU slots: rank %d of %d cannot place them in its GPU's memory: %.300s", refused,
                  t->base.world_size, sw_slot_head_of(t, refused)->refusal.message);
     return sw_peers_fail(&t->base, &reason, err);
 }
@@ -127,15 +126,15 @@ sw_status sw_slot_memory_init(sw_slot_transport *t, sw_slot_place place, sw_erro
     return place == SW_SLOTS_ON_HOST ? SW_OK : agree_on_place(t, place, err);
 }
 
-/* Whether every rank has closed what it had open of ours, or comes to it in time. Who has opened
- * nothing yet sees that this rank has failed before it does. */
+/* Return true if every rank has closed our memory, or does so in time. A rank that has opened
+ * nothing yet sees first that this rank has failed. */
 static bool is_closed_elsewhere(const sw_slot_transport *t)
 {
     const struct timespec nap = {.tv_nsec = 50000};
     int64_t start = sw_clock_now_ns();
     for (int p = 0; p < t->base.world_size; ++p)
         while (p != t->base.rank && atomic_load(&sw_slot_head_of(t, p)->opening) == SW_SLOT_OPEN) {
-            bool unused; /* a context that is lost has no memory */
+            bool unused; /* a lost context has no memory */
             if (t->base.device->ops->event_query(t->base.device, t->ended, &unused, NULL) !=
                     SW_OK ||
                 sw_clock_now_ns() - start > (sw_peers_has_failed(&t->base) ? FAILED_NS : CLOSED_NS))
@@ -150,8 +149,8 @@ void sw_slot_memory_fini(sw_slot_transport *t)
     const sw_device_ops *ops = t->base.device->ops;
     close_slots(t);
     atomic_store(&sw_slot_head_of(t, t->base.rank)->opening, SW_SLOT_CLOSED);
-    /* Not by a round: a peer that still has operations must not take it for one of them. What a
-     * peer's GPU would meet in memory that was freed would end its context. */
+    /* Not by a round: a peer that still has operations must not take it for one of them. If a
+     * peer's GPU accessed freed memory, its context would end. */
     if (t->own_slots && is_closed_elsewhere(t))
         ops->memory_free(t->base.device, t->own_slots);
     for (int p = 0; p < t->base.world_size; ++p)

@@ -1,21 +1,20 @@
-/* slot_rounds.c - rounds of the slot transport, and how they end. See slot_transport.h.
+/* slot_rounds.c - rounds of the slot transport, and their end. See slot_transport.h.
  *
- * What breaks if the order changes: a number that is written before the pieces are copied shows
- * peers an old slot; a copy out of a peer's slot before the wait for it reads what is half written;
- * a round closed on one rank and not on another shifts all later ones.
- */
+ * Another order breaks it. A number that is written before the pieces are copied shows peers an old
+ * slot. A copy out of a peer's slot before the wait for it reads half-written data. A round closed
+ * on one rank and not on another shifts all later ones. */
 
 #include "comm/slot_state.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
-enum { LET_GO_NS = 1000000000 };
+enum { RELEASE_NS = 1000000000 };
 
 /* ---- failing ---- */
 
-/* The numbers that waits of ours look for, into our own page. A peer's GPU may write an older one
- * over it later, so whoever needs the stream to end does this again. */
-static void let_go(const sw_slot_transport *t)
+/* Write the numbers that our waits need into our own page. A peer's GPU may overwrite them with an
+ * older one later, so a caller that needs the stream to end repeats this. */
+static void release_waits(const sw_slot_transport *t)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
     for (int p = 0; p < t->base.world_size; ++p)
@@ -31,7 +30,7 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
         return;
     while (!done && sw_clock_now_ns() - start < limit_ns) {
         if (sw_peers_has_failed(&t->base))
-            let_go(t);
+            release_waits(t);
         if (ops->event_query(t->base.device, t->ended, &done, NULL) != SW_OK)
             return;
         if (!done)
@@ -39,13 +38,13 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
     }
 }
 
-/* The mark comes first: what is made of a wait that was let go is never taken for good by a rank
- * that asks. False where another thread was first. */
+/* Mark first: a rank that checks never takes the data behind a released wait for valid. Returns
+ * false if another thread marked before. */
 static bool mark(sw_slot_transport *t, const sw_error *reason)
 {
     if (atomic_exchange(&t->base.has_failed, true))
         return false;
-    sw_ending_say(&sw_slot_head_of(t, t->base.rank)->ending, SW_MEMBER_ENDED, reason);
+    sw_ending_record(&sw_slot_head_of(t, t->base.rank)->ending, SW_MEMBER_ENDED, reason);
     return true;
 }
 
@@ -53,20 +52,20 @@ void sw_slot_end(sw_peers *peers, const sw_error *reason)
 {
     sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
     if (mark(t, reason))
-        sw_slot_drain(t, LET_GO_NS);
+        sw_slot_drain(t, RELEASE_NS);
 }
 
 void sw_slot_end_beside(sw_peers *peers, const sw_error *reason)
 {
     sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
     sw_error first;
-    (void)!sw_peers_tell(peers, reason, &first);
+    (void)!sw_peers_report(peers, reason, &first);
     (void)mark(t, &first);
-    let_go(t);
+    release_waits(t);
 }
 
-/* Whether a round that this rank has enqueued is another one on rank `p`: sizes that differ would
- * be read as if they did not. */
+/* Return true if a round that this rank has enqueued is a different one on rank `p`: without this
+ * check other sizes would be read as equal ones. */
 static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
 {
     const sw_slot_head *own = sw_slot_head_of(t, t->base.rank), *other = sw_slot_head_of(t, p);
@@ -80,7 +79,7 @@ static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
     return false;
 }
 
-/* Why the transport has failed, as far as the parts in shared memory say. */
+/* Return the reason for a failure that the parts in shared memory show. */
 sw_status sw_slot_look(sw_peers *peers, sw_error *reason)
 {
     const sw_slot_transport *t = (const sw_slot_transport *)(const void *)peers;
@@ -91,10 +90,11 @@ sw_status sw_slot_look(sw_peers *peers, sw_error *reason)
             SW_TRY(sw_ending_read(&sw_slot_head_of(t, p)->ending, reason));
     for (int p = 0; p < world_size; ++p)
         if (p != rank && differs(t, p, &round))
-            SW_FAIL(reason, SW_E_MISMATCH,
-                    "GPU slots: ranks %d and %d of %d issue different operations: their round %u "
-                    "is of different sizes",
-                    p < rank ? p : rank, p < rank ? rank : p, world_size, round);
+            SW_FAIL(
+                reason, SW_E_MISMATCH,
+                "GPU slots: ranks %d and %d of %d issue different operations: sizes of their round "
+                "%u differ",
+                p < rank ? p : rank, p < rank ? rank : p, world_size, round);
     return SW_OK;
 }
 
@@ -103,7 +103,7 @@ sw_status sw_slot_check(sw_peers *peers, sw_error *err)
     sw_slot_transport *t = (sw_slot_transport *)(void *)peers;
     sw_error reason;
     if (sw_peers_has_failed(peers))
-        let_go(t);
+        release_waits(t);
     SW_TRY(sw_peers_check_request(peers, err));
     return sw_slot_look(peers, &reason) == SW_OK ? SW_OK : sw_peers_fail(peers, &reason, err);
 }
@@ -129,14 +129,14 @@ static void open_round(sw_slot_transport *t)
     t->digest = 0;
 }
 
-/* Where rank `writer`'s number lies in `rank`'s page, as the device calls it. */
+/* Return the device address of rank `writer`'s number in `rank`'s page. */
 static uint32_t *number_of(const sw_slot_transport *t, int rank, int writer)
 {
     sw_slot_head *head = (sw_slot_head *)(void *)t->mapped[rank];
     return &head->number[writer];
 }
 
-static sw_status tell_peers(const sw_slot_transport *t, sw_error *err)
+static sw_status write_numbers(const sw_slot_transport *t, sw_error *err)
 {
     const sw_device_ops *ops = t->base.device->ops;
     for (int p = 0; p < t->base.world_size; ++p)
@@ -146,7 +146,7 @@ static sw_status tell_peers(const sw_slot_transport *t, sw_error *err)
     return SW_OK;
 }
 
-static sw_status await_peers(const sw_slot_transport *t, sw_error *err)
+static sw_status await_numbers(const sw_slot_transport *t, sw_error *err)
 {
     const sw_device_ops *ops = t->base.device->ops;
     for (int p = 0; p < t->base.world_size; ++p)
@@ -162,8 +162,8 @@ sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err)
         return SW_OK;
     __atomic_store_n(&sw_slot_head_of(t, t->base.rank)->layout[t->round % SW_SLOT_LAYOUTS],
                      (uint64_t)t->round << 32 | t->digest, __ATOMIC_RELEASE);
-    SW_TRY(tell_peers(t, err));
-    SW_TRY(await_peers(t, err));
+    SW_TRY(write_numbers(t, err));
+    SW_TRY(await_numbers(t, err));
     for (size_t i = 0; i < t->arrival_count; ++i) {
         const sw_slot_arrival *a = &t->arrival[i];
         SW_TRY(t->base.device->ops->copy_async(
@@ -177,7 +177,7 @@ sw_status sw_slot_reserve(sw_slot_transport *t, int places, size_t wanted, size_
                           size_t *offset, sw_error *err)
 {
     size_t unit = SW_SLOT_PIECE_ALIGNMENT, count = (size_t)places;
-    size_t most = t->slot_bytes / count / unit * unit; /* of an empty slot */
+    size_t most = t->slot_bytes / count / unit * unit; /* capacity of an empty slot */
     size_t size = wanted < most ? wanted : most;
     size_t world_size = (size_t)t->base.world_size;
     if (t->is_open && (t->slot_bytes - t->used < sw_slot_stride(size) * count ||

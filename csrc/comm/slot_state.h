@@ -1,8 +1,7 @@
-/* slot_state.h - what the files of the slot transport share: slot_memory.c makes the parts usable
- * and ends them, slot_rounds.c runs rounds, slot_transport.c has the operations.
+/* slot_state.h - the state that the files of the slot transport share: slot_memory.c creates and
+ * destroys the parts, slot_rounds.c runs rounds, slot_transport.c has the operations.
  *
- * Thread rule: as slot_transport.h.
- */
+ * Thread rule: as slot_transport.h. */
 #ifndef SW_COMM_SLOT_STATE_H
 #define SW_COMM_SLOT_STATE_H
 
@@ -14,29 +13,29 @@
 enum {
     SW_SLOT_MAX_WORLD = 1024,
     SW_SLOT_COUNT = 2,
-    SW_SLOT_PAGE_BYTES = 4096, /* of a part; of a slot a whole number of them */
+    SW_SLOT_PAGE_BYTES = 4096, /* alignment of parts; a slot is a whole number of pages */
     SW_SLOT_PIECE_ALIGNMENT = 16,
-    SW_SLOT_LAYOUTS =
-        8, /* rounds that ranks compare: one is ahead of another by fewer, as a rule */
+    SW_SLOT_LAYOUTS = 8, /* rounds that ranks compare: usually one is ahead of another by fewer */
 };
 
-typedef enum sw_slot_answer { SW_SLOT_UNSAID = 0, SW_SLOT_YES, SW_SLOT_NO } sw_slot_answer;
+typedef enum sw_slot_answer { SW_SLOT_UNANSWERED = 0, SW_SLOT_YES, SW_SLOT_NO } sw_slot_answer;
 
 typedef enum sw_slot_opening { SW_SLOT_CLOSED = 0, SW_SLOT_OPEN } sw_slot_opening;
 
-/* The beginning of a part. Hosts read what another wrote once they have seen a number of a later
+/* The beginning of a part. Hosts read another's fields once they have seen a number of a later
  * round, or an atomic. */
 typedef struct sw_slot_head {
     uint32_t number[SW_SLOT_MAX_WORLD]; /* [p]: the round that rank p has reached; its GPU writes */
-    uint64_t layout[SW_SLOT_LAYOUTS]; /* of its last rounds, by its host: round, digest of sizes */
+    uint64_t layout[SW_SLOT_LAYOUTS];   /* written by its host for the last rounds: round, digest of
+                                           sizes */
     sw_ending ending;
     atomic_uint opening; /* sw_slot_opening: of peers' memory */
     sw_memory_export exported;
     uint32_t exports, opens; /* sw_slot_answer, of each of the two */
-    sw_error refusal;        /* why not */
+    sw_error refusal;        /* the reason */
 } sw_slot_head;
 
-typedef struct sw_slot_arrival { /* of the round that is open: what a peer's slot has for us */
+typedef struct sw_slot_arrival { /* in the open round: data in a peer's slot for us */
     int peer;
     void *to;
     size_t offset, size_bytes;
@@ -44,22 +43,21 @@ typedef struct sw_slot_arrival { /* of the round that is open: what a peer's slo
 
 typedef struct sw_slot_transport {
     sw_peers base;
-    const sw_kernel_set *kernels; /* borrowed, as the next; NULL after creation has failed before it
-                                   */
+    const sw_kernel_set *kernels; /* borrowed, as the next; NULL if creation failed before it */
     sw_stream *stream;
     size_t slot_bytes;
-    uint8_t **part;   /* owned array: the parts, as this process maps them */
-    uint8_t **mapped; /* owned array: the same as the device calls them; NULL: not registered */
-    uint8_t **slots;  /* owned array: each rank's two slots, as this device calls them */
-    void *own_slots;  /* owned device memory; NULL: they are in the parts */
-    uint8_t **opened; /* owned array: peers' device memory; NULL: none */
-    void *staging;    /* owned device memory, slot_bytes: what is folded */
-    sw_event *ended;  /* of the stream, at the end */
+    uint8_t **part;           /* owned array: the parts' addresses in this process */
+    uint8_t **mapped;         /* owned array: their addresses on the device; NULL: not registered */
+    uint8_t **slots;          /* owned array: each rank's two slots, as device addresses */
+    void *own_slots;          /* owned device memory; NULL: they are in the parts */
+    uint8_t **opened;         /* owned array: peers' device memory; NULL: none */
+    void *staging;            /* owned device memory, slot_bytes: source of folds */
+    sw_event *ended;          /* recorded at the stream's end */
     sw_slot_arrival *arrival; /* owned, arrival_max */
     size_t arrival_count, arrival_max, moves;
-    size_t used;            /* bytes of each rank's slot that the open round has given away */
+    size_t used;            /* bytes of each rank's slot that the open round has reserved */
     _Atomic uint32_t round; /* the open one, or the last */
-    uint32_t digest;        /* of what it has been asked for */
+    uint32_t digest;        /* digest of its reservations */
     bool is_open, is_grouped;
 } sw_slot_transport;
 
@@ -68,35 +66,35 @@ static inline sw_slot_head *sw_slot_head_of(const sw_slot_transport *t, int rank
     return (sw_slot_head *)(void *)t->part[rank];
 }
 
-/* slot_memory.c: all but the arrays and the parts' addresses is made here. Collective. */
+/* slot_memory.c: create all but the arrays and the parts' addresses. Collective. */
 SW_MUST_USE sw_status sw_slot_memory_init(sw_slot_transport *t, sw_slot_place place, sw_error *err);
-/* The stream has run dry. */
+/* Call once the stream has completed. */
 void sw_slot_memory_fini(sw_slot_transport *t);
 
-/* slot_rounds.c: room for `places` pieces of up to `wanted` bytes (> 0) side by side, in the open
- * round or in the next: how large each is, and where the first begins. Place k is at
- * *offset + k * sw_slot_stride(*size_bytes). */
+/* slot_rounds.c: reserve `places` pieces of up to `wanted` bytes (> 0) side by side, in the open
+ * round or in the next. *size_bytes: of each; *offset: of the first. Place k is at *offset + k *
+ * sw_slot_stride(*size_bytes). */
 SW_MUST_USE sw_status sw_slot_reserve(sw_slot_transport *t, int places, size_t wanted,
                                       size_t *size_bytes, size_t *offset, sw_error *err);
 size_t sw_slot_stride(size_t size_bytes);
 SW_MUST_USE sw_status sw_slot_put(sw_slot_transport *t, size_t offset, const void *from,
                                   size_t size_bytes, sw_error *err);
-/* What `peer` puts there comes to `to` when the round closes. */
+/* Copy the bytes that `peer` puts there to `to` when the round closes. */
 void sw_slot_get(sw_slot_transport *t, int peer, size_t offset, void *to, size_t size_bytes);
-/* Ends the open round, if one is. */
+/* End the open round, if one is. */
 SW_MUST_USE sw_status sw_slot_close_round(sw_slot_transport *t, sw_error *err);
-/* A round without pieces, and the host's wait for its end: all ranks have come. */
+/* Run a round without pieces and wait for its end on the host: all ranks have come. */
 SW_MUST_USE sw_status sw_slot_meet(sw_slot_transport *t, const char *what, sw_error *err);
 
-/* Members of sw_peers_ops. The end marks the transport as failed, for all ranks, and lets this
- * rank's stream go. */
+/* Functions of sw_peers_ops. The end marks the transport as failed, for all ranks, and releases
+ * this rank's stream. */
 void sw_slot_end(sw_peers *peers, const sw_error *reason);
 SW_MUST_USE sw_status sw_slot_check(sw_peers *peers, sw_error *err);
-/* Without a call of the driver's: what waits on the stream is let go now, and again by each call.
- */
+/* Releases waits on the stream without a driver call, again in each call. */
 void sw_slot_end_beside(sw_peers *peers, const sw_error *reason);
 SW_MUST_USE sw_status sw_slot_look(sw_peers *peers, sw_error *reason);
-/* Waits until the stream has run dry, for `limit_ns` at most, letting waits go if it has failed. */
+/* Wait until the stream has completed, for `limit_ns` at most; release its waits if it has
+ * failed. */
 void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns);
 
 #endif

@@ -13,13 +13,13 @@ static sw_slot_transport *slots_of(sw_peers *peers)
     return (sw_slot_transport *)(void *)peers;
 }
 
-/* ---- what every operation begins and ends with ---- */
+/* ---- begin and end of every operation ---- */
 
 static sw_status begin(sw_slot_transport *t, const sw_stream *stream, sw_error *err)
 {
     SW_TRY(sw_slot_check(&t->base, err));
     if (stream != t->stream)
-        SW_FAIL(err, SW_E_INVALID, "GPU slots on rank %d of %d: all operations are of one stream",
+        SW_FAIL(err, SW_E_INVALID, "GPU slots on rank %d of %d: all operations must use one stream",
                 t->base.rank, t->base.world_size);
     return SW_OK;
 }
@@ -60,8 +60,8 @@ static sw_status slot_group_end(sw_peers *base, sw_error *err)
 
 /* ---- moving ---- */
 
-/* `piece` of this rank, to place r of `data` on each rank of `ranks` (NULL: all) that is not this
- * one; theirs to the places of theirs here. */
+/* Send `piece` of this rank to place r of `data` on each other rank of `ranks` (NULL: all), and
+ * receive theirs into their places here. */
 static sw_status gather(sw_slot_transport *t, const char *piece, char *data, size_t slice_bytes,
                         const int *ranks, int count, sw_error *err)
 {
@@ -195,7 +195,7 @@ typedef struct reduction {
     size_t element_bytes;
 } reduction;
 
-/* `to` becomes the fold of `own` and of the peers' places of the staging memory. */
+/* Fold `own` and the peers' places of the staging memory into `to`. */
 static sw_status fold(sw_slot_transport *t, const reduction *how, const void *own, void *to,
                       size_t numel, size_t stride_bytes, sw_error *err)
 {
@@ -223,7 +223,7 @@ static sw_status reduce_scatter(sw_slot_transport *t, const char *data, char *to
     int world_size = t->base.world_size, rank = t->base.rank;
     for (size_t done = 0, size; done < slice_bytes; done += size) {
         size_t at;
-        SW_TRY(sw_slot_close_round(t, err)); /* what is staged is folded before the next is */
+        SW_TRY(sw_slot_close_round(t, err)); /* fold staged pieces before the next ones */
         SW_TRY(sw_slot_reserve(t, world_size, slice_bytes - done, &size, &at, err));
         size_t stride = sw_slot_stride(size);
         for (int p = 0; p < world_size; ++p) {
@@ -254,14 +254,14 @@ static sw_status reduce_at_once(sw_slot_transport *t, char *data, size_t size_by
     return fold(t, how, data, data, size_bytes / how->element_bytes, stride, err);
 }
 
-/* Where piece `p` of `size_bytes` begins that are cut every `piece_bytes`. */
+/* The begin of piece `p` of `size_bytes` that are cut every `piece_bytes`. */
 static size_t cut(size_t size_bytes, size_t piece_bytes, int p)
 {
     size_t begins = (size_t)p * piece_bytes;
     return begins < size_bytes ? begins : size_bytes;
 }
 
-/* What fits into a slot, in two rounds: pieces to their owners, who fold; folded pieces to all. */
+/* Reduce in two rounds what fits into a slot: pieces to their owners, results to all ranks. */
 static sw_status reduce_in_two(sw_slot_transport *t, char *data, size_t size_bytes,
                                size_t piece_bytes, const reduction *how, sw_error *err)
 {
@@ -289,7 +289,7 @@ static sw_status all_reduce(sw_slot_transport *t, char *data, size_t size_bytes,
                             const reduction *how, sw_error *err)
 {
     size_t world_size = (size_t)t->base.world_size, unit = SW_SLOT_PIECE_ALIGNMENT;
-    size_t most = t->slot_bytes / world_size / unit * unit; /* of a piece */
+    size_t most = t->slot_bytes / world_size / unit * unit; /* longest piece */
     SW_TRY(sw_slot_close_round(t, err));
     if (sw_slot_stride(size_bytes) <= most && size_bytes * (world_size - 1) <= AT_ONCE_BYTES)
         return reduce_at_once(t, data, size_bytes, how, err);
@@ -352,7 +352,7 @@ static void free_all(sw_slot_transport *t)
     free(t);
 }
 
-/* What was enqueued runs. */
+/* Let enqueued operations run. */
 static sw_status end_stream(sw_slot_transport *t)
 {
     SW_TRY(t->base.device->ops->event_record(t->base.device, t->ended, t->stream, NULL));
@@ -375,8 +375,8 @@ static sw_status slot_memory_register(sw_peers *t, void *memory, size_t size_byt
     (void)memory;
     (void)registered;
     SW_FAIL(err, SW_E_UNSUPPORTED,
-            "slots (%s): %zu bytes cannot be registered: everything is copied through slots, only "
-            "NCCL takes memory of others",
+            "slots (%s): %zu bytes cannot be registered: slots copy all data, only NCCL uses "
+            "registered memory",
             t->name, size_bytes);
 }
 
@@ -453,12 +453,12 @@ static sw_slot_transport *make(const sw_slot_config *config)
     return t;
 }
 
-/* The peers wait for this rank in their creation, and look at its part: they are told. */
-static void tell_of_failure(const sw_slot_config *config, const sw_error *reason)
+/* The peers wait for this rank in their creation, and read its part: report the failure to them. */
+static void report_failure(const sw_slot_config *config, const sw_error *reason)
 {
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
-    sw_ending_say(&own->ending, SW_MEMBER_ENDED, reason);
-    sw_lookout_tell(config->lookout, reason);
+    sw_ending_record(&own->ending, SW_MEMBER_ENDED, reason);
+    sw_lookout_report(config->lookout, reason);
 }
 
 sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers, sw_error *err)
@@ -469,7 +469,7 @@ sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peer
     if (!t) {
         sw_error_set(&cause, SW_E_MEMORY, -1, "GPU slots on rank %d of %d: no memory", config->rank,
                      config->world_size);
-        tell_of_failure(config, &cause);
+        report_failure(config, &cause);
         return sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
     }
     sw_status status = sw_slot_memory_init(t, config->parts.place, &cause);

@@ -1,31 +1,30 @@
-/* slot_transport.h - GPUs of one host, or several ranks of one GPU, that reach each other through
+/* slot_transport.h - the transport between GPUs of one host, or several ranks of one GPU, through
  * slots in memory which all of them map, with nothing but the driver.
  *
  * Idea: all ranks run the same rounds, each enqueued on the one stream:
  *
- *   copy this rank's pieces into its slot number n mod 2
- *   for each peer: write n into its page (a number a pair of ranks)
- *   for each peer: wait until its number in the own page is n or more
- *   copy what is for this rank out of the peers' slots
+ *     copy this rank's pieces into its slot number n mod 2
+ *     for each peer: write n into its page (a number a pair of ranks)
+ *     for each peer: wait until its number in the own page is n or more
+ *     copy the pieces for this rank out of the peers' slots
  *
- * A number n from a peer says that its pieces of round n are in its slot, and that it has read all
- * of round n - 1. So slot n mod 2 is free again after the waits of round n + 1, and nothing is
- * acknowledged. Sums are folded by FOLD in rank order: the bits of the deterministic fold. The host
- * waits for nothing but in create, wait and destroy.
+ * A number n from a peer means that its pieces of round n are in its slot, and that it has read all
+ * of round n - 1. So slot n mod 2 is free again after the waits of round n + 1, and no
+ * acknowledgement is needed. FOLD sums in rank order: the bits of the deterministic fold. The host
+ * waits only in create, wait and destroy.
  *
- *   part of a rank   a page of numbers, how it ended | slot 0 | slot 1
+ *     part of a rank   a page of numbers, its end | slot 0 | slot 1
  *
- * Where every rank can export memory of its GPU to the others (CUDA IPC), the slots lie there and
+ * If every rank can export memory of its GPU to the others (CUDA IPC), the slots are there and
  * copies do not pass the host; the ranks agree on it in create.
  *
- * A rank that fails says so in its part, then lets its own waits go by writing the numbers that
- * they look for into its own page. What comes of them is garbage; whoever asks sees the mark.
+ * A rank that fails marks its part, then releases its own waits: it writes the numbers that they
+ * need into its own page. The data behind them is garbage; a check sees the mark.
  *
- * Cost a round: W - 1 writes, W - 1 waits, and a copy a piece. Bytes a rank, of n in all: gather
- * n / W down and n up, all_reduce 2 n down and 2 n up at most.
+ * Cost a round: W - 1 writes, W - 1 waits, and a copy a piece. Bytes a rank, of n in all: gather n
+ * / W down and n up, all_reduce 2 n down and 2 n up at most.
  *
- * Thread rule: as peers.h.
- */
+ * Thread rule: as peers.h. */
 #ifndef SW_COMM_SLOT_TRANSPORT_H
 #define SW_COMM_SLOT_TRANSPORT_H
 
@@ -33,35 +32,35 @@
 #include "kernels/device_kernels.h"
 
 typedef enum sw_slot_place {
-    SW_SLOTS_ANYWHERE = 0, /* on the device where all ranks can, else on the host */
+    SW_SLOTS_ANYWHERE = 0, /* on the device if all ranks can, else on the host */
     SW_SLOTS_ON_HOST,
     SW_SLOTS_ON_DEVICE, /* or SW_E_UNSUPPORTED */
 } sw_slot_place;
 
 typedef struct sw_slot_parts {
     uint8_t *const *base; /* borrowed for the call; world_size addresses in this process of memory
-                             that lives as long as the transport, zero at first, on page
-                             boundaries, sw_slot_part_bytes() each */
-    size_t slot_bytes;    /* at least 64 a rank; alike on all, as the rest */
+                             that lives as long as the transport, zero at first, on page boundaries,
+                             sw_slot_part_bytes() each */
+    size_t slot_bytes;    /* at least 64 a rank; equal on all, as the rest */
     sw_slot_place place;
 } sw_slot_parts;
 
 typedef struct sw_slot_config {
     sw_device *device;            /* borrowed, as the next two */
     const sw_kernel_set *kernels; /* for FOLD */
-    sw_stream *stream;            /* of all operations */
+    sw_stream *stream;            /* stream of all operations */
     sw_slot_parts parts;
     int rank, world_size;
-    int64_t timeout_ns;  /* of every wait */
-    sw_lookout *lookout; /* borrowed: every wait ends with what it sees; a failure is told to it */
+    int64_t timeout_ns;  /* limit of every wait */
+    sw_lookout *lookout; /* borrowed: its errors end every wait; failures are reported to it */
 } sw_slot_config;
 
 size_t sw_slot_part_bytes(size_t slot_bytes);
 
 /* Collective. Waits until all ranks have come, under the deadline: SW_E_TIMEOUT. SW_E_INVALID for
- * sizes; SW_E_UNSUPPORTED where the driver's streams do not wait for numbers, or, on all ranks with
- * one sentence, where some rank cannot have its slots on the device and they must be there.
- * Another rank's failure comes as that rank's sentence. */
+ * sizes. SW_E_UNSUPPORTED if the driver's streams do not wait for numbers; also, on all ranks with
+ * one sentence, if slots must be on the device and some rank cannot have them there. Another rank's
+ * failure returns that rank's sentence. */
 SW_MUST_USE sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers,
                                                sw_error *err);
 

@@ -1,4 +1,4 @@
-/* star.c - what a rank does that is not the first: it calls, takes and answers. See star.h. */
+/* star.c - the part of the ranks other than the first: they call, take and answer. See star.h. */
 #include "comm/star.h"
 
 #include <poll.h>
@@ -17,8 +17,8 @@ sw_status sw_star_open(sw_star *star, sw_comm *comm, char address[SW_SOCKET_NAME
 {
     int queue = comm->world_size > QUEUE_MIN / 2 ? 2 * comm->world_size : QUEUE_MIN;
     star->comm = comm;
-    /* Every peer may probe, and then join, and strangers take places, too; the kernel cuts it to
-     * net.core.somaxconn. */
+    /* The queue holds a probe and a call of every peer, and calls of strangers; the kernel cuts it
+     * to net.core.somaxconn. */
     return sw_socket_listen(queue, address, &star->listener, err);
 }
 
@@ -73,7 +73,7 @@ sw_status sw_star_name_lost(const sw_star *star, int rank, const char *label, sw
                         "%s died, exited or left before its part of %s", peer, label);
 }
 
-/* Says that the first rank is missing, in what. */
+/* The context of a wait for the first rank in operation `what`. */
 typedef struct call_wait {
     const sw_star *star;
     char what[120];
@@ -86,7 +86,7 @@ static void describe(void *context, sw_wait_text *text)
     (void)sw_wait_add_missing(text, call->star->comm, 0, 0);
 }
 
-/* The next message of the first rank. */
+/* Receive the next message of the first rank. */
 static sw_status receive(sw_star_wait *wait, int socket, void *bytes, size_t size_bytes,
                          int *passed, sw_error *err)
 {
@@ -143,7 +143,7 @@ static sw_status prove(sw_star_wait *wait, int socket, const char *name, const u
     return send(socket, proof, sizeof proof, err);
 }
 
-/* One attempt; SW_E_COMM: the other side has hung up, or nobody is there. */
+/* One attempt; SW_E_COMM: the first rank closed the connection, or does not listen. */
 static sw_status call_once(sw_star_wait *wait, const char *name, const uint8_t *secret, int *socket,
                            sw_gift *gift, int *fd, bool *is_there, sw_error *err)
 {
@@ -163,7 +163,7 @@ static sw_status answer(int socket, uint32_t serial, sw_status status, const sw_
     return send(socket, &message, sizeof message, err);
 }
 
-/* A first rank that has too many callers hangs up on the oldest, which calls again. */
+/* A first rank with too many callers closes the oldest connection; that rank calls again. */
 sw_status sw_star_call(sw_star *star, const char *const *addresses, const uint8_t *secret,
                        sw_gift *gift, int *fd, sw_error *err)
 {
@@ -190,7 +190,7 @@ sw_status sw_star_call(sw_star *star, const char *const *addresses, const uint8_
         sw_socket_close(fd);
         status = sw_error_set(&cause, SW_E_MEMORY, -1, "no memory");
     }
-    if (status == SW_E_MEMORY) /* it was given, and cannot keep it */
+    if (status == SW_E_MEMORY) /* the gift arrived, but cannot be kept */
         (void)!answer(socket, gift->serial, status, &cause, NULL);
     sw_socket_close(&socket);
     if (status == SW_E_TIMEOUT || status == SW_E_INTERRUPTED)
@@ -210,7 +210,7 @@ sw_status sw_star_take(sw_star *star, const char *label, sw_gift *gift, int *fd,
     snprintf(context.what, sizeof context.what, "%.100s", label);
     sw_star_wait wait = sw_star_wait_begin(star, &context, describe);
     sw_status status = receive(&wait, star->link[0], gift, sizeof *gift, fd, &cause);
-    if (status == SW_E_COMM && cause.detail < 0) /* the connection, not what a peer has said */
+    if (status == SW_E_COMM && cause.detail < 0) /* a lost connection */
         return sw_star_name_lost(star, 0, label, err);
     return status == SW_OK ? SW_OK
                            : sw_error_set(err, cause.status, cause.detail, "%s", cause.message);

@@ -1,5 +1,5 @@
-/* star_first.c - the first rank's loop: it takes calls, asks for proofs, gives and hears answers,
- * all of them side by side, so that nobody who is slow or says nothing holds up another.
+/* star_first.c - the first rank's loop: it accepts calls, asks for proofs, gives, and receives
+ * answers. All of these run side by side, so that a slow or silent process holds up no other.
  *
  *   rank       not linked -> linked -> has been given -> has answered
  *   stranger   has connected -> has called: at most 5 s, then the connection is closed
@@ -39,8 +39,8 @@ typedef struct reception {
     const char *label;
     uint8_t *step; /* borrowed from the star: a rank_step a rank */
     int in_flight, answered;
-    int probed;               /* the rank whose listener was looked at last */
-    int64_t crowded_since_ns; /* 0: the kernel takes what is sent */
+    int probed;               /* the rank whose listener was checked last */
+    int64_t crowded_since_ns; /* 0: the kernel accepts messages */
     sw_star_wait wait;
     stranger strangers[SW_STAR_STRANGERS]; /* the oldest first */
     int stranger_count;
@@ -103,7 +103,7 @@ static sw_status take_calls(reception *r, sw_error *err)
     return SW_OK;
 }
 
-/* It has proved itself: what it says of itself must fit. */
+/* Link a caller with a valid proof, if the rank and world size that it gives fit. */
 static sw_status link_rank(reception *r, const stranger *s, sw_error *err)
 {
     int rank = s->call.rank, world_size = r->star->comm->world_size;
@@ -118,9 +118,9 @@ static sw_status link_rank(reception *r, const stranger *s, sw_error *err)
     return SW_OK;
 }
 
-/* *keeps: it is still a stranger, and has said nothing wrong. */
-static sw_status hear_stranger(reception *r, stranger *s, bool *keeps, bool *is_linked,
-                               sw_error *err)
+/* *keeps: it is still a stranger, and has sent nothing wrong. */
+static sw_status serve_stranger(reception *r, stranger *s, bool *keeps, bool *is_linked,
+                                sw_error *err)
 {
     uint8_t proof[SW_SHA256_BYTES], expected[SW_SHA256_BYTES];
     const char *name = r->addresses[0];
@@ -154,22 +154,22 @@ static sw_status hear_stranger(reception *r, stranger *s, bool *keeps, bool *is_
     return SW_OK;
 }
 
-static sw_status hear_strangers(reception *r, const struct pollfd *heard, sw_error *err)
+static sw_status serve_strangers(reception *r, const struct pollfd *polled, sw_error *err)
 {
     int64_t now_ns = sw_clock_now_ns();
-    /* Downwards: `heard` has the places that they had before any of them goes. */
+    /* Downwards: `polled` has the indices that they had before any of them is removed. */
     for (int i = r->stranger_count - 1; i >= 0; --i) {
         bool keeps = true, is_linked = false;
-        if (heard[i].revents)
-            SW_TRY(hear_stranger(r, &r->strangers[i], &keeps, &is_linked, err));
+        if (polled[i].revents)
+            SW_TRY(serve_stranger(r, &r->strangers[i], &keeps, &is_linked, err));
         if (!keeps || now_ns > r->strangers[i].deadline_ns)
             forget(r, i, is_linked);
     }
     return SW_OK;
 }
 
-/* Whether ranks that have not called yet can still do so: each listens until it has joined. Of
- * some of them in turn. */
+/* Check that ranks that have not called yet can still do so: each listens until it has joined.
+ * Checks some of them in turn. */
 static sw_status look_for_callers(reception *r, sw_error *err)
 {
     int world_size = r->star->comm->world_size, missing = 0;
@@ -192,7 +192,7 @@ static sw_status look_for_callers(reception *r, sw_error *err)
 /* Ranks
  * ------------------------------------------------------------------------------------------ */
 
-/* As many as may be in flight. */
+/* Give as many as may be in flight. */
 static sw_status give(reception *r, sw_error *err)
 {
     bool sent = true;
@@ -213,13 +213,13 @@ static sw_status give(reception *r, sw_error *err)
         r->crowded_since_ns = sw_clock_now_ns();
     else if (sw_clock_now_ns() - r->crowded_since_ns > crowded_ns)
         SW_FAIL(err, SW_E_MEMORY,
-                "%s: for 10 s the kernel has taken no descriptor of rank %d to pass on: other "
-                "programs of this user have as many in flight as ulimit -n allows",
+                "%s: for 10 s the kernel has accepted no file descriptor of rank %d to pass on: "
+                "other programs of this user have as many in flight as ulimit -n allows",
                 r->label, name_of(r, 0));
     return SW_OK;
 }
 
-static sw_status hear_rank(reception *r, int rank, sw_error *err)
+static sw_status receive_answer(reception *r, int rank, sw_error *err)
 {
     sw_star_answer_message answer;
     bool received;
@@ -263,8 +263,8 @@ static sw_status turn(reception *r, sw_error *err)
         return sw_error_set(err, SW_E_OS, errno, "poll failed: %s", strerror(errno));
     for (int i = 0; i < given; ++i)
         if (from_ranks[i].revents)
-            SW_TRY(hear_rank(r, rank_of[i], err));
-    SW_TRY(hear_strangers(r, from_strangers, err));
+            SW_TRY(receive_answer(r, rank_of[i], err));
+    SW_TRY(serve_strangers(r, from_strangers, err));
     if (watched[0].revents)
         SW_TRY(take_calls(r, err));
     SW_TRY(give(r, err));
@@ -298,12 +298,12 @@ sw_status sw_star_admit(sw_star *star, const char *const *addresses, const uint8
                    .gift = gift,
                    .fd = fd,
                    .label = SW_STAR_JOINING};
-    /* And one for a caller that has not proved itself. */
+    /* And one for a caller without a proof. */
     SW_TRY(sw_limits_check_descriptors((unsigned)world_size, SW_STAR_JOINING, err));
     star->link = malloc(world_size * sizeof *star->link);
     star->step = malloc(world_size * sizeof *star->step);
     if (!star->link || !star->step) {
-        free(star->link); /* whose entries are not set */
+        free(star->link); /* its entries are not set */
         star->link = NULL;
         SW_FAIL(err, SW_E_MEMORY, "%s: no memory for tables of %zu ranks", SW_STAR_JOINING,
                 world_size);

@@ -8,7 +8,7 @@
 
 static bool is_looked_at(uint32_t tag)
 {
-    return hosts_message_is(SW_MESSAGE_LAST, tag) || hosts_message_is(SW_MESSAGE_PROBE, tag);
+    return hosts_message_is(SW_MESSAGE_END, tag) || hosts_message_is(SW_MESSAGE_PROBE, tag);
 }
 
 /* A last word or a probe arrives without anybody's waiting for it, while others look at its place;

@@ -303,7 +303,7 @@ static void *run_host(void *argument)
     uint8_t *all = malloc(WORLD);
     sw_comm *comm = join(e->host, e, &wire, &err);
     for (int kind = 0; kind < 16; ++kind)
-        if (kind != SW_MESSAGE_PROBE && kind != SW_MESSAGE_LAST) {
+        if (kind != SW_MESSAGE_PROBE && kind != SW_MESSAGE_END) {
             o->join_messages += atomic_load(&e->sent[kind]);
             o->join_bytes += atomic_load(&e->bytes[kind]);
         }

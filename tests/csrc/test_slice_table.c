@@ -58,7 +58,7 @@ static int scan_owner(const mesh *m, int host, int index)
     return -1;
 }
 
-static int scan_speaker(const mesh *m, int host, int number)
+static int scan_representative(const mesh *m, int host, int number)
 {
     for (int index = 0; index < m->count; ++index)
         for (int r = 0; r < m->world_size; ++r)
@@ -79,12 +79,13 @@ static void check_look_ups(const mesh *m, const sw_slice_table *table, const sw_
             check(sw_slice_owner(table, map, h, index) == owner, "the owner of slice %d", index);
         }
         for (int number = 0; number <= m->count; ++number) {
-            int speaker = scan_speaker(m, h, number);
-            most = speaker >= 0 && number >= most ? number + 1 : most;
-            check(sw_slice_speaker(table, map, h, (size_t)number) == speaker, "speaker %d", number);
+            int representative = scan_representative(m, h, number);
+            most = representative >= 0 && number >= most ? number + 1 : most;
+            check(sw_slice_representative(table, map, h, (size_t)number) == representative,
+                  "representative %d", number);
         }
     }
-    check(table->is_covered == covered && table->most_spoken == most, "what hosts have");
+    check(table->is_covered == covered && table->most_represented == most, "what hosts have");
 }
 
 /* Every element is in one block of one host. */

@@ -102,8 +102,8 @@ def _failing(name: str) -> Any:
 
 
 REASONS: dict[str, Any] = {
-    "registering memory takes NCCL 2.19 or newer, not 2.18.3": _old,
-    "it declined to register .* .NCCL_LOCAL_REGISTER=0": _declining,
+    "registering memory needs NCCL 2.19 or newer, not 2.18.3": _old,
+    "declined to register .* .NCCL_LOCAL_REGISTER=0": _declining,
     "NCCL: ncclMemAlloc failed for .* bytes on GPU 0: an error of the simulation .999.": _failing("ncclMemAlloc"),
     "NCCL on rank . of .: registering memory failed: an error of the simulation .999.": _failing("ncclCommRegister"),
 }

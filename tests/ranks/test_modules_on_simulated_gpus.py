@@ -452,7 +452,7 @@ def absent_rank(gpus: SimulatedGpus, rank: int, world_size: int, host_waits: boo
     torch.manual_seed(0)
     wrapped = sw.wrap(gpus.adopt_module(Heads()), timeout_s=1.0)
     if rank and host_waits:
-        with pytest.raises(sw.Error, match="was not done within 1 s; a peer has not come"):
+        with pytest.raises(sw.Error, match="was not done within 1 s; a peer has not issued it"):
             wrapped(batch(rank, 6, 7), "left").backward()
     elif rank:
         wrapped(batch(rank, 6, 7), "left right").backward()

@@ -194,7 +194,7 @@ def refused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         if rank == last:
             patch.setenv("SIM_NO_IPC", "1")
         with pytest.raises(
-            NotImplementedError, match=f"rank {last} of {world_size} cannot have them in its GPU's memory"
+            NotImplementedError, match=f"rank {last} of {world_size} cannot place them in its GPU's memory"
         ) as caught:
             sw.wrap(gpus.adopt_module(Mlp()))
     assert len(set(gather(str(caught.value)))) == 1
