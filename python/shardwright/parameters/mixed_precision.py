@@ -111,6 +111,11 @@ class PrecisionPlan:
         made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
         return made.get(next(iter(asked), None))
 
+    def adds_in_float32(self) -> bool:
+        """Return True if low-precision gradients must be added in float32."""
+        wide = any(policy.reduce_dtype is torch.float32 for policy in self._policies.values())
+        return wide and bool(self.without_master())
+
     def without_master(self) -> list[torch.Tensor]:
         """Return the low-precision parameters that keep their dtype because a policy says master=False."""
         denied = []
