@@ -272,6 +272,7 @@ class DistributedDataParallel(TorchDDP):
             self._zero,
             slicing,
             compress=self._compressor,
+            precision=self._precision,
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)
