@@ -28,22 +28,31 @@ static void specs_fini(spec_list *list)
     free(list->spec);
 }
 
+/* (address, offset_bytes, nbytes, dtype of the slice, dtype in the unit). */
 static int read_run(PyObject *item, sw_device_unit_run *run)
 {
     PyObject *slice;
     Py_ssize_t offset, bytes;
+    const char *from, *to;
     if (!PyTuple_Check(item) ||
-        !PyArg_ParseTuple(item, "Onn;a run is (address, offset_bytes, nbytes)", &slice, &offset,
-                          &bytes))
+        !PyArg_ParseTuple(item, "Onnss;a run is (address, offset_bytes, nbytes, dtype, dtype)",
+                          &slice, &offset, &bytes, &from, &to))
         return -1;
     *run = (sw_device_unit_run){.slice = PyLong_AsVoidPtr(slice),
                                 .offset_bytes = (size_t)offset,
-                                .slice_bytes = (size_t)bytes};
+                                .slice_bytes = (size_t)bytes,
+                                .slice_dtype = sw_dtype_from_name(from),
+                                .dtype = sw_dtype_from_name(to)};
     if (PyErr_Occurred())
         return -1;
-    if (offset >= 0 && bytes >= 0)
+    if (offset < 0 || bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "DeviceUnits: a run has no negative numbers");
+        return -1;
+    }
+    if (run->slice_dtype != SW_DTYPE_COUNT && run->dtype != SW_DTYPE_COUNT)
         return 0;
-    PyErr_SetString(PyExc_ValueError, "DeviceUnits: a run has no negative numbers");
+    PyErr_Format(PyExc_ValueError, "DeviceUnits: dtypes '%s' and '%s' must be the engine's", from,
+                 to);
     return -1;
 }
 

@@ -130,16 +130,42 @@ sw_device_units_stats sw_device_units_get_stats(const sw_device_units *u)
 
 /* ---- gathering ---- */
 
+static bool is_cast(const sw_device_unit_run *run)
+{
+    return run->slice_dtype != run->dtype;
+}
+
+static char *own_place(const sw_device_units *u, const sw_device_unit_run *run, char *data)
+{
+    return data + run->offset_bytes + (size_t)u->comm->peers->rank * run->slice_bytes;
+}
+
+static sw_status cast_run(sw_device_units *u, const sw_device_unit_run *run, char *data,
+                          sw_error *err)
+{
+    const sw_cast_args args = {.to = own_place(u, run, data),
+                               .from = run->slice,
+                               .numel = run->slice_bytes / sw_dtype_size_bytes(run->dtype),
+                               .scale = 1.0f,
+                               .to_dtype = (int)run->dtype,
+                               .from_dtype = (int)run->slice_dtype};
+    return sw_kernel_launch(&u->comm->kernels, SW_KERNEL_CAST, &args, u->comm->stream, err);
+}
+
 static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *data, size_t begin,
                              size_t end, sw_error *err)
 {
     sw_peers *peers = u->comm->peers;
     sw_status status = SW_OK;
+    for (size_t i = begin; i < end; ++i)
+        if (is_cast(&unit->runs[i]))
+            SW_TRY(cast_run(u, &unit->runs[i], data, err));
     SW_TRY(sw_peers_group_begin(peers, err));
     for (size_t i = begin; i < end && status == SW_OK; ++i) {
         const sw_device_unit_run *run = &unit->runs[i];
-        status = sw_peers_gather_slices(peers, run->slice, data + run->offset_bytes,
-                                        run->slice_bytes, u->comm->stream, err);
+        const void *slice = is_cast(run) ? own_place(u, run, data) : run->slice;
+        status = sw_peers_gather_slices(peers, slice, data + run->offset_bytes, run->slice_bytes,
+                                        u->comm->stream, err);
         u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;
     }
     /* Close the group after a failure, too, or the thread's next group would join it. */
@@ -171,6 +197,9 @@ sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
 {
     device_unit *unit = &u->unit[index];
     size_t *holder = &u->place[unit->place].holder;
+    if (!unit->data && unit->run_count)
+        SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be gathered but apart: it has no place",
+                unit->name);
     if (unit->state == SW_SHARD_SHARDED && *holder != SW_DEVICE_UNIT_NONE)
         SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be gathered: unit '%s' is in its place",
                 unit->name, u->unit[*holder].name);

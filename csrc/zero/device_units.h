@@ -23,6 +23,7 @@
 
 #include "base/status.h"
 #include "comm/device_comm.h"
+#include "tensor/dtype.h"
 #include "zero/shard_state.h"
 
 #define SW_DEVICE_UNIT_NONE SIZE_MAX
@@ -30,13 +31,16 @@
 typedef struct sw_device_unit_run { /* one bucket of a unit */
     const void *slice;              /* device memory, borrowed: this rank's slice */
     size_t offset_bytes;            /* from the unit's first byte to the bucket's */
-    size_t slice_bytes;             /* the bucket has world_size times as many */
+    size_t slice_bytes;             /* in the unit; the bucket has world_size times as many */
+    sw_dtype slice_dtype, dtype;    /* of the slice, and in the unit. If they differ each gather
+                                     * casts the slice into its place: CAST's dtypes */
 } sw_device_unit_run;
 
 typedef struct sw_device_unit_spec {
     const char *name;               /* borrowed: copied */
     size_t place;                   /* the number of its place, below place_count */
-    void *data;                     /* device memory of the place, borrowed until destroy */
+    void *data;                     /* device memory of the place, borrowed until destroy; NULL: the
+                                     * unit is gathered apart alone */
     const sw_device_unit_run *runs; /* borrowed: copied */
     size_t run_count;
 } sw_device_unit_spec;
@@ -63,7 +67,8 @@ size_t sw_device_units_holder(const sw_device_units *units, size_t place);
 sw_device_units_stats sw_device_units_get_stats(const sw_device_units *units);
 
 /* SHARDED to GATHERING. The gather is enqueued; the call does not wait. SW_E_STATE from another
- * state, or if the place holds another unit. Cost: one all_gather a bucket, up to 32 in a group. */
+ * state, or if the place holds another unit, or there is none. Cost: one all_gather a bucket, up to
+ * 32 in a group, and a launch for each bucket that is cast. */
 SW_MUST_USE sw_status sw_device_unit_gather(sw_device_units *units, size_t unit, sw_error *err);
 /* GATHERING to UNSHARDED: later work on `user` sees the unit. On failure it stays GATHERING. */
 SW_MUST_USE sw_status sw_device_unit_take(sw_device_units *units, size_t unit, sw_stream *user,

@@ -443,10 +443,14 @@ class DeviceUnits:
     """Units of parameters that are gathered into a GPU's places, ordered by events. See csrc/zero/device_units.h."""
 
     def __init__(
-        self, comm: DeviceComm, place_count: int, units: list[tuple[str, int, int, list[tuple[int, int, int]]]]
+        self,
+        comm: DeviceComm,
+        place_count: int,
+        units: list[tuple[str, int, int, list[tuple[int, int, int, str, str]]]],
     ) -> None:
         """`units`: (name, place, address there, runs), runs (address of this rank's slice, offset_bytes in the unit, nbytes of a
-        slice). ValueError for a place that does not exist."""
+        slice in the unit, dtype of the slice, dtype in the unit). A unit with address 0 is gathered apart alone. ValueError
+        for a place that does not exist."""
     def gather(self, unit: int, /) -> None:
         """Enqueued, once its place was left; waits for nothing. Error where another unit lies there. Alike on all ranks, in one order."""
     def take(self, unit: int, stream: int, /) -> None:

@@ -6,7 +6,8 @@
  * apart. A unit gathered ahead in vain disturbs nothing. No schedule gives a race, a read of
  * unwritten bytes, or a leak; no step waits on the host or allocates; destroying lets pending
  * gathers end first. A gather into a place in use is refused, and so is an update while a unit is
- * unsharded. Each driver call that fails ends in a named error and leaves nothing.
+ * unsharded. Units 1 and 4 have float32 slices, which a gather casts to bfloat16. A unit without a
+ * place is refused by name. Each driver call that fails ends in a named error and leaves nothing.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,13 +16,15 @@
 #include "gpu_ranks.h"
 #include "zero/device_units.h"
 
-enum { UNITS = 5, PLACES = 3, RUNS = 2, STEPS = 4, SEEDS = 5, FAILURE = 999, SLICE_MAX = 512 };
+enum { UNITS = 5, PLACES = 3, RUNS = 2, STEPS = 4, SEEDS = 5, FAILURE = 999, SLICE_MAX = 1024 };
 static const int64_t TIMEOUT_NS = 2000000000;
 
 /* Unit 0 has its own place, as the outermost unit has; the others take turns. */
 static const size_t place_of[UNITS] = {0, 1, 2, 1, 2};
 static const size_t slice_bytes[UNITS][RUNS] = {
     {128, 256}, {512, 128}, {128, 128}, {256, 0}, {384, 128}};
+
+static const bool is_cast[UNITS] = {false, true, false, false, true};
 
 typedef struct training {
     long fail_nth; /* the call of rank 0 that fails; 0: none */
@@ -45,6 +48,27 @@ typedef struct loop {
 static unsigned char value_of(int rank, int step, size_t unit, size_t run, size_t i)
 {
     return (unsigned char)(1 + (size_t)rank * 59 + (size_t)step * 31 + unit * 17 + run * 7 + i * 3);
+}
+
+/* Byte i of an element that is a float32, or its upper half, a bfloat16. */
+static unsigned char byte_of_float(unsigned char value, size_t byte, bool is_half)
+{
+    float wide = value; /* at most 8 bits: exact in either */
+    unsigned char bytes[sizeof wide];
+    memcpy(bytes, &wide, sizeof wide);
+    return bytes[byte + (is_half ? sizeof wide / 2 : 0)];
+}
+
+static unsigned char slice_byte(int rank, int step, size_t unit, size_t run, size_t i)
+{
+    return is_cast[unit] ? byte_of_float(value_of(rank, step, unit, run, i / 4), i % 4, false)
+                         : value_of(rank, step, unit, run, i);
+}
+
+static unsigned char unit_byte(int rank, int step, size_t unit, size_t run, size_t i)
+{
+    return is_cast[unit] ? byte_of_float(value_of(rank, step, unit, run, i / 2), i % 2, true)
+                         : value_of(rank, step, unit, run, i);
 }
 
 static size_t offset_of(size_t unit, size_t run, int world_size)
@@ -90,9 +114,12 @@ static sw_status create(loop *l)
     sw_device_unit_spec specs[UNITS];
     for (size_t u = 0; u < UNITS; ++u) {
         for (size_t k = 0; k < RUNS; ++k)
-            runs[u][k] = (sw_device_unit_run){.slice = l->slice[u][k],
-                                              .offset_bytes = offset_of(u, k, l->self->world_size),
-                                              .slice_bytes = slice_bytes[u][k]};
+            runs[u][k] =
+                (sw_device_unit_run){.slice = l->slice[u][k],
+                                     .offset_bytes = offset_of(u, k, l->self->world_size),
+                                     .slice_bytes = slice_bytes[u][k],
+                                     .slice_dtype = SW_DTYPE_FLOAT32,
+                                     .dtype = is_cast[u] ? SW_DTYPE_BFLOAT16 : SW_DTYPE_FLOAT32};
         specs[u] = (sw_device_unit_spec){.name = names[u],
                                          .place = place_of[u],
                                          .data = l->place[place_of[u]],
@@ -110,12 +137,13 @@ static sw_status step_on_slices(loop *l, int step)
     for (size_t u = 0; u < UNITS; ++u)
         for (size_t k = 0; k < RUNS; ++k) {
             unsigned char *from = l->pinned + (u * RUNS + k) * SLICE_MAX;
-            for (size_t i = 0; i < slice_bytes[u][k]; ++i)
-                from[i] = value_of(l->self->rank, step, u, k, i);
+            size_t bytes = slice_bytes[u][k] << is_cast[u];
+            for (size_t i = 0; i < bytes; ++i)
+                from[i] = slice_byte(l->self->rank, step, u, k, i);
             gpu_sim->host_access(from, SLICE_MAX, SW_ACCESS_WRITE, "the test's values");
-            if (slice_bytes[u][k])
-                SW_TRY(device->ops->copy_async(device, l->slice[u][k], from, slice_bytes[u][k],
-                                               l->optimizer, err));
+            if (bytes)
+                SW_TRY(device->ops->copy_async(device, l->slice[u][k], from, bytes, l->optimizer,
+                                               err));
         }
     SW_TRY(device->ops->event_record(device, l->stepped, l->optimizer, err));
     return sw_device_units_update(l->units, l->optimizer, err);
@@ -192,7 +220,7 @@ static void compare(loop *l, int step)
         for (size_t k = 0; k < RUNS; ++k)
             for (int r = 0; r < l->self->world_size; ++r)
                 for (size_t i = 0; i < slice_bytes[order[n]][k]; ++i)
-                    l->run->wrong += *seen++ != value_of(r, step, order[n], k, i);
+                    l->run->wrong += *seen++ != unit_byte(r, step, order[n], k, i);
     check(seen == l->seen + l->seen_bytes, "the test reads other units than it compares");
 }
 
@@ -215,6 +243,20 @@ static sw_status train_step(loop *l, int step)
     SW_TRY(sw_peers_wait(l->self->comm, l->stepped, "the test's slices", err));
     compare(l, step);
     l->seen_bytes = 0;
+    return SW_OK;
+}
+
+static sw_status refuse_without_place(loop *l)
+{
+    sw_error refused;
+    sw_device_units *units;
+    const sw_device_unit_run run = {.slice = l->slice[0][0], .slice_bytes = slice_bytes[0][0]};
+    const sw_device_unit_spec spec = {.name = "lone", .runs = &run, .run_count = 1};
+    SW_TRY(sw_device_units_create(l->self->all, PLACES, &spec, 1, &units, &l->self->err));
+    check(sw_device_unit_gather(units, 0, &refused) == SW_E_STATE &&
+              strstr(refused.message, "'lone' cannot be gathered but apart: it has no place"),
+          "a gather without a place was not refused: %s", refused.message);
+    sw_device_units_destroy(units);
     return SW_OK;
 }
 
@@ -269,6 +311,8 @@ static bool train_rank(gpu_rank *self)
     if (status == SW_OK)
         status = train(&l);
     self->sim->fail_call(self->rank, 0, 0);
+    if (status == SW_OK)
+        status = refuse_without_place(&l);
     if (status != SW_OK && !is_alone && self->comm)
         sw_peers_abort(self->comm, &self->err);
     run->failed[self->rank] = status != SW_OK;

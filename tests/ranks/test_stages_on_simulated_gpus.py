@@ -7,6 +7,7 @@ The laws of the CPU's stages are run body for body, with modules on simulated GP
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import itertools
@@ -18,7 +19,7 @@ import test_every_stage_has_the_same_bits as stages
 import torch
 from harness import at_least_two, gather, same_everywhere
 from models import Heads, Mlp
-from oracle.fold import bits_equal
+from oracle.fold import bits_equal, fold
 from peer import PEER, batch
 from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
@@ -323,6 +324,25 @@ def low_precision(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     for zero in STAGES:
         sliced = stages.run(zero, steps, rank, build=lambda: Mlp().to(torch.bfloat16))
         sliced.assert_equals(whole, f"zero={zero}")
+
+
+def test_low_precision_gradients_are_added_in_float32(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, added_in_float32)
+
+
+def added_in_float32(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    policy = sw.Precision(torch.bfloat16, reduce_dtype=torch.float32, master=False)
+    for zero in (0, *STAGES):
+        torch.manual_seed(0)
+        plain = Mlp().to(torch.bfloat16)
+        model = sw.wrap(gpus.adopt_module(copy.deepcopy(plain)), zero=zero, precision=policy)
+        x = batch(rank, 6, 7).bfloat16()
+        model(x).float().square().mean().backward()
+        found = sw.full_gradients(model)
+        with gpus.torch_on_cpu():
+            plain(x).float().square().mean().backward()
+            for name, p in plain.named_parameters():
+                assert bits_equal(found[name], fold(gather(p.grad), "mean")), (zero, name)
 
 
 def test_state_goes_from_any_stage_to_any_other_and_to_the_cpu(

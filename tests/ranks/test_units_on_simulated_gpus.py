@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import test_every_stage_has_the_same_bits as stages
 import test_fully_shard_composes_zero_3_in_place as by_hand
+import test_units_are_gathered_in_their_compute_dtype as computed
 import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import LONG, at_least_two, gather, same_everywhere
@@ -46,7 +47,7 @@ class OnGpuByHand(OnGpu):
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (units, by_hand):
+        for module in (units, by_hand, computed):
             patch.setattr(module, "sw", OnGpuByHand(gpus))
         yield
 
@@ -98,6 +99,17 @@ LAWS: list[tuple[Any, str, dict[str, Any]]] = [
     (by_hand, "unshard_and_reshard", {}),
     (by_hand, "clipping_and_norms", {}),
 ]
+COMPUTED: list[tuple[Any, str, dict[str, Any]]] = [
+    *((computed, "every_module_has_the_bits_of_stage_0", {"build": build}) for build in (units.Twice, units.Tied)),
+    *((computed, "every_module_has_the_bits_of_stage_0", {"build": b}) for b in (units.Recomputed, units.Several)),
+    *((computed, "every_module_has_the_bits_of_stage_0", {"build": b}) for b in (units.Turned, units.Adapted)),
+    *(
+        (computed, "every_shape_of_a_step", {"train": train})
+        for train in (units.several_forwards, units.the_same_graph_twice, units.gradients_of_inputs, units.accumulating)
+    ),
+    *((computed, "every_kind_of_parameter_and_policy", {"policy": policy}) for policy in computed.POLICIES),
+    (computed, "whole_parameters_are_exact_and_modules_compute_with_what_was_written", {}),
+]
 
 
 @pytest.mark.parametrize("law", some(range(len(LAWS)), 2), ids=lambda law: LAWS[law][1])
@@ -105,24 +117,39 @@ def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, 
     run(teams, world_size, paths, keep_law, law, policy=POLICIES[law % len(POLICIES)])
 
 
-def keep_law(gpus: SimulatedGpus, rank: int, world_size: int, law: int) -> None:
-    module, name, arguments = LAWS[law]
+@pytest.mark.parametrize("law", range(len(COMPUTED)), ids=lambda law: COMPUTED[law][1])
+def test_the_laws_of_compute_dtypes_hold(teams: Any, world_size: int, paths: dict[str, str], law: int) -> None:
+    run(teams, world_size, paths, keep_law, law, "COMPUTED", policy=POLICIES[law % len(POLICIES)])
+
+
+def keep_law(gpus: SimulatedGpus, rank: int, world_size: int, law: int, laws: str = "LAWS") -> None:
+    module, name, arguments = globals()[laws][law]
     getattr(module, f"test_{name}").body(rank, world_size, **arguments)
+
+
+def test_places_and_gathers_are_of_16_bits(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, half_of_the_bytes)
+
+
+def half_of_the_bytes(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    plain, low = computed.gathered_on_a_gpu(rank, world_size)
+    assert low[0] == plain[0] / 2 and low[1] <= plain[1] / 2 + 128, (plain, low)
 
 
 @pytest.mark.parametrize(("policy", "cut"), some(itertools.product(POLICIES, ["blocks", "nested"]), 3))
 def test_no_step_waits_for_the_gpu_or_allocates(
     teams: Any, world_size: int, paths: dict[str, str], policy: str, cut: str
 ) -> None:
-    run(teams, world_size, paths, quiet_steps, cut, policy=policy)
+    for precision in (None, "bf16"):
+        run(teams, world_size, paths, quiet_steps, cut, precision, policy=policy)
 
 
-def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, cut: str) -> None:
-    model, optimizer = units.private(lambda: units.Blocks(5), units=units.CUTS[cut])
+def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, cut: str, precision: str | None) -> None:
+    model, optimizer = units.private(lambda: units.Blocks(5), units=units.CUTS[cut], precision=precision)
     gc.collect()
     before = len(gpus._held)
     for step in range(5):
-        loss = model(batch(rank, 6, 7, step=step)).square().mean()
+        loss = model(batch(rank, 6, 7, step=step)).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ has a name in Capabilities.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -69,6 +69,8 @@ class Request:
         Of units, where parameters are released.
     sends_early : bool
         Plain buckets leave while the backward goes on.
+    compute_dtypes : mapping of int to torch.dtype
+        The 16-bit dtypes in which modules compute with wider parameters, by the parameters' numbers.
     """
 
     table: ParameterTable
@@ -79,6 +81,7 @@ class Request:
     plans: Sequence[UnitPlan] | None = None
     compress: Compressor | None = None
     sends_early: bool = True
+    compute_dtypes: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict)
 
 
 class Buckets(Protocol):

@@ -108,9 +108,14 @@ class HostGroup:
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
 
-    def ranks_beside(self, slicing: Slicing) -> int:
-        """Return the number of ranks that share the host's copy of the slices, this one among them."""
-        return sum(self.host_of[rank] == self.host_of[self.rank] for rank in slicing.replica())
+    def sharers(self, slicing: Slicing, rank: int | None = None) -> list[int]:
+        """Return the ranks that share the host's copy of the slices with `rank` (this one), which is among them."""
+        rank = self.rank if rank is None else rank
+        return [each for each in slicing.replica(rank) if self.host_of[each] == self.host_of[rank]]
+
+    def shares(self, slicing: Slicing) -> bool:
+        """Return True if some host's copy of the slices is shared by several ranks. Alike on all ranks."""
+        return any(len(self.sharers(slicing, rank)) > 1 for rank in range(self.world_size))
 
     def is_apart(self, slicing: Slicing) -> bool:
         """Return True if some replica's slices are updated on several hosts."""

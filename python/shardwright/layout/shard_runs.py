@@ -7,6 +7,7 @@ gradients.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,11 +31,34 @@ OUTCOME_BYTES = 2 * _SLICE_BYTES
 class Copies(Protocol):
     """Low-precision copies of parameters (PrecisionPlan)."""
 
-    def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
-        """When modules are called, copy the parameters that are whole then."""
+    def follow(
+        self, source: Callable[[torch.Tensor], torch.Tensor | None], in_units: Collection[torch.Tensor] | None = None
+    ) -> None:
+        """Read parameters from where `source` says.
+
+        `source` maps a parameter to memory of its values in another dtype, which is viewed; to itself, which is cast;
+        or to None while it is released. `in_units`: parameters are gathered in units, so modules take them when they
+        are called; these parameters lie in memory of that kind.
+        """
+
+    def is_in_force(self) -> bool:
+        """Return True if a module that is called now computes in its policy's dtype."""
 
     def forget(self, parameters: Collection[torch.Tensor]) -> None:
-        """Drop the copies of released parameters."""
+        """Put released parameters back in their slots."""
+
+
+def weak_source(
+    method: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """Return `method` without its object, whose end a module that holds the result must not put off; then None."""
+    reference = weakref.WeakMethod(method)
+
+    def source_of(parameter: torch.Tensor) -> torch.Tensor | None:
+        alive = reference()
+        return None if alive is None else alive(parameter)
+
+    return source_of
 
 
 class Storage:

@@ -166,6 +166,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             for index, flat in self._from_other_hosts():
                 memory.flat(index).copy_(flat)
             comm.barrier(f"updated tensors of {self._replica.label}")
+            memory.cast_stepped()
             return
         for root, owned in self._owned():
             self._broadcast(root, [memory.flat(index) for index in owned])

@@ -22,8 +22,10 @@ class Precision:
     param_dtype : torch.dtype, optional
         The dtype of parameters during forward and backward. None: their own.
     reduce_dtype : torch.dtype, optional
-        The dtype in which gradients travel. None: the parameters' own dtype, which is float32 with `master`. bfloat16
-        and float16 work like compress=sw.Bf16() and sw.Fp16().
+        The dtype in which gradients are averaged. None: the parameters' own dtype, which is float32 with `master`.
+        bfloat16 and float16 work like compress=sw.Bf16() and sw.Fp16(). float32 without `master`: gradients of
+        low-precision parameters travel in their own dtype, are added in float32 and rounded once. Between GPUs it
+        implies deterministic=True.
     output_dtype : torch.dtype, optional
         The dtype of floating-point outputs. None: unchanged; for a module inside another policy, that policy's
         param_dtype.
@@ -47,10 +49,6 @@ class Precision:
         if self.reduce_dtype not in (None, torch.float32, *LOW_DTYPES):
             raise ValueError(
                 f"Precision: reduce_dtype must be float32, bfloat16, float16 or None, got {self.reduce_dtype}"
-            )
-        if self.reduce_dtype is torch.float32 and not self.master:
-            raise ValueError(
-                "Precision: reduce_dtype=float32 needs master=True: gradients of low-precision parameters travel in their own dtype"
             )
         for field in ("cast_forward_inputs", "master"):
             if not isinstance(getattr(self, field), bool):

@@ -70,7 +70,7 @@ class CudaBackend:
         options = request.options
         return DeviceReducer(
             self.link,
-            request.table.rows() if request.plans is None else rows_in_groups(request.table, request.plans),
+            request.table.rows() if request.plans is None else rows_in_groups(request),
             self._like,
             bucket_cap_bytes=options.bucket_cap_bytes,
             reduce=options.reduce,

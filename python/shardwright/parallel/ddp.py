@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -218,6 +219,8 @@ class DistributedDataParallel(TorchDDP):
             if replica.wraps(self.module) and replica.releases_parameters:
                 replica.retire(together=True)
         plan.install()
+        if plan.adds_in_float32():  # the fold does, and NCCL's own mean does not
+            self._options = dataclasses.replace(self._options, deterministic=True)
         return plan
 
     def _ignored_names(self) -> set[str]:
@@ -263,6 +266,7 @@ class DistributedDataParallel(TorchDDP):
             self._zero,
             slicing,
             compress=self._compressor,
+            precision=self._precision,
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)

@@ -13,7 +13,7 @@ from ..comm.levels import Lease, Levels, leased_levels, levels_of
 from ..comm.process_group import HostGroup
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, populate
-from ..layout.views import as_real, dense_strides
+from ..layout.views import as_real, dense_strides, dtype_name
 from ..options.compressors import Compressor
 from ..parameters.sharded_groups import UnitMemory
 
@@ -65,7 +65,8 @@ class HostBackend:
         )
 
     def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> HostBuckets:
-        return HostBuckets(self.group, reducer, buckets, request.slicing, request.label, shared)
+        narrows = shared and bool(request.compute_dtypes) and self.group.shares(request.slicing)
+        return HostBuckets(self.group, reducer, buckets, request.slicing, request.label, shared, narrows)
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         slicing, label = request.slicing, request.label
@@ -103,7 +104,10 @@ class HostBackend:
 
 
 class HostBuckets:
-    """Buckets in an arena that the ranks of a host map: one copy a rank, or (`shared`) a host. See Buckets."""
+    """Buckets in an arena that the ranks of a host map: one copy a rank, or (`shared`) a host. See Buckets.
+
+    `narrows`: 16-bit casts of parameters lie behind the buckets, in their layout (narrow()).
+    """
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class HostBuckets:
         slicing: Slicing,
         label: str,
         shared: bool,
+        narrows: bool = False,
     ) -> None:
         self._group, self._reducer, self._slicing, self._label, self._shared = group, reducer, slicing, label, shared
         self._home = group.home_of(slicing) if shared else group.rank
@@ -124,7 +129,9 @@ class HostBuckets:
         self._nbytes = max(sum(self._range(bucket)) for bucket in range(reducer.bucket_count))
         outcome_bytes = OUTCOME_BYTES * group.world_size
         try:
-            self._arena = group.comm.arena(self._nbytes + outcome_bytes, f"parameters of {label}", of_hosts=True)
+            self._narrow_offset, narrow_bytes = self._nbytes + outcome_bytes, self._nbytes // 2 * narrows
+            size = self._narrow_offset + narrow_bytes
+            self._arena = group.comm.arena(size, f"parameters of {label}", of_hosts=True)
         except MemoryError as error:  # the same on every rank
             if shared:
                 raise
@@ -133,7 +140,7 @@ class HostBuckets:
         if not slicing.is_replicated:  # else a rank may not see all others'
             self._outcomes = Outcomes(self._arena, self._nbytes, group.rank, group.world_size, self._home)
         if self.is_home:
-            populate(self._arena, map(self._range, buckets))
+            populate(self._arena, [*map(self._range, buckets), *[(self._narrow_offset, narrow_bytes)] * narrows])
 
     def _range(self, bucket: int) -> tuple[int, int]:
         offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
@@ -146,6 +153,15 @@ class HostBuckets:
         strides = dense_strides(like)
         first = offset + begin * itemsize_of(dtype)
         return from_dlpack(self._arena.tensor(first, dtype, list(like.shape), strides and list(strides), self._home))
+
+    def narrow(self, bucket: int, begin: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the place of a parameter's cast to a 16-bit dtype."""
+        assert self._arena is not None
+        offset = self._reducer.bucket_shape(bucket)[0]
+        first = self._narrow_offset + offset // 2 + begin * dtype.itemsize  # casts take half of a bucket at most
+        strides = dense_strides(like)
+        shape = list(like.shape)
+        return from_dlpack(self._arena.tensor(first, dtype_name(dtype), shape, strides and list(strides), self._home))
 
     def words(self) -> torch.Tensor:
         """All of it, as words of 4 bytes."""

@@ -31,6 +31,7 @@ from ..layout.shard_runs import Storage
 from ..layout.views import copy_gradient
 from ..options.compressors import Compressor
 from ..options.options import Options
+from ..options.precision import LOW_DTYPES
 from ..parameters.drift import DriftCheck
 from ..parameters.storage import ParameterMemory
 from ..parameters.write_guard import ReadOnlyParameters, SampledParameters
@@ -81,6 +82,7 @@ class Replica:
         slicing: Slicing | None = None,
         *,
         compress: Compressor | None = None,
+        precision: PrecisionPlan | None = None,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -110,7 +112,9 @@ class Replica:
         if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
-        request = dataclasses.replace(self._request, plans=plans, sends_early=sends_early)
+        request = dataclasses.replace(
+            self._request, plans=plans, sends_early=sends_early, compute_dtypes=self._compute_dtypes(precision)
+        )
         self.backend: Backend = make_backend(group, request)
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
         self.reducer: Any = self.backend.reducer(request)
@@ -137,6 +141,13 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
+    def _compute_dtypes(self, precision: PrecisionPlan | None) -> dict[int, torch.dtype]:
+        """Return the 16-bit dtypes in which modules compute with wider parameters."""
+        given = {} if precision is None else precision.compute_dtypes()
+        dtypes = {index: given.get(id(p), p.dtype) for index, p in enumerate(self.table.parameters)}
+        wide = {index: p.element_size() > 2 for index, p in enumerate(self.table.parameters)}
+        return {index: dtype for index, dtype in dtypes.items() if dtype in LOW_DTYPES and wide[index]}
+
     def _make_storage(self, request: Request) -> Any:
         if not self.zero:
             return Storage(self.table)
@@ -153,7 +164,7 @@ class Replica:
         memory = self._storage
         if kind is None or not memory.shared:
             return None
-        if kind == "auto" and self.group.ranks_beside(self.slicing) == 1:
+        if kind == "auto" and len(self.group.sharers(self.slicing)) == 1:
             return None  # no rank shares the parameters
         if kind != "read-only":
             return SampledParameters(memory, self.table.names, self.group.comm)
@@ -416,7 +427,7 @@ class Replica:
             self.count_writes(self.table.parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Make low-precision copies of released parameters while they are whole."""
+        """Have modules compute with the memory that has parameters in their compute dtypes, where there is such."""
         self._storage.follow(precision)
 
     @property

@@ -4,6 +4,9 @@ A unit's buckets hold only its parameters, so gathering it is one all-gather a b
 memory that units share. The outermost unit and those that stay whole after their forward have a place each. Of the
 others, those inside equally many units take turns with two. A released parameter's data is one NaN, its own, expanded
 to its shape. Parameters that are never released lie as at zero=2 (ParameterMemory).
+
+Under a precision policy a unit's place has the size of its compute form: each gather casts this rank's slice into its
+part of the place, and gathers the others' there. The unit itself, in float32, is then gathered apart alone.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import torch
 from .._engine import DeviceUnits, Reducer
 from ..backend.device_link import DeviceLink, alias
 from ..layout.param_groups import UnitPlan
-from ..layout.param_table import ParameterTable
 from ..layout.shard_runs import itemsize_of, make_dense
 from ..layout.views import dtype_name
 from ..torch_compat import cuda
@@ -29,12 +31,31 @@ from .storage import ParameterMemory
 if TYPE_CHECKING:
     from ..backend.base import Backend, Request
 
+#: of buckets in a place
+_ALIGNMENT = 128
 
-def rows_in_groups(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[tuple[str, int, str, bool, int]]:
-    """Return the rows of a reducer whose buckets each hold parameters of one unit, or parameters that are never
-    released."""
-    groups = {index: number for number, members in enumerate(releasable(table, plans), 1) for index in members}
-    return [(*row, groups.get(index, 0)) for index, row in enumerate(table.rows())]
+
+def narrowed(request: Request, members: Sequence[list[int]]) -> dict[int, torch.dtype]:
+    """Return the dtypes of parameters that are cast as they are gathered."""
+    released = {index for each in members for index in each}
+    parameters = request.table.parameters
+    return {
+        index: dtype
+        for index, dtype in request.compute_dtypes.items()
+        if index in released and parameters[index].dtype is torch.float32  # the kernel's
+    }
+
+
+def rows_in_groups(request: Request) -> list[tuple[str, int, str, bool, int]]:
+    """Return the rows of a reducer whose buckets each hold parameters of one unit and one compute dtype, or parameters
+    that are never released."""
+    assert request.plans is not None
+    members = releasable(request.table, request.plans)
+    narrow = narrowed(request, members)
+    kinds = {index: (number, str(narrow.get(index, ""))) for number, each in enumerate(members) for index in each}
+    numbers = {kind: number for number, kind in enumerate(sorted(set(kinds.values())), 1)}
+    groups = {index: numbers[kind] for index, kind in kinds.items()}
+    return [(*row, groups.get(index, 0)) for index, row in enumerate(request.table.rows())]
 
 
 def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
@@ -84,9 +105,11 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         members = releasable(table, plans)
         self._link, self._row = link, row
         self._released = {index for each in members for index in each}
+        self._cast_to = narrowed(request, members)
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
         self._stepped_slices: set[int] = set()  # buckets with released parameters that train, or have trained
         self._whole = {}
+        self._computed_with = {}
         link.broadcast(table.parameters, 0)
         super().__init__(backend, reducer, request, shared=False)
         for index in self._released:
@@ -97,7 +120,9 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         self._places = Places(engine, link.current_stream, weakref.WeakMethod(self._make_apart))
         self._places.update()
         self.schedule = DeviceUnitSchedule(
-            self._places, plans, [self._members(each) for each in members], backend.abort, places=self._numbers
+            *(self._places, plans, [self._members(each) for each in members], backend.abort),
+            places=self._numbers,
+            compute_members=[self._compute_members(each) for each in members],
         )
         self._tell_marks(plans)
 
@@ -113,41 +138,67 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return self._pieces[bucket][first : first + count]
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
-        self._at: list[dict[int, int]] = []  # for each unit: bucket -> first byte
-        self._sizes: list[int] = []
-        for indices in members:
-            at, size = {}, 0
-            for bucket in sorted({self._reducer.place(index)[0] for index in indices}):
-                _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-                at[bucket], size = size, size + numel * itemsize_of(dtype)
-            self._at.append(at)
-            self._sizes.append(size)
+        """Return the units, and behind them the compute forms, whose places those units have not."""
+        computed = [number for number, indices in enumerate(members) if self._cast_to.keys() & indices]
+        #: the plan of each form, and whether it is a compute form
+        self._forms = [(number, False) for number in range(len(plans))] + [(number, True) for number in computed]
         self._unit_members = members
-        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, self._sizes)]
-        self._numbers = choose_places(plans, self._sizes)
+        self._plan_forms()
+        sizes = self._sizes[: len(plans)]
+        for form, number in enumerate(computed, len(plans)):
+            sizes[number] = self._sizes[form]
+        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
+        self._numbers = choose_places(plans, sizes)
         spans = [0] * (max(self._numbers) + 1)
-        for place, size in zip(self._numbers, self._sizes):
+        for place, size in zip(self._numbers, sizes):
             spans[place] = max(spans[place], size)
         self._unit_bytes = sum(spans)
         like = self._table.parameters[0].data
         self._like = cuda.runtime.zeros(0, torch.uint8, like)
         memory = [cuda.runtime.zeros(span, torch.uint8, like) for span in spans]
         specs = []
-        for number, (plan, place, at) in enumerate(zip(plans, self._numbers, self._at)):
-            for index, tensor in zip(members[number], self._tensors(number, memory[place])):
-                self._whole[index] = tensor
-            runs = [(self._pieces[b].data_ptr(), first, self._pieces[b].nbytes) for b, first in at.items()]
-            specs.append((plan.name or self._label, place, memory[place].data_ptr(), runs))
+        for form, (number, is_computed_with) in enumerate(self._forms):
+            place = self._numbers[number]
+            tensors = self._computed_with if is_computed_with else self._whole
+            # Those of a unit without a place are never read there: they have its shapes, strides and dtypes.
+            tensors.update(zip(members[number], self._tensors(form, memory[place])))
+            address = 0 if number in computed and not is_computed_with else memory[place].data_ptr()
+            specs.append((plans[number].name or self._label, place, address, self._runs_of(form)))
         return DeviceUnits(self._row.comm, len(spans), specs)
 
-    def _tensors(self, unit: int, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters of a unit in `memory`, each with its own storage."""
+    def _plan_forms(self) -> None:
+        self._at: list[dict[int, tuple[int, str]]] = []  # of each form: bucket -> first byte, and its dtype there
+        self._sizes: list[int] = []
+        for number, is_computed_with in self._forms:
+            at: dict[int, tuple[int, str]] = {}
+            size = 0
+            for index in sorted(self._unit_members[number], key=lambda index: self._reducer.place(index)[0]):
+                bucket = self._reducer.place(index)[0]
+                _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+                if is_computed_with and index in self._cast_to:
+                    dtype = dtype_name(self._cast_to[index])
+                if bucket not in at:
+                    at[bucket] = size, dtype
+                    size += -(-numel * itemsize_of(dtype) // _ALIGNMENT) * _ALIGNMENT
+            self._at.append(at)
+            self._sizes.append(size)
+
+    def _runs_of(self, form: int) -> list[tuple[int, int, int, str, str]]:
+        runs = []
+        for bucket, (first, dtype) in self._at[form].items():
+            piece, own = self._pieces[bucket], self._reducer.bucket_shape(bucket)[2]
+            runs.append((piece.data_ptr(), first, piece.numel() * itemsize_of(dtype), own, dtype))
+        return runs
+
+    def _tensors(self, form: int, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters of a form that lies in `memory`, each with a storage of its own."""
         found = []
-        for index in self._unit_members[unit]:
+        for index in self._unit_members[self._forms[form][0]]:
             data = self._table.parameters[index].data if index not in self._whole else self._whole[index]
             bucket, begin, _ = self._reducer.place(index)
-            address = memory.data_ptr() + self._at[unit][bucket] + begin * data.element_size()
-            found.append(alias(self._link, memory, address, dtype_name(data.dtype), data.shape, data))
+            first, dtype = self._at[form][bucket]
+            address = memory.data_ptr() + first + begin * itemsize_of(dtype)
+            found.append(alias(self._link, memory, address, dtype, data.shape, data))
         return found
 
     def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:

@@ -5,8 +5,9 @@ autograd graph. Gradients therefore arrive in the parameter's dtype. Accumulatio
 optimizers and checkpoints work as for a float32 model, at every stage.
 
 Activation checkpointing runs parts of the forward again inside the backward; each module then takes its copies for its
-own call. If parameters are released (zero=3 with private parameters), a copy is made when its unit is gathered. Outside
-of the wrapper the module computes in float32. docs/design/precision.md has the table.
+own call. At zero=3 parameters already lie in memory in their compute dtype, so slots hold views of that memory, and
+nothing is copied (docs/design/zero_compute.md). Outside of the wrapper the module computes in float32.
+docs/design/precision.md has the table.
 """
 
 from __future__ import annotations
@@ -68,9 +69,11 @@ class PrecisionPlan:
         self._slots = {each: self._slots_of(name, each, set(ignored)) for name, each in submodules.items()}
         self._active = False
         self._swapped: dict[torch.nn.Module, dict[str, Any]] = {}  # the parameters that copies have replaced
-        self._copies: dict[tuple[int, torch.dtype, bool], torch.Tensor] = {}
+        #: copies by parameter, dtype and kind, with what they were made of
+        self._copies: dict[tuple[int, torch.dtype, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
-        self._is_whole: Callable[[torch.Tensor], bool] | None = None
+        self._source: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+        self._in_units = False
         self._handles: list[Any] = []
         self._made: list[
             tuple[torch.Tensor, torch.Tensor]
@@ -95,7 +98,7 @@ class PrecisionPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no units and is not running."""
-        return {**self.__dict__, "_is_whole": None, "_made": [], "_copies": {}}
+        return {**self.__dict__, "_source": None, "_in_units": False, "_made": [], "_copies": {}}
 
     def __repr__(self) -> str:
         return f"PrecisionPlan({self._policies})"
@@ -111,6 +114,11 @@ class PrecisionPlan:
         made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
         return made.get(next(iter(asked), None))
 
+    def adds_in_float32(self) -> bool:
+        """Return True if low-precision gradients must be added in float32."""
+        wide = any(policy.reduce_dtype is torch.float32 for policy in self._policies.values())
+        return wide and bool(self.without_master())
+
     def without_master(self) -> list[torch.Tensor]:
         """Return the low-precision parameters that keep their dtype because a policy says master=False."""
         denied = []
@@ -119,6 +127,15 @@ class PrecisionPlan:
             if policy is not None and not policy.master:
                 denied += [p for p in submodule._parameters.values() if p is not None and p.dtype in LOW_DTYPES]
         return denied
+
+    def compute_dtypes(self) -> dict[int, torch.dtype]:
+        """Map the identity of each parameter to the dtype in which modules compute with it, if that is one dtype."""
+        found: dict[int, set[torch.dtype]] = {}
+        for submodule, slots in self._slots.items():
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    found.setdefault(id(parameter), set()).add(slots.get(name, parameter.dtype))
+        return {key: dtypes.pop() for key, dtypes in found.items() if len(dtypes) == 1}
 
     # installing ---------------------------------------------------------------------------------------------------
 
@@ -157,20 +174,36 @@ class PrecisionPlan:
         # always_call: a recomputation ends with an exception as soon as it has all that it needs.
         self._handles.append(module.register_forward_hook(self._after_module, always_call=True))
 
-    def follow(self, is_whole: Callable[[torch.Tensor], bool]) -> None:
-        """Make copies when modules are called, of the parameters that are gathered then, because units come and go."""
-        self._is_whole = is_whole
+    def follow(
+        self, source: Callable[[torch.Tensor], torch.Tensor | None], in_units: Collection[torch.Tensor] | None = None
+    ) -> None:
+        """Read parameters from where `source` says. See Copies."""
+        self._source = source
+        self._in_units = in_units is not None
+        managed = set(map(id, in_units or ()))
+        for submodule, slots in self._slots.items():
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None and id(parameter) in managed:
+                    slots.setdefault(name, parameter.dtype)
+
+    def is_in_force(self) -> bool:
+        """Return True if a module that is called now computes in its policy's dtype."""
+        return self._active or (not _is_compiling() and _hooks.graph_task_id() != -1)
 
     def forget(self, parameters: Collection[torch.Tensor]) -> None:
-        """Drop the copies of released parameters. Copies that a backward needs stay alive."""
-        if not self._active or torch.is_grad_enabled():
+        """Put released parameters back in their slots, where a read is an error with their name.
+
+        With gradients the same copies return if the modules are called again: their gradients meet in one place.
+        """
+        if not self._active:
             return
         ended = {id(parameter) for parameter in parameters}
         for submodule, before in self._swapped.items():
             back = {name: each for name, each in before.items() if id(each) in ended}
             if back:
                 self._put_back(submodule, list(back))
-        self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in ended}
+        if not torch.is_grad_enabled():
+            self._copies = {key: copy for key, copy in self._copies.items() if key[0] not in ended}
 
     def remove(self) -> None:
         """Remove the hooks; parameters stay float32."""
@@ -197,7 +230,7 @@ class PrecisionPlan:
     def _take(self) -> None:
         self._restore_all()
         self._active = True
-        if self._is_whole is None:
+        if not self._in_units:
             self._swap(self._module)
 
     def _give_back(self) -> None:
@@ -217,15 +250,17 @@ class PrecisionPlan:
                 continue
             before = self._swapped.setdefault(submodule, {})
             names = []
+            is_sparse = bool(getattr(submodule, "sparse", False))
             for name, dtype in slots.items():
                 parameter = submodule._parameters[name]
-                if name in before or parameter is None or parameter.dtype is dtype:
+                if name in before or parameter is None:
                     continue
-                if self._is_whole is None or self._is_whole(parameter):
-                    before[name] = parameter
-                    cast = _CastOfSparse.apply if getattr(submodule, "sparse", False) else torch.Tensor.to
-                    submodule._parameters[name] = self._copy(parameter, dtype, cast)  # type: ignore[assignment]
-                    names.append(name)
+                source = parameter if self._source is None else self._source(parameter)
+                if source is None or (source is parameter and parameter.dtype is dtype):
+                    continue
+                before[name] = parameter
+                submodule._parameters[name] = self._copy(parameter, source, dtype, is_sparse)  # type: ignore[assignment]
+                names.append(name)
             if names:
                 taken.append((submodule, names))
                 refresh_weights(submodule)
@@ -233,13 +268,16 @@ class PrecisionPlan:
 
     _take_places_below = _hooks.disable_compile(_swap)
 
-    def _copy(self, parameter: torch.Tensor, dtype: torch.dtype, cast: Callable[..., torch.Tensor]) -> torch.Tensor:
-        if not self._active:
-            return cast(parameter, dtype)
-        key = (id(parameter), dtype, cast is torch.Tensor.to)  # tied parameters share one copy
-        if key not in self._copies:
-            self._copies[key] = cast(parameter, dtype)
-        return self._copies[key]
+    def _copy(self, parameter: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, is_sparse: bool) -> torch.Tensor:
+        key = (id(parameter), dtype, is_sparse, source is parameter)  # tied parameters share one copy
+        copy, earlier = self._copies.get(key, (parameter, parameter)) if self._active else (parameter, parameter)
+        if source is not earlier:  # memory elsewhere: gradients still meet in the first copy
+            copy = _ViewOfMemory.apply(copy, source)
+        if copy.dtype is not dtype:
+            copy = _CastOfSparse.apply(copy, dtype) if is_sparse else copy.to(dtype)
+        if self._active:
+            self._copies[key] = (copy, source)
+        return copy
 
     def _put_back(self, submodule: torch.nn.Module, names: list[str]) -> None:
         before = self._swapped[submodule]
@@ -260,7 +298,7 @@ class PrecisionPlan:
     # hooks on submodules ------------------------------------------------------------------------------------------
 
     def _before_outermost(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._is_whole is not None and self._active:
+        if self._in_units and self._active:
             self._take_places_below(module)
 
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -268,7 +306,7 @@ class PrecisionPlan:
 
         A backward does so to recompute activations; the copies then stay for the call alone.
         """
-        if self._is_whole is not None and self._active:
+        if self._in_units and self._active:
             self._take_places_below(module)
         elif not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
             taken = self._swap(module)
@@ -280,13 +318,10 @@ class PrecisionPlan:
             self._restore(self._recomputing.pop()[1])
 
     def _cast_inputs_of(self, module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
-        return _cast_inputs(self._boundaries[module][0], inputs, kwargs) if self._is_in_force() else None
+        return _cast_inputs(self._boundaries[module][0], inputs, kwargs) if self.is_in_force() else None
 
     def _cast_output_of(self, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        return _cast(output, self._boundaries[module][1]) if self._is_in_force() else None
-
-    def _is_in_force(self) -> bool:
-        return self._active or bool(self._recomputing)
+        return _cast(output, self._boundaries[module][1]) if self.is_in_force() else None
 
 
 #: id of a wrapped module -> its plan, which holds the module
@@ -301,6 +336,22 @@ class _CastOfSparse(torch.autograd.Function):
     def forward(ctx: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.dtype = parameter.dtype
         return parameter.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return made_dense(gradient).to(ctx.dtype), None
+
+
+class _ViewOfMemory(torch.autograd.Function):
+    """A parameter's values in memory of another dtype, which may be released and filled again; gradients as of a cast.
+
+    Operations save a view of that memory for the backward, and no copy. The values of `parameter` are not read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = parameter.dtype
+        return memory.detach()  # with the version counter of `memory`
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

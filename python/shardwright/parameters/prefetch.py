@@ -20,7 +20,7 @@ import torch
 
 from .._engine import DeviceUnits, Error
 from ..torch_compat import autograd as _hooks
-from .unshard_schedule import Pin, Unit, UnitSchedule
+from .unshard_schedule import ComputeForm, Pin, Unit, UnitSchedule
 
 _NO_TASK = -1
 
@@ -116,14 +116,15 @@ class DeviceUnit(Unit):
 
     Attributes
     ----------
-    place : int
+    place : int, optional
+        None: it is always gathered apart.
     ran_apart : set of int
         Clock times of forwards whose graphs hold views of it apart, and keep that memory.
     needs_place : bool
         True if a graph that is about to run holds views of it in its place.
     """
 
-    place = 0
+    place: int | None = 0
     needs_place = False
 
     def _make_placeholders(self) -> None:
@@ -147,6 +148,11 @@ class DeviceUnit(Unit):
         self.whole = self._in_place if whole is None else whole
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
+    def lose_place(self) -> None:
+        """Lie in memory of its own whenever it is whole."""
+        self.place, self._in_place = None, []
+        self.lie_in(None)
+
     def note_samples(self) -> None:
         """Do nothing: reading the GPU would make the host wait."""
 
@@ -159,24 +165,37 @@ class DeviceUnit(Unit):
         return next(name for name, now, address in zip(self.names, found, self._addresses) if now != address)
 
 
+class DeviceComputeForm(ComputeForm, DeviceUnit):
+    """The compute form of a unit on a GPU."""
+
+    def _make_placeholders(self) -> None:
+        super()._make_placeholders()
+        self.ran_apart = set()
+        self._in_place = self.whole
+
+
 class DeviceUnitSchedule(UnitSchedule):
     """The units of one module on a GPU. See UnitSchedule.
 
     Parameters
     ----------
     places : sequence of int
-        The place of each unit.
+        The place of each plan's unit: of its compute form, where it has one. Such a unit has no place itself.
     """
 
     unit_class = DeviceUnit
+    compute_class = DeviceComputeForm
     #: a thread of torch's may drop a backward later
     ends_failed_backwards = False
     units: list[Any]
 
-    def __init__(self, units: Places, *arguments: Any, places: Sequence[int]) -> None:
-        super().__init__(units, *arguments)
-        for unit, place in zip(self.units, places):
-            unit.place = place
+    def __init__(self, units: Places, *arguments: Any, places: Sequence[int], **options: Any) -> None:
+        super().__init__(units, *arguments, **options)
+        for unit, place in zip(self._plain, places):
+            form = unit.compute_form
+            (unit if form is None else form).place = place  # type: ignore[attr-defined]
+            if form is not None:
+                unit.lose_place()  # type: ignore[attr-defined]
         self._before: dict[str, DeviceUnit | None] = {"forward": None, "backward": None}
         self._after: dict[str, dict[int, DeviceUnit]] = {"forward": {}, "backward": {}}
 
@@ -197,10 +216,13 @@ class DeviceUnitSchedule(UnitSchedule):
         unit.note_versions()
 
     def _may_lie_in_place(self, unit: DeviceUnit) -> bool:
+        if unit.place is None:
+            return False
         return unit.needs_place or not (self._keepers or unit.pin is Pin.BY_USER)
 
     def _make_room(self, unit: DeviceUnit) -> bool:
         """Return True if the place of `unit` is free, or can be made so."""
+        assert unit.place is not None
         number = self._units.holder(unit.place)
         if number is None:
             return True
@@ -210,7 +232,7 @@ class DeviceUnitSchedule(UnitSchedule):
             return True
         if not (other.running or other.opened) and other.pin is not Pin.UNTIL_STEP:
             self._release(other)
-            if self._keepers or other.pin is Pin.BY_USER:
+            if other.pin is Pin.BY_USER or (self._keepers and not other.is_compute_form):
                 self._gather(other)  # apart
             return True
         if unit.needs_place:
@@ -235,8 +257,15 @@ class DeviceUnitSchedule(UnitSchedule):
     def gather_beside(self, number: int) -> None:
         """Take part in a gather of other ranks without making a unit whole here."""
         self.release_all()
-        self._units.gather(number)
+        self._gather_plainly(self.units[number])
         self._units.release(number)
+        self.units[number].lie_in(None)
+
+    def _gather_plainly(self, unit: Any) -> None:
+        if unit.place is None:
+            unit.lie_in(self._units.gather_apart(unit.number))
+        else:
+            self._units.gather(unit.number)
 
     def release_all(self) -> None:
         self._units.drop_coming()
@@ -281,7 +310,7 @@ class DeviceUnitSchedule(UnitSchedule):
         following = self._after[phase].get(unit.number)
         if following is None or self._keepers or not following.indices:
             return
-        if following.pin is not Pin.NONE:
+        if following.pin is not Pin.NONE or following.place is None:
             return
         is_released = not following.is_whole and following.number not in self._units.coming
         if is_released and self._units.holder(following.place) is None:
@@ -290,15 +319,16 @@ class DeviceUnitSchedule(UnitSchedule):
     def _before_forward(self, unit: Any, *arguments: Any) -> None:
         super()._before_forward(unit, *arguments)
         if _hooks.graph_task_id() == _NO_TASK:
-            if unit is self.units[0]:
+            if unit.is_outermost:
                 self._before["forward"] = None
-            self._look_ahead("forward", unit)
+            self._look_ahead("forward", unit.forms[-1] if unit.forms else unit)
 
     def _after_forward(self, unit: Any, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if unit.running and unit.number in self._units.apart:
-            unit.ran_apart.add(unit.running[-1])
+        form = unit.forms[-1] if unit.forms else unit
+        if form.running and form.number in self._units.apart:
+            form.ran_apart.add(form.running[-1])
         super()._after_forward(unit, module, args, output)
-        if unit is self.units[0] and not unit.running and _hooks.graph_task_id() == _NO_TASK:
+        if unit.is_outermost and not form.running and _hooks.graph_task_id() == _NO_TASK:
             self._units.drop_coming()
 
     def _before_backward(self, unit: Any, begin: int, end: int) -> None:

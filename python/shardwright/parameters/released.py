@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..layout.param_groups import UnitPlan, mark_of
-from ..layout.shard_runs import Copies, SliceRuns, Storage, memory_order
+from ..layout.shard_runs import Copies, SliceRuns, Storage, memory_order, weak_source
 from .unshard_schedule import UnitSchedule
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class ReleasedParameters(Storage, SliceRuns):
     _label: str
     #: tensors of parameters that can be released, where they lie when they are whole
     _whole: dict[int, torch.Tensor]
+    #: the same in their compute dtypes, of units of which some modules compute in 16 bits
+    _computed_with: dict[int, torch.Tensor]
     #: this rank's elements of parameters, which may be none
     _slices: dict[int, torch.Tensor]
     #: (name, bytes) of each unit
@@ -44,6 +46,10 @@ class ReleasedParameters(Storage, SliceRuns):
 
     def _members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
         return [(i, self._table.names[i], self._table.parameters[i], self._whole[i]) for i in indices]
+
+    def _compute_members(self, indices: list[int]) -> list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]:
+        found = [index for index in indices if index in self._computed_with]
+        return [(i, self._table.names[i], self._table.parameters[i], self._computed_with[i]) for i in found]
 
     def _tell_marks(self, plans: Sequence[UnitPlan]) -> None:
         """Give each module of fully_shard its unit."""
@@ -87,8 +93,9 @@ class ReleasedParameters(Storage, SliceRuns):
         self.schedule.arrange_hooks()
 
     def follow(self, copies: Copies) -> None:
-        copies.follow(self.schedule.holds_whole)
+        copies.follow(weak_source(self.schedule.source_of), self.schedule.computed_with)
         self.schedule.on_release = weakref.WeakMethod(copies.forget)
+        self.schedule.policy = weakref.WeakMethod(copies.is_in_force)
 
     def plan(self) -> dict[str, Any]:
         """Return facts for describe()."""

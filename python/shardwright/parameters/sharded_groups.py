@@ -1,15 +1,17 @@
 """Parameters of which a rank keeps its slices, gathered in units while they are used: private parameters at zero=3.
 
 A parameter has slices, one a rank, in an arena that the host's ranks map, and a range of addresses of its own, which
-has pages only while its unit is whole. A released parameter's data is one NaN, its own, expanded to its shape. With
-several hosts each has a copy of all slices, in the part of its lowest rank, so a unit is gathered without a message. On
-a mesh of two dimensions each replica that spans hosts has one. The schedule (parameters/unshard_schedule.py) decides
-when units are gathered and released.
+has pages only while its unit is whole. Parameters with which modules compute in a 16-bit dtype have slices of that
+dtype too, cast after each step, and a second range of addresses, into which those are gathered. A released parameter's
+data is one NaN, its own, expanded to its shape. With several hosts each has a copy of all slices, in the part of its
+lowest rank, so a unit is gathered without a message. On a mesh of two dimensions each replica that spans hosts has one.
+The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,8 @@ _ALIGNMENT = 128
 _CHUNK_BYTES = 2 << 20
 #: elements of a record of 8-bit integers: cuts between slices are multiples of it, so that values do not depend on them
 _BLOCK, _BITS = 32, 8
+#: bytes of an element of a 16-bit dtype
+_NARROW_BYTES = 2
 
 
 class UnitMemory(ReleasedParameters):
@@ -52,8 +56,8 @@ class UnitMemory(ReleasedParameters):
 
     Notes
     -----
-    Memory a rank: its slices and their records, and the pages of units that are whole at once. Pages for the outermost
-    unit and the largest other one are kept between uses.
+    Memory a rank: its slices, their 16-bit casts or records, and the pages of units that are whole at once. Pages for
+    the outermost unit and the largest other one are kept between uses.
     """
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
@@ -64,6 +68,10 @@ class UnitMemory(ReleasedParameters):
         self._backend, self._group, self._table, self._label = backend, group, table, label
         self.one_copy = group.is_apart(slicing)
         self._home = group.home_of(slicing)
+        members = releasable(table, plans)
+        released = {index for each in members for index in each}
+        #: the dtypes of parameters with 16-bit slices
+        self._narrow = {} if coded else {i: d for i, d in request.compute_dtypes.items() if i in released}
         self._plan_slices()
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
@@ -74,18 +82,19 @@ class UnitMemory(ReleasedParameters):
         self._codes = self._make_codes() if coded else None
         group.broadcast(table.parameters, 0, f"parameters of {label}")
         self._whole: dict[int, torch.Tensor] = {}
+        self._computed_with: dict[int, torch.Tensor] = {}
         for parameter in table.parameters:
             make_dense(parameter)
         self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
         self._write_slices()
-        members = releasable(table, plans)
-        released = {index for each in members for index in each}
         self._refreshed = [
             (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
         ]
         self._units = self._make_units(plans, members)
         self.schedule = UnitSchedule(
-            self._units, plans, [self._members(each) for each in members], backend.abort, coded=coded
+            *(self._units, plans, [self._members(each) for each in members], backend.abort),
+            coded=coded,
+            compute_members=[self._compute_members(each) for each in members],
         )
         self._tell_marks(plans)
         group.comm.barrier(f"slices of the parameters of {label}")
@@ -99,6 +108,11 @@ class UnitMemory(ReleasedParameters):
             self._offsets.append(begin if self.one_copy else self._slice_bytes)
             self._slice_bytes += numel // self._slicing.count * itemsize_of(dtype)
             self._part_bytes = begin + numel * itemsize_of(dtype) if self.one_copy else self._slice_bytes
+        self._narrow_offsets: dict[int, int] = {}
+        for bucket in sorted({self._reducer.place(index)[0] for index in self._narrow}):
+            numel = self._reducer.bucket_shape(bucket)[1]
+            self._narrow_offsets[bucket] = self._part_bytes
+            self._part_bytes += _aligned((numel if self.one_copy else numel // self._slicing.count) * _NARROW_BYTES)
         for index, parameter in enumerate(self._table.parameters):
             if parameter.requires_grad:
                 self.adopt(index)
@@ -108,15 +122,19 @@ class UnitMemory(ReleasedParameters):
         if not self.one_copy:
             populate(self._arena, [(0, self._part_bytes)])
         elif self._group.rank == self._home:
-            populate(self._arena, [(offset, numel * itemsize_of(dtype)) for offset, numel, dtype in buckets])
+            ranges = [(offset, numel * itemsize_of(dtype)) for offset, numel, dtype in buckets]
+            ranges += [(offset, buckets[b][1] * _NARROW_BYTES) for b, offset in self._narrow_offsets.items()]
+            populate(self._arena, ranges)
 
-    def _place(self, bucket: int, rank: int) -> tuple[int, int]:
-        """Return the rank in whose part the slice of a rank lies, and its first byte there."""
+    def _place(self, bucket: int, rank: int, *, narrow: bool = False) -> tuple[int, int]:
+        """Return the rank in whose part the slice of a rank lies, or its 16-bit cast, and its first byte there."""
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        offset = self._narrow_offsets[bucket] if narrow else self._offsets[bucket]
         if not self.one_copy:
-            return rank, self._offsets[bucket]
+            return rank, offset
         width = numel // self._slicing.count
-        return self._home, self._offsets[bucket] + self._slicing.of_rank[rank] * width * itemsize_of(dtype)
+        item = _NARROW_BYTES if narrow else itemsize_of(dtype)
+        return self._home, offset + self._slicing.of_rank[rank] * width * item
 
     def _make_codes(self) -> Arena:
         count = -(-self._slice_bytes // (4 * _BLOCK))
@@ -138,13 +156,33 @@ class UnitMemory(ReleasedParameters):
                 numel //= self._slicing.count
                 block_encode(_BLOCK, _BITS, places[1] + record, places[0] + offset, 0, numel)
 
-    def _slice(self, index: int, rank: int | None = None) -> torch.Tensor:
-        """Return the elements of a parameter that a rank owns (default: this one); may be empty."""
+    def _slice(self, index: int, rank: int | None = None, *, narrow: bool = False) -> torch.Tensor:
+        """Return the elements of a parameter that a rank owns (default: this one), or their cast; may be empty."""
         rank = self._group.rank if rank is None else rank
         bucket, first, count = self.run_in_slice(index, rank)
-        dtype = self._reducer.bucket_shape(bucket)[2]
-        part, offset = self._place(bucket, rank)
+        dtype = dtype_name(self._narrow[index]) if narrow else self._reducer.bucket_shape(bucket)[2]
+        part, offset = self._place(bucket, rank, narrow=narrow)
         return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
+
+    @functools.cached_property
+    def _casts(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Return (index, 16-bit slice, slice) of what this rank casts: its own slices, or its part of the host's copy."""
+        if not self.one_copy:
+            pairs = [(i, self._slice(i, narrow=True), self._slices[i]) for i in self._narrow]
+            return [pair for pair in pairs if pair[1].numel()]
+        beside = self._group.sharers(self._slicing)
+        mine = sorted(self._narrow)[beside.index(self._group.rank) :: len(beside)]
+        return [pair for index in mine for pair in self._casts_of(index)]
+
+    def _casts_of(self, index: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        ranks = [rank for rank in self._slicing.replica() if self.run(index, rank) != (0, 0)]
+        return [(index, self._slice(index, rank, narrow=True), self._slice(index, rank)) for rank in ranks]
+
+    def _cast(self) -> None:
+        """Cast what was stepped on. No unit may be gathered meanwhile."""
+        for index, narrow, piece in self._casts:
+            if self.is_stepped(index):
+                narrow.copy_(piece)
 
     def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """Return (low, high, slice) of every rank of this replica that owns some of a parameter."""
@@ -158,56 +196,71 @@ class UnitMemory(ReleasedParameters):
         elif self._group.rank == self._home:
             for index, parameter in enumerate(self._table.parameters):
                 self.write_whole(index, memory_order(parameter.data, parameter.data))
+        casts = self._casts
+        if self.one_copy:  # the other ranks of the host may not have what this one has written
+            mine = self._narrow if self._group.rank == self._home else ()
+            casts = [cast for index in mine for cast in self._casts_of(index)]
+        for _, narrow, piece in casts:
+            narrow.copy_(piece)
         self._encode()
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
+        forms: list[tuple[int, Collection[int]]] = [(number, ()) for number in range(len(plans))]
+        forms += [(number, self._narrow) for number, indices in enumerate(members) if self._narrow.keys() & indices]
         specs, places = [], []
-        for number, (plan, indices) in enumerate(zip(plans, members)):
-            size, runs, offsets = self._plan_unit(indices)
-            specs.append((plan.name or self._label, size, runs))
-            places += [(index, number, offset) for index, offset in offsets.items()]
-        sizes = [size for _, size, _ in specs]
+        sizes = [0] * len(plans)
+        for form, (number, narrow) in enumerate(forms):
+            size, runs, offsets = self._plan_unit(members[number], narrow)
+            specs.append((plans[number].name or self._label, size, runs))
+            places += [(index, form, offset) for index, offset in offsets.items()]
+            sizes[number] = size  # of its compute form, which comes later
         self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
         spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
         kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
         self._unit_bytes = spans[0] + max([kept, *spans[1:]])
         codes = {} if self._codes is None else {"codes": self._codes}
         units = Units(self._arena, specs, self._unit_bytes, f"units of {self._label}", **codes)
-        for index, number, offset in places:
+        for index, form, offset in places:
             data = self._table.parameters[index].data
             strides = dense_strides(data)
             assert strides is not None
-            capsule = units.tensor(
-                number, offset, data.numel(), dtype_name(data.dtype), list(data.shape), list(strides)
-            )
-            self._whole[index] = from_dlpack(capsule)
+            is_computed_with = form >= len(plans)
+            dtype = self._narrow.get(index, data.dtype) if is_computed_with else data.dtype
+            capsule = units.tensor(form, offset, data.numel(), dtype_name(dtype), list(data.shape), list(strides))
+            (self._computed_with if is_computed_with else self._whole)[index] = from_dlpack(capsule)
         return units
 
-    def _plan_unit(self, indices: list[int]) -> tuple[int, list[tuple[int, int, int, int, bool]], dict[int, int]]:
-        """Return the bytes of a unit, its runs, and the first byte of each parameter. Neighbours in a bucket stay
-        neighbours here.
+    def _plan_unit(
+        self, indices: list[int], narrow: Collection[int] = ()
+    ) -> tuple[int, list[tuple[int, int, int, int, bool]], dict[int, int]]:
+        """Return the bytes of a unit, its runs, and the first byte of each parameter; those of `narrow` are 16-bit.
+
+        Neighbours in a bucket stay neighbours here.
         """
         size, offsets = 0, {}
-        pieces: list[list[int]] = []  # bucket, first and last element, target of the first one
+        pieces: list[list[int]] = []  # bucket, bytes of an element, first and last element, target of the first one
         for index in sorted(indices, key=lambda index: self._reducer.place(index)[:2]):
             bucket, begin, numel = self._reducer.place(index)
-            item = itemsize_of(self._reducer.bucket_shape(bucket)[2])
-            if pieces and pieces[-1][0] == bucket and _aligned(pieces[-1][2] * item) == begin * item:
-                pieces[-1][2] = begin + numel
+            own = itemsize_of(self._reducer.bucket_shape(bucket)[2])
+            item = _NARROW_BYTES if index in narrow else own
+            step = _ALIGNMENT * item // own  # between neighbours in the bucket
+            if pieces and pieces[-1][:2] == [bucket, item] and _aligned(pieces[-1][3] * item, step) == begin * item:
+                pieces[-1][3] = begin + numel
             else:
-                pieces.append([bucket, begin, begin + numel, size])
+                size = _aligned(size)
+                pieces.append([bucket, item, begin, begin + numel, size])
             offsets[index] = size
-            size += _aligned(numel * item)
+            size += _aligned(numel * item, step)
         runs = []
-        for bucket, begin, end, target in pieces:
+        for bucket, item, begin, end, target in pieces:
             _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            item, width = itemsize_of(dtype), numel // self._slicing.count
+            width = numel // self._slicing.count
             coded = self._codes is not None and dtype == "float32"
             for rank in self._slicing.replica():
                 first = self._slicing.of_rank[rank] * width
                 low, high = max(begin, first), min(end, first + width)
                 if low < high:
-                    part, offset = self._place(bucket, rank)
+                    part, offset = self._place(bucket, rank, narrow=item != itemsize_of(dtype))
                     source = offset + (low - first) * item
                     runs.append((target + (low - begin) * item, part, source, (high - low) * item, coded))
         return size, runs, offsets
@@ -263,9 +316,10 @@ class UnitMemory(ReleasedParameters):
         """Publish slices that every rank has updated: whole units are out of date, and gathered anew when used.
         Collective.
 
-        Return which ranks said `failed`; None if that does not travel along. `sliced` says that hosts lack one
-        another's updates. Cost: one barrier, two with records, and the bytes of parameters that are never released.
-        Over hosts, each sends the others its ranks' updates, once.
+        Return which ranks said `failed`; None if that does not travel along. `sliced` says that each rank has updated
+        its own slices, which hosts lack; else ranks have updated any slices of the host. Cost: one barrier (two with
+        records; with casts two over hosts, and where any slices were updated), and the bytes of parameters that are
+        never released. Over hosts, each sends the others its ranks' updates, once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
         outcomes = self._outcomes if failed is not None else None
@@ -275,11 +329,18 @@ class UnitMemory(ReleasedParameters):
         if self._codes is not None:
             comm.barrier(f"updated slices of {self._label}")  # slices of any rank
             self._encode()
+        if self._narrow and not self.one_copy:
+            if not sliced:
+                comm.barrier(f"updated slices of {self._label}")
+            self._cast()
         if self.one_copy and sliced and self._stepped:
             ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
             comm.all_gather(self._arena, ranges, label, one_copy=True, slices=self._slicing.for_engine())
         else:
             comm.barrier(label)
+        if self._narrow and self.one_copy:
+            self._cast()
+            comm.barrier(f"casts of {self._label}")
         self._refresh()
         return outcomes.read() if outcomes is not None else None
 
@@ -317,5 +378,5 @@ class UnitMemory(ReleasedParameters):
         self.schedule.surrender()
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def _aligned(nbytes: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment

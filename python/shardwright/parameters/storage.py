@@ -9,14 +9,14 @@ buckets lie and how slices travel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .._engine import Reducer
 from ..backend.base import Backend, Request
-from ..layout.shard_runs import ParameterSlices, itemsize_of, make_dense
+from ..layout.shard_runs import Copies, ParameterSlices, itemsize_of, make_dense, weak_source
 
 
 class ParameterMemory(ParameterSlices):
@@ -49,8 +49,49 @@ class ParameterMemory(ParameterSlices):
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
         for index in moving:
             self.adopt(index)
+        self._is_written = False  # whether each rank has parameters of its own, in writable()
+        self._casts = False  # whether some ranks have casts, and all meet once they are made
+        self._narrow: dict[int, torch.Tensor] = {}  # the casts of parameters
+        self._narrow_of: dict[int, torch.Tensor] = {}  # the same by the parameters' identities
+        self._mine: list[int] = []  # those that this rank makes
         if shared:
             backend.fence(f"parameters of {self._label} shared")
+            self._make_casts(request)
+
+    def _make_casts(self, request: Request) -> None:
+        """Make one cast a host of what modules compute with in 16 bits. Collective.
+
+        A rank that shares with none casts in its forwards: it may write to its parameters as it likes.
+        """
+        group = self._backend.group
+        self._casts = bool(request.compute_dtypes) and group.shares(self._slicing)
+        beside = group.sharers(self._slicing)
+        for index, dtype in request.compute_dtypes.items() if len(beside) > 1 else ():
+            bucket, begin, _ = self._reducer.place(index)
+            self._narrow[index] = self._buckets.narrow(bucket, begin, self._table.parameters[index], dtype)
+        self._narrow_of = {id(self._table.parameters[index]): each for index, each in self._narrow.items()}
+        self._mine = sorted(self._narrow)[beside.index(self._slicing.rank) :: len(beside)]
+        self._cast(self._mine)
+
+    def _cast(self, indices: Iterable[int]) -> None:
+        """Make these casts anew, while no rank computes with them. Collective."""
+        if self._casts:
+            with torch.no_grad():
+                for index in indices:
+                    narrow = self._narrow[index]
+                    narrow.copy_(self._flat[index].as_strided(narrow.shape, narrow.stride()))
+            self._backend.fence(f"casts of the parameters of {self._label}")
+
+    def follow(self, copies: Copies) -> None:
+        if self._narrow:
+            copies.follow(weak_source(self._source_of))
+
+    def _source_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter if self._is_written else self._narrow_of.get(id(parameter), parameter)
+
+    def accept_writes(self) -> None:
+        for each in self._narrow.values():
+            torch.autograd.graph.increment_version(each)
 
     def _moving(self) -> list[int]:
         """Return the parameters that lie in buckets from the start."""
@@ -78,6 +119,10 @@ class ParameterMemory(ParameterSlices):
             parameter = self._table.parameters[index]
             if parameter.data_ptr() == self._flat[index].data_ptr():
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    @property
+    def bytes_held(self) -> int:
+        return super().bytes_held + sum(each.nbytes for each in self._narrow.values())
 
     def words(self) -> torch.Tensor:
         """Return all memory that parameters were moved to, as words of 4 bytes."""
@@ -109,7 +154,13 @@ class ParameterMemory(ParameterSlices):
         Return the ranks that said `failed`; None if that does not travel along. See Buckets.publish.
         """
         outcomes: list[int] | None = self._buckets.publish(self._stepped, failed, self._ranges_of)
+        if self._casts:
+            self.cast_stepped()
         return outcomes
+
+    def cast_stepped(self) -> None:
+        """Cast anew what the host's ranks share and have stepped on, once all see it. Collective."""
+        self._cast(index for index in self._mine if self.is_stepped(index))
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
@@ -124,6 +175,7 @@ class ParameterMemory(ParameterSlices):
             for parameter, data in kept:
                 parameter.data = data.clone(memory_format=torch.preserve_format)
             backend.fence(label)  # no rank writes before each has its own
+        self._is_written = self.shared
         try:
             yield
             if self.shared and self._buckets.is_copied:
@@ -133,9 +185,11 @@ class ParameterMemory(ParameterSlices):
                     data.copy_(parameter.data)
         finally:
             if self.shared:
+                self._is_written = False
                 for parameter, data in kept:
                     parameter.data = data
                 backend.fence(label)
+                self._cast(self._mine)
             else:
                 backend.broadcast(self._table.parameters, 0, label)
 

@@ -57,7 +57,13 @@ class Unit:
     is_whole : bool
         True while the parameters are whole. The schedule sets it as it gathers and releases, without a question to the
         engine.
+    compute_form : ComputeForm, optional
+        The unit in the dtypes in which its modules compute under a precision policy.
+    forms : list of Unit
+        Where it has a compute form, the form in which each of its modules' running forwards computes.
     """
+
+    is_compute_form = is_outermost = False
 
     def __init__(
         self, number: int, plan: UnitPlan, members: Sequence[tuple[int, str, torch.nn.Parameter, torch.Tensor]]
@@ -71,6 +77,8 @@ class Unit:
         self.parameters = [parameter for _, _, parameter, _ in members]
         self.whole = [whole for _, _, _, whole in members]
         self._guard = ReadGuard(self.names, self.parameters)
+        self.compute_form: ComputeForm | None = None
+        self.forms: list[Unit] = []
         self.running: list[int] = []
         self.opened: list[tuple[int, int]] = []
         self.pin = Pin.NONE
@@ -189,6 +197,48 @@ class Unit:
         return next(name for begin, name in reversed(places) if begin <= offset)
 
 
+class ComputeForm(Unit):
+    """A unit in the dtypes in which its modules compute under a precision policy.
+
+    It has memory of its own, of which the modules' slots hold views while it is whole. The parameters themselves stay
+    released.
+
+    Attributes
+    ----------
+    unit : Unit
+        The unit itself.
+    """
+
+    is_compute_form = True
+    unit: Unit
+
+    def _make_placeholders(self) -> None:
+        self._addresses = []
+        self._whole_addresses = [each.data_ptr() for each in self.whole]
+        self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+
+    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's values in its compute dtype."""
+        return self.whole[self._positions[id(parameter)]]
+
+    def show_whole(self) -> None:
+        """Do nothing: modules read this memory through views of it."""
+
+    show_released = show_whole
+
+    def take_written(self) -> str | None:
+        """Return the name of a parameter whose placeholder was written to, or replaced."""
+        return None if self.unit.is_whole else self.unit.take_written()
+
+    def count_writes(self) -> None:
+        """Tell autograd that values which it saved for a backward have changed."""
+        for each in self.whole:
+            torch.autograd.graph.increment_version(each)
+
+    def _read_versions(self) -> list[int]:
+        return [each._version for each in self.whole]
+
+
 class UnitSchedule:
     """The units of one module, and the forwards and backwards that run in each.
 
@@ -204,9 +254,18 @@ class UnitSchedule:
         A function that tells the other ranks why this one will not go on.
     coded : bool
         True if running modules see parameters decoded from records; inside everything() they are exact.
+    compute_members : sequence of list, optional
+        The parameters of each unit's compute form, with their data there; empty for a unit without one. The engine
+        numbers these forms behind the units.
+
+    Attributes
+    ----------
+    units : list of Unit
+        The units, then their compute forms.
     """
 
     unit_class = Unit
+    compute_class: type[ComputeForm] = ComputeForm
     #: True if a failed backward releases its units at once, on the thread that called it; otherwise the next forward does
     ends_failed_backwards = True
 
@@ -218,12 +277,22 @@ class UnitSchedule:
         abort: Callable[[str], None],
         *,
         coded: bool = False,
+        compute_members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]] = (),
     ) -> None:
         self._units = units
         self._coded = coded
         self._abort = abort
         self.units = [self.unit_class(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
-        self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+        self._plain = self.units.copy()
+        for unit, plan, each in zip(self._plain, plans, compute_members):
+            if each:
+                unit.compute_form = self.compute_class(len(self.units), plan, each)
+                unit.compute_form.unit = unit
+                self.units.append(unit.compute_form)
+        for form in (self.units[0], self.units[0].compute_form):
+            if form is not None:
+                form.is_outermost = True
+        self._unit_of = {id(parameter): unit for unit in self._plain for parameter in unit.parameters}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
         self._keepers = 0  # the number of everything() that are entered
@@ -234,6 +303,8 @@ class UnitSchedule:
         self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []
         #: told which parameters are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _no_listener
+        #: asked whether modules that are called compute under a policy
+        self.policy: Callable[[], Callable[[], bool] | None] = _no_listener
         for unit in self.units:
             unit.show_released()
         for unit, plan in zip(self.units, plans):
@@ -266,7 +337,7 @@ class UnitSchedule:
                 last.move_to_end(after)
 
     def _hook_states(self, module: torch.nn.Module) -> None:
-        released = {id(p): unit.number for unit in self.units for p in unit.parameters}
+        released = {id(p): unit.number for unit in self._plain for p in unit.parameters}
         for each in module.modules():
             numbers = {released[id(p)] for p in each.parameters(recurse=False) if id(p) in released}
             for number in sorted(numbers):
@@ -291,6 +362,14 @@ class UnitSchedule:
         self._hooked.clear()
 
     # gathering and releasing --------------------------------------------------------------------------------------
+
+    def _form_of(self, unit: Unit) -> Unit:
+        """Return the form of a unit in which a module that is called now computes.
+
+        Inside everything() parameters may be written to, so modules compute with casts of what they then hold.
+        """
+        is_in_force = None if unit.compute_form is None or self._keepers else self.policy()
+        return unit if is_in_force is None or not is_in_force() else unit.compute_form or unit
 
     def _gather(self, unit: Unit) -> None:
         if not unit.is_whole:
@@ -322,7 +401,7 @@ class UnitSchedule:
         if unit.is_whole:
             written = unit.find_written()
             listener = self.on_release()
-            if listener is not None:
+            if listener is not None and not (unit.compute_form is not None and unit.compute_form.is_whole):
                 listener(unit.parameters)
             unit.forget_samples()
             unit.show_released()
@@ -334,6 +413,8 @@ class UnitSchedule:
     def accept_writes(self) -> None:
         """Accept writes that are allowed, or the engine's."""
         for unit in self.units:
+            if isinstance(unit, ComputeForm):
+                unit.count_writes()
             unit.note_versions()
 
     def _release_if_idle(self, unit: Unit) -> None:
@@ -344,6 +425,7 @@ class UnitSchedule:
         """Forget everything gathered: the slices are about to change."""
         self._tasks.clear()
         for unit in self.units:
+            unit.forms.clear()
             unit.running.clear()
             unit.opened.clear()
             if unit.pin is Pin.UNTIL_STEP:
@@ -352,7 +434,7 @@ class UnitSchedule:
 
     def gather_pinned(self) -> None:
         """Gather the units that are always whole."""
-        for unit in self.units:
+        for unit in self._plain:
             if self._keepers or unit.pin is Pin.BY_USER:
                 self._gather(unit)
 
@@ -363,7 +445,7 @@ class UnitSchedule:
             self._release_coded()
         self._keepers += 1
         try:
-            for unit in self.units:
+            for unit in self._plain:
                 self._gather(unit)
             yield
         finally:
@@ -389,17 +471,23 @@ class UnitSchedule:
         self.detach()
         units, self.units = self.units, []
         for unit in units:
-            if self._coded and unit.is_whole:
+            if (self._coded or unit.is_compute_form) and unit.is_whole:
                 self._units.release(unit.number)
                 unit.is_whole = False
+            if unit.is_compute_form:
+                continue
             if not unit.is_whole:
-                self._units.gather(unit.number)
+                self._gather_plainly(unit)
             unit.give_up()
             ours = unit.all_addresses()
             for parameter, whole in zip(unit.parameters, unit.whole):
                 if parameter.data_ptr() in ours:
                     parameter.data = whole.clone(memory_format=torch.preserve_format)
             self._units.release(unit.number)
+
+    def _gather_plainly(self, unit: Unit) -> None:
+        """Gather a unit that is given up afterwards."""
+        self._units.gather(unit.number)
 
     def pin(self, unit: Unit) -> None:
         unit.pin = Pin.BY_USER
@@ -409,23 +497,38 @@ class UnitSchedule:
         unit.pin = Pin.NONE
         self._release_if_idle(unit)
 
-    def holds_whole(self, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter can be read now."""
+    def source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor out of which a module computes with a parameter now: memory of its compute form, the
+        parameter itself, or None while it is released.
+        """
         unit = self._unit_of.get(id(parameter))
-        return unit is None or unit.is_whole
+        if unit is None or not self.units:
+            return parameter if unit is None else None
+        form = unit.compute_form
+        if form is not None and form.is_whole and not self._keepers:
+            return form.memory_of(parameter)
+        return parameter if unit.is_whole else None
+
+    @property
+    def computed_with(self) -> list[torch.Tensor]:
+        """Return the parameters that lie in compute forms."""
+        return [p for unit in self.units if unit.is_compute_form for p in unit.parameters]
 
     def addresses(self) -> dict[int, int]:
         """Map the number of each parameter that can be released to the expected address of its data."""
-        return {index: address for unit in self.units for index, address in zip(unit.indices, unit.addresses())}
+        return {index: address for unit in self._plain for index, address in zip(unit.indices, unit.addresses())}
 
     def stats(self) -> dict[str, Any]:
-        return {"units": len(self.units), **self._units.stats()}
+        return {"units": len(self._plain), **self._units.stats()}
 
     # what happens in a module -------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, *_: Any) -> None:
         if unit is self.units[0]:
             self.arrange_hooks()
+        if unit.compute_form is not None:
+            unit.forms.append(self._form_of(unit))
+            unit = unit.forms[-1]
         unit.running.append(next(self._clock))
         if _hooks.graph_task_id() == _NO_TASK:
             if self._tasks:  # no backward runs: an exception broke off those that have not ended
@@ -433,6 +536,8 @@ class UnitSchedule:
         self._gather(unit)
 
     def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if unit.forms:
+            unit = unit.forms.pop()
         if not unit.running:
             return  # another hook raised before ours
         begin, end = unit.running.pop(), next(self._clock)
@@ -449,7 +554,7 @@ class UnitSchedule:
     def _note_order(self, unit: Unit) -> None:
         """Note the unit that runs last in a forward: the backward begins with it, so it is not released between
         them."""
-        if unit is self.units[0]:
+        if unit.is_outermost:
             self._turning, self._latest = self._latest, None
         elif not unit.running:
             self._latest = unit
@@ -497,9 +602,10 @@ class UnitSchedule:
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
         """Gather the unit for a call of a module outside its unit's forward, and pin it until the step. Its pages are kept."""
-        if not unit.is_whole:
-            self._gather(unit)
-            self._pin_until_step(unit)
+        form = self._form_of(unit)
+        if not form.is_whole:
+            self._gather(form)
+            self._pin_until_step(form)
 
     def _before_state_dict(self, unit: Unit, *_: Any) -> None:
         self.refuse(unit, "take the state_dict")
