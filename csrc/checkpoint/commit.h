@@ -13,7 +13,6 @@
 #include "checkpoint/manifest.h"
 
 #define SW_RANKS_FOLDER "ranks"
-#define SW_LOCK_NAME "LOCK" /* in a folder that is being written */
 
 enum { SW_IDENTITY_BYTES = 128 };
 

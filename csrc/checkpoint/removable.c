@@ -13,6 +13,7 @@
 #include "checkpoint/commit.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/read.h"
+#include "checkpoint/save_lock.h"
 #include "platform/file.h"
 
 #define STATE_NAME "state.json"

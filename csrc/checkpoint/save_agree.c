@@ -16,6 +16,7 @@
 #include "checkpoint/commit.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/save_job.h"
+#include "checkpoint/save_lock.h"
 #include "checkpoint/write.h"
 #include "platform/clock.h"
 
@@ -87,8 +88,7 @@ static sw_status open_folder(sw_saver *saver, sw_error *err)
     for (size_t i = 0; i < saver->stale_count; ++i)
         sw_folder_remove(saver->stale[i]);
     SW_TRY(sw_folder_create(saver->partial, err));
-    SW_TRY(sw_path_join(path, saver->partial, SW_LOCK_NAME, err));
-    SW_TRY(sw_file_create_locked(path, &saver->lock_fd, err));
+    SW_TRY(sw_save_lock_take(saver->partial, &saver->lock_fd, err));
     SW_TRY(sw_path_join(path, saver->partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_folder_create(path, err));
     SW_TRY(sw_plan_create_files(saver->shared_part.plan, saver->partial, err));
@@ -234,7 +234,6 @@ static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
 /* The verdict comes before anything is removed, which may take longer than others wait. */
 static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
-    char lock[SW_PATH_BYTES];
     *outcome = *own;
     if (own->status == SW_OK) {
         sw_error found = {0};
@@ -242,9 +241,8 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
             *outcome = found;
     }
     sw_channel_decide(saver->channel, saver->number, outcome);
-    if (outcome->status == SW_OK && sw_path_join(lock, saver->folder, SW_LOCK_NAME, NULL) == SW_OK)
-        (void)!sw_file_remove(lock, NULL);
-    (void)!sw_file_close(&saver->lock_fd, saver->partial, NULL); /* it has no bytes to lose */
+    sw_save_lock_release(outcome->status == SW_OK ? saver->folder : saver->partial,
+                         &saver->lock_fd);
     if (outcome->status != SW_OK) {
         sw_folder_remove(saver->partial);
         return;

@@ -53,14 +53,6 @@ sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err)
     return sw_error_set(err, SW_E_OS, code, "'%s' cannot be locked: %s", path, strerror(code));
 }
 
-sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err)
-{
-    bool ignored;
-    SW_TRY(sw_file_create(path, fd, err));
-    (void)!sw_file_lock(*fd, path, &ignored, NULL);
-    return SW_OK;
-}
-
 sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_error *err)
 {
     int code;

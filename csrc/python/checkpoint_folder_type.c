@@ -7,6 +7,7 @@
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/save_lock.h"
 #include "platform/file.h"
 #include "python/engine.h"
 
@@ -474,6 +475,41 @@ static PyObject *folder_lock(PyObject *type, PyObject *args)
     return PyBool_FromLong(is_taken);
 }
 
+static PyObject *folder_lock_partial(PyObject *type, PyObject *args)
+{
+    const char *path;
+    int fd = -1;
+    sw_error err = {0};
+    if (!PyArg_ParseTuple(args, "s:lock_partial", &path))
+        return NULL;
+    if (sw_save_lock_take(path, &fd, &err) != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    return PyLong_FromLong(fd);
+}
+
+static PyObject *folder_unlock_partial(PyObject *type, PyObject *args)
+{
+    const char *folder;
+    int fd;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "si:unlock_partial", &folder, &fd))
+        return NULL;
+    sw_save_lock_release(folder, &fd);
+    Py_RETURN_NONE;
+}
+
+static PyObject *folder_is_alive(PyObject *type, PyObject *args)
+{
+    const char *path;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "s:is_alive", &path))
+        return NULL;
+    sw_save_life found = sw_save_lock_look(path);
+    if (found == SW_SAVE_UNKNOWN)
+        Py_RETURN_NONE;
+    return PyBool_FromLong(found == SW_SAVE_ALIVE);
+}
+
 static PyObject *folder_make(PyObject *type, PyObject *args)
 {
     return check_path(type, args, sw_folder_make);
@@ -488,6 +524,14 @@ static PyMethodDef folder_methods[] = {
     {"lock", folder_lock, METH_VARARGS | METH_CLASS,
      "lock($type, fd, path, /)\n--\n\nLock an open file; return False where another open file has "
      "the lock."},
+    {"lock_partial", folder_lock_partial, METH_VARARGS | METH_CLASS,
+     "lock_partial($type, path, /)\n--\n\nMake the locked file LOCK in a folder that is being "
+     "written."},
+    {"unlock_partial", folder_unlock_partial, METH_VARARGS | METH_CLASS,
+     "unlock_partial($type, folder, fd, /)\n--\n\nRemove LOCK and close its descriptor."},
+    {"is_alive", folder_is_alive, METH_VARARGS | METH_CLASS,
+     "is_alive($type, path, /)\n--\n\nReturn whether the save that writes to `path` is alive; None "
+     "if that is unknown."},
     {"make", folder_make, METH_VARARGS | METH_CLASS,
      "make($type, path, /)\n--\n\nMake a folder and those above it, durable."},
     {"sync", folder_sync, METH_VARARGS | METH_CLASS,

@@ -927,6 +927,16 @@ class CheckpointFolder:
         """Lock an open file for this descriptor; return False where another open file has the lock. CheckpointError: the file system
         has no locks."""
     @classmethod
+    def lock_partial(cls, path: str, /) -> int:
+        """Make the file LOCK in a folder that is being written, and return its descriptor, which holds the lock. CheckpointError: it cannot
+        be made."""
+    @classmethod
+    def unlock_partial(cls, folder: str, fd: int, /) -> None:
+        """Remove LOCK from the folder, which is called `folder` now, and close its descriptor."""
+    @classmethod
+    def is_alive(cls, path: str, /) -> bool | None:
+        """Return whether the save that writes to `path` is alive; None: no LOCK can be opened there, or the file system has no locks."""
+    @classmethod
     def make(cls, path: str, /) -> None:
         """Make a folder and those above it that are missing, durable when this returns."""
     @classmethod

@@ -3,9 +3,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <dlfcn.h>
+
+#include "checkpoint/save_lock.h"
 #include "checkpoint_case.h"
 
 static int failed;
@@ -461,6 +465,53 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     case_free(&data);
 }
 
+/* ---- LOCK ---- */
+
+static char locked_folder[96]; /* looked at before a lock is taken; "": not */
+static sw_save_life seen_before_the_lock;
+
+int fcntl(int fd, int command, ...)
+{
+    typedef int fcntl_type(int, int, ...);
+    va_list arguments;
+    va_start(arguments, command);
+    void *argument = va_arg(arguments, void *);
+    va_end(arguments);
+    if (command == F_OFD_SETLK && *locked_folder) {
+        char folder[sizeof locked_folder];
+        memcpy(folder, locked_folder, sizeof folder);
+        *locked_folder = '\0';
+        seen_before_the_lock = sw_save_lock_look(folder);
+    }
+    return ((fcntl_type *)(uintptr_t)dlsym(RTLD_NEXT, "fcntl"))(fd, command, argument);
+}
+
+/* A process that looks between the creation of LOCK and its lock must not take the save for dead,
+ * nor take the lock away from it. */
+static void a_save_that_lives_is_never_taken_for_dead(void)
+{
+    int fd = -1;
+    char folder[sizeof locked_folder];
+    sw_error err = {0};
+    case_clear(directory);
+    mkdir(directory, 0777);
+    snprintf(folder, sizeof folder, "%s", directory);
+    memcpy(locked_folder, folder, sizeof folder);
+    check(sw_save_lock_take(folder, &fd, &err) == SW_OK, "LOCK", err.message);
+    check(seen_before_the_lock == SW_SAVE_UNKNOWN, "it has no name before it is locked", folder);
+    check(sw_save_lock_look(folder) == SW_SAVE_ALIVE, "it is locked", folder);
+    check(rename(directory, strcat(folder, ".moved")) == 0, "the folder's new name", folder);
+    check(sw_save_lock_look(folder) == SW_SAVE_ALIVE, "under its new name, too", folder);
+    close(fd);
+    check(sw_save_lock_look(folder) == SW_SAVE_DEAD, "a process that has ended", folder);
+    fd = -1;
+    case_clear(folder);
+    mkdir(folder, 0777);
+    check(sw_save_lock_take(folder, &fd, &err) == SW_OK, "LOCK", err.message);
+    sw_save_lock_release(folder, &fd);
+    check(fd == -1 && rmdir(folder) == 0, "nothing is left of it", folder);
+}
+
 /* ---- a reader, while a writer replaces what it looks for ---- */
 
 enum { WRITER_STEPS = 3, LOOKED_AT_MAX = 9 };
@@ -541,6 +592,7 @@ int main(void)
 {
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
+    a_save_that_lives_is_never_taken_for_dead();
     what_is_replaced_is_found_all_the_time();
     a_board_that_is_gone_is_no_reason_to_remove_the_folder();
     hosts_save_through_a_file();

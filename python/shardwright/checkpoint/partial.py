@@ -6,12 +6,11 @@ removes what lies there by its name alone: a nonce as this package makes them, a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
 
-from .._engine import CheckpointError, CheckpointFolder
+from .._engine import CheckpointFolder
 
 LOCK = "LOCK"
 #: for this descriptor alone: False where another open file has the lock
@@ -28,32 +27,18 @@ class PartialLock:
     """Made in a new folder that is being written; ends with release(), or with the process and its forked children."""
 
     def __init__(self, partial: str) -> None:
-        self._path = os.path.join(partial, LOCK)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(CheckpointError):  # a file system without locks: no process is told, then
-            lock_file(self._fd, self._path)
+        self._partial = partial
+        self._fd = CheckpointFolder.lock_partial(partial)
 
     def release(self, folder: str | None = None) -> None:
         """The file goes, and the lock. Idempotent. `folder`: what the new folder has become."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path if folder is None else os.path.join(folder, LOCK))
-            os.close(self._fd)
+            CheckpointFolder.unlock_partial(folder or self._partial, self._fd)
             self._fd = -1
 
 
-def is_alive(partial: str) -> bool | None:
-    """Return whether the save that writes to `partial` lives; None: it has no file to lock, or the file system no locks."""
-    try:
-        fd = os.open(os.path.join(partial, LOCK), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return not lock_file(fd, partial)
-    except CheckpointError:
-        return None
-    finally:
-        os.close(fd)
+#: of a folder that is being written: None if it has no file to lock, or the file system no locks
+is_alive = CheckpointFolder.is_alive
 
 
 def of_saves(directory: str, name: str | None = None) -> list[str]:
