@@ -427,14 +427,17 @@ sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const ch
                          void *context, sw_error *err)
 {
     DIR *stream = opendir(path);
+    const struct dirent *found;
     if (!stream)
         return fail_os(err, "opening the folder", path);
-    for (struct dirent *found; (found = readdir(stream));)
-        if (strcmp(found->d_name, ".") != 0 && strcmp(found->d_name, "..") != 0 &&
-            !entry(context, found->d_name))
-            break;
+    do {
+        errno = 0; /* readdir answers NULL at the end, and after an error */
+        found = readdir(stream);
+    } while (found && (strcmp(found->d_name, ".") == 0 || strcmp(found->d_name, "..") == 0 ||
+                       entry(context, found->d_name)));
+    sw_status status = found || errno == 0 ? SW_OK : fail_os(err, "listing the folder", path);
     closedir(stream);
-    return SW_OK;
+    return status;
 }
 
 sw_status sw_path_parent(const char *path, char parent[SW_PATH_BYTES], sw_error *err)

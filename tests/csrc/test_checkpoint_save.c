@@ -9,6 +9,7 @@
 
 #include <dlfcn.h>
 
+#include "checkpoint/removable.h"
 #include "checkpoint/save_lock.h"
 #include "checkpoint_case.h"
 
@@ -465,6 +466,45 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     case_free(&data);
 }
 
+/* ---- a folder that cannot be listed to its end ---- */
+
+static int entries_until_error = -1; /* -1: there is none */
+
+struct dirent *readdir(DIR *stream)
+{
+    typedef struct dirent *readdir_type(DIR *);
+    if (entries_until_error == 0) {
+        errno = EIO;
+        return NULL;
+    }
+    entries_until_error -= entries_until_error > 0;
+    return ((readdir_type *)(uintptr_t)dlsym(RTLD_NEXT, "readdir"))(stream);
+}
+
+/* What was not listed may be somebody's file. */
+static void a_folder_of_which_the_rest_is_unknown_is_not_removable(void)
+{
+    sw_error err = {0};
+    char folder[96];
+    case_clear(directory);
+    mkdir(directory, 0777);
+    case_rank settings = {.world_size = 1,
+                          .step = 7,
+                          .directory = directory,
+                          .number = 1,
+                          .nonce = "n",
+                          .thread_count = 1};
+    check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
+    snprintf(folder, sizeof folder, "%s/step-000007", directory);
+    check(sw_checkpoint_check_removable(folder, &err) == SW_OK, "a checkpoint", err.message);
+    for (int listed = 0; listed < 3; ++listed) {
+        entries_until_error = listed;
+        sw_status status = sw_checkpoint_check_removable(folder, &err);
+        entries_until_error = -1;
+        check(status == SW_E_OS && err.detail == EIO, "a listing that fails", err.message);
+    }
+}
+
 /* ---- LOCK ---- */
 
 static char locked_folder[96]; /* looked at before a lock is taken; "": not */
@@ -593,6 +633,7 @@ int main(void)
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
     a_save_that_lives_is_never_taken_for_dead();
+    a_folder_of_which_the_rest_is_unknown_is_not_removable();
     what_is_replaced_is_found_all_the_time();
     a_board_that_is_gone_is_no_reason_to_remove_the_folder();
     hosts_save_through_a_file();
