@@ -21,13 +21,21 @@
 #include "platform/clock.h"
 
 enum { LOOK_FIRST_NS = 1000000, LOOK_LAST_NS = 20000000, VERDICT_GRACE_S = 10, LATE_S = 10 };
+enum { CANCEL_GRACE_NS = 1000000000 }; /* for what rank 0 has said already to get here */
+enum { COMMIT_S = 600 };               /* a cancelled rank waits no longer for a commit */
 
-static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited, sw_error *err)
+static sw_status check_time(sw_saver *saver, const char *awaited, sw_error *err)
 {
     SW_TRY(sw_save_check(saver, err));
     if (sw_clock_now_ns() > saver->deadline_ns)
         SW_FAIL(err, SW_E_TIMEOUT, "'%.300s': the deadline passed while rank %d waited for %s",
                 saver->folder, saver->channel->rank, awaited);
+    return SW_OK;
+}
+
+static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited, sw_error *err)
+{
+    SW_TRY(check_time(saver, awaited, err));
     sw_thread_sleep_ns(*pause_ns);
     *pause_ns = *pause_ns * 2 < LOOK_LAST_NS ? *pause_ns * 2 : LOOK_LAST_NS;
     return SW_OK;
@@ -220,13 +228,22 @@ static sw_status collect_host(sw_saver *saver, int host, sw_error *err)
     return status == SW_OK ? sw_file_remove(path, err) : status;
 }
 
+/* The deadline ends here: the others wait for the verdict from this word on, and a rank that gave
+ * up before it saw the word has said so. */
+static sw_status begin_commit(sw_saver *saver, sw_error *err)
+{
+    SW_TRY(check_time(saver, "the tallies of all ranks", err));
+    sw_channel_say_committing(saver->channel, saver->number);
+    return sw_channel_has_failure(saver->channel, saver->number, err) ? err->status : SW_OK;
+}
+
 static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
 {
     SW_TRY(await_written(saver, err));
     for (int host = 0; saver->channel->world_size > 1 && host < saver->channel->host_count; ++host)
         SW_TRY(collect_host(saver, host, err));
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
-    SW_TRY(sw_save_check(saver, err));
+    SW_TRY(begin_commit(saver, err));
     return sw_commit(saver->partial, saver->folder, saver->replaces_any ? NULL : saver->replaces,
                      &saver->manifest, err);
 }
@@ -251,36 +268,52 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
     sw_retire((const char *const *)saver->retired, saver->retired_count, saver->manifest.nonce);
 }
 
-/* The sentence of rank 0 is everybody's; without one, this rank's own. */
+/* Rank 0 holds LOCK until it has said the verdict. */
+static bool is_first_alive(const sw_saver *saver)
+{
+    return sw_save_lock_look(saver->partial) == SW_SAVE_ALIVE ||
+           sw_save_lock_look(saver->folder) == SW_SAVE_ALIVE;
+}
+
+/* The sentence of rank 0 is everybody's; without one, this rank's own. A rank that is cancelled
+ * while rank 0 commits waits as long as rank 0 lives: what it would say could be wrong. */
 static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
+    sw_channel *channel = saver->channel;
     long pause_ns = LOOK_FIRST_NS;
-    int64_t deadline_ns =
-        saver->deadline_ns +
-        (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's own ends a moment later */
-    if (own->status != SW_OK)
-        sw_channel_fail(saver->channel, saver->number, own);
-    while (!sw_channel_is_decided(saver->channel, saver->number, outcome)) {
-        sw_error stop = {0};
-        if (own->status == SW_OK && sw_save_check(saver, &stop) != SW_OK) {
-            sw_channel_fail(saver->channel, saver->number, &stop);
-            *outcome = stop;
-            return;
+    sw_error mine = *own, stop = {0};
+    int64_t cancelled_ns = 0;
+    int64_t until_ns = saver->deadline_ns +
+                       (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's own ends a moment later */
+    if (mine.status != SW_OK)
+        sw_channel_fail(channel, saver->number, &mine);
+    while (!sw_channel_is_decided(channel, saver->number, outcome)) {
+        int64_t now_ns = sw_clock_now_ns();
+        sw_status status = cancelled_ns ? SW_OK : sw_save_check(saver, &stop);
+        if (own->status == SW_OK ? status != SW_OK : status == SW_E_INTERRUPTED) {
+            cancelled_ns = now_ns;
+            until_ns = now_ns + CANCEL_GRACE_NS;
+            if (own->status == SW_OK)
+                sw_channel_fail(channel, saver->number, &stop);
+            mine = own->status == SW_OK ? stop : *own;
         }
         /* No verdict: rank 0 may be about to publish the folder, which is its to remove. */
-        if (sw_channel_is_gone(saver->channel, &stop)) {
-            sw_channel_fail(saver->channel, saver->number, &stop); /* its host's ranks look on */
-            *outcome = own->status == SW_OK ? stop : *own;
+        if (sw_channel_is_gone(channel, &stop)) {
+            sw_channel_fail(channel, saver->number, &stop); /* its host's ranks look on */
+            *outcome = mine.status == SW_OK ? stop : mine;
             return;
         }
-        if (sw_clock_now_ns() > deadline_ns ||
-            (own->status != SW_OK && sw_save_check(saver, &stop) == SW_E_INTERRUPTED)) {
-            *outcome = *own;
-            if (own->status == SW_OK)
+        if (sw_channel_is_committing(channel, saver->number) &&
+            (!cancelled_ns ||
+             (now_ns < cancelled_ns + COMMIT_S * INT64_C(1000000000) && is_first_alive(saver))))
+            until_ns = now_ns + CANCEL_GRACE_NS;
+        if (now_ns > until_ns) {
+            *outcome = mine;
+            if (mine.status == SW_OK)
                 (void)sw_error_set(
                     outcome, SW_E_TIMEOUT, -1,
                     "'%.300s': the deadline passed while rank %d waited for rank 0 to commit",
-                    saver->folder, saver->channel->rank);
+                    saver->folder, channel->rank);
             return;
         }
         sw_thread_sleep_ns(pause_ns);

@@ -11,6 +11,7 @@
 
 #include "checkpoint/removable.h"
 #include "checkpoint/save_lock.h"
+#include "checkpoint/write.h"
 #include "checkpoint_case.h"
 
 static int failed;
@@ -173,6 +174,12 @@ static void carriers_pass_on_what_is_said(void)
     usleep(LATER_US);
     check(sw_channel_find_unwritten(&c[0], 9) == -1 && sw_channel_tally_bytes(&c[0], 1) == 124,
           "all have written", "");
+    sw_channel_say_committing(&c[0], 9);
+    usleep(LATER_US);
+    check(!sw_channel_is_committing(&c[3], 9) && sw_channel_is_committing(&c[2], 9) &&
+              sw_channel_is_committing(&c[3], 9) && sw_channel_is_committing(&c[1], 9) &&
+              !sw_channel_is_committing(&c[1], 10),
+          "a commit that has begun", "");
     sw_channel_decide(&c[0], 9, &(sw_error){.status = SW_OK});
     usleep(LATER_US);
     check(!sw_channel_is_decided(&c[3], 9, &verdict), "by its carrier alone", "");
@@ -208,6 +215,45 @@ static void carriers_pass_on_what_is_said(void)
     usleep(LATER_US);
     check(sw_channel_is_decided(&c[2], 13, &verdict) && verdict.status == SW_OK, "a whole one is",
           "");
+    end_team(&t);
+}
+
+static void *bring_back(void *path)
+{
+    char away[160];
+    snprintf(away, sizeof away, "%s.away", (const char *)path);
+    usleep(LATER_US);
+    if (rename(away, path) != 0)
+        exit(96);
+    return NULL;
+}
+
+/* Nobody relays for a rank whose save is over. */
+static void a_last_word_that_cannot_be_written_at_once_is_said_again(void)
+{
+    static team t;
+    char path[128], away[160];
+    pthread_t thread;
+    sw_error err = {0};
+    case_clear(directory);
+    mkdir(directory, 0777);
+    make_board(path);
+    make_team(&t, path);
+    sw_channel *c = t.channels;
+    snprintf(away, sizeof away, "%s.away", path);
+    for (int w = 0; w < 2; ++w) { /* a verdict; a carrier that cannot begin */
+        if (rename(path, away) != 0 || pthread_create(&thread, NULL, bring_back, path) != 0)
+            exit(96);
+        if (w == 0)
+            sw_channel_decide(&c[0], 14, &(sw_error){.status = SW_OK});
+        else
+            sw_channel_fail(&c[2], 15, &(sw_error){.status = SW_E_OS, .message = "cannot begin"});
+        pthread_join(thread, NULL);
+        usleep(LATER_US);
+        check(w == 0 ? sw_channel_is_decided(&c[2], 14, &err)
+                     : sw_channel_has_failure(&c[0], 15, &err),
+              "a last word", w == 0 ? "the verdict" : "a failure");
+    }
     end_team(&t);
 }
 
@@ -253,6 +299,99 @@ static void a_board_that_is_gone_is_no_reason_to_remove_the_folder(void)
     sw_channel_fini(&channel);
     sw_plan_destroy(plan);
     case_free(&data);
+}
+
+/* ---- a commit that takes long ---- */
+
+typedef enum commit_case {
+    COMMIT_IS_SLOW,
+    COMMIT_AND_CANCEL,
+    COMMIT_AND_DEATH,
+    COMMIT_CASES
+} commit_case;
+
+/* Rank 1 of 2, whose time for a verdict ends 0.2 s after it began; this thread is rank 0. */
+static void *commit_slowly(void *argument)
+{
+    commit_case kind = *(const commit_case *)argument;
+    static uint8_t memory[COMMIT_CASES][2][SW_CHANNEL_PAGE_BYTES] __attribute__((aligned(4096)));
+    uint8_t *pages[2] = {memory[kind][0], memory[kind][1]};
+    char folder[128], partial[160], path[192];
+    sw_channel channels[2];
+    sw_saver *saver = NULL;
+    sw_plan *plan = NULL;
+    case_data data = {0};
+    sw_error err = {0}, cancel = {.status = SW_E_INTERRUPTED, .message = "cancelled"};
+    sw_saver_options options = {.thread_count = 1};
+    int lock = -1;
+    bool is_over = false;
+    snprintf(folder, sizeof folder, "%s/step-%06d", directory, kind + 1);
+    snprintf(partial, sizeof partial, "%s.n.partial", folder);
+    snprintf(path, sizeof path, "%s/ranks", partial);
+    case_fill(&data, 1, 1, 2);
+    check(case_plan(2, &plan, &err) == SW_OK && mkdir(partial, 0777) == 0 &&
+              mkdir(path, 0777) == 0 && sw_plan_create_files(plan, partial, &err) == SW_OK,
+          "the folder", err.message);
+    snprintf(path, sizeof path, "%s/TALLIES-00000", partial);
+    check(sw_file_write_new(path, "", 0, false, &err) == SW_OK &&
+              sw_save_lock_take(partial, &lock, &err) == SW_OK,
+          "the folder", err.message);
+    for (int r = 0; r < 2; ++r)
+        check(sw_channel_init(&channels[r], r, 2, pages, NULL, NULL, &err) == SW_OK, "a channel",
+              err.message);
+    check(sw_saver_create(&channels[1], &options, &saver, &err) == SW_OK, "a saver", err.message);
+    sw_channel_say_open(&channels[0], 1);
+    sw_save_request request = {.folder = folder,
+                               .nonce = "n",
+                               .number = 1,
+                               .step = 1,
+                               .shared = {plan, data.sources, CASE_TENSORS + 1},
+                               .timeout_ns = -INT64_C(9800000000)};
+    check(sw_saver_begin(saver, &request, &err) == SW_OK, "begin", err.message);
+    sw_channel_say_written(&channels[0], 1);
+    while (sw_channel_find_unwritten(&channels[0], 1) >= 0)
+        usleep(1000);
+    sw_channel_say_committing(&channels[0], 1);
+    if (kind != COMMIT_IS_SLOW) {
+        usleep(50000);
+        sw_saver_cancel(saver, &cancel);
+    }
+    if (kind == COMMIT_AND_DEATH)
+        close(lock);
+    usleep(kind == COMMIT_IS_SLOW ? 400000 : 1300000);
+    if (kind != COMMIT_AND_DEATH)
+        sw_channel_decide(&channels[0], 1, &(sw_error){.status = SW_OK});
+    sw_status status = SW_OK;
+    while (status == SW_OK && !is_over)
+        status = sw_saver_wait(saver, 1000000000, &is_over, &err);
+    check(status == (kind == COMMIT_AND_DEATH ? SW_E_INTERRUPTED : SW_OK),
+          kind == COMMIT_IS_SLOW      ? "the verdict of a slow commit"
+          : kind == COMMIT_AND_CANCEL ? "the verdict of a commit, though cancelled"
+                                      : "rank 0's death ends the wait",
+          err.message);
+    sw_saver_destroy(saver);
+    for (int r = 0; r < 2; ++r)
+        sw_channel_fini(&channels[r]);
+    sw_save_lock_release(partial, kind == COMMIT_AND_DEATH ? &(int){-1} : &lock);
+    sw_plan_destroy(plan);
+    case_free(&data);
+    return NULL;
+}
+
+static void a_commit_that_has_begun_is_awaited(void)
+{
+    static const commit_case cases[COMMIT_CASES] = {COMMIT_IS_SLOW, COMMIT_AND_CANCEL,
+                                                    COMMIT_AND_DEATH};
+    pthread_t threads[COMMIT_CASES];
+    case_clear(directory);
+    mkdir(directory, 0777);
+    for (size_t i = 0; i < CASE_TENSORS; ++i)
+        (void)case_bytes(1, i);
+    for (int i = 0; i < COMMIT_CASES; ++i)
+        if (pthread_create(&threads[i], NULL, commit_slowly, (void *)(uintptr_t)&cases[i]) != 0)
+            exit(96);
+    for (int i = 0; i < COMMIT_CASES; ++i)
+        pthread_join(threads[i], NULL);
 }
 
 static void a_missing_range_is_named_on_every_rank(void)
@@ -638,6 +777,8 @@ int main(void)
     a_board_that_is_gone_is_no_reason_to_remove_the_folder();
     hosts_save_through_a_file();
     carriers_pass_on_what_is_said();
+    a_last_word_that_cannot_be_written_at_once_is_said_again();
+    a_commit_that_has_begun_is_awaited();
     a_missing_range_is_named_on_every_rank();
     split_ranges_make_the_same_block();
     a_hole_and_a_byte_twice_are_named_before_the_commit();
