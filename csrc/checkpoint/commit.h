@@ -36,7 +36,7 @@ SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const c
                                 const sw_manifest *manifest, sw_error *err);
 
 /* Removes what the commit has replaced. */
-void sw_commit_clean(const char *folder, const char *nonce);
+void sw_commit_clean(const char *partial, const char *folder, const char *nonce);
 
 /* Renames each folder to <name>.<nonce>.trash, makes that durable, and unlinks. As far as it can:
  * what it leaves behind is no checkpoint, and the next writer removes it. What is not removable

@@ -264,7 +264,7 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
         sw_folder_remove(saver->partial);
         return;
     }
-    sw_commit_clean(saver->folder, saver->manifest.nonce);
+    sw_commit_clean(saver->partial, saver->folder, saver->manifest.nonce);
     sw_retire((const char *const *)saver->retired, saver->retired_count, saver->manifest.nonce);
 }
 

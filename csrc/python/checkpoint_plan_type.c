@@ -367,7 +367,7 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
         if (status == SW_OK)
             status = sw_commit(partial, folder, replaces, &manifest, &err);
         if (status == SW_OK)
-            sw_commit_clean(folder, nonce);
+            sw_commit_clean(partial, folder, nonce);
         Py_END_ALLOW_THREADS
     }
     sw_manifest_fini(&manifest);
