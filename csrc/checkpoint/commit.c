@@ -106,8 +106,6 @@ static sw_status check_identity(const char *path, const char *folder, const char
                                 sw_error *err)
 {
     char found[SW_IDENTITY_BYTES];
-    if (!replaces)
-        return SW_OK;
     sw_checkpoint_identify(path, found);
     return !*found || strcmp(found, replaces) == 0 ? SW_OK : fail_changed(folder, err);
 }

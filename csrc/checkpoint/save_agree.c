@@ -244,8 +244,7 @@ static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
         SW_TRY(collect_host(saver, host, err));
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
     SW_TRY(begin_commit(saver, err));
-    return sw_commit(saver->partial, saver->folder, saver->replaces_any ? NULL : saver->replaces,
-                     &saver->manifest, err);
+    return sw_commit(saver->partial, saver->folder, saver->replaces, &saver->manifest, err);
 }
 
 /* The verdict comes before anything is removed, which may take longer than others wait. */

@@ -319,7 +319,7 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     double timeout_s;
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sszKKOOO!OO!pO!O!dO:begin", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sssKKOOO!OO!pO!O!dO:begin", names,
                                      &request.folder, &request.nonce, &request.replaces, &number,
                                      &step, &metric, &shared, &PyList_Type, &shared_sources, &own,
                                      &PyList_Type, &own_sources, &lazy, &PyList_Type, &stale,

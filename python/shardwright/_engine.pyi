@@ -867,7 +867,7 @@ class CheckpointSaver:
         *,
         folder: str,
         nonce: str,
-        replaces: str | None,
+        replaces: str,
         number: int,
         step: int,
         metric: float | None,

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "checkpoint/commit.h"
 #include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/save.h"
@@ -125,7 +126,7 @@ typedef struct case_rank {
     bool is_direct, is_lazy;
     int thread_count;
     uint64_t number;
-    const char *nonce, *replaces;
+    const char *nonce, *replaces; /* NULL: what is there now */
     sw_status status;
     sw_error err;
 } case_rank;
@@ -139,9 +140,11 @@ static inline void *case_save(void *argument)
     sw_saver *saver = NULL;
     sw_plan *shared = NULL, *own = NULL;
     case_data data = {0};
+    char found[SW_IDENTITY_BYTES];
     sw_saver_options options = {.thread_count = self->thread_count, .use_direct = self->is_direct};
     bool is_over = false;
     snprintf(folder, sizeof folder, "%s/step-%06d", self->directory, self->step);
+    sw_checkpoint_identify(folder, found);
     case_fill(&data, self->step, self->rank, self->world_size);
     sw_plan_text text = {"state.json", data.own.size_bytes, SW_HELD_BY_ALL};
     self->status = sw_channel_init(&channel, self->rank, self->world_size,
@@ -153,7 +156,7 @@ static inline void *case_save(void *argument)
         exit(90);
     sw_save_request request = {.folder = folder,
                                .nonce = self->nonce,
-                               .replaces = self->replaces,
+                               .replaces = self->replaces ? self->replaces : found,
                                .number = self->number,
                                .step = (uint64_t)self->step,
                                .shared = {shared, data.sources, CASE_TENSORS + 1},

@@ -338,8 +338,10 @@ class Checkpointer:
         folder = os.path.join(self.directory, folder_name(step))
         stale: list[str] = []
         retired: list[str] = []
+        replaces = ""
         if self._peers.rank == 0:
             try:
+                replaces = CheckpointFolder.identity(folder)  # sw.save() and dcp need no lock on the directory
                 stale = left_overs(self.directory)
                 retired = self._to_retire(Kept(step, folder, metric))
             except Exception as error:
@@ -354,6 +356,7 @@ class Checkpointer:
             metric=None if metric is None else float(metric),
             stale=stale,
             retired=retired,
+            replaces=replaces,
         )
 
     def _to_retire(self, new: Kept) -> list[str]:

@@ -225,12 +225,12 @@ class Writer:
         metric: float | None = None,
         stale: Sequence[str] = (),
         retired: Sequence[str] = (),
-        replaces: str | None = None,
+        replaces: str = "",
     ) -> None:
         """Takes the snapshot and returns. Every rank calls it, or skip(), at the same steps.
 
         `replaces`: on rank 0, CheckpointFolder.identity(folder) when the save began; a folder with another identity fails
-        the commit. None for a caller whose lock on the directory keeps other saves away.
+        the commit.
 
         Raises
         ------
@@ -288,7 +288,7 @@ class Writer:
         metric: float | None,
         stale: Sequence[str],
         retired: Sequence[str],
-        replaces: str | None,
+        replaces: str,
     ) -> None:
         sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
         self._held, self._spoiled = shared if lazy else None, ""
