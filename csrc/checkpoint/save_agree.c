@@ -22,6 +22,7 @@
 
 enum { LOOK_FIRST_NS = 1000000, LOOK_LAST_NS = 20000000, VERDICT_GRACE_S = 10, LATE_S = 10 };
 enum { CANCEL_GRACE_NS = 1000000000 }; /* for what rank 0 has said already to get here */
+#define PLAN_MARK (UINT64_MAX - 1)     /* no block: the digest of a rank's plan, and the rank */
 enum { COMMIT_S = 600 };               /* a cancelled rank waits no longer for a commit */
 
 static sw_status check_time(sw_saver *saver, const char *awaited, sw_error *err)
@@ -140,7 +141,15 @@ static sw_status append_tally(void *context, uint64_t block, sw_tally tally, sw_
 
 static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
 {
-    return sw_manifest_add_tally(context, block, tally, err);
+    sw_saver *saver = context;
+    if (block != PLAN_MARK)
+        return sw_manifest_add_tally(&saver->manifest, block, tally, err);
+    if (tally.crc != saver->shared_part.plan->digest)
+        SW_FAIL(err, SW_E_STATE,
+                "rank %u would write other files than rank 0: names, shapes, dtypes or "
+                "max_file_bytes differ",
+                tally.cover);
+    return SW_OK;
 }
 
 static sw_status write_tallies(sw_saver *saver, const sw_tally_list *list, sw_error *err)
@@ -150,8 +159,6 @@ static sw_status write_tallies(sw_saver *saver, const sw_tally_list *list, sw_er
     struct iovec part = {.iov_base = list->data, .iov_len = list->size_bytes};
     if (list->is_out_of_memory)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of %zu ranges", saver->range_count);
-    if (list->size_bytes == 0)
-        return SW_OK;
     SW_TRY(tallies_path(saver, saver->channel->host, path, err));
     SW_TRY(sw_save_open_late(saver, path, false, true, &fd, err));
     uint64_t place = sw_channel_take_place(saver->channel, list->size_bytes);
@@ -164,8 +171,11 @@ sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err)
 {
     sw_tally_list list = {0};
     if (saver->channel->rank == 0) {
-        SW_TRY(sw_save_each_tally(saver, merge_tally, &saver->manifest, err));
+        SW_TRY(sw_save_each_tally(saver, merge_tally, saver, err));
     } else {
+        sw_tally_list_append(
+            &list, PLAN_MARK,
+            (sw_tally){saver->shared_part.plan->digest, (uint16_t)saver->channel->rank});
         sw_status status = sw_save_each_tally(saver, append_tally, &list, err);
         if (status == SW_OK)
             status = write_tallies(saver, &list, err);
@@ -222,8 +232,7 @@ static sw_status collect_host(sw_saver *saver, int host, sw_error *err)
     uint64_t bytes = sw_channel_tally_bytes(saver->channel, host);
     SW_TRY(tallies_path(saver, host, path, err));
     SW_TRY(read_tallies(saver, path, bytes, &data, err));
-    sw_status status = sw_tally_list_read((const uint8_t *)data, (size_t)bytes, merge_tally,
-                                          &saver->manifest, err);
+    sw_status status = sw_tally_list_read((const uint8_t *)data, (size_t)bytes, merge_tally, saver, err);
     free(data);
     return status == SW_OK ? sw_file_remove(path, err) : status;
 }
