@@ -48,8 +48,9 @@ bool sw_manifest_is_nonce(const char *nonce);
 SW_MUST_USE sw_status sw_manifest_add_file(sw_manifest *manifest, const char *path,
                                            uint64_t size_bytes, sw_error *err);
 
-/* Records what one rank wrote of block `block`. SW_E_INVALID: there is no such block. */
-SW_MUST_USE sw_status sw_manifest_add_tally(sw_manifest *manifest, uint64_t block, sw_tally tally,
+/* Records what one rank wrote of block `block`. SW_E_INVALID: there is no such block. `manifest` is
+ * a sw_manifest: this is what sw_tally_list_read calls. */
+SW_MUST_USE sw_status sw_manifest_add_tally(void *manifest, uint64_t block, sw_tally tally,
                                             sw_error *err);
 
 /* Checks that every byte was written once and that a reader would take it, and sorts the files.

@@ -232,7 +232,8 @@ static sw_status collect_host(sw_saver *saver, int host, sw_error *err)
     uint64_t bytes = sw_channel_tally_bytes(saver->channel, host);
     SW_TRY(tallies_path(saver, host, path, err));
     SW_TRY(read_tallies(saver, path, bytes, &data, err));
-    sw_status status = sw_tally_list_read((const uint8_t *)data, (size_t)bytes, merge_tally, saver, err);
+    sw_status status =
+        sw_tally_list_read((const uint8_t *)data, (size_t)bytes, merge_tally, saver, err);
     free(data);
     return status == SW_OK ? sw_file_remove(path, err) : status;
 }

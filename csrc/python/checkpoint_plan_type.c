@@ -318,11 +318,6 @@ static PyObject *plan_sync(PyObject *type, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    return sw_manifest_add_tally(context, block, tally, err);
-}
-
 /* What ranks have written; -1 with a Python error, or *err set. */
 static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
 {
@@ -330,8 +325,8 @@ static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
         char *data;
         Py_ssize_t size_bytes;
         if (PyBytes_AsStringAndSize(PyList_GetItem(lists, i), &data, &size_bytes) < 0 ||
-            sw_tally_list_read((const uint8_t *)data, (size_t)size_bytes, merge_tally, manifest,
-                               err) != SW_OK)
+            sw_tally_list_read((const uint8_t *)data, (size_t)size_bytes, sw_manifest_add_tally,
+                               manifest, err) != SW_OK)
             return -1;
     }
     return 0;
