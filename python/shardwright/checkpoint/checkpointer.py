@@ -38,7 +38,7 @@ from .retention import (
     replaced_ones,
     to_retire,
 )
-from .writing import Training, Writer
+from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -184,11 +184,11 @@ class Checkpointer:
         self._read_only = ""  # why nothing can be saved
         self._every: int | None = None  # of the first save(), which all ranks agree on
         self._hooks: list[Any] = []
-        self._take_directory()
+        nonce = self._take_directory()
         try:
             board = None if self._read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
-                self._peers, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
+                self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
                 timeout_s=timeout_s, max_file_bytes=max_file_bytes,
             )  # fmt: skip
             if self._lazy:
@@ -217,8 +217,9 @@ class Checkpointer:
             ):  # a class that keeps its hooks in a plain dict: the first save touches staging
                 self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
-    def _take_directory(self) -> None:
-        """The directory is rank 0's to make and to lock; every rank hears of a refusal. A directory that may only be read is taken."""
+    def _take_directory(self) -> str:
+        """The directory is rank 0's to make and to lock; every rank hears of a refusal, or the nonce of this Checkpointer. A directory
+        that may only be read is taken."""
         refusal, code, is_readable = "", None, False
         if self._peers.rank == 0:
             try:
@@ -229,13 +230,14 @@ class Checkpointer:
                 refusal = f"'{self.directory}' cannot be written to: {in_words(error)}"
                 code = getattr(error, "errno", None)
                 is_readable = code in (errno.EACCES, errno.EPERM, errno.EROFS) and os.path.isdir(self.directory)
-        told = [refusal, code, is_readable]
-        refusal, code, is_readable = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
+        told = [refusal, code, is_readable, new_nonce()]
+        refusal, code, is_readable, nonce = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
         if is_readable:
             self._read_only = refusal
         elif refusal:
             self._release()
             raise os_error(refusal, code)
+        return str(nonce)
 
     def _release(self) -> None:
         if self._lock is not None:

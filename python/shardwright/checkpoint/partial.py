@@ -20,6 +20,8 @@ _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(
 #: seconds after which a folder without LOCK is an orphan: one of an earlier release, or whose save is just about to make the file, or
 #: to commit; by the clocks of this host and of the file system
 _ORPHAN_S = 3600.0
+#: of a save to a path over several hosts; it is written to when a host has news
+_BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 
 
@@ -54,6 +56,9 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
         if match and name in (None, match[1]) and os.path.isdir(path) and not os.path.islink(path):
             if match[2] == "trash" or _is_dead(path):
                 found.append(path)
+        board = _BOARD.match(each)
+        if board and name in (None, board[1]) and _is_old(path):
+            found.append(path)
     return sorted(found)
 
 
@@ -66,7 +71,11 @@ def _is_dead(partial: str) -> bool:
     alive = is_alive(partial)
     if alive is not None:
         return not alive
+    return not os.path.lexists(os.path.join(partial, LOCK)) and _is_old(partial)
+
+
+def _is_old(path: str) -> bool:
     try:
-        return not os.path.lexists(os.path.join(partial, LOCK)) and time.time() - os.stat(partial).st_mtime > _ORPHAN_S
+        return time.time() - os.lstat(path).st_mtime > _ORPHAN_S
     except OSError:
         return False

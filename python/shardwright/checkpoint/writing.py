@@ -173,13 +173,14 @@ class _Layout:
 class Writer:
     """This rank's part in saves. One at a time; save() is a collective call.
 
-    Collective when it is made: the nonce is agreed on, and the page through which failures are told. `board`: the path of
-    the file that holds it where ranks are on several hosts; None: nothing can be saved.
+    Collective when it is made. `nonce`: new_nonce() of rank 0, with which the nonces of its saves begin. `board`: the path of the
+    file through which ranks on several hosts tell failures, which no other Writer may use; None: nothing can be saved.
     """
 
     def __init__(
         self,
         peers: Peers,
+        nonce: str,
         board: str | None,
         *,
         threads: int,
@@ -192,7 +193,7 @@ class Writer:
         self._peers = peers
         self._timeout_s = timeout_s
         self._max_file_bytes = max_file_bytes
-        self._nonce_prefix = peers.exchange(secrets.token_hex(12), "nonce of checkpoints")[0]
+        self._nonce_prefix = nonce
         self._number = 0
         self._held: Content | None = None
         self._spoiled = ""  # why the save that begins may not go on
@@ -581,6 +582,10 @@ class Writer:
         self._held = None
         self._saver.close()
         self._staging.close()
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(12)
 
 
 def _compressor_state(model: Any) -> dict[str, Any] | None:
