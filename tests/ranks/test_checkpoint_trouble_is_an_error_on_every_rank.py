@@ -398,3 +398,51 @@ def test_flat_parameters_are_refused_by_all(rank, world_size, original):
     ):
         with pytest.raises(ValueError, match=r"is a FullyShardedDataParallel.*fully_shard \(FSDP2\)"):
             call()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@on_every_rank(deadline_s=60)
+def test_state_that_is_there_no_longer_is_a_new_layout(rank, world_size, zero):
+    """After a rollback to before a layer was trained, and after the state was cleared."""
+    model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 24))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = sw.wrap(model, optimizer, zero=zero, bucket_cap_mb=0.001)
+
+    def step():
+        model(torch.ones(2, 24)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
+        checkpoints.save(0)
+        step()
+        checkpoints.save(1)
+        assert checkpoints.restore(step=1) == 1
+        checkpoints.save(2)
+        checkpoints.wait()
+        step()
+        checkpoints.save(3)
+        checkpoints.wait()
+        optimizer.state.clear()
+        checkpoints.save(4)
+        checkpoints.wait()
+        assert checkpoints.restore() == 5
+
+
+@on_every_rank(at_least=2, deadline_s=60)
+def test_entries_of_one_shape_that_ranks_hold_of_other_parameters_are_not_mixed(rank, world_size):
+    folder = shared_folder(rank)
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(4)) for name in "abc"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with sw.Checkpointer(folder, model, optimizer, timeout_s=30) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        held = model["a" if rank < world_size - 1 else "b"]
+        optimizer.state[held]["momentum_buffer"] = torch.full((4,), 1.0 + rank // (world_size - 1))
+        checkpoints.save(1)
+        said = agreed(checkpoints.wait)
+        assert f"rank {world_size - 1} would write other files than rank 0" in said
+        optimizer.state.clear()
+        checkpoints.save(2)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]

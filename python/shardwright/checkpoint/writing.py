@@ -148,18 +148,21 @@ class _Layout:
         Whether some entries are no tensors, which rank 0 writes and others may hold.
     state : Structure, optional
         Of all tensors of rank 0's state, where each rank holds a part of some.
+    own : dict
+        This rank's part of `described`.
     """
 
     described: dict[int, dict[str, Entry]]
     rows: Rows
     has_values: bool
     state: Structure | None
+    own: dict[int, dict[str, Entry]]
     entries: Entries | None = None
     plan: CheckpointPlan | None = None
 
     def fits(self, draft: _Draft) -> bool:
         return (
-            all(self.described.get(n) == e for n, e in draft.described.items())
+            self.own == draft.described
             and self.rows.fits(structure_of(draft.tensors), draft.line_bytes)
             and self._fits_state(draft)
         )
@@ -405,7 +408,8 @@ class Writer:
             described |= expand(theirs)
         has_values = any(how == VALUE for keys in described.values() for how, _, _ in keys.values())
         own = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in of_all], self._peers.rank)
-        return _Layout(described, own, has_values, None if state is None else [(n, d, list(s)) for n, d, s in state])
+        state = None if state is None else [(n, d, list(s)) for n, d, s in state]
+        return _Layout(described, own, has_values, state, draft.described)
 
     def _content(
         self, training: Training, draft: _Draft, layout: _Layout
