@@ -29,7 +29,7 @@ from .content import (
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
-from .peers import Peers, averages_gradients, whole_parameters
+from .peers import Peers, averages_gradients, os_error, whole_parameters
 from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import (
@@ -249,16 +249,23 @@ class Writer:
             self.skip(str(error))
             raise
         self._number += 1
+        has_agreed = False
         try:
             slices, passing = released_slices(training.model)
             with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
                 content, own, plan = self._agree(training, step, slices, passing)
+                has_agreed = True
                 self._start(folder, step, content, own, plan, lazy, metric, stale, retired, replaces)
         except BaseException as error:
-            self._give_up(_tellable(str(error) or type(error).__name__))
-            if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
+            sentence = str(error)
+            if not isinstance(error, CheckpointError):
+                sentence = f"'{folder}' could not be saved: {type(error).__name__}: {error}"
+            self._give_up(_tellable(sentence))
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            raise CheckpointError(f"'{folder}' could not be saved: {type(error).__name__}: {error}") from error
+            if has_agreed and self._peers.world_size > 1:  # as the others hear of it at their next call
+                sentence = f"rank {self._peers.rank}: {sentence}"
+            raise os_error(sentence, getattr(error, "errno", None)) from error
 
     def _give_up(self, reason: str) -> None:
         """The save that is being begun: its threads may run already, and read memory that is held for them."""
@@ -372,14 +379,10 @@ class Writer:
         if draft is not None:
             mine = [reason, self._is_new(draft), digest(draft.samples), digest(draft.checksums)]
         answers = self._peers.agreement(mine, "what ranks hold alike")
-        if failure is not None:
-            raise failure
+        self._peers.raise_first([why for why, *_ in answers or [mine]], failure)
         assert draft is not None
         if answers is None:
             return bool(mine[1])
-        for rank, (why, *_) in enumerate(answers):
-            if why:
-                raise CheckpointError(f"rank {rank}: {why}")
         _, are_new, samples, checksums = zip(*answers)
         if len({*samples}) > 1:
             check_alike(self._peers.exchange(draft.samples, "what ranks hold apart"), is_averaged=is_averaged)
@@ -391,7 +394,7 @@ class Writer:
         return self._peers.agreement(self._is_new(draft), "layout of a checkpoint") is not None or self._is_new(draft)
 
     def _is_new(self, draft: _Draft) -> bool:
-        return self._layout is None or not self._layout.fits(draft)
+        return self._layout is None or self._layout.plan is None or not self._layout.fits(draft)
 
     def _lay_out(self, draft: _Draft) -> _Layout:
         """Collective."""
