@@ -452,9 +452,9 @@ class Checkpointer:
             spare = self._writer.spare()
             reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
             if reader is not None:
+                apply_together(reader, self._peers, everything=True)
                 if step is not None:
                     self._go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
-                apply_together(reader, self._peers, everything=True)
                 if not self._read_only:
                     self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
@@ -474,7 +474,11 @@ class Checkpointer:
 
         def note() -> None:
             if self._peers.rank == 0 and self._lock is not None:
-                go_on_from(self.directory, chosen)
+                try:
+                    go_on_from(self.directory, chosen)
+                except Exception as error:
+                    why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
+                    raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
 
         self._peers.together(note, f"rollback to step {chosen.step}")
 
