@@ -19,7 +19,8 @@ import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
-from shardwright.checkpoint import StorageReader
+from shardwright.checkpoint import StorageReader, StorageWriter
+from shardwright.cli import main
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -145,6 +146,28 @@ def test_an_abandoned_checkpoint_is_better_than_none(tmp_path):
     assert value_after(tmp_path) == (5, 5.0)
 
 
+def test_retention_counts_no_checkpoint_of_an_abandoned_course(tmp_path, capsys):
+    save_steps(tmp_path, {2: 2.0, 5: 5.0})
+    assert value_after(tmp_path, step=2) == (2, 2.0)
+    assert main(["ckpt", "prune", str(tmp_path), "--keep-last", "1", "--yes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoints"] == [] and found["stays"] == []
+    for step, there in ((4, [2, 4, 5]), (6, [4, 5, 6]), (8, [6, 8])):
+        with sw.Checkpointer(tmp_path, *trained(float(step)), keep_last=2, keep_best=1) as checkpoints:
+            checkpoints.save(step - 1)
+            checkpoints.wait()
+            assert checkpoints.steps() == there
+
+
+def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sw.save("a", trained()[0])
+    assert main(["ckpt", "export", "a", "s3://bucket/model"]) == 2
+    assert "output must be a path of a mounted file system, got the address 's3://bucket/model'" in capsys.readouterr().err
+    assert main(["ckpt", "export", "a", "model"]) == 0
+    assert sorted(os.listdir()) == ["a", "model"] and os.listdir("model") == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", Path("s3://b/a")])
 def test_an_address_is_no_path(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)
@@ -154,6 +177,7 @@ def test_an_address_is_no_path(tmp_path, monkeypatch, address):
         lambda: sw.load(address, module),
         lambda: sw.Checkpointer(address, module, optimizer),
         lambda: dcp.load(module.state_dict(), storage_reader=StorageReader(address), no_dist=True),
+        lambda: dcp.save(module.state_dict(), storage_writer=StorageWriter(address), no_dist=True),
     ]
     for call in calls:
         with pytest.raises(
