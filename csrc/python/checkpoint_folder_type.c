@@ -122,53 +122,6 @@ static void folder_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-static PyObject *folder_verify(PyObject *op, PyObject *args)
-{
-    folder_object *self = (folder_object *)op;
-    unsigned long long first, end;
-    sw_error err = {0};
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "KK:verify", &first, &end))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_verify(self->path, &self->manifest, first, end, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return fail(op, &err);
-    Py_RETURN_NONE;
-}
-
-static PyObject *folder_read(PyObject *op, PyObject *args)
-{
-    folder_object *self = (folder_object *)op;
-    const char *path;
-    PyObject *list;
-    sw_error err = {0};
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "sO!:read", &path, &PyList_Type, &list))
-        return NULL;
-    size_t count = (size_t)PyList_Size(list);
-    sw_read_range *ranges = calloc(count + 1, sizeof *ranges);
-    if (!ranges)
-        return PyErr_NoMemory();
-    for (size_t i = 0; i < count; ++i) {
-        unsigned long long begin, size_bytes, address;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, (Py_ssize_t)i), "KKK", &begin, &size_bytes,
-                              &address)) {
-            free(ranges);
-            return NULL;
-        }
-        ranges[i] = (sw_read_range){begin, (size_t)size_bytes, (void *)(uintptr_t)address};
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_read(self->path, &self->manifest, path, ranges, count, &err);
-    Py_END_ALLOW_THREADS
-    free(ranges);
-    if (status != SW_OK)
-        return fail(op, &err);
-    Py_RETURN_NONE;
-}
-
 /* (path, begin, nbytes, address, undo) */
 static int parse_load_range(const folder_object *self, PyObject *item, sw_load_range *range)
 {
@@ -194,11 +147,11 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
     PyObject *list;
-    int threads, is_direct;
-    unsigned long long turn, turn_count;
+    int threads = 1, is_direct = 0;
+    unsigned long long turn = 0, turn_count = 1;
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "O!ip(KK):load", &PyList_Type, &list, &threads, &is_direct, &turn,
+    if (!PyArg_ParseTuple(args, "O!|ip(KK):load", &PyList_Type, &list, &threads, &is_direct, &turn,
                           &turn_count))
         return NULL;
     size_t count = (size_t)PyList_Size(list);
@@ -551,12 +504,9 @@ static PyMethodDef folder_methods[] = {
     {"identity", folder_identity, METH_VARARGS | METH_CLASS,
      "identity($type, path, /)\n--\n\nReturn a text that identifies what lies there now; '' for "
      "nothing."},
-    {"verify", folder_verify, METH_VARARGS,
-     "verify($self, first, end, /)\n--\n\nChecks these blocks of all files."},
-    {"read", folder_read, METH_VARARGS,
-     "read($self, path, ranges, /)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
     {"load", folder_load, METH_VARARGS,
-     "load($self, ranges, threads, direct, turn, /)\n--\n\nFills or checks [(path, begin, nbytes, "
+     "load($self, ranges, threads=1, direct=False, turn=(0, 1), /)\n--\n\nFills or checks [(path, "
+     "begin, nbytes, "
      "address or "
      "0, undo or 0)] by several threads."},
     {"read_bytes", folder_read_bytes, METH_VARARGS,

@@ -168,7 +168,8 @@ static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
         if (!item || PyList_SetItem(pieces, (Py_ssize_t)i, item) < 0)
             ENGINE_CLEAR(pieces);
     }
-    return pieces ? Py_BuildValue("(sKN)", file->path, (unsigned long long)file->size_bytes, pieces)
+    return pieces ? Py_BuildValue("(sKKN)", file->path, (unsigned long long)file->size_bytes,
+                                  (unsigned long long)file->first_block, pieces)
                   : NULL;
 }
 
@@ -383,7 +384,8 @@ static PyMethodDef plan_methods[] = {
     {"commit", (PyCFunction)(void (*)(void))plan_commit, METH_VARARGS | METH_KEYWORDS,
      "Makes a folder that holds every file of this plan a checkpoint, headers included."},
     {"files", plan_files, METH_NOARGS,
-     "files($self, /)\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
+     "files($self, /)\n--\n\n[(path, nbytes, first block, [(source, begin, nbytes)])], in order."
+     ""},
     {"needed", plan_needed, METH_VARARGS,
      "needed($self, rank, world_size, /)\n--\n\nSources of which the rank writes bytes, but for "
      "those that "

@@ -105,7 +105,7 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
     if rest:
         raise CheckpointError(f"'{folder.path}/{LINES}' has {folder.files[LINES]} bytes for {folder.world_size} lines")
     memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    folder.read(LINES, [(rank * nbytes, nbytes, memory.data_ptr())])
+    folder.load([(LINES, rank * nbytes, nbytes, memory.data_ptr(), 0)])
     try:
         return tree.loads(memory.numpy().tobytes())
     except ValueError as error:

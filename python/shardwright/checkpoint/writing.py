@@ -624,7 +624,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _model_index(plan: Any, names: Sequence[str]) -> bytes:
     """The index of several model files, as transformers writes it; nothing for one file."""
-    files = [(path, pieces) for path, _, pieces in plan.files() if path.startswith("model")]
+    files = [(path, pieces) for path, _, _, pieces in plan.files() if path.startswith("model")]
     if len(files) < 2:
         return b""
     weight_map = {names[source]: path for path, pieces in files for source, _, _ in pieces}

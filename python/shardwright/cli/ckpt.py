@@ -222,15 +222,17 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from .._engine import CheckpointError
+    from ..checkpoint.filling import Filler
 
     try:
         folder = _open(path)
+        filler = Filler(folder, 0, 1)
         total = folder.block_count
         progress = _Progress(options, os.path.basename(path), total)
         try:
             for first in range(0, total, _PROGRESS_BLOCKS):
                 end = min(first + _PROGRESS_BLOCKS, total)
-                folder.verify(first, end)
+                filler.verify(first, end)
                 progress.add(end - first)
         finally:
             progress.end()
@@ -261,7 +263,7 @@ def _values(folder: Any, entry: dict[str, Any]) -> Any:
 
     memory = torch.empty(entry["nbytes"], dtype=torch.uint8, device="cpu")
     if entry["nbytes"]:
-        folder.read(entry["file"], [(entry["begin"], entry["nbytes"], memory.data_ptr())])
+        folder.load([(entry["file"], entry["begin"], entry["nbytes"], memory.data_ptr(), 0)])
     return memory
 
 
