@@ -605,6 +605,79 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     case_free(&data);
 }
 
+/* ---- a network file system's moments ---- */
+
+static int refusals, refusal_code; /* of the next opens of a file of tallies that is there */
+
+int open(const char *path, int flags, ...)
+{
+    typedef int open_type(const char *, int, ...);
+    mode_t mode = 0;
+    if (flags & O_CREAT) {
+        va_list arguments;
+        va_start(arguments, flags);
+        mode = (mode_t)va_arg(arguments, int);
+        va_end(arguments);
+    } else if (refusals > 0 && strstr(path, "/TALLIES-")) {
+        refusals--;
+        errno = refusal_code;
+        return -1;
+    }
+    return ((open_type *)(uintptr_t)dlsym(RTLD_NEXT, "open"))(path, flags, mode);
+}
+
+static void what_is_of_a_moment_is_tried_again(void)
+{
+    static const int codes[] = {ENOENT, ESTALE, EIO, EACCES};
+    for (size_t i = 0; i < 4; ++i) {
+        sw_error err = {0};
+        case_clear(directory);
+        mkdir(directory, 0777);
+        refusals = i < 3 ? 4 : 1; /* rank 1 opens the file to write, then rank 0 to read */
+        refusal_code = codes[i];
+        case_rank settings = {.world_size = 2,
+                              .step = 7,
+                              .directory = directory,
+                              .number = 1,
+                              .nonce = "n",
+                              .thread_count = 1};
+        sw_status status = case_save_together(settings, &err);
+        check(refusals == 0 && status == (i < 3 ? SW_OK : SW_E_OS), strerror(codes[i]),
+              err.message);
+    }
+}
+
+/* ---- folders that are made ---- */
+
+static char synced[512]; /* their paths, one after the other */
+
+int fsync(int fd)
+{
+    typedef int fsync_type(int);
+    char link[64], path[256];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length > 0 && strlen(synced) + (size_t)length + 2 < sizeof synced) {
+        path[length] = '\0';
+        strcat(strcat(synced, path), ";");
+    }
+    return ((fsync_type *)(uintptr_t)dlsym(RTLD_NEXT, "fsync"))(fd);
+}
+
+static void each_new_name_on_the_way_to_a_folder_is_durable(void)
+{
+    char path[96], expected[256];
+    sw_error err = {0};
+    case_clear(directory);
+    snprintf(path, sizeof path, "%s/a/b", directory);
+    snprintf(expected, sizeof expected, "%s;%s;%s/a;", case_root(), directory, directory);
+    synced[0] = '\0';
+    check(sw_folder_make(path, &err) == SW_OK && strcmp(synced, expected) == 0, synced,
+          err.message);
+    synced[0] = '\0';
+    check(sw_folder_make(path, &err) == SW_OK && !*synced, "what is there needs none", synced);
+}
+
 /* ---- a folder that cannot be listed to its end ---- */
 
 static int entries_until_error = -1; /* -1: there is none */
@@ -772,6 +845,8 @@ int main(void)
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
     a_save_that_lives_is_never_taken_for_dead();
+    what_is_of_a_moment_is_tried_again();
+    each_new_name_on_the_way_to_a_folder_is_durable();
     a_folder_of_which_the_rest_is_unknown_is_not_removable();
     what_is_replaced_is_found_all_the_time();
     a_board_that_is_gone_is_no_reason_to_remove_the_folder();
