@@ -3,6 +3,7 @@ rolled back; and what is no checkpoint is refused before it costs memory."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -13,13 +14,14 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
-from shardwright.checkpoint import StorageReader, StorageWriter
+from shardwright.checkpoint import StorageReader, StorageWriter, checkpointer
 from shardwright.cli import main
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -110,6 +112,44 @@ def check_another_user(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "a")) == [".lock", "step-000005"]
 
 
+def test_a_read_only_file_system_is_restored_from(tmp_path):
+    save_steps(tmp_path, {5: 3.0})
+    refusal = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with mock.patch.object(checkpointer, "DirectoryLock", side_effect=refusal):
+        module, optimizer = trained()
+        with sw.Checkpointer(tmp_path, module, optimizer) as checkpoints:
+            assert checkpoints.restore() == 5 and checkpoints.restore(step=5) == 5
+            assert float(module.weight.detach()[0, 0]) == 3.0
+            with pytest.raises(sw.CheckpointError, match="cannot be written to: Read-only file system"):
+                checkpoints.save(5)
+
+
+@pytest.mark.parametrize("body", ["[]", "null", '{"step":1}', '{"a":' * 3000, '{"$tensor":"x"}', "{", "\xff"])
+def test_a_malformed_state_is_refused_before_anything_changes(tmp_path, body):
+    sw.save(tmp_path / "a", trained(1.0)[0])
+    reseal(tmp_path / "a", "state.json", body.encode("latin-1"))
+    module, _ = trained(2.0)
+    with pytest.raises(sw.CheckpointError, match=r"state\.json"):
+        sw.load(tmp_path / "a", module)
+    assert float(module.weight.detach()[0, 0]) == 2.0
+
+
+def reseal(folder: Path, name: str, data: bytes) -> None:
+    """Another file of less than a block in a checkpoint, whose checksums are sound."""
+
+    def checksum(text: bytes) -> int:
+        memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return crc32c(memory.data_ptr(), memory.numel())
+
+    (folder / name).write_bytes(data)
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["self_crc32c"]
+    entry = next(each for each in manifest["files"] if each["path"] == name)
+    entry.update(bytes=len(data), crc32c=f"{checksum(data):08x}")
+    text = json.dumps(manifest, separators=(",", ":"))[:-1].encode()
+    (folder / "MANIFEST.json").write_bytes(text + b',"self_crc32c":"%08x"}\n' % checksum(text))
+
+
 def value_after(directory: Path, **options) -> tuple[int, float]:
     module, optimizer = trained()
     with sw.Checkpointer(directory, module, optimizer) as checkpoints:
@@ -163,7 +203,9 @@ def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     sw.save("a", trained()[0])
     assert main(["ckpt", "export", "a", "s3://bucket/model"]) == 2
-    assert "output must be a path of a mounted file system, got the address 's3://bucket/model'" in capsys.readouterr().err
+    assert (
+        "output must be a path of a mounted file system, got the address 's3://bucket/model'" in capsys.readouterr().err
+    )
     assert main(["ckpt", "export", "a", "model"]) == 0
     assert sorted(os.listdir()) == ["a", "model"] and os.listdir("model") == ["model.safetensors"]
 

@@ -535,9 +535,7 @@ def test_a_moment_in_which_a_rank_cannot_open_files_costs_no_checkpoint(rank, wo
         gather(None)
         for code in (errno.EMFILE, errno.ESTALE):
             trouble = os_error(f"opening 'model.safetensors' failed: {os.strerror(code)}", code)
-            with mock.patch.object(
-                reading.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None
-            ):
+            with mock.patch.object(reading.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None):
                 said = agreed(checkpoints.restore)
             assert os.strerror(code) in said and (f"rank {world_size - 1}: " in said or world_size == 1)
         assert checkpoints.restore() == 2 and not checkpoints._rejected

@@ -91,7 +91,7 @@ class Reader:
     def _tree(self, path: str) -> Any:
         try:
             return tree.loads(self.folder.read_bytes(path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"'{self.folder.path}/{path}' is no JSON: {error}") from None
 
     def _check_tree(self, name: str, body: Any, keys: Sequence[str]) -> dict[str, Any]:
@@ -640,7 +640,9 @@ def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
     extra, failure = None, ""
     if everything:
         try:
-            same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "whose memory it was")
+            same = peers.together(
+                lambda: reader.look_at_compressor(peers.rank, peers.world_size), "whose memory it was"
+            )
         except BaseException:
             reader.take_back()
             raise

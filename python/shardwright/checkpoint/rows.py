@@ -108,7 +108,7 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
     folder.load([(LINES, rank * nbytes, nbytes, memory.data_ptr(), 0)])
     try:
         return tree.loads(memory.numpy().tobytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"'{folder.path}/{LINES}' is no JSON in line {rank}: {error}") from None
 
 
