@@ -231,7 +231,7 @@ void sw_channel_relay(sw_channel *channel, uint64_t number)
         mirror(channel);
 }
 
-/* What may be this rank's last word of the save, which nobody relays after it. */
+/* Relay until the file has this host's slot: this may be the last call of the rank's save. */
 static void relay_until_told(sw_channel *channel, uint64_t number)
 {
     int64_t until_ns = sw_clock_now_ns() + TELL_S * INT64_C(1000000000);

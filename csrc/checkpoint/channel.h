@@ -84,8 +84,8 @@ int sw_channel_find_unwritten(sw_channel *channel, uint64_t number);
 /* Rank 0: bytes of tallies of a host all of whose ranks have written. */
 uint64_t sw_channel_tally_bytes(const sw_channel *channel, int host);
 
-/* Tells rank 0 that this rank failed save `number`. Where the file cannot be written: again, for
- * at most 30 s. */
+/* Tells rank 0 that this rank failed save `number`. Retries for at most 30 s if the file cannot be
+ * written. */
 void sw_channel_fail(sw_channel *channel, uint64_t number, const sw_error *reason);
 /* Rank 0: whether a rank failed it; *err then says which, in the words that all ranks get. */
 bool sw_channel_has_failure(sw_channel *channel, uint64_t number, sw_error *err);
@@ -93,8 +93,8 @@ bool sw_channel_has_failure(sw_channel *channel, uint64_t number, sw_error *err)
  * heard of this has said so: sw_channel_has_failure. */
 void sw_channel_say_committing(sw_channel *channel, uint64_t number);
 bool sw_channel_is_committing(sw_channel *channel, uint64_t number);
-/* Rank 0: SW_OK or the error of save `number`. Where the file cannot be written: again, for at most
- * 30 s. */
+/* Rank 0: SW_OK or the error of save `number`. Retries for at most 30 s if the file cannot be
+ * written. */
 void sw_channel_decide(sw_channel *channel, uint64_t number, const sw_error *verdict);
 /* Whether rank 0 has decided `number`; *verdict is then filled (status SW_OK: committed). */
 bool sw_channel_is_decided(sw_channel *channel, uint64_t number, sw_error *verdict);

@@ -133,8 +133,8 @@ static sw_status rename_once(const char *from, const char *to, const char *nonce
     return status;
 }
 
-/* What a save that died could not take away; it is unlinked after the verdict. If `folder` is
- * missing, a save that lives has moved it there a moment ago. */
+/* Clear the replaced name of a dead save's left-over, which is unlinked after the verdict. If
+ * `folder` is missing, a live save has moved it to that name a moment ago. */
 static sw_status clear_replaced(const char *replaced, const char *folder, const char *nonce,
                                 sw_error *err)
 {
@@ -184,8 +184,8 @@ static void take_back(const char *partial, const char *folder, const char *paren
 }
 
 /* A folder of that name is there already: in one step where the system can. What came out may have
- * changed since it was looked at. It is called `partial`, which every rank removes after an error:
- * so there is none once the exchange is durable, and until then it goes back. */
+ * changed since it was looked at. Every rank removes `partial` after an error, and that is the old
+ * checkpoint now: an error takes the exchange back, and a durable exchange has no error. */
 static sw_status replace(const char *partial, const char *folder, const char *replaces,
                          const char *nonce, sw_error *err)
 {

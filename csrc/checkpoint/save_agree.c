@@ -285,7 +285,7 @@ static bool is_first_alive(const sw_saver *saver)
 }
 
 /* The sentence of rank 0 is everybody's; without one, this rank's own. A rank that is cancelled
- * while rank 0 commits waits as long as rank 0 lives: what it would say could be wrong. */
+ * while rank 0 commits waits as long as rank 0 lives: its own report could be wrong. */
 static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
     sw_channel *channel = saver->channel;

@@ -431,7 +431,9 @@ static PyObject *saver_fail(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !enter(self))
         return NULL;
     (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
+    Py_BEGIN_ALLOW_THREADS /* over hosts it may have to be said again */
     sw_saver_fail(self->saver, number, &reason);
+    Py_END_ALLOW_THREADS
     leave(self);
     Py_RETURN_NONE;
 }

@@ -778,7 +778,7 @@ static void keep_other_saves(void)
     replaces = NULL;
 }
 
-/* What was exchanged is a left-over, whatever it is called: the new one is durable. */
+/* The exchanged folder is a left-over under any name: the new one is durable. */
 static void replace_without_trash(void)
 {
     static char left[CASE_NAMES_MAX][SW_PATH_BYTES];

@@ -228,7 +228,7 @@ static void *bring_back(void *path)
     return NULL;
 }
 
-/* Nobody relays for a rank whose save is over. */
+/* No later call relays for a rank whose save is over. */
 static void a_last_word_that_cannot_be_written_at_once_is_said_again(void)
 {
     static team t;
@@ -626,7 +626,7 @@ int open(const char *path, int flags, ...)
     return ((open_type *)(uintptr_t)dlsym(RTLD_NEXT, "open"))(path, flags, mode);
 }
 
-static void what_is_of_a_moment_is_tried_again(void)
+static void transient_errors_are_retried(void)
 {
     static const int codes[] = {ENOENT, ESTALE, EIO, EACCES};
     for (size_t i = 0; i < 4; ++i) {
@@ -693,7 +693,7 @@ struct dirent *readdir(DIR *stream)
     return ((readdir_type *)(uintptr_t)dlsym(RTLD_NEXT, "readdir"))(stream);
 }
 
-/* What was not listed may be somebody's file. */
+/* An entry that was not listed may be a user's file. */
 static void a_folder_of_which_the_rest_is_unknown_is_not_removable(void)
 {
     sw_error err = {0};
@@ -845,7 +845,7 @@ int main(void)
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
     a_save_that_lives_is_never_taken_for_dead();
-    what_is_of_a_moment_is_tried_again();
+    transient_errors_are_retried();
     each_new_name_on_the_way_to_a_folder_is_durable();
     a_folder_of_which_the_rest_is_unknown_is_not_removable();
     what_is_replaced_is_found_all_the_time();

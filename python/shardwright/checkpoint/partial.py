@@ -57,7 +57,7 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
             if match[2] == "trash" or _is_dead(path):
                 found.append(path)
         board = _BOARD.match(each)
-        if board and name in (None, board[1]) and _is_old(path):
+        if board and name in (None, board[1]) and os.path.isfile(path) and _is_old(path):
             found.append(path)
     return sorted(found)
 

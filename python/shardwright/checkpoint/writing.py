@@ -265,6 +265,8 @@ class Writer:
                 raise
             if has_agreed and self._peers.world_size > 1:  # as the others hear of it at their next call
                 sentence = f"rank {self._peers.rank}: {sentence}"
+            elif isinstance(error, CheckpointError):
+                raise
             raise os_error(sentence, getattr(error, "errno", None)) from error
 
     def _give_up(self, reason: str) -> None:
