@@ -207,11 +207,6 @@ static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error 
     return SW_OK;
 }
 
-static sw_status merge(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    return sw_manifest_add_tally(context, block, tally, err);
-}
-
 typedef struct totals {
     double list_worst_s, list_all_s, merge_s;
     size_t memory_worst;
@@ -236,7 +231,8 @@ static void add_rank(const sw_plan *plan, bool by_rows, int rank, int world, hol
     double took = seconds(CLOCK_PROCESS_CPUTIME_ID) - begin;
     size_t memory = held() - before;
     begin = seconds(CLOCK_PROCESS_CPUTIME_ID);
-    must(sw_tally_list_read(list.data, list.size_bytes, merge, manifest, &err), &err, "merge");
+    must(sw_tally_list_read(list.data, list.size_bytes, sw_manifest_add_tally, manifest, &err),
+         &err, "merge");
     sum->merge_s += seconds(CLOCK_PROCESS_CPUTIME_ID) - begin;
     sum->list_all_s += took;
     sum->list_worst_s = took > sum->list_worst_s ? took : sum->list_worst_s;

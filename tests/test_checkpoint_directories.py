@@ -3,6 +3,7 @@ rolled back; and what is no checkpoint is refused before it costs memory."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -13,13 +14,15 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
-from shardwright.checkpoint import StorageReader
+from shardwright.checkpoint import StorageReader, StorageWriter, checkpointer
+from shardwright.cli import main
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -109,6 +112,44 @@ def check_another_user(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "a")) == [".lock", "step-000005"]
 
 
+def test_a_read_only_file_system_is_restored_from(tmp_path):
+    save_steps(tmp_path, {5: 3.0})
+    refusal = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with mock.patch.object(checkpointer, "DirectoryLock", side_effect=refusal):
+        module, optimizer = trained()
+        with sw.Checkpointer(tmp_path, module, optimizer) as checkpoints:
+            assert checkpoints.restore() == 5 and checkpoints.restore(step=5) == 5
+            assert float(module.weight.detach()[0, 0]) == 3.0
+            with pytest.raises(sw.CheckpointError, match="cannot be written to: Read-only file system"):
+                checkpoints.save(5)
+
+
+@pytest.mark.parametrize("body", ["[]", "null", '{"step":1}', '{"a":' * 3000, '{"$tensor":"x"}', "{", "\xff"])
+def test_a_malformed_state_is_refused_before_anything_changes(tmp_path, body):
+    sw.save(tmp_path / "a", trained(1.0)[0])
+    reseal(tmp_path / "a", "state.json", body.encode("latin-1"))
+    module, _ = trained(2.0)
+    with pytest.raises(sw.CheckpointError, match=r"state\.json"):
+        sw.load(tmp_path / "a", module)
+    assert float(module.weight.detach()[0, 0]) == 2.0
+
+
+def reseal(folder: Path, name: str, data: bytes) -> None:
+    """Another file of less than a block in a checkpoint, whose checksums are sound."""
+
+    def checksum(text: bytes) -> int:
+        memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return crc32c(memory.data_ptr(), memory.numel())
+
+    (folder / name).write_bytes(data)
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["self_crc32c"]
+    entry = next(each for each in manifest["files"] if each["path"] == name)
+    entry.update(bytes=len(data), crc32c=f"{checksum(data):08x}")
+    text = json.dumps(manifest, separators=(",", ":"))[:-1].encode()
+    (folder / "MANIFEST.json").write_bytes(text + b',"self_crc32c":"%08x"}\n' % checksum(text))
+
+
 def value_after(directory: Path, **options) -> tuple[int, float]:
     module, optimizer = trained()
     with sw.Checkpointer(directory, module, optimizer) as checkpoints:
@@ -145,6 +186,30 @@ def test_an_abandoned_checkpoint_is_better_than_none(tmp_path):
     assert value_after(tmp_path) == (5, 5.0)
 
 
+def test_retention_counts_no_checkpoint_of_an_abandoned_course(tmp_path, capsys):
+    save_steps(tmp_path, {2: 2.0, 5: 5.0})
+    assert value_after(tmp_path, step=2) == (2, 2.0)
+    assert main(["ckpt", "prune", str(tmp_path), "--keep-last", "1", "--yes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoints"] == [] and found["stays"] == []
+    for step, there in ((4, [2, 4, 5]), (6, [4, 5, 6]), (8, [6, 8])):
+        with sw.Checkpointer(tmp_path, *trained(float(step)), keep_last=2, keep_best=1) as checkpoints:
+            checkpoints.save(step - 1)
+            checkpoints.wait()
+            assert checkpoints.steps() == there
+
+
+def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sw.save("a", trained()[0])
+    assert main(["ckpt", "export", "a", "s3://bucket/model"]) == 2
+    assert (
+        "output must be a path of a mounted file system, got the address 's3://bucket/model'" in capsys.readouterr().err
+    )
+    assert main(["ckpt", "export", "a", "model"]) == 0
+    assert sorted(os.listdir()) == ["a", "model"] and os.listdir("model") == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", Path("s3://b/a")])
 def test_an_address_is_no_path(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)
@@ -154,6 +219,7 @@ def test_an_address_is_no_path(tmp_path, monkeypatch, address):
         lambda: sw.load(address, module),
         lambda: sw.Checkpointer(address, module, optimizer),
         lambda: dcp.load(module.state_dict(), storage_reader=StorageReader(address), no_dist=True),
+        lambda: dcp.save(module.state_dict(), storage_writer=StorageWriter(address), no_dist=True),
     ]
     for call in calls:
         with pytest.raises(

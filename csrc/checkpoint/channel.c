@@ -9,12 +9,14 @@
 #include "kernels/crc32c.h"
 #include "platform/clock.h"
 #include "platform/file.h"
+#include "platform/thread.h"
 
 enum {
     CRC_AT = SW_CHANNEL_PAGE_BYTES - 4,
     LOOK_EVERY_NS = 20000000,
     LOOKS_A_SECOND = 1000,
-    GONE_S = 5
+    GONE_S = 5,
+    TELL_S = 30
 };
 _Static_assert(sizeof(sw_channel_page) <= CRC_AT, "a page and its checksum fit their slot");
 
@@ -124,10 +126,12 @@ static bool collect(sw_channel *channel, uint64_t number)
         set(&slot->written, number);
         is_news = true;
     }
-    if (channel->rank == 0 &&
-        (get(&slot->opened) != get(&own->opened) || get(&slot->decided) != get(&own->decided))) {
+    if (channel->rank == 0 && (get(&slot->opened) != get(&own->opened) ||
+                               get(&slot->committing) != get(&own->committing) ||
+                               get(&slot->decided) != get(&own->decided))) {
         memcpy(slot->verdicts, own->verdicts, sizeof slot->verdicts);
         set(&slot->opened, get(&own->opened));
+        set(&slot->committing, get(&own->committing));
         set(&slot->decided, get(&own->decided));
         is_news = true;
     }
@@ -206,7 +210,10 @@ static void mirror(sw_channel *channel)
     sw_channel_page *own = channel->pages[channel->rank];
     const sw_channel_page *first = &channel->slots[0];
     uint64_t decided = get(&first->decided);
-    if (channel->rank == 0 || decided <= get(&own->decided))
+    if (channel->rank == 0)
+        return;
+    set(&own->committing, get(&first->committing));
+    if (decided <= get(&own->decided))
         return;
     memcpy(own->verdicts, first->verdicts, sizeof own->verdicts);
     set(&own->decided, decided);
@@ -222,6 +229,18 @@ void sw_channel_relay(sw_channel *channel, uint64_t number)
     look(channel);
     if (is_carrier)
         mirror(channel);
+}
+
+/* Relay until the file has this host's slot: this may be the last call of the rank's save. */
+static void relay_until_told(sw_channel *channel, uint64_t number)
+{
+    int64_t until_ns = sw_clock_now_ns() + TELL_S * INT64_C(1000000000);
+    sw_channel_relay(channel, number);
+    while (channel->slots && sw_channel_is_carrier(channel) && !channel->is_told &&
+           !sw_channel_is_gone(channel, NULL) && sw_clock_now_ns() < until_ns) {
+        sw_thread_sleep_ns(LOOK_EVERY_NS);
+        sw_channel_relay(channel, number);
+    }
 }
 
 /* ---- what is said and asked ---- */
@@ -289,7 +308,7 @@ void sw_channel_fail(sw_channel *channel, uint64_t number, const sw_error *reaso
     page->failure = *reason;
     page->failed_rank = channel->rank;
     set(&page->failed, number);
-    sw_channel_relay(channel, number);
+    relay_until_told(channel, number);
 }
 
 /* Where the file is gone no verdict can come: rank 0 makes it anew before it begins a save, and
@@ -324,12 +343,24 @@ bool sw_channel_has_failure(sw_channel *channel, uint64_t number, sw_error *err)
     return true;
 }
 
+void sw_channel_say_committing(sw_channel *channel, uint64_t number)
+{
+    set(&channel->pages[channel->rank]->committing, number);
+    sw_channel_relay(channel, number);
+}
+
+bool sw_channel_is_committing(sw_channel *channel, uint64_t number)
+{
+    sw_channel_relay(channel, number);
+    return get(&first_page(channel, number)->committing) >= number;
+}
+
 void sw_channel_decide(sw_channel *channel, uint64_t number, const sw_error *verdict)
 {
     sw_channel_page *page = channel->pages[channel->rank];
     page->verdicts[number % SW_CHANNEL_VERDICTS] = *verdict;
     set(&page->decided, number);
-    sw_channel_relay(channel, number);
+    relay_until_told(channel, number);
 }
 
 bool sw_channel_is_decided(sw_channel *channel, uint64_t number, sw_error *verdict)

@@ -31,7 +31,8 @@ enum { SW_CHANNEL_PAGE_BYTES = 4096, SW_CHANNEL_VERDICTS = 4 };
 typedef struct sw_channel_page {
     _Atomic uint64_t
         opened; /* the save whose files are there: of rank 0, and as its carriers know */
-    _Atomic uint64_t decided; /* the save that rank 0 decided last, likewise */
+    _Atomic uint64_t decided;    /* the save that rank 0 decided last, likewise */
+    _Atomic uint64_t committing; /* the save whose commit rank 0 began last, likewise */
     _Atomic uint64_t written; /* the save of which this rank's ranges are durable; in a slot: all of
                                  the host's ranks' */
     _Atomic uint64_t failed;  /* the save that this rank, or one of the host's, failed last */
@@ -83,11 +84,17 @@ int sw_channel_find_unwritten(sw_channel *channel, uint64_t number);
 /* Rank 0: bytes of tallies of a host all of whose ranks have written. */
 uint64_t sw_channel_tally_bytes(const sw_channel *channel, int host);
 
-/* Tells rank 0 that this rank failed save `number`. */
+/* Tells rank 0 that this rank failed save `number`. Retries for at most 30 s if the file cannot be
+ * written. */
 void sw_channel_fail(sw_channel *channel, uint64_t number, const sw_error *reason);
 /* Rank 0: whether a rank failed it; *err then says which, in the words that all ranks get. */
 bool sw_channel_has_failure(sw_channel *channel, uint64_t number, sw_error *err);
-/* Rank 0: SW_OK or the error of save `number`. */
+/* Rank 0: from now on a verdict comes, however long the commit takes. A rank that gave up before it
+ * heard of this has said so: sw_channel_has_failure. */
+void sw_channel_say_committing(sw_channel *channel, uint64_t number);
+bool sw_channel_is_committing(sw_channel *channel, uint64_t number);
+/* Rank 0: SW_OK or the error of save `number`. Retries for at most 30 s if the file cannot be
+ * written. */
 void sw_channel_decide(sw_channel *channel, uint64_t number, const sw_error *verdict);
 /* Whether rank 0 has decided `number`; *verdict is then filled (status SW_OK: committed). */
 bool sw_channel_is_decided(sw_channel *channel, uint64_t number, sw_error *verdict);

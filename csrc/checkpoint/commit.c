@@ -106,8 +106,6 @@ static sw_status check_identity(const char *path, const char *folder, const char
                                 sw_error *err)
 {
     char found[SW_IDENTITY_BYTES];
-    if (!replaces)
-        return SW_OK;
     sw_checkpoint_identify(path, found);
     return !*found || strcmp(found, replaces) == 0 ? SW_OK : fail_changed(folder, err);
 }
@@ -135,19 +133,33 @@ static sw_status rename_once(const char *from, const char *to, const char *nonce
     return status;
 }
 
+/* Clear the replaced name of a dead save's left-over, which is unlinked after the verdict. If
+ * `folder` is missing, a live save has moved it to that name a moment ago. */
+static sw_status clear_replaced(const char *replaced, const char *folder, const char *nonce,
+                                sw_error *err)
+{
+    char trash[SW_PATH_BYTES], parent[SW_PATH_BYTES];
+    if (!sw_file_exists(replaced))
+        return SW_OK;
+    SW_TRY(sw_path_parent(folder, parent, err));
+    SW_TRY(trash_name(trash, replaced, nonce, err));
+    SW_TRY(sw_folder_sync(parent, err));
+    SW_TRY(sw_checkpoint_check_removable(replaced, err));
+    SW_TRY(sw_file_rename(replaced, trash, err));
+    if (sw_file_exists(folder))
+        return SW_OK;
+    (void)!sw_file_rename(trash, replaced, NULL);
+    return fail_changed(folder, err);
+}
+
 /* Where two names cannot be exchanged: what is there takes the name under which readers look for it
  * while `folder` is missing, and keeps it until the new one's name is durable. */
 static sw_status replace_in_two_steps(const char *partial, const char *folder, const char *replaces,
                                       const char *nonce, sw_error *err)
 {
-    char replaced[SW_PATH_BYTES], parent[SW_PATH_BYTES];
+    char replaced[SW_PATH_BYTES];
     SW_TRY(sw_checkpoint_replaced_name(replaced, folder, err));
-    SW_TRY(sw_path_parent(folder, parent, err));
-    if (sw_file_exists(replaced)) { /* a save died before it could take it away */
-        const char *old = replaced;
-        SW_TRY(sw_folder_sync(parent, err));
-        sw_retire(&old, 1, nonce);
-    }
+    SW_TRY(clear_replaced(replaced, folder, nonce, err));
     SW_TRY(rename_once(folder, replaced, NULL, err));
     sw_status status = check_identity(replaced, folder, replaces, err);
     if (status == SW_OK)
@@ -161,32 +173,40 @@ static sw_status replace_in_two_steps(const char *partial, const char *folder, c
 
 /* What was exchanged for the new folder is not to be removed: it goes back or, where that fails,
  * takes a name that nobody clears. */
-static void take_back(const char *partial, const char *folder)
+static void take_back(const char *partial, const char *folder, const char *parent)
 {
     char replaced[SW_PATH_BYTES];
     bool swapped = false;
     if ((sw_file_exchange(partial, folder, &swapped, NULL) != SW_OK || !swapped) &&
         sw_checkpoint_replaced_name(replaced, folder, NULL) == SW_OK)
         (void)!sw_file_rename(partial, replaced, NULL);
+    (void)!sw_folder_sync(parent, NULL);
 }
 
 /* A folder of that name is there already: in one step where the system can. What came out may have
- * changed since it was looked at. */
+ * changed since it was looked at. Every rank removes `partial` after an error, and that is the old
+ * checkpoint now: an error takes the exchange back, and a durable exchange has no error. */
 static sw_status replace(const char *partial, const char *folder, const char *replaces,
                          const char *nonce, sw_error *err)
 {
-    char trash[SW_PATH_BYTES];
+    char trash[SW_PATH_BYTES], parent[SW_PATH_BYTES];
     bool swapped = false;
     SW_TRY(trash_name(trash, folder, nonce, err));
+    SW_TRY(sw_path_parent(folder, parent, err));
     SW_TRY(sw_file_exchange(partial, folder, &swapped, err));
-    if (!swapped)
-        return replace_in_two_steps(partial, folder, replaces, nonce, err);
+    if (!swapped) {
+        SW_TRY(replace_in_two_steps(partial, folder, replaces, nonce, err));
+        return sw_folder_sync(parent, err);
+    }
     sw_status status = check_identity(partial, folder, replaces, err);
     if (status == SW_OK)
         status = sw_checkpoint_check_removable(partial, err);
     if (status == SW_OK)
-        return sw_file_rename(partial, trash, err);
-    take_back(partial, folder);
+        status = sw_folder_sync(parent, err);
+    if (status == SW_OK)
+        (void)!sw_file_rename(partial, trash, NULL);
+    else
+        take_back(partial, folder, parent);
     return status;
 }
 
@@ -194,16 +214,19 @@ static sw_status replace(const char *partial, const char *folder, const char *re
 static sw_status publish_new(const char *partial, const char *folder, const char *nonce,
                              sw_error *err)
 {
+    char parent[SW_PATH_BYTES];
     sw_error found = {0};
+    SW_TRY(sw_path_parent(folder, parent, err));
     sw_status status = rename_once(partial, folder, nonce, &found);
     if (status == SW_E_OS &&
         (found.detail == EEXIST || found.detail == ENOTEMPTY || found.detail == ENOTDIR))
         return fail_changed(folder, err);
     if (status != SW_OK && err)
         *err = found;
-    return status;
+    return status == SW_OK ? sw_folder_sync(parent, err) : status;
 }
 
+/* Durable. */
 static sw_status publish(const char *partial, const char *folder, const char *replaces,
                          const char *nonce, sw_error *err)
 {
@@ -214,26 +237,29 @@ static sw_status publish(const char *partial, const char *folder, const char *re
 sw_status sw_commit(const char *partial, const char *folder, const char *replaces,
                     const sw_manifest *manifest, sw_error *err)
 {
-    char ranks[SW_PATH_BYTES], parent[SW_PATH_BYTES];
+    char ranks[SW_PATH_BYTES];
     SW_TRY(sw_path_join(ranks, partial, SW_RANKS_FOLDER, err));
-    SW_TRY(sw_path_parent(folder, parent, err));
     SW_TRY(sync_files(partial, manifest, err));
     if (sw_file_exists(ranks))
         SW_TRY(sw_folder_sync(ranks, err));
     SW_TRY(write_manifest(partial, manifest, err));
     SW_TRY(check_identity(folder, folder, replaces, err));
     SW_TRY(sw_checkpoint_check_replaceable(folder, err));
-    SW_TRY(publish(partial, folder, replaces, manifest->nonce, err));
-    return sw_folder_sync(parent, err);
+    return publish(partial, folder, replaces, manifest->nonce, err);
 }
 
-void sw_commit_clean(const char *folder, const char *nonce)
+void sw_commit_clean(const char *partial, const char *folder, const char *nonce)
 {
     char trash[SW_PATH_BYTES], replaced[SW_PATH_BYTES];
     const char *old = replaced;
+    sw_folder_remove(partial);
     if (trash_name(trash, folder, nonce, NULL) == SW_OK)
         sw_folder_remove(trash);
-    if (sw_checkpoint_replaced_name(replaced, folder, NULL) == SW_OK)
+    if (sw_checkpoint_replaced_name(replaced, folder, NULL) != SW_OK)
+        return;
+    if (trash_name(trash, replaced, nonce, NULL) == SW_OK)
+        sw_folder_remove(trash);
+    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else it is what another replaces */
         sw_retire(&old, 1, nonce);
 }
 

@@ -21,10 +21,10 @@ void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES]
 
 /* Makes `partial`, which holds every file of the complete `manifest`, the checkpoint `folder`.
  *
- * `replaces` is the identity of `folder` when the save began, or NULL for a caller whose lock keeps
- * other saves away. A folder with another identity was written by another save meanwhile: it stays,
- * with SW_E_STATE. The decision and the change of the name are one step: rename() replaces no
- * folder with entries, and an exchanged folder that is not the expected one is exchanged back.
+ * `replaces` is the identity of `folder` when the save began. A folder with another identity was
+ * written by another save meanwhile: it stays, with SW_E_STATE. The decision and the change of the
+ * name are one step: rename() replaces no folder with entries, and an exchanged folder that is not
+ * the expected one is exchanged back.
  *
  * An existing folder of that name is replaced in one step and retired; where the file system cannot
  * exchange names, in two, between which readers find it as `folder`.replaced (open.h). A folder
@@ -34,7 +34,7 @@ SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const c
                                 const sw_manifest *manifest, sw_error *err);
 
 /* Removes what the commit has replaced. */
-void sw_commit_clean(const char *folder, const char *nonce);
+void sw_commit_clean(const char *partial, const char *folder, const char *nonce);
 
 /* Renames each folder to <name>.<nonce>.trash, makes that durable, and unlinks. As far as it can:
  * what it leaves behind is no checkpoint, and the next writer removes it. What is not removable

@@ -113,9 +113,9 @@ static sw_manifest_file *file_of(sw_manifest *manifest, uint64_t block)
     return &manifest->files[low];
 }
 
-sw_status sw_manifest_add_tally(sw_manifest *manifest, uint64_t block, sw_tally tally,
-                                sw_error *err)
+sw_status sw_manifest_add_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
 {
+    sw_manifest *manifest = context;
     if (block >= manifest->block_count)
         SW_FAIL(err, SW_E_INVALID,
                 "a rank has written block %" PRIu64 " of a checkpoint of %" PRIu64 " blocks", block,

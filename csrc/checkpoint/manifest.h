@@ -19,7 +19,6 @@
 enum { SW_MANIFEST_VERSION = 1, SW_NONCE_BYTES = 65, SW_MANIFEST_MAX_BYTES = 256 << 20 };
 #define SW_MANIFEST_NAME "MANIFEST.json"
 #define SW_RANKS_FOLDER "ranks"
-#define SW_LOCK_NAME "LOCK" /* in a folder that is being written */
 
 typedef struct sw_manifest_file {
     char *path; /* owned */
@@ -50,8 +49,9 @@ bool sw_manifest_is_nonce(const char *nonce);
 SW_MUST_USE sw_status sw_manifest_add_file(sw_manifest *manifest, const char *path,
                                            uint64_t size_bytes, sw_error *err);
 
-/* Records what one rank wrote of block `block`. SW_E_INVALID: there is no such block. */
-SW_MUST_USE sw_status sw_manifest_add_tally(sw_manifest *manifest, uint64_t block, sw_tally tally,
+/* Records what one rank wrote of block `block`. SW_E_INVALID: there is no such block. `manifest` is
+ * a sw_manifest: this is what sw_tally_list_read calls. */
+SW_MUST_USE sw_status sw_manifest_add_tally(void *manifest, uint64_t block, sw_tally tally,
                                             sw_error *err);
 
 /* Checks that every byte was written once and that a reader would take it, and sorts the files.

@@ -363,7 +363,7 @@ static bool clip_common(const sw_plan_common *common, uint64_t low, uint64_t hig
     return clipped->begin < clipped->end;
 }
 
-static int compare_ranges(const void *a, const void *b)
+int sw_plan_compare_ranges(const void *a, const void *b)
 {
     const sw_plan_range *x = a, *y = b;
     if (x->file != y->file)
@@ -392,7 +392,7 @@ sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size, sw_p
                 made[used++] = (sw_plan_range){f, piece->begin, piece->begin + piece->size_bytes};
         }
     if (rank == 0 && used)
-        qsort(made, used, sizeof *made, compare_ranges);
+        qsort(made, used, sizeof *made, sw_plan_compare_ranges);
     *ranges = made;
     *count = used;
     return SW_OK;
@@ -422,23 +422,4 @@ const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece)
             high = middle;
     }
     return &plan->files[low];
-}
-
-const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset,
-                                   size_t *size_bytes)
-{
-    size_t low = 0, high = plan->file_count;
-    while (high - low >
-           1) { /* files without a block share a number with the next: the last of them has it */
-        size_t middle = low + (high - low) / 2;
-        if (plan->files[middle].first_block <= block)
-            low = middle;
-        else
-            high = middle;
-    }
-    const sw_plan_file *file = &plan->files[low];
-    *offset = (block - file->first_block) * SW_BLOCK_BYTES;
-    uint64_t left = file->size_bytes - *offset;
-    *size_bytes = left < SW_BLOCK_BYTES ? (size_t)left : SW_BLOCK_BYTES;
-    return file;
 }

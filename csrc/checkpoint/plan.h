@@ -96,6 +96,9 @@ SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_c
                                      sw_error *err);
 void sw_plan_destroy(sw_plan *plan);
 
+/* Of two ranges, by their places in the files; for qsort. */
+int sw_plan_compare_ranges(const void *a, const void *b);
+
 /* What `rank` of `world_size` writes of what it does not hold in parts: ranges in the order of the
  * files (*ranges is malloc'ed). Over all ranks these are all such bytes, each once. Cost: the
  * logarithm of the pieces, and the ranges; on rank 0 also the pieces. */
@@ -104,10 +107,6 @@ SW_MUST_USE sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int worl
 
 /* The file in which a piece lies. */
 const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece);
-
-/* The file of a block, and the block's place in it. */
-const sw_plan_file *sw_plan_locate(const sw_plan *plan, uint64_t block, uint64_t *offset,
-                                   size_t *size_bytes);
 
 /* The first piece of a file that ends after `offset`. */
 size_t sw_plan_find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_t offset);

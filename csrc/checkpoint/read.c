@@ -6,29 +6,6 @@
 
 static const sw_load_options ALONE = {.thread_count = 1};
 
-sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest, uint64_t first,
-                               uint64_t end, sw_error *err)
-{
-    sw_load_range *ranges = calloc(manifest->file_count + 1, sizeof *ranges);
-    size_t count = 0;
-    if (!ranges)
-        SW_FAIL(err, SW_E_MEMORY, "no memory to check %zu files", manifest->file_count);
-    for (size_t i = 0; i < manifest->file_count; ++i) {
-        const sw_manifest_file *file = &manifest->files[i];
-        uint64_t low = first > file->first_block ? first - file->first_block : 0;
-        uint64_t high = end > file->first_block ? end - file->first_block : 0;
-        uint64_t begin = low * SW_BLOCK_BYTES, stop = file->size_bytes;
-        if (high < file->block_count)
-            stop = high * SW_BLOCK_BYTES;
-        if (low < file->block_count && begin < stop)
-            ranges[count++] =
-                (sw_load_range){.file = i, .begin = begin, .size_bytes = (size_t)(stop - begin)};
-    }
-    sw_status status = sw_checkpoint_load(folder, manifest, ranges, count, &ALONE, err);
-    free(ranges);
-    return status;
-}
-
 sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest, const char *path,
                              const sw_read_range *ranges, size_t range_count, sw_error *err)
 {

@@ -42,11 +42,6 @@ SW_MUST_USE sw_status sw_checkpoint_load(const char *folder, const sw_manifest *
                                          const sw_load_range *ranges, size_t count,
                                          const sw_load_options *options, sw_error *err);
 
-/* Checks blocks [first, end) of all files, in the manifest's numbering. SW_E_INVALID names the file
- * and block. */
-SW_MUST_USE sw_status sw_checkpoint_verify(const char *folder, const sw_manifest *manifest,
-                                           uint64_t first, uint64_t end, sw_error *err);
-
 /* Fills `ranges` (ascending, no overlap) from file `path`. After an error they hold anything. */
 SW_MUST_USE sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest,
                                          const char *path, const sw_read_range *ranges,

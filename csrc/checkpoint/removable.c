@@ -12,6 +12,7 @@
 
 #include "checkpoint/manifest.h"
 #include "checkpoint/open.h"
+#include "checkpoint/save_lock.h"
 #include "platform/file.h"
 
 #define STATE_NAME "state.json"

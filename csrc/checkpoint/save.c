@@ -197,7 +197,6 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     if (snprintf(saver->partial, sizeof saver->partial, "%s.%s.partial", request->folder,
                  request->nonce) >= SW_PATH_BYTES)
         SW_FAIL(err, SW_E_INVALID, "folder '%.200s' is too long", request->folder);
-    saver->replaces_any = !request->replaces;
     snprintf(saver->replaces, sizeof saver->replaces, "%s",
              request->replaces ? request->replaces : "");
     saver->number = request->number;

@@ -41,7 +41,7 @@ typedef struct sw_save_request {
     const char *folder; /* what it will be called; its parent exists */
     const char *nonce;  /* equal on all ranks, never used before */
     const char
-        *replaces;   /* rank 0: identity of `folder` when the save began (commit.h); NULL: any */
+        *replaces;   /* rank 0: identity of `folder` when the save began (commit.h); NULL: "" */
     uint64_t number; /* of the save, from 1, equal on all ranks */
     uint64_t step;
     bool has_metric;

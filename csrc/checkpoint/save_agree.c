@@ -16,17 +16,27 @@
 #include "checkpoint/commit.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/save_job.h"
+#include "checkpoint/save_lock.h"
 #include "checkpoint/write.h"
 #include "platform/clock.h"
 
 enum { LOOK_FIRST_NS = 1000000, LOOK_LAST_NS = 20000000, VERDICT_GRACE_S = 10, LATE_S = 10 };
+enum { CANCEL_GRACE_NS = 1000000000 }; /* for what rank 0 has said already to get here */
+#define PLAN_MARK (UINT64_MAX - 1)     /* no block: the digest of a rank's plan, and the rank */
+enum { COMMIT_S = 600 };               /* a cancelled rank waits no longer for a commit */
 
-static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited, sw_error *err)
+static sw_status check_time(sw_saver *saver, const char *awaited, sw_error *err)
 {
     SW_TRY(sw_save_check(saver, err));
     if (sw_clock_now_ns() > saver->deadline_ns)
         SW_FAIL(err, SW_E_TIMEOUT, "'%.300s': the deadline passed while rank %d waited for %s",
                 saver->folder, saver->channel->rank, awaited);
+    return SW_OK;
+}
+
+static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited, sw_error *err)
+{
+    SW_TRY(check_time(saver, awaited, err));
     sw_thread_sleep_ns(*pause_ns);
     *pause_ns = *pause_ns * 2 < LOOK_LAST_NS ? *pause_ns * 2 : LOOK_LAST_NS;
     return SW_OK;
@@ -87,8 +97,7 @@ static sw_status open_folder(sw_saver *saver, sw_error *err)
     for (size_t i = 0; i < saver->stale_count; ++i)
         sw_folder_remove(saver->stale[i]);
     SW_TRY(sw_folder_create(saver->partial, err));
-    SW_TRY(sw_path_join(path, saver->partial, SW_LOCK_NAME, err));
-    SW_TRY(sw_file_create_locked(path, &saver->lock_fd, err));
+    SW_TRY(sw_save_lock_take(saver->partial, &saver->lock_fd, err));
     SW_TRY(sw_path_join(path, saver->partial, SW_RANKS_FOLDER, err));
     SW_TRY(sw_folder_create(path, err));
     SW_TRY(sw_plan_create_files(saver->shared_part.plan, saver->partial, err));
@@ -132,7 +141,15 @@ static sw_status append_tally(void *context, uint64_t block, sw_tally tally, sw_
 
 static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
 {
-    return sw_manifest_add_tally(context, block, tally, err);
+    sw_saver *saver = context;
+    if (block != PLAN_MARK)
+        return sw_manifest_add_tally(&saver->manifest, block, tally, err);
+    if (tally.crc != saver->shared_part.plan->digest)
+        SW_FAIL(err, SW_E_STATE,
+                "rank %u would write other files than rank 0: names, shapes, dtypes or "
+                "max_file_bytes differ",
+                tally.cover);
+    return SW_OK;
 }
 
 static sw_status write_tallies(sw_saver *saver, const sw_tally_list *list, sw_error *err)
@@ -142,8 +159,6 @@ static sw_status write_tallies(sw_saver *saver, const sw_tally_list *list, sw_er
     struct iovec part = {.iov_base = list->data, .iov_len = list->size_bytes};
     if (list->is_out_of_memory)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of %zu ranges", saver->range_count);
-    if (list->size_bytes == 0)
-        return SW_OK;
     SW_TRY(tallies_path(saver, saver->channel->host, path, err));
     SW_TRY(sw_save_open_late(saver, path, false, true, &fd, err));
     uint64_t place = sw_channel_take_place(saver->channel, list->size_bytes);
@@ -156,8 +171,11 @@ sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err)
 {
     sw_tally_list list = {0};
     if (saver->channel->rank == 0) {
-        SW_TRY(sw_save_each_tally(saver, merge_tally, &saver->manifest, err));
+        SW_TRY(sw_save_each_tally(saver, merge_tally, saver, err));
     } else {
+        sw_tally_list_append(
+            &list, PLAN_MARK,
+            (sw_tally){saver->shared_part.plan->digest, (uint16_t)saver->channel->rank});
         sw_status status = sw_save_each_tally(saver, append_tally, &list, err);
         if (status == SW_OK)
             status = write_tallies(saver, &list, err);
@@ -214,10 +232,19 @@ static sw_status collect_host(sw_saver *saver, int host, sw_error *err)
     uint64_t bytes = sw_channel_tally_bytes(saver->channel, host);
     SW_TRY(tallies_path(saver, host, path, err));
     SW_TRY(read_tallies(saver, path, bytes, &data, err));
-    sw_status status = sw_tally_list_read((const uint8_t *)data, (size_t)bytes, merge_tally,
-                                          &saver->manifest, err);
+    sw_status status =
+        sw_tally_list_read((const uint8_t *)data, (size_t)bytes, merge_tally, saver, err);
     free(data);
     return status == SW_OK ? sw_file_remove(path, err) : status;
+}
+
+/* The deadline ends here: the others wait for the verdict from this word on, and a rank that gave
+ * up before it saw the word has said so. */
+static sw_status begin_commit(sw_saver *saver, sw_error *err)
+{
+    SW_TRY(check_time(saver, "the tallies of all ranks", err));
+    sw_channel_say_committing(saver->channel, saver->number);
+    return sw_channel_has_failure(saver->channel, saver->number, err) ? err->status : SW_OK;
 }
 
 static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
@@ -226,15 +253,13 @@ static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
     for (int host = 0; saver->channel->world_size > 1 && host < saver->channel->host_count; ++host)
         SW_TRY(collect_host(saver, host, err));
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
-    SW_TRY(sw_save_check(saver, err));
-    return sw_commit(saver->partial, saver->folder, saver->replaces_any ? NULL : saver->replaces,
-                     &saver->manifest, err);
+    SW_TRY(begin_commit(saver, err));
+    return sw_commit(saver->partial, saver->folder, saver->replaces, &saver->manifest, err);
 }
 
 /* The verdict comes before anything is removed, which may take longer than others wait. */
 static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
-    char lock[SW_PATH_BYTES];
     *outcome = *own;
     if (own->status == SW_OK) {
         sw_error found = {0};
@@ -242,47 +267,62 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
             *outcome = found;
     }
     sw_channel_decide(saver->channel, saver->number, outcome);
-    if (outcome->status == SW_OK && sw_path_join(lock, saver->folder, SW_LOCK_NAME, NULL) == SW_OK)
-        (void)!sw_file_remove(lock, NULL);
-    (void)!sw_file_close(&saver->lock_fd, saver->partial, NULL); /* it has no bytes to lose */
+    sw_save_lock_release(outcome->status == SW_OK ? saver->folder : saver->partial,
+                         &saver->lock_fd);
     if (outcome->status != SW_OK) {
         sw_folder_remove(saver->partial);
         return;
     }
-    sw_commit_clean(saver->folder, saver->manifest.nonce);
+    sw_commit_clean(saver->partial, saver->folder, saver->manifest.nonce);
     sw_retire((const char *const *)saver->retired, saver->retired_count, saver->manifest.nonce);
 }
 
-/* The sentence of rank 0 is everybody's; without one, this rank's own. */
+/* Rank 0 holds LOCK until it has said the verdict. */
+static bool is_first_alive(const sw_saver *saver)
+{
+    return sw_save_lock_look(saver->partial) == SW_SAVE_ALIVE ||
+           sw_save_lock_look(saver->folder) == SW_SAVE_ALIVE;
+}
+
+/* The sentence of rank 0 is everybody's; without one, this rank's own. A rank that is cancelled
+ * while rank 0 commits waits as long as rank 0 lives: its own report could be wrong. */
 static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
+    sw_channel *channel = saver->channel;
     long pause_ns = LOOK_FIRST_NS;
-    int64_t deadline_ns =
-        saver->deadline_ns +
-        (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's own ends a moment later */
-    if (own->status != SW_OK)
-        sw_channel_fail(saver->channel, saver->number, own);
-    while (!sw_channel_is_decided(saver->channel, saver->number, outcome)) {
-        sw_error stop = {0};
-        if (own->status == SW_OK && sw_save_check(saver, &stop) != SW_OK) {
-            sw_channel_fail(saver->channel, saver->number, &stop);
-            *outcome = stop;
-            return;
+    sw_error mine = *own, stop = {0};
+    int64_t cancelled_ns = 0;
+    int64_t until_ns = saver->deadline_ns +
+                       (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's own ends a moment later */
+    if (mine.status != SW_OK)
+        sw_channel_fail(channel, saver->number, &mine);
+    while (!sw_channel_is_decided(channel, saver->number, outcome)) {
+        int64_t now_ns = sw_clock_now_ns();
+        sw_status status = cancelled_ns ? SW_OK : sw_save_check(saver, &stop);
+        if (own->status == SW_OK ? status != SW_OK : status == SW_E_INTERRUPTED) {
+            cancelled_ns = now_ns;
+            until_ns = now_ns + CANCEL_GRACE_NS;
+            if (own->status == SW_OK)
+                sw_channel_fail(channel, saver->number, &stop);
+            mine = own->status == SW_OK ? stop : *own;
         }
         /* No verdict: rank 0 may be about to publish the folder, which is its to remove. */
-        if (sw_channel_is_gone(saver->channel, &stop)) {
-            sw_channel_fail(saver->channel, saver->number, &stop); /* its host's ranks look on */
-            *outcome = own->status == SW_OK ? stop : *own;
+        if (sw_channel_is_gone(channel, &stop)) {
+            sw_channel_fail(channel, saver->number, &stop); /* its host's ranks look on */
+            *outcome = mine.status == SW_OK ? stop : mine;
             return;
         }
-        if (sw_clock_now_ns() > deadline_ns ||
-            (own->status != SW_OK && sw_save_check(saver, &stop) == SW_E_INTERRUPTED)) {
-            *outcome = *own;
-            if (own->status == SW_OK)
+        if (sw_channel_is_committing(channel, saver->number) &&
+            (!cancelled_ns ||
+             (now_ns < cancelled_ns + COMMIT_S * INT64_C(1000000000) && is_first_alive(saver))))
+            until_ns = now_ns + CANCEL_GRACE_NS;
+        if (now_ns > until_ns) {
+            *outcome = mine;
+            if (mine.status == SW_OK)
                 (void)sw_error_set(
                     outcome, SW_E_TIMEOUT, -1,
                     "'%.300s': the deadline passed while rank %d waited for rank 0 to commit",
-                    saver->folder, saver->channel->rank);
+                    saver->folder, channel->rank);
             return;
         }
         sw_thread_sleep_ns(pause_ns);

@@ -64,7 +64,6 @@ struct sw_saver {
     /* one save */
     char folder[SW_PATH_BYTES], partial[SW_PATH_BYTES];
     char replaces[SW_IDENTITY_BYTES];
-    bool replaces_any;
     int lock_fd; /* rank 0: of the file that tells others that this save is alive; -1: none */
     char **stale, **retired; /* owned copies */
     size_t stale_count, retired_count;

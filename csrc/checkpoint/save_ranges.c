@@ -15,14 +15,6 @@ typedef struct range_list {
     size_t count;
 } range_list;
 
-static int compare_ranges(const void *a, const void *b)
-{
-    const sw_plan_range *x = a, *y = b;
-    if (x->file != y->file)
-        return x->file < y->file ? -1 : 1;
-    return x->begin < y->begin ? -1 : x->begin > y->begin;
-}
-
 static sw_status check_source(const sw_plan *plan, const sw_save_source *source, sw_error *err)
 {
     uint64_t end;
@@ -57,7 +49,7 @@ static sw_status list_files_ranges(const sw_save_part *part, int rank, int world
         list->ranges[list->count++] = (sw_plan_range){file, begin, begin + source->size_bytes};
     }
     if (list->count)
-        qsort(list->ranges, list->count, sizeof *list->ranges, compare_ranges);
+        qsort(list->ranges, list->count, sizeof *list->ranges, sw_plan_compare_ranges);
     size_t used = 0;
     for (size_t i = 0; i < list->count; ++i) {
         sw_plan_range *last = used ? &list->ranges[used - 1] : NULL, next = list->ranges[i];

@@ -67,11 +67,6 @@ sw_status sw_checkpoint_write(const sw_write_file *file, const sw_write_range *r
     return status == SW_OK ? closed : status;
 }
 
-static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    return sw_manifest_add_tally(context, block, tally, err);
-}
-
 sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder, sw_manifest *manifest,
                                 sw_error *err)
 {
@@ -87,7 +82,8 @@ sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder, sw_mani
         SW_TRY(sw_path_join(path, folder, file->path, err));
         status = sw_checkpoint_write(&target, &range, 1, file->header, &list, err);
         if (status == SW_OK)
-            status = sw_tally_list_read(list.data, list.size_bytes, merge_tally, manifest, err);
+            status = sw_tally_list_read(list.data, list.size_bytes, sw_manifest_add_tally, manifest,
+                                        err);
         sw_tally_list_fini(&list);
     }
     return status;

@@ -53,14 +53,6 @@ sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err)
     return sw_error_set(err, SW_E_OS, code, "'%s' cannot be locked: %s", path, strerror(code));
 }
 
-sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err)
-{
-    bool ignored;
-    SW_TRY(sw_file_create(path, fd, err));
-    (void)!sw_file_lock(*fd, path, &ignored, NULL);
-    return SW_OK;
-}
-
 sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_error *err)
 {
     int code;
@@ -435,14 +427,17 @@ sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const ch
                          void *context, sw_error *err)
 {
     DIR *stream = opendir(path);
+    const struct dirent *found;
     if (!stream)
         return fail_os(err, "opening the folder", path);
-    for (struct dirent *found; (found = readdir(stream));)
-        if (strcmp(found->d_name, ".") != 0 && strcmp(found->d_name, "..") != 0 &&
-            !entry(context, found->d_name))
-            break;
+    do {
+        errno = 0; /* readdir answers NULL at the end, and after an error */
+        found = readdir(stream);
+    } while (found && (strcmp(found->d_name, ".") == 0 || strcmp(found->d_name, "..") == 0 ||
+                       entry(context, found->d_name)));
+    sw_status status = found || errno == 0 ? SW_OK : fail_os(err, "listing the folder", path);
     closedir(stream);
-    return SW_OK;
+    return status;
 }
 
 sw_status sw_path_parent(const char *path, char parent[SW_PATH_BYTES], sw_error *err)

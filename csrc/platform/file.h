@@ -19,11 +19,6 @@ enum { SW_FILE_ALIGNMENT_BYTES = 4096, SW_PATH_BYTES = 4096 };
 /* Opens a new file for writing; SW_E_OS (EEXIST) when the name is taken. */
 SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
 
-/* Opens a new empty file that is locked until its descriptor is closed, at the latest by the end of
- * the process and of children forked meanwhile. A process that gets the lock knows that they ended.
- * There is no lock where the file system has none. */
-SW_MUST_USE sw_status sw_file_create_locked(const char *path, int *fd, sw_error *err);
-
 /* Takes a lock on a whole file that is open for writing, without waiting. It belongs to the open
  * file: another descriptor of the same file, in this process too, does not end it. *is_taken: false
  * if another open file has it. SW_E_OS: the file system has no locks. */

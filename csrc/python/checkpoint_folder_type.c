@@ -8,6 +8,7 @@
 #include "checkpoint/read.h"
 #include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/save_lock.h"
 #include "platform/file.h"
 #include "python/engine.h"
 
@@ -122,53 +123,6 @@ static void folder_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-static PyObject *folder_verify(PyObject *op, PyObject *args)
-{
-    folder_object *self = (folder_object *)op;
-    unsigned long long first, end;
-    sw_error err = {0};
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "KK:verify", &first, &end))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_verify(self->path, &self->manifest, first, end, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return fail(op, &err);
-    Py_RETURN_NONE;
-}
-
-static PyObject *folder_read(PyObject *op, PyObject *args)
-{
-    folder_object *self = (folder_object *)op;
-    const char *path;
-    PyObject *list;
-    sw_error err = {0};
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "sO!:read", &path, &PyList_Type, &list))
-        return NULL;
-    size_t count = (size_t)PyList_Size(list);
-    sw_read_range *ranges = calloc(count + 1, sizeof *ranges);
-    if (!ranges)
-        return PyErr_NoMemory();
-    for (size_t i = 0; i < count; ++i) {
-        unsigned long long begin, size_bytes, address;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, (Py_ssize_t)i), "KKK", &begin, &size_bytes,
-                              &address)) {
-            free(ranges);
-            return NULL;
-        }
-        ranges[i] = (sw_read_range){begin, (size_t)size_bytes, (void *)(uintptr_t)address};
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_read(self->path, &self->manifest, path, ranges, count, &err);
-    Py_END_ALLOW_THREADS
-    free(ranges);
-    if (status != SW_OK)
-        return fail(op, &err);
-    Py_RETURN_NONE;
-}
-
 /* (path, begin, nbytes, address, undo) */
 static int parse_load_range(const folder_object *self, PyObject *item, sw_load_range *range)
 {
@@ -194,11 +148,11 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
     PyObject *list;
-    int threads, is_direct;
-    unsigned long long turn, turn_count;
+    int threads = 1, is_direct = 0;
+    unsigned long long turn = 0, turn_count = 1;
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "O!ip(KK):load", &PyList_Type, &list, &threads, &is_direct, &turn,
+    if (!PyArg_ParseTuple(args, "O!|ip(KK):load", &PyList_Type, &list, &threads, &is_direct, &turn,
                           &turn_count))
         return NULL;
     size_t count = (size_t)PyList_Size(list);
@@ -475,6 +429,41 @@ static PyObject *folder_lock(PyObject *type, PyObject *args)
     return PyBool_FromLong(is_taken);
 }
 
+static PyObject *folder_lock_partial(PyObject *type, PyObject *args)
+{
+    const char *path;
+    int fd = -1;
+    sw_error err = {0};
+    if (!PyArg_ParseTuple(args, "s:lock_partial", &path))
+        return NULL;
+    if (sw_save_lock_take(path, &fd, &err) != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    return PyLong_FromLong(fd);
+}
+
+static PyObject *folder_unlock_partial(PyObject *type, PyObject *args)
+{
+    const char *folder;
+    int fd;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "si:unlock_partial", &folder, &fd))
+        return NULL;
+    sw_save_lock_release(folder, &fd);
+    Py_RETURN_NONE;
+}
+
+static PyObject *folder_is_alive(PyObject *type, PyObject *args)
+{
+    const char *path;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "s:is_alive", &path))
+        return NULL;
+    sw_save_life found = sw_save_lock_look(path);
+    if (found == SW_SAVE_UNKNOWN)
+        Py_RETURN_NONE;
+    return PyBool_FromLong(found == SW_SAVE_ALIVE);
+}
+
 static PyObject *folder_make(PyObject *type, PyObject *args)
 {
     return check_path(type, args, sw_folder_make);
@@ -489,6 +478,14 @@ static PyMethodDef folder_methods[] = {
     {"lock", folder_lock, METH_VARARGS | METH_CLASS,
      "lock($type, fd, path, /)\n--\n\nLock an open file; return False where another open file has "
      "the lock."},
+    {"lock_partial", folder_lock_partial, METH_VARARGS | METH_CLASS,
+     "lock_partial($type, path, /)\n--\n\nMake the locked file LOCK in a folder that is being "
+     "written."},
+    {"unlock_partial", folder_unlock_partial, METH_VARARGS | METH_CLASS,
+     "unlock_partial($type, folder, fd, /)\n--\n\nRemove LOCK and close its descriptor."},
+    {"is_alive", folder_is_alive, METH_VARARGS | METH_CLASS,
+     "is_alive($type, path, /)\n--\n\nReturn whether the save that writes to `path` is alive; None "
+     "if that is unknown."},
     {"make", folder_make, METH_VARARGS | METH_CLASS,
      "make($type, path, /)\n--\n\nMake a folder and those above it, durable."},
     {"sync", folder_sync, METH_VARARGS | METH_CLASS,
@@ -508,12 +505,9 @@ static PyMethodDef folder_methods[] = {
     {"identity", folder_identity, METH_VARARGS | METH_CLASS,
      "identity($type, path, /)\n--\n\nReturn a text that identifies what lies there now; '' for "
      "nothing."},
-    {"verify", folder_verify, METH_VARARGS,
-     "verify($self, first, end, /)\n--\n\nChecks these blocks of all files."},
-    {"read", folder_read, METH_VARARGS,
-     "read($self, path, ranges, /)\n--\n\nFills [(begin, nbytes, address)] from checked blocks."},
     {"load", folder_load, METH_VARARGS,
-     "load($self, ranges, threads, direct, turn, /)\n--\n\nFills or checks [(path, begin, nbytes, "
+     "load($self, ranges, threads=1, direct=False, turn=(0, 1), /)\n--\n\nFills or checks [(path, "
+     "begin, nbytes, "
      "address or "
      "0, undo or 0)] by several threads."},
     {"read_bytes", folder_read_bytes, METH_VARARGS,

@@ -168,7 +168,8 @@ static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
         if (!item || PyList_SetItem(pieces, (Py_ssize_t)i, item) < 0)
             ENGINE_CLEAR(pieces);
     }
-    return pieces ? Py_BuildValue("(sKN)", file->path, (unsigned long long)file->size_bytes, pieces)
+    return pieces ? Py_BuildValue("(sKKN)", file->path, (unsigned long long)file->size_bytes,
+                                  (unsigned long long)file->first_block, pieces)
                   : NULL;
 }
 
@@ -318,11 +319,6 @@ static PyObject *plan_sync(PyObject *type, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    return sw_manifest_add_tally(context, block, tally, err);
-}
-
 /* What ranks have written; -1 with a Python error, or *err set. */
 static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
 {
@@ -330,8 +326,8 @@ static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
         char *data;
         Py_ssize_t size_bytes;
         if (PyBytes_AsStringAndSize(PyList_GetItem(lists, i), &data, &size_bytes) < 0 ||
-            sw_tally_list_read((const uint8_t *)data, (size_t)size_bytes, merge_tally, manifest,
-                               err) != SW_OK)
+            sw_tally_list_read((const uint8_t *)data, (size_t)size_bytes, sw_manifest_add_tally,
+                               manifest, err) != SW_OK)
             return -1;
     }
     return 0;
@@ -367,7 +363,7 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
         if (status == SW_OK)
             status = sw_commit(partial, folder, replaces, &manifest, &err);
         if (status == SW_OK)
-            sw_commit_clean(folder, nonce);
+            sw_commit_clean(partial, folder, nonce);
         Py_END_ALLOW_THREADS
     }
     sw_manifest_fini(&manifest);
@@ -388,7 +384,8 @@ static PyMethodDef plan_methods[] = {
     {"commit", (PyCFunction)(void (*)(void))plan_commit, METH_VARARGS | METH_KEYWORDS,
      "Makes a folder that holds every file of this plan a checkpoint, headers included."},
     {"files", plan_files, METH_NOARGS,
-     "files($self, /)\n--\n\n[(path, nbytes, [(source, begin, nbytes)])], in order."},
+     "files($self, /)\n--\n\n[(path, nbytes, first block, [(source, begin, nbytes)])], in order."
+     ""},
     {"needed", plan_needed, METH_VARARGS,
      "needed($self, rank, world_size, /)\n--\n\nSources of which the rank writes bytes, but for "
      "those that "

@@ -319,7 +319,7 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     double timeout_s;
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sszKKOOO!OO!pO!O!dO:begin", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sssKKOOO!OO!pO!O!dO:begin", names,
                                      &request.folder, &request.nonce, &request.replaces, &number,
                                      &step, &metric, &shared, &PyList_Type, &shared_sources, &own,
                                      &PyList_Type, &own_sources, &lazy, &PyList_Type, &stale,
@@ -431,7 +431,9 @@ static PyObject *saver_fail(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !enter(self))
         return NULL;
     (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
+    Py_BEGIN_ALLOW_THREADS /* over hosts it may have to be said again */
     sw_saver_fail(self->saver, number, &reason);
+    Py_END_ALLOW_THREADS
     leave(self);
     Py_RETURN_NONE;
 }

@@ -817,8 +817,8 @@ class CheckpointPlan:
         """`groups`: (stem, numbered, max_file_bytes, metadata as JSON, tensors), tensors (name, dtype, shape, holder);
         `texts`: (path, nbytes, holder). Sources are numbered through all groups' tensors, then the texts. `holder` 0: all ranks hold
         the same, each writes a part; 1: rank 0 writes its own; 2: each writes what it gives as a source."""
-    def files(self) -> list[tuple[str, int, list[tuple[int, int, int]]]]:
-        """(path, nbytes, [(source, begin, nbytes)]), in order."""
+    def files(self) -> list[tuple[str, int, int, list[tuple[int, int, int]]]]:
+        """(path, nbytes, first block, [(source, begin, nbytes)]), in order."""
     def needed(self, rank: int, world_size: int, /) -> list[int]:
         """Sources of which the rank writes some byte, but for those of holder 2."""
     def create_files(self, folder: str, /) -> None:
@@ -879,7 +879,7 @@ class CheckpointSaver:
         *,
         folder: str,
         nonce: str,
-        replaces: str | None,
+        replaces: str,
         number: int,
         step: int,
         metric: float | None,
@@ -939,6 +939,16 @@ class CheckpointFolder:
         """Lock an open file for this descriptor; return False where another open file has the lock. CheckpointError: the file system
         has no locks."""
     @classmethod
+    def lock_partial(cls, path: str, /) -> int:
+        """Make the file LOCK in a folder that is being written, and return its descriptor, which holds the lock. CheckpointError: it cannot
+        be made."""
+    @classmethod
+    def unlock_partial(cls, folder: str, fd: int, /) -> None:
+        """Remove LOCK from the folder, which is called `folder` now, and close its descriptor."""
+    @classmethod
+    def is_alive(cls, path: str, /) -> bool | None:
+        """Return whether the save that writes to `path` is alive; None: no LOCK can be opened there, or the file system has no locks."""
+    @classmethod
     def make(cls, path: str, /) -> None:
         """Make a folder and those above it that are missing, durable when this returns."""
     @classmethod
@@ -953,14 +963,15 @@ class CheckpointFolder:
     @classmethod
     def identity(cls, path: str, /) -> str:
         """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
-    def verify(self, first: int, end: int, /) -> None:
-        """Checks blocks [first, end), numbered through all files. CheckpointError names the file and the bytes."""
     def tensors(self, path: str, /) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:
         """Metadata and (name, dtype, shape, begin, nbytes) of a safetensors file; begin is from the file's start."""
-    def read(self, path: str, ranges: list[tuple[int, int, int]], /) -> None:
-        """Fills (begin, nbytes, address), ascending, from checked blocks."""
     def load(
-        self, ranges: list[tuple[str, int, int, int, int]], threads: int, direct: bool, turn: tuple[int, int], /
+        self,
+        ranges: list[tuple[str, int, int, int, int]],
+        threads: int = 1,
+        direct: bool = False,
+        turn: tuple[int, int] = (0, 1),
+        /,
     ) -> None:
         """Fills (path, begin, nbytes, address, undo), ascending, from checked blocks, by several threads.
 

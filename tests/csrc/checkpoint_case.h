@@ -14,6 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "checkpoint/commit.h"
 #include "checkpoint/open.h"
 #include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
@@ -126,7 +127,7 @@ typedef struct case_rank {
     bool is_direct, is_lazy;
     int thread_count;
     uint64_t number;
-    const char *nonce, *replaces;
+    const char *nonce, *replaces; /* NULL: what is there now */
     sw_status status;
     sw_error err;
 } case_rank;
@@ -140,9 +141,11 @@ static inline void *case_save(void *argument)
     sw_saver *saver = NULL;
     sw_plan *shared = NULL, *own = NULL;
     case_data data = {0};
+    char found[SW_IDENTITY_BYTES];
     sw_saver_options options = {.thread_count = self->thread_count, .use_direct = self->is_direct};
     bool is_over = false;
     snprintf(folder, sizeof folder, "%s/step-%06d", self->directory, self->step);
+    sw_checkpoint_identify(folder, found);
     case_fill(&data, self->step, self->rank, self->world_size);
     sw_plan_text text = {"state.json", data.own.size_bytes, SW_HELD_BY_ALL};
     self->status = sw_channel_init(&channel, self->rank, self->world_size,
@@ -154,7 +157,7 @@ static inline void *case_save(void *argument)
         exit(90);
     sw_save_request request = {.folder = folder,
                                .nonce = self->nonce,
-                               .replaces = self->replaces,
+                               .replaces = self->replaces ? self->replaces : found,
                                .number = self->number,
                                .step = (uint64_t)self->step,
                                .shared = {shared, data.sources, CASE_TENSORS + 1},
@@ -211,6 +214,18 @@ static inline sw_status case_save_together(case_rank settings, sw_error *err)
     return ranks[0].status;
 }
 
+static inline sw_status case_verify(const char *folder, const sw_manifest *manifest, sw_error *err)
+{
+    sw_load_options options = {.thread_count = 1};
+    sw_load_range *all = calloc(manifest->file_count + 1, sizeof *all);
+    for (size_t i = 0; i < manifest->file_count; ++i)
+        all[i] = (sw_load_range){.file = i, .size_bytes = manifest->files[i].size_bytes};
+    sw_status status =
+        sw_checkpoint_load(folder, manifest, all, manifest->file_count, &options, err);
+    free(all);
+    return status;
+}
+
 /* Whether `folder` is a checkpoint that passes, and holds the very bytes of its step; *step is then
  * set. */
 static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
@@ -220,7 +235,7 @@ static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
     if (sw_checkpoint_open(folder, &manifest, err) != SW_OK)
         return false;
     sw_plan *plan = NULL;
-    if (sw_checkpoint_verify(folder, &manifest, 0, manifest.block_count, err) != SW_OK ||
+    if (case_verify(folder, &manifest, err) != SW_OK ||
         case_plan(manifest.world_size, &plan, err) != SW_OK)
         right = false;
     for (size_t p = 0; right && p < plan->piece_count; ++p) {

@@ -57,7 +57,10 @@ static op ops[OPS_MAX];
 static size_t op_count;
 static bool is_recording;
 static int exchange_refusal; /* an errno: of a file system that cannot exchange names; 0: it can */
-static char stranger[128];   /* a file that somebody makes when a folder is about to be replaced */
+static int trash_refusal;    /* an errno: of renames to a name that ends with ".trash"; 0: none */
+static char
+    moved_away[128]; /* a folder that another save moves away when it is about to be replaced */
+static char stranger[128]; /* a file that somebody makes when a folder is about to be replaced */
 
 /* ---- counting and failing ---- */
 
@@ -263,6 +266,16 @@ static void make_stranger(void)
         fclose(file);
 }
 
+/* As another save does on a file system that cannot exchange names. */
+static void move_away(void)
+{
+    char replaced[sizeof moved_away + 16];
+    snprintf(replaced, sizeof replaced, "%s.replaced", moved_away);
+    if (*moved_away && renameat(AT_FDCWD, moved_away, AT_FDCWD, replaced) != 0)
+        _exit(96);
+    moved_away[0] = '\0';
+}
+
 int rename(const char *from, const char *to)
 {
     typedef int rename_type(const char *, const char *);
@@ -271,6 +284,10 @@ int rename(const char *from, const char *to)
     ino_t node = node_of(from, &is_folder);
     if (strcmp(base_of(from), "step-000001") == 0)
         make_stranger();
+    if (trash_refusal && strlen(to) > 6 && strcmp(to + strlen(to) - 6, ".trash") == 0) {
+        errno = trash_refusal;
+        return -1;
+    }
     GUARDED(-1, REAL(rename_type *, "rename")(from, to));
     if (result == 0)
         record(OP_RENAME, node, folder_of(to), is_folder, base_of(from), base_of(to));
@@ -312,6 +329,7 @@ long syscall(long number, ...)
     if (number != SYS_renameat2)
         return REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4], a[5]);
     if (exchange_refusal) {
+        move_away();
         errno = exchange_refusal;
         return -1;
     }
@@ -760,6 +778,51 @@ static void keep_other_saves(void)
     replaces = NULL;
 }
 
+/* The exchanged folder is a left-over under any name: the new one is durable. */
+static void replace_without_trash(void)
+{
+    static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
+    char folder[128], before_it[SW_IDENTITY_BYTES], after_it[SW_IDENTITY_BYTES];
+    size_t left_count;
+    sw_error err = {0};
+    fresh_directory();
+    snprintf(folder, sizeof folder, "%s/step-000001", directory);
+    sw_checkpoint_identify(folder, before_it);
+    trash_refusal = EIO;
+    sw_status status = save_step(1, NULL, 0, NULL, 0, 1, &err);
+    trash_refusal = 0;
+    sw_checkpoint_identify(folder, after_it);
+    if (status != SW_OK || strcmp(before_it, after_it) == 0 ||
+        case_newest(directory, left, &left_count) != 1 || left_count != 0)
+        die_badly("a name for what was replaced is refused", FAULT_EIO, 0, 1, err.message);
+    cases++;
+}
+
+/* Another save is between its two renames: what is there now under the replaced name is the only
+ * checkpoint, whose name it takes back if it fails. */
+static void keep_what_another_save_replaces(void)
+{
+    char folder[100], replaced[SW_PATH_BYTES];
+    int step = 0;
+    sw_error err = {0};
+    snprintf(folder, sizeof folder, "%s/step-000001", directory);
+    if (sw_checkpoint_replaced_name(replaced, folder, &err) != SW_OK)
+        exit(97);
+    for (int look = 0; look < 2; ++look) { /* before the commit, and right after it */
+        fresh_directory();
+        snprintf(moved_away, sizeof moved_away, "%s", folder);
+        if (look == 0 && save_step(1, NULL, 0, NULL, 0, 1, &err) != SW_E_STATE)
+            die_badly("a folder that another save replaces", FAULT_NONE, look, 1, err.message);
+        if (look == 1) {
+            move_away();
+            sw_commit_clean("/dev/shm/there-is-no-such-folder", folder, "nonce");
+        }
+        if (!case_is_valid(replaced, &step, &err) || step != 1)
+            die_badly("what another save replaces", FAULT_NONE, look, step, err.message);
+        cases++;
+    }
+}
+
 int main(void)
 {
     bool is_long = getenv("SW_TEST_LONG") != NULL && !IS_SLOW;
@@ -780,10 +843,12 @@ int main(void)
                 cut_every_call((fault)kind, 1, 1);
         keep_strangers();
         keep_other_saves();
+        keep_what_another_save_replaces();
         exchange_refusal = i ? EOPNOTSUPP : EINVAL;
         cut_power_everywhere(1, 1, is_long ? 90 : 4);
     }
     exchange_refusal = 0;
+    replace_without_trash();
     keep_strangers();
     keep_other_saves();
     cut_power_everywhere(2, 1, is_long ? 90 : 4);

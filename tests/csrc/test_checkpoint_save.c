@@ -3,9 +3,15 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <dlfcn.h>
+
+#include "checkpoint/removable.h"
+#include "checkpoint/save_lock.h"
+#include "checkpoint/write.h"
 #include "checkpoint_case.h"
 
 static int failed;
@@ -168,6 +174,12 @@ static void carriers_pass_on_what_is_said(void)
     usleep(LATER_US);
     check(sw_channel_find_unwritten(&c[0], 9) == -1 && sw_channel_tally_bytes(&c[0], 1) == 124,
           "all have written", "");
+    sw_channel_say_committing(&c[0], 9);
+    usleep(LATER_US);
+    check(!sw_channel_is_committing(&c[3], 9) && sw_channel_is_committing(&c[2], 9) &&
+              sw_channel_is_committing(&c[3], 9) && sw_channel_is_committing(&c[1], 9) &&
+              !sw_channel_is_committing(&c[1], 10),
+          "a commit that has begun", "");
     sw_channel_decide(&c[0], 9, &(sw_error){.status = SW_OK});
     usleep(LATER_US);
     check(!sw_channel_is_decided(&c[3], 9, &verdict), "by its carrier alone", "");
@@ -203,6 +215,45 @@ static void carriers_pass_on_what_is_said(void)
     usleep(LATER_US);
     check(sw_channel_is_decided(&c[2], 13, &verdict) && verdict.status == SW_OK, "a whole one is",
           "");
+    end_team(&t);
+}
+
+static void *bring_back(void *path)
+{
+    char away[160];
+    snprintf(away, sizeof away, "%s.away", (const char *)path);
+    usleep(LATER_US);
+    if (rename(away, path) != 0)
+        exit(96);
+    return NULL;
+}
+
+/* No later call relays for a rank whose save is over. */
+static void a_last_word_that_cannot_be_written_at_once_is_said_again(void)
+{
+    static team t;
+    char path[128], away[160];
+    pthread_t thread;
+    sw_error err = {0};
+    case_clear(directory);
+    mkdir(directory, 0777);
+    make_board(path);
+    make_team(&t, path);
+    sw_channel *c = t.channels;
+    snprintf(away, sizeof away, "%s.away", path);
+    for (int w = 0; w < 2; ++w) { /* a verdict; a carrier that cannot begin */
+        if (rename(path, away) != 0 || pthread_create(&thread, NULL, bring_back, path) != 0)
+            exit(96);
+        if (w == 0)
+            sw_channel_decide(&c[0], 14, &(sw_error){.status = SW_OK});
+        else
+            sw_channel_fail(&c[2], 15, &(sw_error){.status = SW_E_OS, .message = "cannot begin"});
+        pthread_join(thread, NULL);
+        usleep(LATER_US);
+        check(w == 0 ? sw_channel_is_decided(&c[2], 14, &err)
+                     : sw_channel_has_failure(&c[0], 15, &err),
+              "a last word", w == 0 ? "the verdict" : "a failure");
+    }
     end_team(&t);
 }
 
@@ -248,6 +299,99 @@ static void a_board_that_is_gone_is_no_reason_to_remove_the_folder(void)
     sw_channel_fini(&channel);
     sw_plan_destroy(plan);
     case_free(&data);
+}
+
+/* ---- a commit that takes long ---- */
+
+typedef enum commit_case {
+    COMMIT_IS_SLOW,
+    COMMIT_AND_CANCEL,
+    COMMIT_AND_DEATH,
+    COMMIT_CASES
+} commit_case;
+
+/* Rank 1 of 2, whose time for a verdict ends 0.2 s after it began; this thread is rank 0. */
+static void *commit_slowly(void *argument)
+{
+    commit_case kind = *(const commit_case *)argument;
+    static uint8_t memory[COMMIT_CASES][2][SW_CHANNEL_PAGE_BYTES] __attribute__((aligned(4096)));
+    uint8_t *pages[2] = {memory[kind][0], memory[kind][1]};
+    char folder[128], partial[160], path[192];
+    sw_channel channels[2];
+    sw_saver *saver = NULL;
+    sw_plan *plan = NULL;
+    case_data data = {0};
+    sw_error err = {0}, cancel = {.status = SW_E_INTERRUPTED, .message = "cancelled"};
+    sw_saver_options options = {.thread_count = 1};
+    int lock = -1;
+    bool is_over = false;
+    snprintf(folder, sizeof folder, "%s/step-%06d", directory, kind + 1);
+    snprintf(partial, sizeof partial, "%s.n.partial", folder);
+    snprintf(path, sizeof path, "%s/ranks", partial);
+    case_fill(&data, 1, 1, 2);
+    check(case_plan(2, &plan, &err) == SW_OK && mkdir(partial, 0777) == 0 &&
+              mkdir(path, 0777) == 0 && sw_plan_create_files(plan, partial, &err) == SW_OK,
+          "the folder", err.message);
+    snprintf(path, sizeof path, "%s/TALLIES-00000", partial);
+    check(sw_file_write_new(path, "", 0, false, &err) == SW_OK &&
+              sw_save_lock_take(partial, &lock, &err) == SW_OK,
+          "the folder", err.message);
+    for (int r = 0; r < 2; ++r)
+        check(sw_channel_init(&channels[r], r, 2, pages, NULL, NULL, &err) == SW_OK, "a channel",
+              err.message);
+    check(sw_saver_create(&channels[1], &options, &saver, &err) == SW_OK, "a saver", err.message);
+    sw_channel_say_open(&channels[0], 1);
+    sw_save_request request = {.folder = folder,
+                               .nonce = "n",
+                               .number = 1,
+                               .step = 1,
+                               .shared = {plan, data.sources, CASE_TENSORS + 1},
+                               .timeout_ns = -INT64_C(9800000000)};
+    check(sw_saver_begin(saver, &request, &err) == SW_OK, "begin", err.message);
+    sw_channel_say_written(&channels[0], 1);
+    while (sw_channel_find_unwritten(&channels[0], 1) >= 0)
+        usleep(1000);
+    sw_channel_say_committing(&channels[0], 1);
+    if (kind != COMMIT_IS_SLOW) {
+        usleep(50000);
+        sw_saver_cancel(saver, &cancel);
+    }
+    if (kind == COMMIT_AND_DEATH)
+        close(lock);
+    usleep(kind == COMMIT_IS_SLOW ? 400000 : 1300000);
+    if (kind != COMMIT_AND_DEATH)
+        sw_channel_decide(&channels[0], 1, &(sw_error){.status = SW_OK});
+    sw_status status = SW_OK;
+    while (status == SW_OK && !is_over)
+        status = sw_saver_wait(saver, 1000000000, &is_over, &err);
+    check(status == (kind == COMMIT_AND_DEATH ? SW_E_INTERRUPTED : SW_OK),
+          kind == COMMIT_IS_SLOW      ? "the verdict of a slow commit"
+          : kind == COMMIT_AND_CANCEL ? "the verdict of a commit, though cancelled"
+                                      : "rank 0's death ends the wait",
+          err.message);
+    sw_saver_destroy(saver);
+    for (int r = 0; r < 2; ++r)
+        sw_channel_fini(&channels[r]);
+    sw_save_lock_release(partial, kind == COMMIT_AND_DEATH ? &(int){-1} : &lock);
+    sw_plan_destroy(plan);
+    case_free(&data);
+    return NULL;
+}
+
+static void a_commit_that_has_begun_is_awaited(void)
+{
+    static const commit_case cases[COMMIT_CASES] = {COMMIT_IS_SLOW, COMMIT_AND_CANCEL,
+                                                    COMMIT_AND_DEATH};
+    pthread_t threads[COMMIT_CASES];
+    case_clear(directory);
+    mkdir(directory, 0777);
+    for (size_t i = 0; i < CASE_TENSORS; ++i)
+        (void)case_bytes(1, i);
+    for (int i = 0; i < COMMIT_CASES; ++i)
+        if (pthread_create(&threads[i], NULL, commit_slowly, (void *)(uintptr_t)&cases[i]) != 0)
+            exit(96);
+    for (int i = 0; i < COMMIT_CASES; ++i)
+        pthread_join(threads[i], NULL);
 }
 
 static void a_missing_range_is_named_on_every_rank(void)
@@ -461,6 +605,165 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
     case_free(&data);
 }
 
+/* ---- a network file system's moments ---- */
+
+static int refusals, refusal_code; /* of the next opens of a file of tallies that is there */
+
+int open(const char *path, int flags, ...)
+{
+    typedef int open_type(const char *, int, ...);
+    mode_t mode = 0;
+    if (flags & O_CREAT) {
+        va_list arguments;
+        va_start(arguments, flags);
+        mode = (mode_t)va_arg(arguments, int);
+        va_end(arguments);
+    } else if (refusals > 0 && strstr(path, "/TALLIES-")) {
+        refusals--;
+        errno = refusal_code;
+        return -1;
+    }
+    return ((open_type *)(uintptr_t)dlsym(RTLD_NEXT, "open"))(path, flags, mode);
+}
+
+static void transient_errors_are_retried(void)
+{
+    static const int codes[] = {ENOENT, ESTALE, EIO, EACCES};
+    for (size_t i = 0; i < 4; ++i) {
+        sw_error err = {0};
+        case_clear(directory);
+        mkdir(directory, 0777);
+        refusals = i < 3 ? 4 : 1; /* rank 1 opens the file to write, then rank 0 to read */
+        refusal_code = codes[i];
+        case_rank settings = {.world_size = 2,
+                              .step = 7,
+                              .directory = directory,
+                              .number = 1,
+                              .nonce = "n",
+                              .thread_count = 1};
+        sw_status status = case_save_together(settings, &err);
+        check(refusals == 0 && status == (i < 3 ? SW_OK : SW_E_OS), strerror(codes[i]),
+              err.message);
+    }
+}
+
+/* ---- folders that are made ---- */
+
+static char synced[512]; /* their paths, one after the other */
+
+int fsync(int fd)
+{
+    typedef int fsync_type(int);
+    char link[64], path[256];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (length > 0 && strlen(synced) + (size_t)length + 2 < sizeof synced) {
+        path[length] = '\0';
+        strcat(strcat(synced, path), ";");
+    }
+    return ((fsync_type *)(uintptr_t)dlsym(RTLD_NEXT, "fsync"))(fd);
+}
+
+static void each_new_name_on_the_way_to_a_folder_is_durable(void)
+{
+    char path[96], expected[256];
+    sw_error err = {0};
+    case_clear(directory);
+    snprintf(path, sizeof path, "%s/a/b", directory);
+    snprintf(expected, sizeof expected, "%s;%s;%s/a;", case_root(), directory, directory);
+    synced[0] = '\0';
+    check(sw_folder_make(path, &err) == SW_OK && strcmp(synced, expected) == 0, synced,
+          err.message);
+    synced[0] = '\0';
+    check(sw_folder_make(path, &err) == SW_OK && !*synced, "what is there needs none", synced);
+}
+
+/* ---- a folder that cannot be listed to its end ---- */
+
+static int entries_until_error = -1; /* -1: there is none */
+
+struct dirent *readdir(DIR *stream)
+{
+    typedef struct dirent *readdir_type(DIR *);
+    if (entries_until_error == 0) {
+        errno = EIO;
+        return NULL;
+    }
+    entries_until_error -= entries_until_error > 0;
+    return ((readdir_type *)(uintptr_t)dlsym(RTLD_NEXT, "readdir"))(stream);
+}
+
+/* An entry that was not listed may be a user's file. */
+static void a_folder_of_which_the_rest_is_unknown_is_not_removable(void)
+{
+    sw_error err = {0};
+    char folder[96];
+    case_clear(directory);
+    mkdir(directory, 0777);
+    case_rank settings = {.world_size = 1,
+                          .step = 7,
+                          .directory = directory,
+                          .number = 1,
+                          .nonce = "n",
+                          .thread_count = 1};
+    check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
+    snprintf(folder, sizeof folder, "%s/step-000007", directory);
+    check(sw_checkpoint_check_removable(folder, &err) == SW_OK, "a checkpoint", err.message);
+    for (int listed = 0; listed < 3; ++listed) {
+        entries_until_error = listed;
+        sw_status status = sw_checkpoint_check_removable(folder, &err);
+        entries_until_error = -1;
+        check(status == SW_E_OS && err.detail == EIO, "a listing that fails", err.message);
+    }
+}
+
+/* ---- LOCK ---- */
+
+static char locked_folder[96]; /* looked at before a lock is taken; "": not */
+static sw_save_life seen_before_the_lock;
+
+int fcntl(int fd, int command, ...)
+{
+    typedef int fcntl_type(int, int, ...);
+    va_list arguments;
+    va_start(arguments, command);
+    void *argument = va_arg(arguments, void *);
+    va_end(arguments);
+    if (command == F_OFD_SETLK && *locked_folder) {
+        char folder[sizeof locked_folder];
+        memcpy(folder, locked_folder, sizeof folder);
+        *locked_folder = '\0';
+        seen_before_the_lock = sw_save_lock_look(folder);
+    }
+    return ((fcntl_type *)(uintptr_t)dlsym(RTLD_NEXT, "fcntl"))(fd, command, argument);
+}
+
+/* A process that looks between the creation of LOCK and its lock must not take the save for dead,
+ * nor take the lock away from it. */
+static void a_save_that_lives_is_never_taken_for_dead(void)
+{
+    int fd = -1;
+    char folder[sizeof locked_folder];
+    sw_error err = {0};
+    case_clear(directory);
+    mkdir(directory, 0777);
+    snprintf(folder, sizeof folder, "%s", directory);
+    memcpy(locked_folder, folder, sizeof folder);
+    check(sw_save_lock_take(folder, &fd, &err) == SW_OK, "LOCK", err.message);
+    check(seen_before_the_lock == SW_SAVE_UNKNOWN, "it has no name before it is locked", folder);
+    check(sw_save_lock_look(folder) == SW_SAVE_ALIVE, "it is locked", folder);
+    check(rename(directory, strcat(folder, ".moved")) == 0, "the folder's new name", folder);
+    check(sw_save_lock_look(folder) == SW_SAVE_ALIVE, "under its new name, too", folder);
+    close(fd);
+    check(sw_save_lock_look(folder) == SW_SAVE_DEAD, "a process that has ended", folder);
+    fd = -1;
+    case_clear(folder);
+    mkdir(folder, 0777);
+    check(sw_save_lock_take(folder, &fd, &err) == SW_OK, "LOCK", err.message);
+    sw_save_lock_release(folder, &fd);
+    check(fd == -1 && rmdir(folder) == 0, "nothing is left of it", folder);
+}
+
 /* ---- a reader, while a writer replaces what it looks for ---- */
 
 enum { WRITER_STEPS = 3, LOOKED_AT_MAX = 9 };
@@ -541,10 +844,16 @@ int main(void)
 {
     snprintf(directory, sizeof directory, "%s/sw-save-%d", case_root(), (int)getpid());
     every_form_writes_the_same_bytes();
+    a_save_that_lives_is_never_taken_for_dead();
+    transient_errors_are_retried();
+    each_new_name_on_the_way_to_a_folder_is_durable();
+    a_folder_of_which_the_rest_is_unknown_is_not_removable();
     what_is_replaced_is_found_all_the_time();
     a_board_that_is_gone_is_no_reason_to_remove_the_folder();
     hosts_save_through_a_file();
     carriers_pass_on_what_is_said();
+    a_last_word_that_cannot_be_written_at_once_is_said_again();
+    a_commit_that_has_begun_is_awaited();
     a_missing_range_is_named_on_every_rank();
     split_ranges_make_the_same_block();
     a_hole_and_a_byte_twice_are_named_before_the_commit();

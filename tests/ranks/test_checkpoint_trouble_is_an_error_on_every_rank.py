@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint_subjects import Small, build, train
+from checkpoint_subjects import Small, assert_same_state, build, state_of, train
 from harness import gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
@@ -18,6 +18,7 @@ from test_checkpoint_damage_is_seen_by_all import agreed, checksum
 
 if PEER != "torch":
     from shardwright.checkpoint import reading
+    from shardwright.checkpoint.peers import os_error
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 
@@ -252,9 +253,18 @@ def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, 
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
                 patch.setattr(writing, "describe_state", refuse)
-            with pytest.raises(sw.CheckpointError, match="no memory to describe the state"):
-                checkpoints.save(0)
+            said = agreed(lambda: checkpoints.save(0))
+            assert "no memory to describe the state" in said and (f"rank {culprit}: " in said or world_size == 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(writing.Content, "entries", refuse)
+            assert "no memory to describe the state" in agreed(lambda: checkpoints.save(0))
         checkpoints.save(1)
+        with pytest.MonkeyPatch.context() as patch:  # after the agreement: the others hear of it at their next call
+            if rank == culprit:
+                patch.setattr(writing.Content, "sources", refuse)
+            said = agreed(lambda: checkpoints.save(2) and checkpoints.wait())
+            assert "no memory to describe the state" in said and (f"rank {culprit}: " in said or world_size == 1)
         checkpoints.wait()
         assert checkpoints.restore() == 2
 
@@ -398,3 +408,134 @@ def test_flat_parameters_are_refused_by_all(rank, world_size, original):
     ):
         with pytest.raises(ValueError, match=r"is a FullyShardedDataParallel.*fully_shard \(FSDP2\)"):
             call()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@on_every_rank(deadline_s=60)
+def test_state_that_is_there_no_longer_is_a_new_layout(rank, world_size, zero):
+    """After a rollback to before a layer was trained, and after the state was cleared."""
+    model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 24))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = sw.wrap(model, optimizer, zero=zero, bucket_cap_mb=0.001)
+
+    def step():
+        model(torch.ones(2, 24)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
+        checkpoints.save(0)
+        step()
+        checkpoints.save(1)
+        assert checkpoints.restore(step=1) == 1
+        checkpoints.save(2)
+        checkpoints.wait()
+        step()
+        checkpoints.save(3)
+        checkpoints.wait()
+        optimizer.state.clear()
+        checkpoints.save(4)
+        checkpoints.wait()
+        assert checkpoints.restore() == 5
+
+
+@on_every_rank(at_least=2, deadline_s=60)
+def test_entries_of_one_shape_that_ranks_hold_of_other_parameters_are_not_mixed(rank, world_size):
+    folder = shared_folder(rank)
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(4)) for name in "abc"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with sw.Checkpointer(folder, model, optimizer, timeout_s=30) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        held = model["a" if rank < world_size - 1 else "b"]
+        optimizer.state[held]["momentum_buffer"] = torch.full((4,), 1.0 + rank // (world_size - 1))
+        checkpoints.save(1)
+        said = agreed(checkpoints.wait)
+        assert f"rank {world_size - 1} would write other files than rank 0" in said
+        optimizer.state.clear()
+        checkpoints.save(2)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]
+
+
+@on_every_rank(deadline_s=60)
+def test_a_rollback_that_cannot_be_noted_is_one_sentence_and_a_whole_training(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = build(Small)
+    with sw.Checkpointer(folder, model, optimizer, timeout_s=30) as checkpoints:
+        for step in range(2):
+            train(model, optimizer, 1, width=24)
+            checkpoints.save(step)
+        checkpoints.wait()
+        gather(None)
+        states = [state_of(model, optimizer)]
+        if rank == 0:
+            os.mkdir(f"{folder}/.branch.new")
+        gather(None)
+        said = agreed(lambda: checkpoints.restore(step=1))
+        assert "step 1 was restored, but later checkpoints could not be noted as abandoned" in said
+        states.append(state_of(model, optimizer))
+        if rank == 0:
+            os.rmdir(f"{folder}/.branch.new")
+        gather(None)
+        assert checkpoints.restore(step=1) == 1
+        assert_same_state(state_of(model, optimizer), states[1])
+        assert checkpoints.restore(step=2) == 2
+        assert_same_state(state_of(model, optimizer), states[0])
+        checkpoints.save(1)
+        checkpoints.wait()  # staging is idle from here on: live tensors are read into before the verdict
+        train(model, optimizer, 1, width=24)
+        live = state_of(model, optimizer)
+        wrong = mock.patch.object(
+            reading.Reader, "look_at_compressor", side_effect=KeyError("rank") if rank == world_size - 1 else [True]
+        )
+        with wrong:
+            with pytest.raises((sw.CheckpointError, KeyError), match="rank"):
+                checkpoints.restore()
+        assert_same_state(state_of(model, optimizer), live)
+
+
+@on_every_rank(deadline_s=60)
+def test_a_tree_that_names_a_tensor_that_is_not_there_is_refused_before_anything_changes(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = build(Small)
+    with sw.Checkpointer(folder, model, optimizer, user_state={"x": torch.ones(3)}, timeout_s=30) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        train(model, optimizer, 1, width=24)
+        live = state_of(model, optimizer)
+        for name in ("state.safetensors", "ranks/all.safetensors"):
+
+            def rename(header):
+                header.update({f"{key}z": header.pop(key) for key in [*header] if key != "__metadata__"})
+
+            gather(None)
+            if rank == 0:
+                shutil.copytree(f"{folder}/step-000001", f"{folder}/step-000002")
+                rewrite_header(f"{folder}/step-000002", name, rename)
+            gather(None)
+            said = agreed(lambda: checkpoints.restore(step=2))
+            assert "no file has the tensor '" in said and "in part" not in said, said
+            assert_same_state(state_of(model, optimizer), live)
+            gather(None)
+            if rank == 0:
+                shutil.rmtree(f"{folder}/step-000002")
+        gather(None)
+        assert checkpoints.restore() == 1
+
+
+@on_every_rank(deadline_s=60)
+def test_a_moment_in_which_a_rank_cannot_open_files_costs_no_checkpoint(rank, world_size):
+    folder = shared_folder(rank)
+    model, optimizer = build(Small)
+    with sw.Checkpointer(folder, model, optimizer, keep_last=1, timeout_s=30) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step)
+        checkpoints.wait()
+        gather(None)
+        for code in (errno.EMFILE, errno.ESTALE):
+            trouble = os_error(f"opening 'model.safetensors' failed: {os.strerror(code)}", code)
+            with mock.patch.object(reading.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None):
+                said = agreed(checkpoints.restore)
+            assert os.strerror(code) in said and (f"rank {world_size - 1}: " in said or world_size == 1)
+        assert checkpoints.restore() == 2 and not checkpoints._rejected

@@ -19,6 +19,8 @@ from checkpoint_subjects import Small, build, digest_of, train
 from harness import LONG, gather, on_every_rank
 from peer import PEER, batch, sw
 from shardwright.checkpoint.peers import Peers
+from shardwright.checkpoint.writing import Writer
+from shardwright.comm import process_group
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_bytes_do_not_depend_on_the_stage import Wide, digest_at_stage_0, fully_sharded, needs_fsdp2_on_cpus
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
@@ -188,6 +190,7 @@ def test_a_folder_that_hosts_do_not_share_is_named(rank, world_size):
                     make()
                 assert "rank 2: " in str(caught.value) or rank == 2
                 gather(None)
+        assert sorted(os.listdir(folder)) == [".board", ".lock"] or rank  # the Checkpointer's; a save leaves nothing
         with sw.Checkpointer(f"{folder}/all", *pair) as checkpoints:  # and the ranks are together as before
             checkpoints.save(0)
         assert os.path.exists(f"{folder}/all/step-000001/MANIFEST.json")
@@ -210,6 +213,45 @@ def test_a_board_that_was_taken_away_is_made_again(rank, world_size):
             checkpoints.wait()
             assert os.path.exists(f"{folder}/step-000002/MANIFEST.json")
             gather(None)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@on_every_rank(exactly=4)
+def test_saves_of_two_groups_to_one_path_do_not_hear_each_other(rank, world_size, overwrite):
+    """Each group is on two hosts; each of its saves is the first one of a new channel."""
+    folder = shared_folder(rank)
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    leaders = dist.new_group([0, 2])
+    module = torch.nn.Linear(300, 40)
+    torch.nn.init.constant_(module.weight, float(rank // 2))
+    open(f"{folder}/a.{'0' * 24}.board", "w").close()  # of a save that lives, or died a moment ago
+    begin, failure = Writer.begin, ""
+
+    def begin_together(self, *args, **options):
+        if rank in (0, 2):
+            dist.barrier(leaders)
+        begin(self, *args, **options)
+
+    with mock.patch.object(process_group, "_forced_hosts", [0, 1]), mock.patch.object(Writer, "begin", begin_together):
+        try:
+            sw.save(f"{folder}/a", module, process_group=pairs[rank // 2], overwrite=overwrite, timeout_s=TIMEOUT_S)
+        except sw.CheckpointError as error:
+            failure = str(error)
+    said = gather(failure)
+    assert said[0] == said[1] and said[2] == said[3] and (said[0] == "") != (said[2] == ""), said
+    assert "was written by another save after this one began" in said[0] + said[2]
+    sw.load(f"{folder}/a", module, process_group=pairs[rank // 2])
+    assert float(module.weight.detach()[0, 0]) == (0.0 if said[0] == "" else 1.0)
+    assert sorted(os.listdir(folder)) == ["a", f"a.{'0' * 24}.board"]
+    gather(None)
+    if rank == 0:
+        os.utime(f"{folder}/a.{'0' * 24}.board", (time.time() - 7200,) * 2)
+    gather(None)
+    with mock.patch.object(process_group, "_forced_hosts", [0, 1]):
+        sw.save(f"{folder}/a", module, process_group=pairs[0], overwrite=True) if rank < 2 else None
+    gather(None)
+    assert os.listdir(folder) == ["a"]
+    gather(None)
 
 
 COMPRESSORS = {"powersgd": sw.PowerSGD(rank=2, min_compression_rate=0), "int4": sw.Int4(error_feedback=True)}

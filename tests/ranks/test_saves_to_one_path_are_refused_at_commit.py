@@ -111,3 +111,22 @@ def test_of_two_jobs_the_first_to_commit_stays(tmp_path, by, there):
     with after_the_check(lambda: shutil.rmtree(path)):
         save()  # nothing is lost where the old one was removed by hand
     assert weight_of(path) == 2.0 and os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "checkpoint"])
+def test_a_checkpointer_leaves_alone_what_another_save_commits_meanwhile(tmp_path, there):
+    """sw.save() and torch.distributed.checkpoint do not look at the lock on the directory."""
+    path = str(tmp_path / "step-000001")
+    if there == "checkpoint":
+        sw.save(path, stage(9.0))
+    with sw.Checkpointer(tmp_path, stage(2.0)) as checkpoints:
+        start = checkpoints._writer._start
+        with mock.patch.object(checkpoints._writer, "_start") as before:
+            before.side_effect = lambda *args: (sw.save(path, stage(1.0), overwrite=True), start(*args))
+            checkpoints.save(0)
+        with pytest.raises(sw.CheckpointError, match=REFUSED):
+            checkpoints.wait()
+        assert weight_of(path) == 1.0
+        checkpoints.save(0)
+        checkpoints.wait()
+    assert weight_of(path) == 2.0 and sorted(os.listdir(tmp_path)) == [".lock", "step-000001"]

@@ -38,7 +38,7 @@ from .retention import (
     replaced_ones,
     to_retire,
 )
-from .writing import Training, Writer
+from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -183,11 +183,11 @@ class Checkpointer:
         self._read_only = ""  # the reason why nothing can be saved
         self._every: int | None = None  # `every` of the first save(), equal on all ranks
         self._hooks: list[Any] = []
-        self._take_directory()
+        nonce = self._take_directory()
         try:
             board = None if self._read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
-                self._peers, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
+                self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
                 timeout_s=timeout_s, max_file_bytes=max_file_bytes,
             )  # fmt: skip
             if self._lazy:
@@ -216,8 +216,9 @@ class Checkpointer:
             ):  # an optimizer with hooks in a plain dict: the first save allocates staging
                 self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
-    def _take_directory(self) -> None:
-        """Create and lock the directory on rank 0; raise a failure on all ranks. Accept a read-only directory."""
+    def _take_directory(self) -> str:
+        """Create and lock the directory on rank 0; raise a failure on all ranks. Accept a read-only directory. Return this
+        Checkpointer's nonce."""
         refusal, code, is_readable = "", None, False
         if self._peers.rank == 0:
             try:
@@ -228,13 +229,14 @@ class Checkpointer:
                 refusal = f"'{self.directory}' cannot be written to: {in_words(error)}"
                 code = getattr(error, "errno", None)
                 is_readable = code in (errno.EACCES, errno.EPERM, errno.EROFS) and os.path.isdir(self.directory)
-        told = [refusal, code, is_readable]
-        refusal, code, is_readable = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
+        told = [refusal, code, is_readable, new_nonce()]
+        refusal, code, is_readable, nonce = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
         if is_readable:
             self._read_only = refusal
         elif refusal:
             self._release()
             raise os_error(refusal, code)
+        return str(nonce)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -338,8 +340,10 @@ class Checkpointer:
         folder = os.path.join(self.directory, folder_name(step))
         stale: list[str] = []
         retired: list[str] = []
+        replaces = ""
         if self._peers.rank == 0:
             try:
+                replaces = CheckpointFolder.identity(folder)  # sw.save() and dcp need no lock on the directory
                 stale = left_overs(self.directory)
                 retired = self._to_retire(Kept(step, folder, metric))
             except Exception as error:
@@ -354,6 +358,7 @@ class Checkpointer:
             metric=None if metric is None else float(metric),
             stale=stale,
             retired=retired,
+            replaces=replaces,
         )
 
     def _to_retire(self, new: Kept) -> list[str]:
@@ -448,9 +453,9 @@ class Checkpointer:
             spare = self._writer.spare()
             reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
             if reader is not None:
+                apply_together(reader, self._peers, everything=True)
                 if step is not None:
                     self._go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
-                apply_together(reader, self._peers, everything=True)
                 if not self._read_only:
                     self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
@@ -470,7 +475,11 @@ class Checkpointer:
 
         def note() -> None:
             if self._peers.rank == 0 and self._lock is not None:
-                go_on_from(self.directory, chosen)
+                try:
+                    go_on_from(self.directory, chosen)
+                except Exception as error:
+                    why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
+                    raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
 
         self._peers.together(note, f"rollback to step {chosen.step}")
 

@@ -8,6 +8,7 @@ coordinator joins them. The ranks need no exchange and no process group. The eng
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import io
 import os
@@ -47,7 +48,7 @@ from .files import MAX_FILE_BYTES, absolute_path, check_step, in_words, why_not_
 from .names import check_savable, plain
 from .partial import PartialLock, of_saves
 from .peers import os_error
-from .retention import find
+from .retention import find, remove
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 
@@ -312,13 +313,13 @@ class StorageReader(TorchStorageReader):
             memory = plain(of_stored_dtype)
             at, reads = memory.data_ptr(), []
             for begin, nbytes in _stored_ranges(stored, item.storage_offsets, item.lengths):
-                reads.append((stored.begin + begin, nbytes, at))
+                reads.append((stored.path, stored.begin + begin, nbytes, at, 0))
                 at += nbytes
             if at != memory.data_ptr() + memory.nbytes:
                 raise CheckpointError(
                     f"'{name}': the plan reads {at - memory.data_ptr()} bytes into a tensor of {memory.nbytes}"
                 )
-            folder.read(stored.path, reads)
+            folder.load(reads)
             if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
                 target.copy_(torch.view_as_complex(memory) if of_stored_dtype.is_complex() else memory)
             planner.commit_tensor(item, target)
@@ -365,10 +366,8 @@ class _Layout:
         self._plan = self._make_plan({})
         sources = [(g.stem, n) for g in self._groups for n in g.tensors]
         where: dict[tuple[str, str], Place] = {}
-        first_block = 0
-        for path, nbytes, pieces in self._plan.files():
+        for path, nbytes, first_block, pieces in self._plan.files():
             where |= {sources[source]: (path, begin, nbytes, first_block) for source, begin, _ in pieces}
-            first_block += -(-nbytes // _BLOCK_BYTES)
         self.places = {name: where[place] for name, place in self._stored.items()}
 
     def _make_plan(self, texts: Mapping[str, bytes]) -> CheckpointPlan:
@@ -388,7 +387,8 @@ class _Layout:
         """Create the partial folder with every file of tensors, at full size and with its header."""
         CheckpointFolder.make(os.path.dirname(self.folder))
         for path in of_saves(*os.path.split(self.folder)):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(path)
         os.mkdir(self.partial)
         try:
             self.lock = PartialLock(self.partial)
@@ -404,12 +404,11 @@ class _Layout:
         texts = {"state.json": tree.dumps(self._state(objects, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
-        plan, first_block = self._make_plan(texts), 0
+        plan = self._make_plan(texts)
         try:
-            for path, nbytes, _ in plan.files():
+            for path, _, first_block, _ in plan.files():
                 if path in texts:
                     tallies = [*tallies, self._write_text(path, texts[path], first_block)]
-                first_block += -(-nbytes // _BLOCK_BYTES)
             plan.commit(
                 partial=self.partial, folder=self.folder, replaces=replaces, nonce=self.nonce, step=step,
                 world_size=world_size, tallies=tallies,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import re
@@ -14,7 +15,7 @@ from .partial import of_saves
 from .peers import Peers, os_error
 from .reading import agree_on, apply_together
 from .retention import REPLACED
-from .writing import Training, Writer
+from .writing import Training, Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
 #: an address with a scheme; one slash is enough, since pathlib.Path drops the second
@@ -98,20 +99,21 @@ def save(
         except Exception as error:  # every failure goes to the other ranks, which wait for it
             refusal = f"the folder for '{folder}' cannot be made: {in_words(error)}"
             code = getattr(error, "errno", None)
-    refusal, code = peers.exchange([refusal, code], f"save to {folder}")[0]
+    refusal, code, nonce = peers.exchange([refusal, code, new_nonce()], f"save to {folder}")[0]
     if refusal:
         raise os_error(refusal, code)
-    board = f"{folder}.board"
-    writer = Writer(
-        peers, board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s, max_file_bytes=max_file_bytes
-    )
+    board = f"{folder}.{nonce}.board"  # not by the path alone: another save to it would read what these ranks say
     try:
-        try:
-            writer.begin(folder, step, training, stale=stale, replaces=replaces)
-        finally:  # over several hosts the others wait for a rank that could not begin
-            writer.wait()
+        with contextlib.closing(
+            Writer(
+                peers, nonce, board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s, max_file_bytes=max_file_bytes
+            )
+        ) as writer:  # fmt: skip
+            try:
+                writer.begin(folder, step, training, stale=stale, replaces=replaces)
+            finally:  # over several hosts the others wait for a rank that could not begin
+                writer.wait()
     finally:
-        writer.close()
         peers.remove_board(board)
 
 

@@ -6,12 +6,11 @@ folder only if the folder's name has a nonce of this package and its lock has no
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
 
-from .._engine import CheckpointError, CheckpointFolder
+from .._engine import CheckpointFolder
 
 LOCK = "LOCK"
 #: lock a file for one file descriptor; return False if another open file holds the lock
@@ -21,6 +20,8 @@ _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(
 #: seconds after which a folder without LOCK is an orphan, by the clocks of this host and the file system. A running save has
 #: no LOCK just after it made the folder and just before it commits; earlier releases made none
 _ORPHAN_S = 3600.0
+#: of a save to a path over several hosts; it is written to when a host has news
+_BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 
 
@@ -28,32 +29,18 @@ class PartialLock:
     """The LOCK of a new partial folder. The lock ends with release(), or with the process and its forked children."""
 
     def __init__(self, partial: str) -> None:
-        self._path = os.path.join(partial, LOCK)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(CheckpointError):  # a file system without locks
-            lock_file(self._fd, self._path)
+        self._partial = partial
+        self._fd = CheckpointFolder.lock_partial(partial)
 
     def release(self, folder: str | None = None) -> None:
         """Remove the file and release the lock. Idempotent. `folder`: the committed name of the partial folder."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path if folder is None else os.path.join(folder, LOCK))
-            os.close(self._fd)
+            CheckpointFolder.unlock_partial(folder or self._partial, self._fd)
             self._fd = -1
 
 
-def is_alive(partial: str) -> bool | None:
-    """Return whether the save that writes to `partial` runs; None without a LOCK, or on a file system without locks."""
-    try:
-        fd = os.open(os.path.join(partial, LOCK), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return not lock_file(fd, partial)
-    except CheckpointError:
-        return None
-    finally:
-        os.close(fd)
+#: return whether the save that writes to a folder runs; None without a LOCK, or on a file system without locks
+is_alive = CheckpointFolder.is_alive
 
 
 def of_saves(directory: str, name: str | None = None) -> list[str]:
@@ -69,6 +56,9 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
         if match and name in (None, match[1]) and os.path.isdir(path) and not os.path.islink(path):
             if match[2] == "trash" or _is_dead(path):
                 found.append(path)
+        board = _BOARD.match(each)
+        if board and name in (None, board[1]) and os.path.isfile(path) and _is_old(path):
+            found.append(path)
     return sorted(found)
 
 
@@ -81,7 +71,11 @@ def _is_dead(partial: str) -> bool:
     alive = is_alive(partial)
     if alive is not None:
         return not alive
+    return not os.path.lexists(os.path.join(partial, LOCK)) and _is_old(partial)
+
+
+def _is_old(path: str) -> bool:
     try:
-        return not os.path.lexists(os.path.join(partial, LOCK)) and time.time() - os.stat(partial).st_mtime > _ORPHAN_S
+        return time.time() - os.lstat(path).st_mtime > _ORPHAN_S
     except OSError:
         return False

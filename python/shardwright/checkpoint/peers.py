@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -159,7 +159,8 @@ class Peers:
         return data if self.rank == 0 else memory.numpy().tobytes()
 
     def together(self, make: Callable[[], Any], label: str) -> list[Any]:
-        """Return every rank's make() (of JSON). Collective: if make() raises on one rank, the exchange completes and all raise."""
+        """Return every rank's make() (of JSON). Collective: if make() raises on one rank, the exchange completes, and all raise the
+        same CheckpointError. A rank with a wrong argument raises its own ValueError or TypeError."""
         value, failure = None, None
         try:
             value = make()
@@ -167,12 +168,18 @@ class Peers:
             failure = error
         told = "" if failure is None else str(failure) or type(failure).__name__
         answers = self.agreement([told, value], label) or [[told, value]] * self.world_size
-        if failure is not None:
+        if isinstance(failure, (ValueError, TypeError)):
             raise failure
-        for rank, (why, _) in enumerate(answers):
-            if why:
-                raise CheckpointError(f"rank {rank}: {why}")
+        self.raise_first([why for why, _ in answers], failure)
         return [each for _, each in answers]
+
+    def raise_first(self, reasons: Sequence[str], own: Exception | None) -> None:
+        """Raise a CheckpointError with the first of the ranks' `reasons`, if there is one. `own`: this rank's, its cause."""
+        if own is not None and self.world_size == 1:
+            raise own
+        for rank, why in enumerate(reasons):
+            if why:
+                raise os_error(f"rank {rank}: {why}", getattr(own, "errno", None)) from own
 
     def agree(self, arguments: Callable[[], dict[str, Any]], call: str) -> None:
         """Check a call's arguments with arguments(), whose values (of JSON) must be equal on all ranks. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,9 +75,11 @@ class Reader:
         self._filler = Filler(self.folder, rank, world_size)
         self._found = model_tensors(training.model)
         self._state = self._check_tree("state.json", self._tree("state.json"), _STATE_KEYS)
-        stored_tensors(self.folder, "state")  # raises for a bad header before live tensors change
+        self._check_tensors("state.json", self._state, stored_tensors(self.folder, "state")[0])
         own = self._own_tree(rank) if self.folder.world_size == world_size else None
         self._own = None if own is None else self._check_tree(f"ranks/ of rank {rank}", own, _OWN_KEYS)
+        if self._own is not None:
+            self._check_tensors(f"ranks/ of rank {rank}", self._own, self._own_stored(rank, self._own))
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
@@ -88,7 +91,7 @@ class Reader:
     def _tree(self, path: str) -> Any:
         try:
             return tree.loads(self.folder.read_bytes(path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"'{self.folder.path}/{path}' is not JSON: {error}") from None
 
     def _check_tree(self, name: str, body: Any, keys: Sequence[str]) -> dict[str, Any]:
@@ -101,6 +104,12 @@ class Reader:
         except Exception as error:
             raise CheckpointError(f"'{self.folder.path}', {name}: {error or type(error).__name__}") from None
         return dict(body)
+
+    def _check_tensors(self, name: str, body: Any, stored: Mapping[str, Stored]) -> None:
+        """The tensors that a tree names are there: also found before a live tensor changes."""
+        missing = [each for each in tree.tensor_names(body) if each not in stored]
+        if missing:
+            raise CheckpointError(f"'{self.folder.path}', {name}: no file has the tensor '{missing[0]}' that it names")
 
     def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
         """Plan the reads of the model, in turns: a stored tensor that is tied there and not here is read once a turn."""
@@ -250,10 +259,6 @@ class Reader:
                 for turn in self._model_reads:
                     self._filler.fill((stored, slices.get(id(target), target)) for stored, target in turn)
 
-    def _load_all(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Read the files `prefix`*.safetensors into new tensors."""
-        return self._load(stored_tensors(self.folder, prefix)[0])
-
     def _load(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
         tensors = {name: entry.empty() for name, entry in stored.items()}
         self._filler.fill((entry, tensors[name]) for name, entry in stored.items())
@@ -392,12 +397,14 @@ class Reader:
         path = f"ranks/{rank:05d}.json"  # the format of the first release
         return self._tree(path) if path in self.folder.files else None
 
+    def _own_stored(self, rank: int, body: Any) -> dict[str, Stored]:
+        if not has_rows(self.folder):
+            return stored_tensors(self.folder, f"ranks/{rank:05d}")[0]
+        return rows_of(stored_tensors(self.folder, TENSORS)[0], rank, tree.tensor_names(body))
+
     def _own_tensors(self, rank: int, body: Any) -> dict[str, torch.Tensor]:
         """Read the tensors that a rank's tree names into new ones."""
-        if not has_rows(self.folder):
-            return self._load_all(f"ranks/{rank:05d}")
-        stored, _ = stored_tensors(self.folder, TENSORS)
-        return self._load(rows_of(stored, rank, tree.tensor_names(body)))
+        return self._load(self._own_stored(rank, body))
 
     def _apply_own(self, rank: int, everything: bool) -> None:
         body = self._own
@@ -598,6 +605,8 @@ def _is_of_one_rank(path: str) -> bool:
 
 
 _SOUND = [SOUND, ""]
+#: of a process, a system or a mount: they say nothing of the folder, and must not cost the newest checkpoint
+_OF_A_MOMENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
 def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
@@ -607,7 +616,7 @@ def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
     except (Mismatch, NewerCheckpointError) as error:
         return [FATAL, str(error)]
     except CheckpointError as error:
-        return [REJECTED, str(error)]
+        return [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error)]
     except (KeyError, TypeError) as error:
         return [REJECTED, f"'{path}': {type(error).__name__}: {error}"]
     except Exception as error:
@@ -631,7 +640,13 @@ def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
     """Fill the training on every rank and return `extra`. All ranks raise CheckpointError if one fails. Collective."""
     extra, failure = None, ""
     if everything:
-        same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "owner of compressor")
+        try:
+            same = peers.together(
+                lambda: reader.look_at_compressor(peers.rank, peers.world_size), "owner of compressor"
+            )
+        except BaseException:
+            reader.take_back()
+            raise
         reader.keeps_compressor = all(same)
     try:
         extra = reader.apply(peers.rank, peers.world_size, everything=everything)

@@ -34,6 +34,8 @@ _BRANCH_BYTES = 1 << 20
 #: states of a checkpoint. SOUND: manifest and file sizes are right, or nothing was read. UNKNOWN: a transient error, or a newer
 #: version wrote it
 SOUND, DAMAGED, UNKNOWN = "sound", "damaged", "unknown"
+#: sound, and of a course that a rollback has left: no rule counts it, and it goes as a damaged one does
+ABANDONED = "abandoned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,12 @@ def folder_name(step: int) -> str:
 def list_checkpoints(directory: str, *, look: bool = False) -> list[Kept]:
     """Return the folders that have a manifest, oldest first; with `look`, with the content of their manifests."""
     found = []
+    left = abandoned(directory) if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
         path = find(os.path.join(directory, name), os.path.exists)
         if path is not None and not os.path.islink(path):
-            found.append(Kept(int(name.removeprefix("step-")), path, *(_look(path) if look else ())))
+            each = Kept(int(name.removeprefix("step-")), path, *(_look(path) if look else ()))
+            found.append(dataclasses.replace(each, state=ABANDONED) if each.nonce in left else each)
     return sorted(found, key=lambda kept: (kept.step, kept.path))
 
 
@@ -146,7 +150,7 @@ def to_retire(
         rated = [(-k.metric if largest else k.metric, k) for k in each if k.metric is not None]
         safe |= {k for _, k in sorted(rated, key=lambda pair: pair[0])[:keep_best]}
     if len(last) < (keep_last or 1):
-        safe |= {k for k in known if k.state == DAMAGED}
+        safe |= {k for k in known if k.state != SOUND}
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
@@ -166,11 +170,10 @@ def abandoned(directory: str) -> set[str]:
 
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
     """Return checkpoints in the order of restore()'s preference, best last: abandoned ones come first."""
-    nonces = abandoned(directory)
-    if not nonces:
+    if not abandoned(directory):
         return list(kept)
-    known = {each.path: each.nonce for each in list_checkpoints(directory, look=True)}
-    return sorted(kept, key=lambda each: (known.get(each.path) not in nonces, each.step, each.path))
+    left = {each.path for each in list_checkpoints(directory, look=True) if each.state == ABANDONED}
+    return sorted(kept, key=lambda each: (each.path not in left, each.step, each.path))
 
 
 def go_on_from(directory: str, chosen: Kept) -> None:

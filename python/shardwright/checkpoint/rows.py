@@ -105,10 +105,10 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
     if rest:
         raise CheckpointError(f"'{folder.path}/{LINES}' has {folder.files[LINES]} bytes for {folder.world_size} lines")
     memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    folder.read(LINES, [(rank * nbytes, nbytes, memory.data_ptr())])
+    folder.load([(LINES, rank * nbytes, nbytes, memory.data_ptr(), 0)])
     try:
         return tree.loads(memory.numpy().tobytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"'{folder.path}/{LINES}' is not JSON in line {rank}: {error}") from None
 
 
@@ -119,8 +119,8 @@ def rows_of(stored: Mapping[str, Stored], rank: int, names: Sequence[str]) -> di
         own, every = stored.get(_of(rank, name)), stored.get(name)
         if own is not None:
             found[name] = own
-        elif every is not None and every.shape:
-            nbytes = every.nbytes // every.shape[0] if every.shape[0] else 0
+        elif every is not None and every.shape and rank < every.shape[0]:
+            nbytes = every.nbytes // every.shape[0]
             place = every.begin + rank * nbytes
             found[name] = dataclasses.replace(every, shape=every.shape[1:], begin=place, nbytes=nbytes)
     return found

@@ -29,7 +29,7 @@ from .content import (
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
-from .peers import Peers, averages_gradients, whole_parameters
+from .peers import Peers, averages_gradients, os_error, whole_parameters
 from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import (
@@ -148,18 +148,21 @@ class _Layout:
         True if some entries are not tensors: rank 0 gathers and writes them.
     state : Structure, optional
         The tensors of rank 0's state, if some are DTensors.
+    own : dict
+        This rank's part of `described`.
     """
 
     described: dict[int, dict[str, Entry]]
     rows: Rows
     has_values: bool
     state: Structure | None
+    own: dict[int, dict[str, Entry]]
     entries: Entries | None = None
     plan: CheckpointPlan | None = None
 
     def fits(self, draft: _Draft) -> bool:
         return (
-            all(self.described.get(n) == e for n, e in draft.described.items())
+            self.own == draft.described
             and self.rows.fits(structure_of(draft.tensors), draft.line_bytes)
             and self._fits_state(draft)
         )
@@ -173,12 +176,14 @@ class _Layout:
 class Writer:
     """A rank's part in saves, one save at a time. The constructor is collective: ranks agree on nonce and channel.
 
-    `board`: path of the file through which ranks of several hosts report failures. None: nothing can be saved.
+    Collective. `nonce`: new_nonce() of rank 0, with which the nonces of its saves begin. `board`: path of the file through which
+    ranks of several hosts report failures, which no other Writer may use. None: nothing can be saved.
     """
 
     def __init__(
         self,
         peers: Peers,
+        nonce: str,
         board: str | None,
         *,
         threads: int,
@@ -191,7 +196,7 @@ class Writer:
         self._peers = peers
         self._timeout_s = timeout_s
         self._max_file_bytes = max_file_bytes
-        self._nonce_prefix = peers.exchange(secrets.token_hex(12), "nonce of checkpoints")[0]
+        self._nonce_prefix = nonce
         self._number = 0
         self._held: Content | None = None
         self._spoiled = ""  # the reason why the beginning save must be cancelled
@@ -224,15 +229,15 @@ class Writer:
         metric: float | None = None,
         stale: Sequence[str] = (),
         retired: Sequence[str] = (),
-        replaces: str | None = None,
+        replaces: str = "",
     ) -> None:
         """Take the snapshot and start writing. Every rank calls begin() or skip() at the same steps.
 
         Parameters
         ----------
-        replaces : str, optional
+        replaces : str
             On rank 0: CheckpointFolder.identity(folder) at the start of the save. The commit fails if the folder has another
-            identity by then. None: the caller's lock on the directory excludes other saves.
+            identity by then.
 
         Raises
         ------
@@ -246,16 +251,25 @@ class Writer:
             self.skip(str(error))
             raise
         self._number += 1
+        has_agreed = False
         try:
             slices, passing = released_slices(training.model)
             with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
                 content, own, plan = self._agree(training, step, slices, passing)
+                has_agreed = True
                 self._start(folder, step, content, own, plan, lazy, metric, stale, retired, replaces)
         except BaseException as error:
-            self._give_up(_tellable(str(error) or type(error).__name__))
-            if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
+            sentence = str(error)
+            if not isinstance(error, CheckpointError):
+                sentence = f"'{folder}' could not be saved: {type(error).__name__}: {error}"
+            self._give_up(_tellable(sentence))
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            raise CheckpointError(f"'{folder}' could not be saved: {type(error).__name__}: {error}") from error
+            if has_agreed and self._peers.world_size > 1:  # as the others hear of it at their next call
+                sentence = f"rank {self._peers.rank}: {sentence}"
+            elif isinstance(error, CheckpointError):
+                raise
+            raise os_error(sentence, getattr(error, "errno", None)) from error
 
     def _give_up(self, reason: str) -> None:
         """Abandon the beginning save. Its threads may already read memory that this writer holds for them."""
@@ -289,7 +303,7 @@ class Writer:
         metric: float | None,
         stale: Sequence[str],
         retired: Sequence[str],
-        replaces: str | None,
+        replaces: str,
     ) -> None:
         sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
         self._held, self._spoiled = shared if lazy else None, ""
@@ -369,14 +383,10 @@ class Writer:
         if draft is not None:
             mine = [reason, self._is_new(draft), digest(draft.samples), digest(draft.checksums)]
         answers = self._peers.agreement(mine, "what ranks hold alike")
-        if failure is not None:
-            raise failure
+        self._peers.raise_first([why for why, *_ in answers or [mine]], failure)
         assert draft is not None
         if answers is None:
             return bool(mine[1])
-        for rank, (why, *_) in enumerate(answers):
-            if why:
-                raise CheckpointError(f"rank {rank}: {why}")
         _, are_new, samples, checksums = zip(*answers)
         if len({*samples}) > 1:
             check_alike(self._peers.exchange(draft.samples, "what ranks hold apart"), is_averaged=is_averaged)
@@ -388,7 +398,7 @@ class Writer:
         return self._peers.agreement(self._is_new(draft), "layout of a checkpoint") is not None or self._is_new(draft)
 
     def _is_new(self, draft: _Draft) -> bool:
-        return self._layout is None or not self._layout.fits(draft)
+        return self._layout is None or self._layout.plan is None or not self._layout.fits(draft)
 
     def _lay_out(self, draft: _Draft) -> _Layout:
         """Make a layout from the descriptions of all ranks. Collective."""
@@ -405,7 +415,8 @@ class Writer:
             described |= expand(theirs)
         has_values = any(how == VALUE for keys in described.values() for how, _, _ in keys.values())
         own = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in of_all], self._peers.rank)
-        return _Layout(described, own, has_values, None if state is None else [(n, d, list(s)) for n, d, s in state])
+        state = None if state is None else [(n, d, list(s)) for n, d, s in state]
+        return _Layout(described, own, has_values, state, draft.described)
 
     def _content(
         self, training: Training, draft: _Draft, layout: _Layout
@@ -584,6 +595,10 @@ class Writer:
         self._staging.close()
 
 
+def new_nonce() -> str:
+    return secrets.token_hex(12)
+
+
 def _compressor_state(model: Any) -> dict[str, Any] | None:
     """Return the state of the model's compressor on this rank; None if it has no compressor."""
     state = getattr(getattr(model, "_orig_mod", model), "compression_state", None)
@@ -613,7 +628,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _model_index(plan: Any, names: Sequence[str]) -> bytes:
     """Return the text of the index over several model files, as transformers writes it; b"" for one file."""
-    files = [(path, pieces) for path, _, pieces in plan.files() if path.startswith("model")]
+    files = [(path, pieces) for path, _, _, pieces in plan.files() if path.startswith("model")]
     if len(files) < 2:
         return b""
     weight_map = {names[source]: path for path, pieces in files for source, _, _ in pieces}

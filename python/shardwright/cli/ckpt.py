@@ -222,15 +222,17 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from .._engine import CheckpointError
+    from ..checkpoint.filling import Filler
 
     try:
         folder = _open(path)
+        filler = Filler(folder, 0, 1)
         total = folder.block_count
         progress = _Progress(options, os.path.basename(path), total)
         try:
             for first in range(0, total, _PROGRESS_BLOCKS):
                 end = min(first + _PROGRESS_BLOCKS, total)
-                folder.verify(first, end)
+                filler.verify(first, end)
                 progress.add(end - first)
         finally:
             progress.end()
@@ -261,7 +263,7 @@ def _values(folder: Any, entry: dict[str, Any]) -> Any:
 
     memory = torch.empty(entry["nbytes"], dtype=torch.uint8, device="cpu")
     if entry["nbytes"]:
-        folder.read(entry["file"], [(entry["begin"], entry["nbytes"], memory.data_ptr())])
+        folder.load([(entry["file"], entry["begin"], entry["nbytes"], memory.data_ptr(), 0)])
     return memory
 
 
@@ -373,19 +375,25 @@ def _cast(folder: Any, entry: dict[str, Any], source: str, target: Any) -> Any:
 
 def run_export(options: argparse.Namespace) -> int:
     """Write the model's files."""
+    from ..checkpoint.files import absolute_path
+
     folder = _open(options.checkpoint)
-    if os.path.lexists(options.output):
+    try:
+        output = absolute_path("output", options.output)
+    except ValueError as error:
+        raise Nothing(str(error)) from None
+    if os.path.lexists(output):
         raise Nothing(f"'{options.output}' exists already: name a new folder")
     paths = [p for p in folder.files if p.startswith("model") and p.endswith(".safetensors")]
     if not any(folder.tensors(path)[1] for path in paths):
         raise Nothing(f"'{options.checkpoint}' holds no model")
-    made = f"{os.path.abspath(options.output)}.{os.getpid()}.partial"
+    made = f"{output}.{os.getpid()}.partial"
     type(folder).make(made)
     try:
         tensors, total = _export(folder, paths, made, options)
         beside = _copy_beside(folder.path, made)
         type(folder).sync(made)
-        os.rename(made, options.output)  # readers see all of it or nothing
+        os.rename(made, output)  # readers see all of it or nothing
         type(folder).sync(os.path.dirname(made))
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -481,7 +489,15 @@ def run_prune(options: argparse.Namespace) -> int:
 def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Return checkpoints to remove, left-overs to remove, and damaged or foreign folders that stay, with the reason."""
     from .._engine import CheckpointError, CheckpointFolder
-    from ..checkpoint.retention import DAMAGED, SOUND, all_left_overs, list_checkpoints, replaced_ones, to_retire
+    from ..checkpoint.retention import (
+        ABANDONED,
+        DAMAGED,
+        SOUND,
+        all_left_overs,
+        list_checkpoints,
+        replaced_ones,
+        to_retire,
+    )
 
     kept = list_checkpoints(options.directory, look=True)
     if options.verify:
@@ -499,7 +515,7 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
         except CheckpointError as error:
             stays.append({"path": path, "error": str(error)})
     for each in kept:
-        if each.path not in to_go and each.state != SOUND:
+        if each.path not in to_go and each.state not in (SOUND, ABANDONED):
             why = "it is damaged, and too few sound checkpoints are newer, or a rule would keep it"
             if each.state != DAMAGED:
                 why = str(_summary(each.path).get("error", "it could not be read"))
