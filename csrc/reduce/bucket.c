@@ -1,4 +1,4 @@
-/* bucket.c - what a rank says beside a bucket's data, and what is folded of it. */
+/* bucket.c - a rank's tail beside a bucket's data, and the plan of the bucket's fold. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -85,7 +85,7 @@ static bool plan_stands(void *context)
     return ((const host_bucket *)context)->any_standing;
 }
 
-/* Adds the standing mean to the contributions of [begin, begin + numel) that include it, with the
+/* Add the standing mean to the contributions of [begin, begin + numel) that include it, with the
  * rounding of autograd's own addition. Only the folding rank reads them, and no rank writes them
  * until it is done. */
 static void plan_add_standing(void *context, size_t begin, size_t numel, const void *standing)

@@ -1,5 +1,5 @@
-/* bucket_ring.c - where the buckets of a ring lie: one after the other, in room for the largest and
- * one more of the usual size, so that a bucket waits for those before it that lie there too. */
+/* bucket_ring.c - the places of buckets in a ring: one after the other, in space for the largest
+ * and one more of the usual size. So a bucket waits for earlier ones at the same place. */
 #include "base/bytes.h"
 #include "reduce/host_rounds.h"
 

@@ -89,7 +89,7 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
 
 /* ---- what all ways share ---- */
 
-/* What a rank folds: a slice, or its part of one that has several owners. */
+/* Elements that a rank folds: a slice, or its piece of one that has several owners. */
 static size_t piece_numel(const sw_device_mean *m, const sw_device_range *bucket)
 {
     return bucket->numel / (size_t)m->comm->peers->world_size;
@@ -113,8 +113,8 @@ static sw_status exchange(const sw_device_mean *m, const sw_device_range *bucket
                                     m->comm->stream, err);
 }
 
-/* What turns this rank's piece of the bucket into its reduction at `to`: out of the pieces that
- * were exchanged, or, where the transport has reduced them, out of that one. */
+/* Arguments of the fold of this rank's piece of the bucket to `to`: from the exchanged pieces, or
+ * from that piece alone if the transport has reduced it. */
 static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                             void *to)
 {
@@ -132,7 +132,7 @@ static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *buck
                           .source_count = is_ours ? m->comm->peers->world_size : 1};
 }
 
-/* Exchange pieces, fold the own one where it lies. */
+/* Exchange pieces, fold the own one in place. */
 static sw_status fold_in_place(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                                sw_error *err)
 {
@@ -169,7 +169,7 @@ static sw_device_range narrowed_of(const sw_device_mean *m, const sw_device_rang
     return (sw_device_range){.data = m->compressed, .numel = bucket->numel, .dtype = m->wire};
 }
 
-/* The bucket, divided and rounded, in memory of its own. */
+/* Divide and round the bucket into separate memory. */
 static sw_status narrow(const sw_device_mean *m, const sw_device_range *bucket,
                         sw_device_range *wire, sw_error *err)
 {
@@ -178,7 +178,7 @@ static sw_status narrow(const sw_device_mean *m, const sw_device_range *bucket,
                 (float)(1.0 / m->comm->peers->world_size), err);
 }
 
-/* A mean over all ranks becomes one over those that count, rounded once more. */
+/* Turn a mean over all ranks into one over those that contribute, rounded once more. */
 static sw_status rescale(const sw_device_mean *m, void *mean, sw_dtype dtype, size_t numel,
                          sw_error *err)
 {
@@ -273,9 +273,9 @@ sw_status sw_device_mean_whole(const sw_device_mean *m, const sw_device_range *b
 
 typedef struct slicing {
     const sw_device_mean *mean; /* borrowed */
-    sw_fold_args fold;          /* of the piece, or with `wire` of what was folded there */
-    void *piece;                /* in the slice */
-    sw_dtype dtype;             /* of the slice */
+    sw_fold_args fold;          /* fold of the piece, or with `wire` of its contributions */
+    void *piece;                /* the piece in the slice */
+    sw_dtype dtype;             /* dtype of the slice */
     const void *narrowed;       /* the piece's sum in the wire's dtype; NULL: `fold` makes it */
     bool is_made;               /* the piece is its mean already */
 } slicing;
@@ -285,7 +285,7 @@ static void *behind(const void *at, size_t numel, sw_dtype dtype)
     return at ? (char *)at + numel * sw_dtype_size_bytes(dtype) : NULL;
 }
 
-/* Elements [begin, end) out of the contributions. */
+/* Fold elements [begin, end) from the contributions. */
 static sw_status fold_run(const slicing *s, size_t begin, size_t end, bool is_standing,
                           sw_error *err)
 {
@@ -298,7 +298,7 @@ static sw_status fold_run(const slicing *s, size_t begin, size_t end, bool is_st
     return launch(s->mean, SW_KERNEL_FOLD, &fold, err);
 }
 
-/* The same out of the narrowed sum. What stands is added to the mean: it did not travel. */
+/* Widen them from the narrowed sum. The standing part is added to the mean: it did not travel. */
 static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_standing,
                            sw_error *err)
 {
@@ -330,8 +330,8 @@ static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_st
                        : fold_run(s, begin, end, is_standing, err);
 }
 
-/* Contributions of those that train move together, in their order, and are what is folded: to be
- * left out is not to add -0.0 where the sum would begin with what stands. */
+/* Move contributions of the ranks that train together, in their order, and fold those alone. To
+ * leave one out is not to add -0.0, because the sum may begin with the standing mean. */
 static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error *err)
 {
     sw_device *device = m->comm->device;
@@ -408,7 +408,7 @@ sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range 
                      : SW_OK;
 }
 
-/* Of [begin, begin + numel), where `at` lies; its ends otherwise. From `begin`. */
+/* Clamp `at` to [begin, begin + numel), relative to `begin`. */
 static size_t place_within(size_t at, size_t begin, size_t numel)
 {
     return at < begin ? 0 : at - begin < numel ? at - begin : numel;

@@ -38,46 +38,45 @@ typedef struct sw_device_run { /* elements of a slice */
 typedef struct sw_device_mean_config {
     sw_device_comm *comm;    /* borrowed */
     sw_redop op;             /* MEAN or SUM */
-    sw_dtype wire;           /* SW_DTYPE_COUNT: buckets travel as they are */
-    bool folds;              /* in rank order; `wire` and shared slices do in any case */
+    sw_dtype wire;           /* SW_DTYPE_COUNT: buckets travel in their own dtype */
+    bool folds;              /* in rank order; implied by `wire` and shared slices */
     const sw_slices *slices; /* borrowed for the call; NULL: rank r owns slice r alone */
     bool is_lent;            /* sw_device_mean_lend brings its memory */
-    size_t numel, bytes;     /* of the largest buckets */
+    size_t numel, bytes;     /* size of the largest buckets */
 } sw_device_mean_config;
 
 typedef struct sw_device_mean {
     sw_device_comm *comm; /* borrowed */
     sw_redop op;
-    int divisor;     /* of means */
-    size_t bytes;    /* of the largest bucket */
+    int divisor;     /* divisor of means */
+    size_t bytes;    /* size of the largest bucket */
     int active;      /* ranks that contribute to slices */
-    uint8_t *trains; /* owned, a byte a rank: whether it does */
+    uint8_t *trains; /* owned, a byte a rank: it contributes */
     sw_dtype wire;
-    int slice_count; /* of a bucket */
-    int *piece;  /* owned, a number a rank: the rank that folds each of a bucket's world_size pieces
-                  */
-    int *owners; /* owned: the ranks of this rank's slice, in the order of its pieces */
-    bool folds;  /* from the first bucket on */
-    void *contributions; /* device memory; only where the fold is ours, not the transport's */
+    int slice_count;     /* slices of a bucket */
+    int *piece;          /* owned, a number a rank: its piece of a bucket's world_size pieces */
+    int *owners;         /* owned: the ranks of this rank's slice, in the order of its pieces */
+    bool folds;          /* from the first bucket on */
+    void *contributions; /* device memory; only if the fold is ours, not the transport's */
     void *compressed;    /* device memory; only with `wire` */
     bool is_lent;        /* both are borrowed; else they are owned */
-    void *lent;          /* what contributions are, where they are wanted */
+    void *lent;          /* borrowed: later `contributions` */
 } sw_device_mean;
 
-/* On failure fini is still to be called. */
+/* On failure the caller still calls fini. */
 SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, const sw_device_mean_config *config,
                                           sw_error *err);
-/* The stream has passed what was enqueued. */
+/* Call once the stream has passed all enqueued work. */
 void sw_device_mean_fini(sw_device_mean *mean);
 
-/* With `is_lent`, before the first bucket: device memory of the caller's, which outlives the mean.
- * `contributions`: of as many bytes as the largest bucket; `compressed`: of as many elements of
+/* With `is_lent`, before the first bucket: use device memory of the caller, which outlives the
+ * mean. `contributions`: as many bytes as the largest bucket; `compressed`: as many elements of
  * `wire` as it has, NULL without. */
 void sw_device_mean_lend(sw_device_mean *mean, void *contributions, void *compressed);
 
-/* Of slices made from now on, only ranks of which `trains` holds a byte that is not 0, one at
- * least, contribute: what stands is under their contributions alone. Alike on all ranks. From the
- * first rank that does not on, the fold is ours. SW_E_MEMORY. */
+/* In slices reduced from now on, only ranks with a non-zero byte in `trains`, at least one,
+ * contribute: the standing mean is under their contributions alone. `trains` is equal on all ranks.
+ * Once a rank is left out, the fold is ours. SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_device_mean_leave_out(sw_device_mean *mean, const uint8_t *trains,
                                                sw_error *err);
 

@@ -1,11 +1,11 @@
-/* device_reducer.c - see device_reducer.h, whose table of events this file is. */
+/* device_reducer.c - see device_reducer.h, whose table of events it implements. */
 #include "reduce/device_reducer.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* A tag travels as its bytes and their complements, behind the use bytes: the greatest of each over
- * the ranks fit together if and only if all tags are equal. */
+/* A tag travels as its bytes and their complements, behind the use bytes: the maxima over the ranks
+ * fit together if and only if all tags are equal. */
 enum { TAG_BYTES = 2 * sizeof(uint64_t), TAG_GREATEST = 255 };
 
 typedef enum phase {
@@ -35,17 +35,17 @@ struct sw_device_reducer {
     uint64_t steps;        /* begun */
     device_bucket *bucket; /* owned */
     size_t bucket_count;
-    size_t gradient_count; /* of use bytes */
+    size_t gradient_count; /* number of use bytes */
     void *used;            /* owned device memory: use bytes */
     uint8_t *any;          /* owned, pinned: use bytes of all ranks, if `is_gathered` */
     uint8_t *own;          /* owned: this rank's use bytes, as finish() got them */
     bool is_gathered;      /* this step sends the use bytes of all ranks to the host */
-    uint8_t *tags;         /* owned, pinned: of the step that `told` was recorded for */
-    uint64_t tag;          /* this rank's of that step */
-    bool is_told;          /* `told` was recorded, and not looked at */
+    uint8_t *tags;         /* owned, pinned: tags of the step that `told` was recorded for */
+    uint64_t tag;          /* this rank's tag of that step */
+    bool is_told;          /* `told` was recorded, and not read */
     sw_event *consumed, *gathered, *told; /* owned */
     sw_event *left[SW_DEVICE_PLACES];     /* owned; only with `sliced` */
-    size_t place;                         /* that is reserved, if `is_reserved` */
+    size_t place;                         /* the reserved place, if `is_reserved` */
     bool is_reserved;
 };
 
@@ -159,8 +159,8 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
     return SW_OK;
 }
 
-/* Everything that reads or writes our memory is behind one of these streams' ends. What fails here
- * failed before, and was reported then. */
+/* Wait for the ends of the streams that access our memory. An error here occurred and was reported
+ * before. */
 static void wait_for_all(sw_device_reducer *r)
 {
     const sw_device_ops *ops = r->device->ops;
@@ -252,7 +252,7 @@ float sw_device_reducer_prescale(const sw_device_reducer *r, size_t index)
 
 /* ---- a step ---- */
 
-/* The first bucket at or after `from` that takes part. */
+/* Return the first bucket at or after `from` that takes part. */
 static size_t next_due(const sw_device_reducer *r, size_t from)
 {
     while (from < r->bucket_count && !r->bucket[from].data)
@@ -301,7 +301,7 @@ static sw_status check_due(const sw_device_reducer *r, size_t index, bool is_sli
     return SW_OK;
 }
 
-/* The comm stream comes to the bucket after what `producer` was given. */
+/* Order the comm stream's work on the bucket behind the work of `producer`. */
 static sw_status meet(sw_device_reducer *r, const device_bucket *bucket, sw_stream *producer,
                       sw_error *err)
 {
@@ -371,7 +371,7 @@ sw_status sw_device_reducer_reserve(sw_device_reducer *r, size_t place, sw_strea
         SW_FAIL(err, SW_E_STATE, "device reducer: a place was reserved %s",
                 !r->sliced ? "where buckets are not sliced"
                            : (r->is_reserved ? "twice" : "when no bucket is due"));
-    /* The bucket that lay there has been averaged. */
+    /* The bucket before it in that place has been averaged. */
     SW_TRY(ops->stream_wait(r->device, producer, r->left[place], err));
     r->is_reserved = true;
     r->place = place;
@@ -411,8 +411,8 @@ sw_status sw_device_reducer_take(sw_device_reducer *r, size_t index, sw_stream *
     return r->device->ops->stream_wait(r->device, consumer, r->bucket[index].done, err);
 }
 
-/* Byte i of what a rank tells: whether it used gradient i; behind them its tag, each byte of it
- * beside what that lacks to the greatest. Without a tag: less than any rank's. */
+/* Byte i of a rank's message: it used gradient i. Its tag follows, each byte beside its complement.
+ * Without a tag: less than any rank's. */
 static unsigned char told_byte(const sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                                size_t i)
 {
@@ -425,7 +425,7 @@ static unsigned char told_byte(const sw_device_reducer *r, const uint8_t *used, 
     return (unsigned char)(k % 2 ? TAG_GREATEST - part : part);
 }
 
-/* The rank's use bytes and tag, in the arguments of a launch: no host memory has to outlive the
+/* Write the rank's use bytes and tag, as arguments of a launch: no host memory must outlive the
  * call, and a step has one of these up to some 4,000 gradients. */
 static sw_status write_use(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                            sw_error *err)
@@ -441,7 +441,7 @@ static sw_status write_use(sw_device_reducer *r, const uint8_t *used, const uint
     return SW_OK;
 }
 
-/* The tags of all ranks go to the host, unless those of an earlier step are still on their way. */
+/* Send the tags of all ranks to the host, unless those of an earlier step are still in flight. */
 static sw_status send_tags(sw_device_reducer *r, uint64_t tag, sw_error *err)
 {
     const sw_device_ops *ops = r->device->ops;
@@ -534,7 +534,7 @@ sw_status sw_device_reducer_used_by_any(sw_device_reducer *r, const uint8_t **an
         SW_FAIL(err, SW_E_STATE, "device reducer: use bytes of a step that was not finished");
     if (r->is_gathered)
         SW_TRY(sw_peers_wait(r->comm->peers, r->gathered, "the exchange of use bytes", err));
-    *any = r->is_gathered ? r->any : r->own; /* what this rank used, some rank used */
+    *any = r->is_gathered ? r->any : r->own; /* it used all, or is alone */
     return SW_OK;
 }
 

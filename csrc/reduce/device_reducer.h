@@ -57,12 +57,12 @@
 #include "comm/device_comm.h"
 #include "reduce/device_mean.h"
 
-enum { SW_DEVICE_PLACES = 2 }; /* of the ring */
+enum { SW_DEVICE_PLACES = 2 }; /* places of the ring */
 
 typedef struct sw_device_bucket_spec {
-    void *data;   /* device memory, all of it written; borrowed until destroy. Sliced: this rank's
-                     slice of the mean, numel / slices.count elements. NULL: the bucket takes no
-                     part until it is adopted */
+    void *data;   /* device memory, initialised; borrowed until destroy. Sliced: this rank's slice
+                     of the mean, numel / slices.count elements. NULL: the bucket takes no part
+                     until it is adopted */
     size_t numel; /* a multiple of the world size */
     sw_dtype dtype;
 } sw_device_bucket_spec;
@@ -77,27 +77,27 @@ typedef struct sw_device_reducer_config {
     bool sliced;
     bool is_lent;            /* sw_device_reducer_lend brings memory, before the first step */
     const sw_slices *slices; /* borrowed for the call; NULL: one a rank. Only with `sliced` */
-    sw_dtype wire; /* FLOAT16 or BFLOAT16: in what means of float32, float16 and bfloat16 travel.
-                      SW_DTYPE_COUNT: as they are. MEAN only */
+    sw_dtype wire; /* FLOAT16 or BFLOAT16: the dtype in which means of float32, float16 and bfloat16
+                      travel. SW_DTYPE_COUNT: their own. MEAN only */
 } sw_device_reducer_config;
 
 typedef struct sw_device_reducer sw_device_reducer;
 
-/* Allocates for the use bytes and, with `deterministic`, as much as the largest bucket.
- * SW_E_INVALID names the bucket whose size does not divide; SW_E_MEMORY; SW_E_DEVICE. */
+/* Create it, with memory for the use bytes and, with `deterministic`, of the size of the largest
+ * bucket. SW_E_INVALID names the bucket whose size does not divide; SW_E_MEMORY; SW_E_DEVICE. */
 SW_MUST_USE sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
                                                sw_device_reducer **reducer, sw_error *err);
 
-/* Waits under the deadline for the communicator's stream and for what was released; what the caller
- * enqueued on the buckets since, it has waited for itself. NULL is allowed. */
+/* Wait under the deadline for the communicator's stream and for released work, then free it. The
+ * caller has waited for work that it enqueued on the buckets since. NULL is allowed. */
 void sw_device_reducer_destroy(sw_device_reducer *reducer);
 
-/* Bucket `index` takes part from the next step on, with memory as in its spec. SW_E_STATE inside a
- * step. */
+/* Let bucket `index` take part from the next step on, with memory as in its spec. SW_E_STATE inside
+ * a step. */
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
 
-/* With `is_lent`: memory of the caller's, which outlives the reducer, in place of as much of its
+/* With `is_lent`: use memory of the caller, which outlives the reducer, instead of as much of its
  * own; see sw_device_mean_lend. SW_E_STATE without, or after a step. */
 SW_MUST_USE sw_status sw_device_reducer_lend(sw_device_reducer *reducer, void *contributions,
                                              void *compressed, sw_error *err);
@@ -105,8 +105,9 @@ SW_MUST_USE sw_status sw_device_reducer_lend(sw_device_reducer *reducer, void *c
 size_t sw_device_reducer_bucket_count(const sw_device_reducer *reducer);
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);
 
-/* A step's gradients will be written on `producer` (call once for each such stream). SW_E_STATE
- * when the step before was not released; SW_E_UNSUPPORTED when `producer` is being captured. */
+/* Begin a step whose gradients are written on `producer` (call once for each such stream).
+ * SW_E_STATE when the step before was not released; SW_E_UNSUPPORTED when `producer` is being
+ * captured. */
 SW_MUST_USE sw_status sw_device_reducer_begin(sw_device_reducer *reducer, sw_stream *producer,
                                               sw_error *err);
 
@@ -119,14 +120,14 @@ float sw_device_reducer_prescale(const sw_device_reducer *reducer, size_t index)
 SW_MUST_USE sw_status sw_device_reducer_post(sw_device_reducer *reducer, size_t index,
                                              sw_stream *producer, sw_error *err);
 
-/* With `sliced`: `place` in [0, SW_DEVICE_PLACES) may be written on `producer` from now on, for the
- * bucket that is due. Which place is the caller's choice: two in turn let one be written while the
- * other is averaged. */
+/* With `sliced`: let `producer` write `place` in [0, SW_DEVICE_PLACES) from now on, for the bucket
+ * that is due. The caller chooses the place: with two in turn, one is written while the other is
+ * averaged. */
 SW_MUST_USE sw_status sw_device_reducer_reserve(sw_device_reducer *reducer, size_t place,
                                                 sw_stream *producer, sw_error *err);
 
-/* The same as post with `sliced`: the bucket lies in `data`, the place that was reserved. Of the
- * elements in `standing` (ascending, disjoint, of this rank's slice) contributions of all ranks are
+/* The same as post with `sliced`: the bucket is at `data`, the place that was reserved. In the
+ * elements of `standing` (ascending, disjoint, of this rank's slice) contributions of all ranks are
  * on top of the mean that the slice holds. */
 SW_MUST_USE sw_status sw_device_reducer_post_slice(sw_device_reducer *reducer, size_t index,
                                                    void *data, const sw_device_run *standing,
@@ -138,36 +139,35 @@ SW_MUST_USE sw_status sw_device_reducer_post_slice(sw_device_reducer *reducer, s
 SW_MUST_USE sw_status sw_device_reducer_take(sw_device_reducer *reducer, size_t index,
                                              sw_stream *consumer, sw_error *err);
 
-/* All buckets are posted. used[i]: whether this rank used gradient i. *tag is what must be equal on
- * all ranks: see check. NULL: this rank has no say, since it takes part without contributing. */
+/* End the posts: all buckets are posted. used[i]: this rank used gradient i. *tag must be equal on
+ * all ranks: see check. NULL: this rank takes part without contributing, so it has no tag. */
 SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const uint8_t *used,
                                                const uint64_t *tag, sw_error *err);
 
-/* Means of buckets posted from now on divide by `count`, in [1, world_size], alike on all ranks; at
- * first by the world size. The other ranks contribute -0.0, to which every sum is indifferent. With
- * `wire` the mean over all ranks is multiplied by world_size / count. */
+/* Divide means of buckets posted from now on by `count`, in [1, world_size], equal on all ranks; at
+ * first by the world size. The other ranks contribute -0.0, which changes no sum. With `wire` the
+ * mean over all ranks is multiplied by world_size / count. */
 SW_MUST_USE sw_status sw_device_reducer_divide_by(sw_device_reducer *reducer, int count,
                                                   sw_error *err);
 
-/* With `sliced`: ranks whose byte in `trains` is 0 contribute nothing to buckets posted from now
- * on, not even what stands in a slice (sw_device_mean_leave_out); a byte a rank, alike on all
- * ranks. */
+/* With `sliced`: leave ranks with a zero byte in `trains` out of buckets posted from now on, also
+ * their standing mean (sw_device_mean_leave_out). A byte a rank, equal on all ranks. */
 SW_MUST_USE sw_status sw_device_reducer_leave_out(sw_device_reducer *reducer, const uint8_t *trains,
                                                   sw_error *err);
 
-/* SW_E_MISMATCH when ranks finished a step with different tags, *tag being this rank's, and of
- * *unlike the bytes set in which they differ. Never waits: what has not come yet is seen later, or,
- * in the steps that follow, by their own tags. */
+/* Return SW_E_MISMATCH when ranks finished a step with different tags; *tag: this rank's; *unlike:
+ * the bytes set in which they differ. Never waits: tags that have not arrived are checked later, or
+ * replaced by those of later steps. */
 SW_MUST_USE sw_status sw_device_reducer_check(sw_device_reducer *reducer, uint64_t *tag,
                                               uint64_t *unlike, sw_error *err);
 
-/* After finish: any[i], whether some rank used gradient i; valid until the next finish. Waits on
+/* After finish: any[i], true if some rank used gradient i; valid until the next finish. Waits on
  * the host, under the deadline, if this rank left one unused; else not at all. */
 SW_MUST_USE sw_status sw_device_reducer_used_by_any(sw_device_reducer *reducer, const uint8_t **any,
                                                     sw_error *err);
 
-/* `consumer`, the one stream that took them, has enqueued all that reads the buckets in this step.
- */
+/* End the step: `consumer`, the one stream that took the buckets, has enqueued all its reads of
+ * them. */
 SW_MUST_USE sw_status sw_device_reducer_release(sw_device_reducer *reducer, sw_stream *consumer,
                                                 sw_error *err);
 

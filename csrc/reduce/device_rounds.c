@@ -38,7 +38,7 @@ typedef struct device_rounds {
     bool sliced;
     device_bucket *buckets;        /* owned */
     sw_stream *stream;             /* in use; borrowed for a call */
-    stream_set arrived;            /* in this round */
+    stream_set arrived;            /* streams behind the optimizer, in this round */
     sw_stream *consumer;           /* the optimizer's, borrowed until the next round */
     bool is_finished;              /* the means wait for the consumer */
     sw_pack_args pack;             /* copies that are to be launched; with `converts` they divide */
@@ -63,7 +63,7 @@ static const device_rounds *device_seen(const sw_reducer *reducer)
 
 /* ---- life ---- */
 
-/* The engine; `config` lacks what the buckets are. */
+/* Create the engine; `config` lacks the buckets. */
 static sw_status create_engine(const device_rounds *d, sw_device_reducer_config *config,
                                sw_device_reducer **engine, sw_error *err)
 {
@@ -178,7 +178,7 @@ sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compre
     return sw_device_reducer_lend(device_of(reducer)->engine, contributions, compressed, err);
 }
 
-/* The optimizer has been given all that reads the means of the round before. */
+/* Release the means of the round before: the optimizer has enqueued all reads of them. */
 static sw_status release(device_rounds *d, sw_error *err)
 {
     if (!d->is_finished)
@@ -271,7 +271,7 @@ static sw_status add_stream(stream_set *set, sw_stream *stream, bool *is_new, sw
     return SW_OK;
 }
 
-/* What is written on the stream in use from now on comes behind the optimizer that reads there. */
+/* Order later writes on the stream in use behind the optimizer that reads the same memory. */
 static sw_status arrive(device_rounds *d, sw_error *err)
 {
     bool is_new;
@@ -376,7 +376,7 @@ static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
     return SW_OK;
 }
 
-/* Of this rank's slice, the runs that contributions are on top of; what is between two such
+/* Find the runs of this rank's slice that contributions are on top of; padding between two such
  * parameters counts as theirs. */
 static size_t standing_runs(const device_rounds *d, const bucket *b)
 {
@@ -412,7 +412,7 @@ static bool device_leaves_early(const sw_reducer *reducer)
     return true;
 }
 
-/* What must be equal on all ranks in a round. */
+/* The tag of a round, which must be equal on all ranks. */
 static uint64_t tag_of(const device_rounds *d)
 {
     const sw_reducer *base = &d->base;
@@ -502,7 +502,7 @@ static size_t device_standing_ranks(const sw_reducer *reducer, size_t param)
     return reducer->params[param].standing ? device_seen(reducer)->active : 0;
 }
 
-/* Buckets that take part, or will from the start; sliced, this rank's slices and the places. */
+/* Bytes of buckets that take part, or will; sliced, of this rank's slices and the places. */
 static size_t device_planned_bytes(const sw_reducer *reducer)
 {
     const device_rounds *d = device_seen(reducer);

@@ -15,7 +15,7 @@ const char *sw_transport_name(sw_transport transport)
     return (unsigned)transport < 3 ? names[transport] : "invalid";
 }
 
-/* Private pages on every rank, or the same sentence on every rank. */
+/* Map private pages on every rank, or return the same error on every rank. */
 static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_error *err)
 {
     sw_error cause = {.message = ""};
@@ -25,7 +25,7 @@ static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_
     return sw_agree(memory->comm, "gradient memory", label, memory->size_bytes, local, &cause, err);
 }
 
-/* A rank that has no memory for its slices alone: the others are told, since they are done here. */
+/* Report a rank without memory for its slices: the others have created theirs already. */
 static sw_status make_results(sw_gradient_memory *memory, const sw_gradient_sizes *sizes,
                               const char *label, sw_error *err)
 {

@@ -1,9 +1,9 @@
 /* host_rounds.c - the table of a reducer whose buckets the ranks of a host map: see host_rounds.h.
  *
- * In a pool all ranks fold every bucket in place; staged, a bucket is this rank's own and travels
- * through the communicator, which blocks, so it leaves at the end of the backward. Sliced, in a
+ * In a pool all ranks fold every bucket in place. Staged, a bucket is this rank's own and travels
+ * through the communicator, which blocks, so it is sent at the end of the backward. Sliced, in a
  * pool, buckets share a ring: a bucket waits until all ranks are done with those of the same round
- * that lie where it does. */
+ * at its place. */
 #include "reduce/host_rounds.h"
 
 #include <stdlib.h>
@@ -112,8 +112,8 @@ static bool host_has_room(const sw_reducer *reducer, const bucket *b)
     return !before || before->common->state == BUCKET_DONE;
 }
 
-/* Waits until all ranks are done with the bucket that has the slot of `b` before it. A hook's
- * buckets follow one another. */
+/* Wait until all ranks are done with the bucket before `b` in its slot. A hook's buckets follow one
+ * another. */
 static sw_status host_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
@@ -158,7 +158,7 @@ static bool host_leaves_early(const sw_reducer *reducer)
     return host_seen(reducer)->memory->transport == SW_TRANSPORT_POOL;
 }
 
-/* Helps on what is under way, and sees which buckets are done: their slots are free. */
+/* Advance posted operations, and mark finished buckets: their slots are free. */
 static sw_status host_poll(sw_reducer *reducer, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
@@ -178,7 +178,7 @@ static sw_status host_poll(sw_reducer *reducer, sw_error *err)
 
 /* ---- its end ---- */
 
-/* Whether contributing ranks have noted different steps: the first bucket's tails say so. */
+/* Return true if contributing ranks have noted different steps, by the first bucket's tails. */
 static bool stepped_unlike(const host_rounds *host)
 {
     const tail *first = NULL;
@@ -196,7 +196,7 @@ static bool stepped_unlike(const host_rounds *host)
     return false;
 }
 
-/* Spreads the buckets' use bits to the parameters. */
+/* Spread the buckets' use bits to the parameters. */
 static void collect(host_rounds *host)
 {
     sw_reducer *base = &host->base;
@@ -243,7 +243,7 @@ static sw_status host_meet(sw_reducer *reducer, sw_error *err)
     return SW_OK;
 }
 
-/* The rank that abandoned this round in some bucket, or -1. */
+/* Return the rank that abandoned this round in some bucket, or -1. */
 static int abandoned_by(const host_rounds *host)
 {
     for (size_t i = 0; i < host->base.layout.bucket_count; ++i)
@@ -273,7 +273,7 @@ static sw_status host_judge(sw_reducer *reducer, sw_error *err)
                         peer, host->comm->rank);
 }
 
-/* Posts the buckets that can be posted without waiting for a peer. */
+/* Post the buckets that can be posted without waiting for a peer. */
 static sw_status post_without_waiting(host_rounds *host, sw_error *err)
 {
     sw_reducer *base = &host->base;
@@ -349,8 +349,8 @@ static size_t host_planned_bytes(const sw_reducer *reducer)
     return host->ring_bytes + results;
 }
 
-/* Peers fold with what was posted, and wait for this rank's part of the rest of the round: its
- * memory must not go in silence. */
+/* Abort: peers fold posted data, and wait for this rank's part of the rest of the round, so its
+ * memory must not be freed silently. */
 static void give_up_posted(host_rounds *host)
 {
     const bucket *unfinished = NULL;

@@ -1,15 +1,13 @@
-/* host_rounds.h - a reducer whose buckets the ranks of a host map: shared by host_rounds.c (its
- * table), host_build.c (making it), bucket.c (what a rank says beside a bucket's data, and what is
- * folded of it) and bucket_ring.c. Not for others.
+/* host_rounds.h - a reducer whose buckets the ranks of a host map: private to host_rounds.c (its
+ * table), host_build.c (creation), bucket.c (tails and plans of folds) and bucket_ring.c.
  *
- * A bucket's *tail* is what a rank says beside the data: whether it contributes, whether it
- * abandoned the round, whether a hook has the bucket already, a digest of the hyperparameters of
- * its steps, and two bits a parameter. Tails are doubled by the round's parity: a rank may post the
- * next round while a peer still reads this one's, but not the one after, because that needs the
- * peer's done.
+ * A bucket's *tail* travels beside its data. It holds whether the rank contributes, whether it
+ * abandoned the round, and whether a hook has the bucket already. It also holds a digest of the
+ * hyperparameters of the rank's steps, and two bits a parameter. Tails are doubled by the round's
+ * parity: a rank may post the next round while a peer still reads this one's, but not the one
+ * after, because that needs the peer's done.
  *
- * Thread rule: as reducer.h.
- */
+ * Thread rule: as reducer.h. */
 #ifndef SW_REDUCE_HOST_ROUNDS_H
 #define SW_REDUCE_HOST_ROUNDS_H
 
@@ -18,17 +16,17 @@
 typedef struct tail {
     uint32_t contributes, abandoned;
     uint32_t handed_over; /* to a hook, before the end of the backward */
-    uint32_t stepped;     /* digest of what the rank's optimizers have stepped with */
+    uint32_t stepped;     /* digest of the steps of the rank's optimizers */
     uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
 } tail;
 
 typedef struct host_bucket {
     struct host_rounds *host;             /* borrowed: the plan's context */
     bucket *common;                       /* borrowed, of host->base */
-    size_t tail_offset_bytes, tail_bytes; /* in the tails arena, of the even parity */
-    size_t result_offset_bytes;           /* sliced: of this rank's slice in the results */
-    struct host_bucket *before; /* ring: the last bucket before this one that lies where it does;
-                                   NULL: none. Borrowed */
+    size_t tail_offset_bytes, tail_bytes; /* offset in the tails arena, of the even parity */
+    size_t result_offset_bytes;           /* sliced: offset of this rank's slice in the results */
+    struct host_bucket *before; /* ring: the last bucket before this one at the same place; NULL:
+                                   none. Borrowed */
     uint32_t *any;              /* owned: use bits of all ranks together */
     sw_fold_plan plan;
     sw_op op;
@@ -45,10 +43,10 @@ typedef struct host_rounds {
     sw_slices slices;           /* the owners of slices */
     int *owners;                /* owned, of `slices`; NULL: rank r owns slice r */
     size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
-    size_t cap_bytes;           /* of a bucket, as asked for */
-    size_t ring_bytes;          /* of the ring that the buckets which take part share */
-    int64_t opened_ns, held_ns; /* when the round was opened, and the rest taken in it */
-    bool ring, unfrozen;        /* buckets share a ring; it has to be laid again */
+    size_t cap_bytes;           /* limit of a bucket, as requested */
+    size_t ring_bytes;          /* size of the ring that the buckets which take part share */
+    int64_t opened_ns, held_ns; /* when the round was opened; time rested in it */
+    bool ring, unfrozen;        /* buckets share a ring; it must be laid out again */
     uint32_t parity;
 } host_rounds;
 
@@ -65,19 +63,18 @@ static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
     return bits[i / 32] >> (i % 32) & 1;
 }
 
-/* Gives the buckets of a ring their places in it, and each the last bucket before it that lies
- * there too; those that never took part get none, unless `with_frozen`. Returns the ring's bytes.
- */
+/* Give the buckets of a ring their places in it, and each the last bucket before it at the same
+ * place. Buckets that never took part get none, unless `with_frozen`. Returns the ring's bytes. */
 size_t sw_host_rounds_lay_ring(host_rounds *host, bool with_frozen);
 
-/* The tail of `rank` in this round. */
+/* Return the tail of `rank` in this round. */
 tail *sw_bucket_tail(const host_bucket *b, int rank);
-/* Writes this rank's tail, before the bucket is posted. */
+/* Write this rank's tail, before the bucket is posted. */
 void sw_bucket_write_tail(host_bucket *b);
-/* Reads every rank's tail of this round: the ranks that contribute (world_size flags), the
+/* Read every rank's tail of this round: the ranks that contribute (world_size flags), the
  * parameters that some rank used, and the rank that abandoned it, -1 for none. */
 void sw_bucket_read_tails(host_bucket *b, bool *contributes, int *abandoned_by);
-/* Fills the plan: the ranges of a bucket that are folded. */
+/* Fill in the plan: the ranges of a bucket that are folded. */
 void sw_bucket_plan(host_bucket *b, bool standing);
 
 #endif

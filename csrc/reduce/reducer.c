@@ -3,9 +3,9 @@
  *
  * Sliced (options.sliced): only this rank's slices of the means are kept, apart from the buckets,
  * and the buckets share memory, in which each waits for its turn. A gradient that comes too early
- * for its place stays where autograd put it (ready, but not placed). A rank that did not clear its
- * gradients contributes the standing mean plus what is new: the owner of a slice adds its mean to
- * that rank's contribution before it folds (standing). */
+ * for its place stays in autograd's memory (ready, but not placed). A rank that did not clear its
+ * gradients contributes the standing mean plus its new gradients: the owner of a slice adds its
+ * mean to that rank's contribution before it folds (standing). */
 #include "reduce/reducer.h"
 
 #include "reduce/reducer_state.h"
@@ -157,7 +157,7 @@ void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest)
     reducer->notes++;
 }
 
-/* Mix what was noted since the last round into the digest. */
+/* Mix the steps noted since the last round into the digest. */
 static void count_noted(sw_reducer *reducer)
 {
     if (reducer->notes)
@@ -252,7 +252,7 @@ bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket_i
 
 /* ---- a round begins ---- */
 
-/* The first bucket at or after `from` that takes part, or bucket_count. */
+/* Return the first bucket at or after `from` that takes part, or bucket_count. */
 static size_t next_due(const sw_reducer *reducer, size_t from)
 {
     while (from < reducer->layout.bucket_count && !reducer->buckets[from].takes_part)
@@ -328,7 +328,7 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
             reducer->stats.unplaced_bytes_peak = reducer->unplaced_bytes;
     }
     state->ready = 1;
-    /* While buckets are under way, every few gradients is often enough to look after them. */
+    /* While buckets are in flight, polling every few gradients is enough. */
     bool under_way =
         reducer->ops->poll && reducer->next_bucket > 0 && ++reducer->marks % MARKS_PER_POLL == 0;
     *advance = (b->pending == 0 && b->index == reducer->next_bucket) || under_way;
@@ -384,8 +384,8 @@ bool sw_reducer_hold_back(sw_reducer *reducer, size_t param)
 
 /* ---- buckets leave ---- */
 
-/* Whether the next bucket may leave before the end of the backward, once all of it is placed. In
- * the first round none does: it shows which parameters get their gradient twice. */
+/* Return true if the next bucket may be sent before the end of the backward, once all of it is
+ * placed. In the first round none is: it shows which parameters get their gradient twice. */
 static bool may_leave(const sw_reducer *reducer, const bucket *b)
 {
     return b->pending == 0 && !b->pinned && reducer->stats.rounds > 0 &&
@@ -433,7 +433,7 @@ sw_status sw_reducer_send(sw_reducer *reducer, size_t bucket_index, sw_error *er
     return reducer->ops->post(reducer, b, err);
 }
 
-/* Posts, in index order, what is complete. */
+/* Post complete buckets in index order. */
 static sw_status post_ready(sw_reducer *reducer, sw_error *err)
 {
     while (reducer->next_bucket < reducer->layout.bucket_count) {
@@ -520,8 +520,7 @@ sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
     return judge(reducer, err);
 }
 
-/* Peers wait at the exchange of use bits where a user's hook owns the buckets, else at the buckets.
- */
+/* Peers wait at the exchange of use bits if a user's hook owns the buckets, else at the buckets. */
 static sw_status complete_as_owned(sw_reducer *reducer, sw_error *err)
 {
     return reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err)

@@ -1,4 +1,4 @@
-/* reducer_base.c - what every reducer is made of, whatever its memory: layout, buckets, names. */
+/* reducer_base.c - the parts of a reducer with any memory: layout, buckets, names. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "reduce/reducer_state.h"
 
-enum { LABEL_BYTES = 16 }; /* of a model, in the name of a bucket */
+enum { LABEL_BYTES = 16 }; /* bytes of a model's label in the name of a bucket */
 
 static void name_bucket(sw_reducer *reducer, bucket *b)
 {

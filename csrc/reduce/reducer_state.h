@@ -1,9 +1,8 @@
-/* reducer_state.h - what a reducer is made of: shared by the machine (reducer.c), what both
- * memories need to be made (reducer_base.c), and the two implementations of its table:
- * host_rounds.c with bucket.c, and device_rounds.c. Not for others.
+/* reducer_state.h - the state of a reducer, shared by the machine (reducer.c), the creation of both
+ * kinds (reducer_base.c), and the two implementations of its table: host_rounds.c with bucket.c,
+ * and device_rounds.c. Private to them.
  *
- * Thread rule: as reducer.h.
- */
+ * Thread rule: as reducer.h. */
 #ifndef SW_REDUCE_REDUCER_STATE_H
 #define SW_REDUCE_REDUCER_STATE_H
 
@@ -35,48 +34,48 @@ typedef struct param_state {
     uint8_t written;                 /* in this round, by a function of the table */
 } param_state;
 
-/* `b`: a bucket of the reducer that takes part. A function that may be NULL says so. */
+/* `b`: a bucket of the reducer that takes part. A comment names the functions that may be NULL. */
 typedef struct sw_reducer_ops {
     sw_reducer_traits traits;
-    /* A round that synchronises begins: its state is OPEN, all buckets are FILLING. May be NULL. */
+    /* Begin a round that synchronises: its state is OPEN, all buckets are FILLING. May be NULL. */
     void (*open)(sw_reducer *reducer);
-    /* Whether a bucket's memory may be written now. */
+    /* Return true if a bucket's memory may be written now. */
     bool (*has_room)(const sw_reducer *reducer, const bucket *b);
-    /* Once a round and bucket: waits until so, or orders the stream in use. */
+    /* Wait until it may, or order the stream in use; once a round and bucket. */
     sw_status (*reserve)(sw_reducer *reducer, bucket *b, sw_error *err);
-    /* What was written to it lies there, for the stream in use; once a round and bucket. May be
+    /* Complete writes to it, in the order of the stream in use; once a round and bucket. May be
      * NULL. */
     sw_status (*seal)(sw_reducer *reducer, bucket *b, sw_error *err);
     /* First byte of a bucket that may be written; of this rank's slice of its mean. */
     uint8_t *(*address)(const sw_reducer *reducer, size_t bucket_index);
     uint8_t *(*result)(const sw_reducer *reducer, size_t bucket_index);
-    /* At `to`, in a bucket that was reserved. */
+    /* Write at `to`, in a bucket that was reserved. */
     sw_status (*write)(sw_reducer *reducer, void *to, const void *from, size_t numel,
                        sw_dtype dtype, bool add, sw_error *err);
     sw_status (*clear)(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err);
-    /* Reserved, sealed, and POSTED from now on. */
+    /* Post a bucket that was reserved and sealed; it is POSTED from now on. */
     sw_status (*post)(sw_reducer *reducer, bucket *b, sw_error *err);
-    /* Whether buckets can leave before the end of the backward. */
+    /* Return true if buckets can be sent before the end of the backward. */
     bool (*leaves_early)(const sw_reducer *reducer);
-    /* Helps on what is under way, and makes DONE what is. May be NULL. */
+    /* Advance buckets in flight, and mark finished ones as DONE. May be NULL. */
     sw_status (*poll)(sw_reducer *reducer, sw_error *err);
-    /* All buckets are POSTED: waits for what is needed, and fills used_by_any. */
+    /* All buckets are POSTED: wait for them as needed, and fill in used_by_any. */
     sw_status (*finish)(sw_reducer *reducer, sw_error *err);
     /* The same of a hook's buckets, which are not posted. */
     sw_status (*meet)(sw_reducer *reducer, sw_error *err);
-    /* After either: whether some rank abandoned the round; SW_E_MISMATCH names it, unless it is
-     * this one. NULL without traits.can_abandon. */
+    /* After either: return true if some rank abandoned the round; SW_E_MISMATCH names it, unless it
+     * is this one. NULL without traits.can_abandon. */
     bool (*was_abandoned)(const sw_reducer *reducer);
     sw_status (*judge)(sw_reducer *reducer, sw_error *err);
     /* See sw_reducer_try_abandon; NULL without traits.can_abandon. */
     sw_status (*try_abandon)(sw_reducer *reducer, int64_t budget_ns, sw_error *err);
     /* See sw_reducer_hold_back. May be NULL. */
     bool (*hold_back)(sw_reducer *reducer, const bucket *b);
-    /* Ranks that contributed to the last round; of them, whose contribution was on top of what
-     * stands. */
+    /* Ranks that contributed to the last round; those among them with a contribution on top of the
+     * standing mean. */
     size_t (*active_ranks)(const sw_reducer *reducer);
     size_t (*standing_ranks)(const sw_reducer *reducer, size_t param);
-    /* An optimizer has stepped; a parameter's bucket takes part from now on. May be NULL. */
+    /* Count an optimizer's step; let a parameter's bucket take part from now on. May be NULL. */
     void (*count_step)(sw_reducer *reducer);
     void (*unfreeze)(sw_reducer *reducer, size_t param);
     size_t (*planned_bytes)(const sw_reducer *reducer);
@@ -91,20 +90,20 @@ struct sw_reducer {
     bucket *buckets;       /* owned */
     param_state *params;   /* owned */
     char **names;          /* owned */
-    char label[32];        /* of the model, cut */
+    char label[32];        /* label of the model, cut */
     size_t next_bucket;    /* the lowest that is not posted */
-    size_t unplaced_bytes; /* of gradients that are ready and not placed */
+    size_t unplaced_bytes; /* bytes of gradients that are ready and not placed */
     sw_round_state state;
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t digest;       /* see sw_reducer_set_digest */
-    uint32_t stepped; /* digest of what was stepped with since ranks last began from equal ones */
+    uint32_t stepped;      /* digest of all steps since ranks last began from equal ones */
     uint32_t noted, notes; /* steps since the last round, to be mixed into it: a sum, and a count */
     bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
     uint32_t marks;        /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active;
     bool met; /* the use bits of this round, or the last one, were exchanged for a hook */
-    sw_bucket_owner owner; /* whose the buckets are */
+    sw_bucket_owner owner; /* owner of the buckets */
     sw_reducer_stats stats;
 };
 
@@ -124,20 +123,19 @@ static inline bucket *sw_bucket_of(const sw_reducer *reducer, size_t param)
     return &reducer->buckets[reducer->layout.place[param].bucket];
 }
 
-/* What both kinds are made of: layout, buckets, names. `reducer` has its ops, rank and world_size;
- * buckets are cut for `slice_count` slices. On failure sw_reducer_fini is still to be called. */
+/* Create the common parts: layout, buckets, names. `reducer` has its ops, rank and world_size;
+ * buckets are cut for `slice_count` slices. On failure the caller still calls sw_reducer_fini. */
 SW_MUST_USE sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
                                       const char *const *names, size_t param_count,
                                       const sw_reducer_options *options, int slice_count,
                                       sw_error *err);
 void sw_reducer_fini(sw_reducer *reducer);
 
-/* Fills label with the parameter that was unfrozen last: ranks that unfroze another one disagree.
- */
+/* Fill label with the parameter that was unfrozen last: ranks that unfroze another one disagree. */
 void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param);
 
-/* What of this rank's slice of its bucket is the mean of `param`: [begin, end) in elements of the
- * slice; an empty run where it owns none. */
+/* Return the run of this rank's slice of its bucket that is the mean of `param`: [begin, end) in
+ * elements of the slice; an empty run if it owns none. */
 void sw_reducer_own_run(const sw_reducer *reducer, size_t param, size_t *begin, size_t *end);
 
 #endif

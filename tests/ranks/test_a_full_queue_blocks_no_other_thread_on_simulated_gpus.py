@@ -174,7 +174,7 @@ def late(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     begin = time.monotonic()
     if rank == 0:
         gpus.limit_queue(6)
-        with pytest.raises(sw.CommTimeoutError, match="a collective was not done within 3 s; a peer has not come"):
+        with pytest.raises(sw.CommTimeoutError, match="a collective was not done within 3 s; a peer has not issued it"):
             keep_enqueuing(gpus, model)
         gpus.limit_queue(0)
         assert DEADLINE_S / 2 < time.monotonic() - begin < 3 * DEADLINE_S + SOON_S
