@@ -15,7 +15,6 @@ import gc
 import json
 import os
 from collections import Counter
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +99,14 @@ def is_fast(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     is_law = getattr(getattr(item, "function", None), "body", None) is not None
     return is_law and callspec is not None and callspec.params["world_size"] <= FAST_WORLD_MAX
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def each_choice(cases: list[dict[str, Any]]) -> list[int]:
