@@ -228,6 +228,11 @@ bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param)
     return reducer->params[param].used_by_any;
 }
 
+bool sw_reducer_last_round_failed(const sw_reducer *reducer)
+{
+    return reducer->last_round_failed;
+}
+
 uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param)
 {
     return reducer->params[param].averaged_in;
@@ -273,6 +278,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->unplaced_bytes = 0;
     reducer->stats.unplaced_bytes_peak = 0;
     reducer->met = false;
+    reducer->last_round_failed = true; /* until it has closed */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         b->state = BUCKET_FILLING;
@@ -471,6 +477,7 @@ static void close_round(sw_reducer *reducer)
 {
     bool folded = !reducer->ops->was_abandoned || !reducer->ops->was_abandoned(reducer);
     reducer->stats.rounds++;
+    reducer->last_round_failed = !folded;
     for (size_t i = 0; i < reducer->layout.param_count; ++i) {
         param_state *state = &reducer->params[i];
         if (state->used_by_any && folded)

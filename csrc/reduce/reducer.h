@@ -251,6 +251,9 @@ SW_MUST_USE sw_status sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket
 bool sw_reducer_is_used(const sw_reducer *reducer, size_t param);
 /* After a round: whether some rank used `param` in it. */
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param);
+/* Whether the last round that synchronised averaged nothing: some rank abandoned it, or it failed.
+ */
+bool sw_reducer_last_round_failed(const sw_reducer *reducer);
 /* After sw_reducer_exchange_use(): how many ranks the mean is to be over. */
 size_t sw_reducer_divisor(const sw_reducer *reducer);
 /* The number, from 1, of the last round in which some rank used `param`; 0: none. */

@@ -102,6 +102,7 @@ struct sw_reducer {
     bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
     uint32_t marks;        /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active;
+    bool last_round_failed; /* see sw_reducer_last_round_failed */
     bool met; /* the use bits of this round, or the last one, were exchanged for a hook */
     sw_bucket_owner owner; /* whose the buckets are */
     sw_reducer_stats stats;

@@ -505,8 +505,11 @@ class Replica:
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.
 
-        Inside no_sync() alone each rank steps on its own, as it was asked to.
+        Inside no_sync() alone each rank steps on its own, as it was asked to. Gradients of a round that a rank
+        abandoned are refused as well.
         """
+        if self.reducer.last_round_failed and self.group.world_size > 1:
+            self.gradients.refuse_failed_round(optimizer)
         rounds = self.reducer.stats()["rounds"]
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
