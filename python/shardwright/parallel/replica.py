@@ -289,10 +289,11 @@ class Replica:
         drift = self._check_drift()
         if self._guard is not None:
             self._guard.check("before a forward")
-        for index in drift.take_unfrozen() if drift is not None else ():
-            self._unfreeze(index)
         self.backend.check()
         self.reducer.forward(synchronises)
+        # behind the end of a round that a failed backward left open: peers sent no bucket for these parameters in it
+        for index in drift.take_unfrozen() if drift is not None else ():
+            self._unfreeze(index)
 
     def before_evaluation(self) -> None:
         """Prepare a forward without gradients, before it."""
