@@ -368,9 +368,13 @@ static int finish_with_callback(reducer_object *self)
         return run_callbacks(self, true);
     /* the same sentence as if nothing had been handed over, once that is where it belongs */
     PyErr_Fetch(&type, &value, &trace);
-    failed = run_crossed(self, true);
-    if (failed == 0)
+    if (run_crossed(self, true) == 0) {
         PyErr_Restore(type, value, trace);
+        return -1;
+    }
+    Py_XDECREF(type); /* the hook's own error is raised in its place */
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
     return -1;
 }
 
