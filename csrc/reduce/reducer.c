@@ -146,7 +146,7 @@ void sw_reducer_forget_steps(sw_reducer *reducer)
 {
     reducer->step = 0;
     reducer->rounds = 0;
-    reducer->stepped = reducer->noted = reducer->notes = 0;
+    reducer->stepped = reducer->noted = reducer->notes = reducer->history = 0;
 }
 
 void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest)

@@ -97,6 +97,7 @@ struct sw_reducer {
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t digest;       /* see sw_reducer_set_digest */
+    uint32_t history;      /* on a GPU, sliced: digest of all rounds' digests and standing means */
     uint32_t stepped; /* digest of what was stepped with since ranks last began from equal ones */
     uint32_t noted, notes; /* steps since the last round, to be mixed into it: a sum, and a count */
     bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
