@@ -32,6 +32,7 @@ typedef struct run_plan {
     int extra_steps;    /* that rank 1 counts after the first round */
     bool stands_apart;  /* rank 1 alone has not cleared p1 before the second round */
     bool looks_late;    /* the host does not look at the tags of the first round before the third */
+    bool adopts_late;   /* the first bucket is adopted after a local round */
     bool twice;         /* p5 gets a second gradient in round 2 */
     long fail_nth;
     uint64_t early;     /* buckets of rank 0 that left early, in the first round and in all */
@@ -142,7 +143,8 @@ static sw_status prepare(loop *l)
             continue;
         SW_TRY(device->ops->memory_alloc(device, bytes, &l->bucket[b], err));
         SW_TRY(device->ops->fill_async(device, l->bucket[b], 0, bytes, l->stream[0], err));
-        SW_TRY(sw_reducer_adopt(l->reducer, b, l->bucket[b], err));
+        if (b > 0 || !l->plan->adopts_late)
+            SW_TRY(sw_reducer_adopt(l->reducer, b, l->bucket[b], err));
     }
     SW_TRY(sw_device_comm_follow(l->self->all, l->stream[1], l->stream[0], err));
     return l->plan->sliced ? set_places(l, 0) : SW_OK;
@@ -217,6 +219,12 @@ static sw_status run_backward(loop *l, int step)
     if (step != 1 || !l->plan->looks_late)
         SW_TRY(sw_reducer_check(l->reducer, err));
     SW_TRY(sw_reducer_arrive(l->reducer, err));
+    if (step == 0 && l->plan->adopts_late) {
+        SW_TRY(sw_reducer_open(l->reducer, step, false, err));
+        SW_TRY(sw_reducer_finish(l->reducer, err));
+        SW_TRY(sw_reducer_adopt(l->reducer, 0, l->bucket[0], err));
+        SW_TRY(sw_reducer_arrive(l->reducer, err));
+    }
     SW_TRY(sw_reducer_open(l->reducer, step, true, err));
     for (size_t p = PARAMS; p-- > 0;)
         if (uses(l->self->rank, step, p)) {
@@ -366,7 +374,7 @@ static void check_rounds(int world_size, bool sliced, bool moves_places, sim_pol
                          uint64_t seed)
 {
     static run_plan plan;
-    plan = (run_plan){.sliced = sliced, .moves_places = moves_places};
+    plan = (run_plan){.sliced = sliced, .moves_places = moves_places, .adopts_late = seed % 2};
     fill_expected(&plan, world_size);
     check(gpu_ranks_run(world_size, policy, seed, train_rank, &plan), "W=%d%s: %s", world_size,
           sliced ? ", sliced" : "", plan.message[0]);
