@@ -476,8 +476,10 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
                  self->rank, text);
-    if (is_beside) { /* the thread that is inside is let go */
+    if (is_beside) { /* the thread that is inside is let go, and may close it meanwhile */
+        sw_py_comm_acquire(self);
         self->comm->ops->request_end(self->comm, &reason);
+        sw_py_comm_release(self);
         Py_RETURN_NONE;
     }
     self->comm->ops->abort(self->comm, &reason);
