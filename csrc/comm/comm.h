@@ -149,8 +149,12 @@ typedef struct sw_comm_ops {
     /* Ends the communicator for every rank, with this sentence. */
     void (*abort)(sw_comm *comm, const sw_error *reason);
     /* The same from any thread, beside a call of another's: peers are told at once, and that call
-     * ends where it looks next, in a wait at once. Nothing where it has ended. */
+     * ends where it looks next, in a wait at once. Nothing where it has ended. Over hosts the peers
+     * are those of this host, which takes no lock of the program's; see sw_comm_request_end. */
     void (*request_end)(sw_comm *comm, const sw_error *reason);
+    /* Behind it: tells the other hosts, in calls of the wire, which take the GIL. NULL: there are
+     * none. */
+    void (*tell_hosts)(sw_comm *comm);
     /* From any thread, without waiting: SW_OK, or why nothing more will come of some rank, this one
      * too. It met an error (its own), it died, or, if `minds_leaving`, it left. */
     sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
@@ -185,6 +189,14 @@ struct sw_comm {
 static inline int sw_comm_name(const sw_comm *comm, int rank)
 {
     return rank >= 0 && comm->names ? comm->names[rank] : rank;
+}
+
+/* Both halves of a requested end. */
+static inline void sw_comm_request_end(sw_comm *comm, const sw_error *reason)
+{
+    comm->ops->request_end(comm, reason);
+    if (comm->ops->tell_hosts)
+        comm->ops->tell_hosts(comm);
 }
 
 static inline int sw_op_slice_count(const sw_op *op, int world_size)

@@ -212,6 +212,7 @@ static const sw_comm_ops hier_ops = {
     .gather = sw_hier_gather,
     .abort = abort_all,
     .request_end = sw_hier_request_end,
+    .tell_hosts = sw_hier_tell_hosts,
     .look = sw_hier_look,
     .peer = sw_hier_peer,
     .is_alive = sw_hier_is_alive,

@@ -58,6 +58,13 @@ void sw_lookout_tell(const sw_lookout *lookout, const sw_error *reason)
     host->ops->request_end(host, &told);
 }
 
+void sw_lookout_tell_hosts(const sw_lookout *lookout)
+{
+    sw_comm *host = lookout ? lookout->host : NULL;
+    if (host && host->ops->tell_hosts)
+        host->ops->tell_hosts(host);
+}
+
 void sw_lookout_hear(const sw_lookout *lookout, sw_error *reason)
 {
     sw_comm *host = lookout ? lookout->host : NULL;

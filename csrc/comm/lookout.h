@@ -33,8 +33,11 @@ typedef struct sw_lookout {
 SW_MUST_USE sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *what,
                                       sw_error *reason);
 
-/* A transport has failed: every rank hears it, in the host's communicator too, which ends. */
+/* A transport has failed: every rank of this host hears it, in the host's communicator too, which
+ * ends. Takes no GIL. */
 void sw_lookout_tell(const sw_lookout *lookout, const sw_error *reason);
+/* Behind it: so do the other hosts. Repeated, it does nothing. */
+void sw_lookout_tell_hosts(const sw_lookout *lookout);
 
 /* The failure is some peer's doing, as far as this rank can see: what that peer has said of it, or
  * says within a moment, takes the place of `reason`. */
