@@ -450,6 +450,7 @@ static void tell_of_failure(const sw_slot_config *config, const sw_error *reason
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
     sw_ending_say(&own->ending, SW_MEMBER_ENDED, reason);
     sw_lookout_tell(config->lookout, reason);
+    sw_lookout_tell_hosts(config->lookout);
 }
 
 sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers, sw_error *err)
