@@ -113,8 +113,13 @@ class Replica:
         request = dataclasses.replace(self._request, plans=plans, sends_early=sends_early)
         self.backend: Backend = make_backend(group, request)
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
-        self.reducer: Any = self.backend.reducer(request)
-        self._storage = self._make_storage(request)
+        try:
+            self.reducer: Any = self.backend.reducer(request)
+            self._storage = self._make_storage(request)
+        except BaseException as error:  # on a GPU of this rank alone; on hosts all ranks agree about memory
+            if self.link is not None:
+                self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
+            raise
         #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
         self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
         self._guard = self._make_guard(options.write_guard)
