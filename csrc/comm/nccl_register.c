@@ -102,14 +102,13 @@ static sw_status call(nccl_comm *comm, void *memory, size_t size_bytes, void *re
     SW_TRY(device->ops->enter(device, &visit, err));
     bool is_there = enter(comm);
     if (is_there) {
-        result = registered ? comm->library->call.ncclCommDeregister(comm->handle, registered)
-                            : comm->library->call.ncclCommRegister(comm->handle, memory,
-                                                                   size_bytes, made);
+        result = registered
+                     ? comm->library->call.ncclCommDeregister(comm->handle, registered)
+                     : comm->library->call.ncclCommRegister(comm->handle, memory, size_bytes, made);
         leave(comm);
     }
     device->ops->leave(device, &visit);
-    return is_there ? decide(comm, result, what, err)
-                    : sw_ending_await(&comm->base.ending, err);
+    return is_there ? decide(comm, result, what, err) : sw_ending_await(&comm->base.ending, err);
 }
 
 sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, void **registered,

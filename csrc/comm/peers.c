@@ -56,7 +56,8 @@ void sw_peers_request_end(sw_peers *t, const sw_error *reason)
 {
     sw_ending_say(&t->ending, SW_MEMBER_ENDED, reason);
     t->ops->end_beside(t, reason);
-    sw_lookout_tell_hosts(t->lookout); /* takes the GIL, which a thread may keep until the GPU is let go */
+    sw_lookout_tell_hosts(
+        t->lookout); /* takes the GIL, which a thread may keep until the GPU is let go */
 }
 
 sw_status sw_peers_watch(sw_peers *t, sw_error *err)

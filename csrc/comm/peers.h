@@ -190,8 +190,9 @@ static inline void sw_peers_destroy(sw_peers *t)
 /* peers.c: failing and waiting, the same whatever carries the bytes
  * ------------------------------------------------------------------------------------------ */
 
-/* Every rank of this host hears the transport's first reason, from the first thread that comes here.
- * Returns that reason. sw_lookout_tell_hosts() is next, behind what must not wait for the GIL. */
+/* Every rank of this host hears the transport's first reason, from the first thread that comes
+ * here. Returns that reason. sw_lookout_tell_hosts() is next, behind what must not wait for the
+ * GIL. */
 sw_status sw_peers_tell(sw_peers *peers, const sw_error *reason, sw_error *first);
 /* Every rank is told, then the transport ends: its first reason, which later calls repeat. */
 sw_status sw_peers_fail(sw_peers *peers, const sw_error *reason, sw_error *err);

@@ -10,8 +10,8 @@
 #include "platform/clock.h"
 
 /* How long a rank waits at its end for peers to close its memory, before it leaves that allocated.
- * After a failure a peer first waits for its own deadline or turn to look, then up to a second for its
- * stream; one that has died never comes. */
+ * After a failure a peer first waits for its own deadline or turn to look, then up to a second for
+ * its stream; one that has died never comes. */
 static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 3000000000;
 
 size_t sw_slot_part_bytes(size_t slot_bytes)

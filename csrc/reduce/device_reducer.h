@@ -88,8 +88,8 @@ SW_MUST_USE sw_status sw_device_reducer_create(const sw_device_reducer_config *c
  * enqueued on the buckets since, it has waited for itself. NULL is allowed. */
 void sw_device_reducer_destroy(sw_device_reducer *reducer);
 
-/* Bucket `index` takes part from the next post on, with memory as in its spec. SW_E_STATE once a step
- * has posted a bucket. */
+/* Bucket `index` takes part from the next post on, with memory as in its spec. SW_E_STATE once a
+ * step has posted a bucket. */
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
 

@@ -121,7 +121,8 @@ def test_a_hook_that_fails_as_a_round_is_abandoned_keeps_no_error_alive(rank, wo
 
     model._engine().reducer.set_bucket_callback(average, lambda: None)
     if rank == 0:  # its upper layer waits for the end of the backward
-        handles = [p.register_post_accumulate_grad_hook(lambda _: None) for p in model.module.upper.parameters()]
+        for p in model.module.upper.parameters():
+            p.register_post_accumulate_grad_hook(lambda _: None)
     backward(model, rank, 0)
     with pytest.raises(ArithmeticError, match="as the test asked" if rank == 1 else "the hook's own"):
         backward(model, rank, 1, fail=rank == 1)

@@ -383,9 +383,7 @@ def live_links() -> list[Any]:
 
 
 @at_least_two
-def test_a_rank_that_has_no_memory_as_it_wraps_is_named(
-    teams: Any, world_size: int, paths: dict[str, str]
-) -> None:
+def test_a_rank_that_has_no_memory_as_it_wraps_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, has_no_memory)
 
 
