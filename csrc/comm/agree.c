@@ -10,7 +10,7 @@ typedef struct verdict {
     uint64_t size_bytes;
     sw_memory_need need;
     uint32_t failed;
-    char message[220];
+    char message[212];
 } verdict;
 
 _Static_assert(sizeof(verdict) == 256, "one chunk even when hosts gather it from 16,384 ranks");
@@ -41,9 +41,9 @@ sw_status sw_agree(sw_comm *comm, const char *noun, const char *label, size_t si
         return sw_comm_give_up(comm, SW_E_MEMORY, err, "no memory to agree on %s '%s'",
                                noun ? noun : "arena", label);
     if (noun)
-        sw_limits_read_need(size_bytes, &mine.need);
+        sw_limits_read_need(size_bytes, sw_comm_name(comm, comm->rank), &mine.need);
     if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.219s", cause->message);
+        snprintf(mine.message, sizeof mine.message, "%.211s", cause->message);
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
     if (status == SW_OK)
         status = compare(comm, noun, label, all, err);

@@ -147,8 +147,13 @@ typedef struct sw_comm_ops {
     /* End the communicator on every rank, with this sentence. */
     void (*abort)(sw_comm *comm, const sw_error *reason);
     /* The same from any thread, beside a call of another thread. Peers are notified at once; that
-     * call ends at its next check, a wait at once. Nothing if the communicator has ended. */
+     * call ends at its next check, a wait at once. Nothing if the communicator has ended. Over
+     * hosts the peers are those of this host, and no lock of the program's is taken; see
+     * sw_comm_request_end. */
     void (*request_end)(sw_comm *comm, const sw_error *reason);
+    /* Notify the other hosts after it, in calls of the wire, which take the GIL. NULL: there are
+     * none. */
+    void (*tell_hosts)(sw_comm *comm);
     /* From any thread, without waiting: SW_OK, or the reason for which some rank, this one too,
      * issues nothing more. It met an error (its own), it died, or, if `minds_leaving`, it left. */
     sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
@@ -182,6 +187,14 @@ struct sw_comm {
 static inline int sw_comm_name(const sw_comm *comm, int rank)
 {
     return rank >= 0 && comm->names ? comm->names[rank] : rank;
+}
+
+/* Both halves of a requested end. */
+static inline void sw_comm_request_end(sw_comm *comm, const sw_error *reason)
+{
+    comm->ops->request_end(comm, reason);
+    if (comm->ops->tell_hosts)
+        comm->ops->tell_hosts(comm);
 }
 
 static inline int sw_op_slice_count(const sw_op *op, int world_size)

@@ -117,8 +117,7 @@ static void return_borrowed(sw_device_comm *c)
 
 void sw_device_comm_disconnect(sw_device_comm *c)
 {
-    if (!sw_device_watch_stop(c, c->timeout_ns))
-        c->is_abandoned = true;
+    c->is_abandoned = c->is_abandoned || !sw_device_watch_stop(c, c->timeout_ns);
     if (c->is_abandoned)
         return;
     if (c->peers)

@@ -118,9 +118,11 @@ static sw_status wait_ticket(sw_comm *comm, uint32_t ticket, sw_error *err)
 static sw_status poll_ticket(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err)
 {
     sw_hier *hier = (sw_hier *)comm;
+    sw_error reason;
+    sw_status alive = sw_ending_read(sw_hier_ending(hier), &reason); /* before what is complete */
     sw_hier_settle(hier, atomic_load(&sw_hier_page(hier, 0)->wired));
     *complete = sw_ticket_reached(hier->settled, ticket);
-    return *complete ? SW_OK : sw_hier_check_alive(hier, err);
+    return *complete || alive == SW_OK ? SW_OK : sw_hier_end_here(hier, &reason, err);
 }
 
 /* Lifecycle
@@ -212,6 +214,7 @@ static const sw_comm_ops hier_ops = {
     .gather = sw_hier_gather,
     .abort = abort_all,
     .request_end = sw_hier_request_end,
+    .tell_hosts = sw_hier_tell_hosts,
     .look = sw_hier_look,
     .peer = sw_hier_peer,
     .is_alive = sw_hier_is_alive,

@@ -54,7 +54,7 @@ static void *carry(void *argument)
         status = carry_next(carrier, &ticket, &reason);
     bool leaves = status == SW_E_STATE && atomic_load(&carrier->stop);
     if (!leaves)
-        sw_hier_request_end(&hier->comm, &reason);
+        sw_comm_request_end(&hier->comm, &reason);
     sw_carrier_take_leave(carrier, leaves ? NULL : &reason);
     if (wire && wire->leave)
         wire->leave(wire->context, kept);

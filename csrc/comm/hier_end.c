@@ -17,9 +17,14 @@ void sw_hier_await_untouched(sw_hier *hier)
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason)
 {
     sw_hier *hier = (sw_hier *)comm;
-    sw_error first;
     hier->inside->ops->request_end(hier->inside, reason);
     sw_hier_await_untouched(hier);
+}
+
+void sw_hier_tell_hosts(sw_comm *comm)
+{
+    sw_hier *hier = (sw_hier *)comm;
+    sw_error first;
     (void)!sw_ending_read(sw_hier_ending(hier), &first);
     if (hier->carrier && sw_ending_state(sw_hier_ending(hier)) == SW_MEMBER_ENDED)
         sw_carrier_send_end(hier->carrier, &first);
@@ -27,7 +32,7 @@ void sw_hier_request_end(sw_comm *comm, const sw_error *reason)
 
 sw_status sw_hier_end_here(sw_hier *hier, const sw_error *reason, sw_error *err)
 {
-    sw_hier_request_end(&hier->comm, reason);
+    sw_comm_request_end(&hier->comm, reason);
     hier->end_is_known = true;
     return sw_ending_read(sw_hier_ending(hier), err);
 }

@@ -162,12 +162,13 @@ sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int f
 sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to, uint32_t taken,
                                    const char *what, sw_error *err)
 {
-    uint32_t settled = atomic_load(&hop->probes_settled);
-    if (taken - settled > atomic_load(&hop->probes_sent) - settled)
+    uint32_t settled = atomic_load(&hop->probes_settled), sent = atomic_load(&hop->probes_sent);
+    if (taken - settled > SW_HIER_PROBES)
         return sw_error_set(err, SW_E_COMM, sw_host_carrier(&carrier->hier->map, to),
-                            "a frame acknowledges %u probes, but %u were sent", taken,
-                            atomic_load(&hop->probes_sent));
-    for (; settled != taken; atomic_store(&hop->probes_settled, ++settled))
+                            "a frame acknowledges %u probes, but %u were sent", taken, sent);
+    /* A peer may take a probe while the posting thread is still inside its send: a later frame
+     * acknowledges it again. */
+    for (; settled != taken && settled != sent; atomic_store(&hop->probes_settled, ++settled))
         SW_TRY(
             sw_carrier_wait(carrier, &hop->probe_out[(settled + 1) % SW_HIER_PROBES], what, err));
     return SW_OK;

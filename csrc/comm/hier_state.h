@@ -176,6 +176,7 @@ SW_MUST_USE sw_status sw_hier_check_alive(sw_hier *hier, sw_error *err);
 /* Functions of sw_comm_ops; any thread. Of ranks on other hosts look() knows only what carriers
  * have received. */
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason);
+void sw_hier_tell_hosts(sw_comm *comm);
 SW_MUST_USE sw_status sw_hier_look(sw_comm *comm, bool minds_leaving, sw_error *err);
 bool sw_hier_is_alive(sw_comm *comm);
 

@@ -199,17 +199,19 @@ sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic ui
 {
     hier_wait w = {.hier = hier, .need = need};
     for (;;) {
-        uint32_t seen = atomic_load(word);
+        sw_error reason;
+        sw_status alive = sw_ending_read(sw_hier_ending(hier), &reason);
+        uint32_t seen = atomic_load(word); /* after it: what was complete before an end stays so */
         if (sw_ticket_reached(seen, value))
             return SW_OK;
-        SW_TRY(sw_hier_check_alive(hier, err));
+        if (alive != SW_OK)
+            return sw_hier_end_here(hier, &reason, err);
         int64_t now = sw_clock_now_ns();
         if (!w.wait.comm)
             w.wait = sw_wait_begin(&hier->comm, &w, describe_wait);
         sw_futex_wait(word, seen, slice_ns);
         hier->comm.stats.waits++;
         hier->comm.stats.wait_ns += (uint64_t)(sw_clock_now_ns() - now);
-        sw_error reason;
         bool deaths = now - w.wait.begun_ns > slice_ns;
         sw_status status = sw_hier_check_host(hier, need, deaths, &reason);
         if (sw_ticket_reached(atomic_load(word), value))

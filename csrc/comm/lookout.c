@@ -58,6 +58,13 @@ void sw_lookout_report(const sw_lookout *lookout, const sw_error *reason)
     host->ops->request_end(host, &reported);
 }
 
+void sw_lookout_report_to_hosts(const sw_lookout *lookout)
+{
+    sw_comm *host = lookout ? lookout->host : NULL;
+    if (host && host->ops->tell_hosts)
+        host->ops->tell_hosts(host);
+}
+
 void sw_lookout_find_cause(const sw_lookout *lookout, sw_error *reason)
 {
     sw_comm *host = lookout ? lookout->host : NULL;

@@ -32,8 +32,11 @@ typedef struct sw_lookout {
 SW_MUST_USE sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *what,
                                       sw_error *reason);
 
-/* Report a failed transport to every rank, also by ending the host's communicator. */
+/* Report a failed transport to every rank of this host, also by ending the host's communicator.
+ * Takes no GIL. */
 void sw_lookout_report(const sw_lookout *lookout, const sw_error *reason);
+/* Report it to the other hosts after that. Repeated, it does nothing. */
+void sw_lookout_report_to_hosts(const sw_lookout *lookout);
 
 /* Replace `reason`, a failure that some peer seems to have caused, by the reason that the peer has
  * published or publishes within a moment. */

@@ -1,9 +1,10 @@
 /* nccl_register.c - see nccl_register.h. */
 #include "comm/nccl_register.h"
 
+#include <stdio.h>
+
 #include "comm/nccl_state.h"
 #include "platform/clock.h"
-#include "platform/thread.h"
 
 /* ---- memory ---- */
 
@@ -41,61 +42,84 @@ void sw_nccl_memory_free(const sw_nccl_library *nccl, sw_device *device, void *m
 
 /* ---- registering ---- */
 
-/* `handle` is NULL once the communicator has ended. */
-typedef struct nccl_view {
-    const sw_nccl_library *library;
-    sw_nccl_comm handle;
-} nccl_view;
-
-static nccl_view view_of(const sw_peers *peers)
+/* Between these two no thread ends the communicator. False, and nothing to unlock: it has ended. */
+static bool enter(nccl_comm *comm)
 {
-    const nccl_comm *comm = (const nccl_comm *)(const void *)peers;
-    return (nccl_view){.library = comm->library, .handle = comm->handle};
+    pthread_mutex_lock(&comm->calls);
+    if (comm->handle)
+        return true;
+    pthread_mutex_unlock(&comm->calls);
+    return false;
 }
 
-/* Wait for the final result of a call that may continue in the background. */
-static sw_nccl_result decide(const sw_peers *peers, const nccl_view *v, sw_nccl_result result)
+static void leave(nccl_comm *comm)
+{
+    pthread_mutex_unlock(&comm->calls);
+}
+
+/* A result as a sentence. Such a failure leaves the transport as it was. */
+static sw_status refuse(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *err)
+{
+    char last[201] = "";
+    if (enter(comm)) {
+        const char *text = comm->library->call.ncclGetLastError(comm->handle);
+        snprintf(last, sizeof last, "%s", text ? text : "");
+        leave(comm);
+    }
+    return sw_error_set(err, SW_E_DEVICE, result, "NCCL on rank %d of %d: %s failed: %s (%d)%s%s",
+                        comm->base.rank, comm->base.world_size, what,
+                        comm->library->call.ncclGetErrorString(result), result, *last ? "; " : "",
+                        last);
+}
+
+/* Waits until a call that may go on in the background is decided. Late, it ends the communicator:
+ * whatever comes of it, the memory cannot be told free. */
+static sw_status decide(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     int64_t start = sw_clock_now_ns();
-    while (result == SW_NCCL_IN_PROGRESS && sw_clock_now_ns() - start <= peers->timeout_ns) {
-        sw_nccl_result asked = v->library->call.ncclCommGetAsyncError(v->handle, &result);
-        if (asked != SW_NCCL_SUCCESS)
-            return asked;
+    while (result == SW_NCCL_IN_PROGRESS) {
+        SW_TRY(sw_peers_check_request(&comm->base, err));
+        if (!enter(comm))
+            return sw_ending_await(&comm->base.ending, err);
+        sw_nccl_result asked = comm->library->call.ncclCommGetAsyncError(comm->handle, &result);
+        leave(comm);
+        result = asked == SW_NCCL_SUCCESS ? result : asked;
         if (result == SW_NCCL_IN_PROGRESS)
-            sw_thread_rest(sw_clock_now_ns() - start);
+            SW_TRY(sw_peers_turn(&comm->base, start, what, err));
     }
-    return result;
+    return result == SW_NCCL_SUCCESS ? SW_OK : refuse(comm, result, what, err);
 }
 
-static sw_status refuse(sw_peers *peers, const nccl_view *v, sw_nccl_result result,
-                        const char *what, sw_error *err)
+/* One of the two calls: registers if `registered` is NULL. */
+static sw_status call(nccl_comm *comm, void *memory, size_t size_bytes, void *registered,
+                      void **made, sw_error *err)
 {
-    if (result == SW_NCCL_IN_PROGRESS) /* its outcome is unknown: the memory may stay in use */
-        return sw_peers_give_up(peers, what, err);
-    const char *last = v->library->call.ncclGetLastError(v->handle);
-    return sw_error_set(err, SW_E_DEVICE, result,
-                        "NCCL on rank %d of %d: %s failed: %s (%d)%s%.200s", peers->rank,
-                        peers->world_size, what, v->library->call.ncclGetErrorString(result),
-                        result, last && *last ? "; " : "", last ? last : "");
+    const char *what = registered ? "deregistering memory" : "registering memory";
+    sw_device *device = comm->base.device;
+    sw_device_visit visit;
+    sw_nccl_result result = SW_NCCL_SUCCESS;
+    SW_TRY(sw_peers_check(&comm->base, err));
+    SW_TRY(device->ops->enter(device, &visit, err));
+    bool is_there = enter(comm);
+    if (is_there) {
+        result = registered
+                     ? comm->library->call.ncclCommDeregister(comm->handle, registered)
+                     : comm->library->call.ncclCommRegister(comm->handle, memory, size_bytes, made);
+        leave(comm);
+    }
+    device->ops->leave(device, &visit);
+    return is_there ? decide(comm, result, what, err) : sw_ending_await(&comm->base.ending, err);
 }
 
 sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, void **registered,
                            sw_error *err)
 {
-    sw_device_visit visit;
     void *made = NULL;
     if (peers->is_borrowed)
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "NCCL on rank %d of %d: memory cannot be registered with a borrowed communicator",
                 peers->rank, peers->world_size);
-    SW_TRY(sw_peers_check(peers, err));
-    nccl_view v = view_of(peers);
-    SW_TRY(peers->device->ops->enter(peers->device, &visit, err));
-    sw_nccl_result result =
-        decide(peers, &v, v.library->call.ncclCommRegister(v.handle, memory, size_bytes, &made));
-    peers->device->ops->leave(peers->device, &visit);
-    if (result != SW_NCCL_SUCCESS)
-        return refuse(peers, &v, result, "registering memory", err);
+    SW_TRY(call((nccl_comm *)(void *)peers, memory, size_bytes, NULL, &made, err));
     if (!made)
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "NCCL on rank %d of %d declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, or "
@@ -107,13 +131,5 @@ sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, voi
 
 sw_status sw_nccl_deregister(sw_peers *peers, void *registered, sw_error *err)
 {
-    sw_device_visit visit;
-    SW_TRY(sw_peers_check(peers, err));
-    nccl_view v = view_of(peers);
-    SW_TRY(peers->device->ops->enter(peers->device, &visit, err));
-    sw_nccl_result result =
-        decide(peers, &v, v.library->call.ncclCommDeregister(v.handle, registered));
-    peers->device->ops->leave(peers->device, &visit);
-    return result == SW_NCCL_SUCCESS ? SW_OK
-                                     : refuse(peers, &v, result, "deregistering memory", err);
+    return call((nccl_comm *)(void *)peers, NULL, 0, registered, NULL, err);
 }

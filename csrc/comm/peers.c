@@ -17,6 +17,7 @@ sw_status sw_peers_fail(sw_peers *t, const sw_error *reason, sw_error *err)
 {
     sw_error first;
     sw_status status = sw_peers_report(t, reason, &first);
+    sw_lookout_report_to_hosts(t->lookout);
     t->ops->end(t, &first);
     if (err)
         *err = first;
@@ -55,6 +56,8 @@ void sw_peers_request_end(sw_peers *t, const sw_error *reason)
 {
     sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     t->ops->end_beside(t, reason);
+    sw_lookout_report_to_hosts(
+        t->lookout); /* takes the GIL, which a thread may keep until the GPU is let go */
 }
 
 sw_status sw_peers_watch(sw_peers *t, sw_error *err)

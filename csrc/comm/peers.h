@@ -187,8 +187,9 @@ static inline void sw_peers_destroy(sw_peers *t)
 /* peers.c: failing and waiting, the same on every transport
  * ------------------------------------------------------------------------------------------ */
 
-/* Report the transport's first reason to every rank; the first thread that calls this does. Returns
- * that reason. */
+/* Report the transport's first reason to every rank of this host; the first thread that calls this
+ * does. Returns that reason. sw_lookout_report_to_hosts() comes next, after what must not wait for
+ * the GIL. */
 sw_status sw_peers_report(sw_peers *peers, const sw_error *reason, sw_error *first);
 /* Report it to every rank, then end the transport: its first reason, which later calls repeat. */
 sw_status sw_peers_fail(sw_peers *peers, const sw_error *reason, sw_error *err);

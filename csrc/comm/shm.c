@@ -3,6 +3,7 @@
  * protocol itself is the fabric's. */
 #include "comm/shm.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +30,8 @@ typedef struct shm_arena {
 typedef struct shm_comm {
     sw_fabric fabric; /* first */
     sw_star star;
-    shm_arena *arenas; /* not owned: all that live */
+    shm_arena *arenas; /* not owned: all that live; under `listing`, since any thread drops one */
+    pthread_mutex_t listing;
     char host[64];
     size_t control_bytes; /* length of the mapping, which is owned */
     int control_fd;       /* owned; byte r is locked by rank r. Never open another file descriptor
@@ -55,6 +57,7 @@ static void destroy(sw_comm *comm)
     sw_memory_unmap((uint8_t *)shm->fabric.control, shm->control_bytes);
     sw_star_close(&shm->star);
     sw_socket_close(&shm->control_fd);
+    pthread_mutex_destroy(&shm->listing);
     free(shm->names);
     free(shm);
 }
@@ -64,11 +67,13 @@ static void destroy(sw_comm *comm)
 
 static void unlink_arena(shm_comm *shm, const shm_arena *gone)
 {
-    for (shm_arena **at = &shm->arenas; *at; at = &(*at)->next)
-        if (*at == gone) {
-            *at = gone->next;
-            return;
-        }
+    pthread_mutex_lock(&shm->listing);
+    shm_arena **at = &shm->arenas;
+    while (*at && *at != gone)
+        at = &(*at)->next;
+    if (*at)
+        *at = gone->next;
+    pthread_mutex_unlock(&shm->listing);
 }
 
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
@@ -158,8 +163,10 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     if (refused == SW_OK)
         refused = map(made, &cause);
     SW_TRY_GOTO(status, sw_agree(comm, "arena", label, size_bytes, refused, &cause, err), undo);
+    pthread_mutex_lock(&shm->listing);
     made->next = shm->arenas;
     shm->arenas = made;
+    pthread_mutex_unlock(&shm->listing);
     *arena = &made->arena;
     return SW_OK;
 undo:
@@ -181,6 +188,7 @@ static sw_status forked(sw_comm *comm, sw_error *err)
                                      (size_t)kept[k] * each->stride_bytes, false, err);
         sw_socket_close(&each->fd);
     }
+    pthread_mutex_init(&shm->listing, NULL); /* a thread of the parent's may have held it */
     shm->fabric.is_foreign = true;
     sw_error_set(&reason, SW_E_STATE, -1, "this process was forked from the one that joined");
     sw_ending_force(&shm->fabric.ending, &reason);
@@ -231,6 +239,7 @@ sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm
     made->fabric.peer_ended = peer_ended;
     made->star.listener = made->control_fd = -1;
     made->owner_pid = (int)getpid();
+    pthread_mutex_init(&made->listing, NULL);
     snprintf(made->host, sizeof made->host, "%s", host);
     sw_status status = sw_star_open(&made->star, &made->fabric.comm, address, err);
     if (status != SW_OK) {

@@ -9,8 +9,9 @@
 #include "platform/clock.h"
 
 /* The time that a rank waits at its end for peers to close its memory, before it leaves that
- * allocated. */
-static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 1000000000;
+ * allocated. After a failure a peer first waits for its own deadline or its next check, then up to
+ * a second for its stream; a dead one never closes it. */
+static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 3000000000;
 
 size_t sw_slot_part_bytes(size_t slot_bytes)
 {

@@ -459,6 +459,7 @@ static void report_failure(const sw_slot_config *config, const sw_error *reason)
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
     sw_ending_record(&own->ending, SW_MEMBER_ENDED, reason);
     sw_lookout_report(config->lookout, reason);
+    sw_lookout_report_to_hosts(config->lookout);
 }
 
 sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers, sw_error *err)

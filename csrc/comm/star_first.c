@@ -109,9 +109,9 @@ static sw_status link_rank(reception *r, const stranger *s, sw_error *err)
     int rank = s->call.rank, world_size = r->star->comm->world_size;
     if (s->call.world_size != world_size || rank < 1 || rank >= world_size ||
         r->step[rank] != NOT_LINKED)
-        return sw_error_set(err, SW_E_COMM, rank,
-                            "%s: a peer joined as rank %d of %d, expected a rank not yet joined of "
-                            "%d",
+        return sw_error_set(err, SW_E_COMM, rank >= 0 && rank < world_size ? name_of(r, rank) : -1,
+                            "%s: a peer joined as number %d of %d of this host, expected a number "
+                            "not yet joined of %d",
                             r->label, rank, s->call.world_size, world_size);
     r->star->link[rank] = s->socket;
     r->step[rank] = LINKED;

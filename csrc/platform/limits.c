@@ -149,11 +149,11 @@ sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error 
     return SW_OK;
 }
 
-void sw_limits_read_need(size_t size_bytes, sw_memory_need *need)
+void sw_limits_read_need(size_t size_bytes, int rank, sw_memory_need *need)
 {
     sw_limits limits;
     sw_limits_read(&limits);
-    *need = (sw_memory_need){.size_bytes = size_bytes, .left_bytes = UINT64_MAX};
+    *need = (sw_memory_need){.size_bytes = size_bytes, .left_bytes = UINT64_MAX, .rank = rank};
     if (limits.memory_max_bytes == UINT64_MAX || limits.memory_current_bytes == UINT64_MAX)
         return;
     need->group = limits.memory_group;
@@ -183,10 +183,10 @@ sw_status sw_limits_check_needs(const sw_memory_need *first, size_t stride_bytes
             sharing++;
         }
         if (together > left)
-            return sw_error_set(err, SW_E_MEMORY, r,
+            return sw_error_set(err, SW_E_MEMORY, (int)last->rank,
                                 "%s needs %" PRIu64 " bytes of memory on %d ranks up to rank %d "
                                 "together, the cgroup's memory.max that they share leaves %" PRIu64,
-                                label, together, sharing, r, left);
+                                label, together, sharing, (int)last->rank, left);
     }
     return SW_OK;
 }

@@ -26,9 +26,10 @@ SW_MUST_USE sw_status sw_limits_check_memory(size_t size_bytes, const char *labe
 typedef struct sw_memory_need {
     uint64_t size_bytes;
     uint64_t group, left_bytes; /* of the control group that has least left; group 0: no limit */
+    int64_t rank;               /* as messages call it */
 } sw_memory_need;
 
-void sw_limits_read_need(size_t size_bytes, sw_memory_need *need);
+void sw_limits_read_need(size_t size_bytes, int rank, sw_memory_need *need);
 
 /* Checks that the needs of `count` ranks, each possible alone, fit together under the limits that
  * they share. `stride_bytes` from one need to the next. SW_E_MEMORY with detail the

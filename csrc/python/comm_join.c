@@ -214,6 +214,7 @@ static sw_status join_hosts(comm_object *self, const int *host_of, const char *h
     Py_END_ALLOW_THREADS
     self->comm = whole;
     self->connected = self->spans_hosts = status == SW_OK;
+    self->closed |= status != SW_OK;
     return status;
 }
 

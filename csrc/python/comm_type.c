@@ -108,7 +108,7 @@ static void close_comm(comm_object *self)
                      "rank %d closed the communicator while a thread of it was inside", self->rank);
         Py_BEGIN_ALLOW_THREADS
         if (self->in_use)
-            self->comm->ops->request_end(self->comm, &reason);
+            sw_comm_request_end(self->comm, &reason);
         else
             self->comm->ops->leave(self->comm);
         Py_END_ALLOW_THREADS
@@ -476,8 +476,10 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
                  self->rank, text);
-    if (is_beside) { /* the thread that is inside is let go */
-        self->comm->ops->request_end(self->comm, &reason);
+    if (is_beside) { /* the thread that is inside is let go, and may close it meanwhile */
+        sw_py_comm_acquire(self);
+        sw_comm_request_end(self->comm, &reason);
+        sw_py_comm_release(self);
         Py_RETURN_NONE;
     }
     self->comm->ops->abort(self->comm, &reason);

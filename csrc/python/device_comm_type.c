@@ -271,6 +271,11 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static void disconnect_comm(void *comm)
+{
+    sw_device_comm_disconnect(comm);
+}
+
 static void destroy_comm(void *comm)
 {
     sw_device_comm_destroy(comm);
@@ -281,11 +286,16 @@ static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    if (self->comm && sw_py_device_is_own(self)) /* a forked child has no context: its calls would
-                                                    fail */
+    bool is_abandoned = false; /* to a thread that still looks at the host's communicator */
+    if (self->comm && sw_py_device_is_own(self)) { /* a forked child has no context: its calls would
+                                                      fail */
+        sw_py_destroy_quietly(disconnect_comm, self->comm);
+        is_abandoned = self->comm->is_abandoned;
         sw_py_destroy_quietly(destroy_comm, self->comm);
+    }
     Py_XDECREF(self->arena);
-    drop_host(self);
+    if (!is_abandoned)
+        drop_host(self);
     Py_XDECREF(self->make_room);
     PyObject_Free(op);
     Py_DECREF(type);

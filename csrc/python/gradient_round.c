@@ -368,9 +368,13 @@ static int finish_with_callback(reducer_object *self)
         return run_callbacks(self, true);
     /* the same sentence as if nothing had been handed over, once that is where it belongs */
     PyErr_Fetch(&type, &value, &trace);
-    failed = run_crossed(self, true);
-    if (failed == 0)
+    if (run_crossed(self, true) == 0) {
         PyErr_Restore(type, value, trace);
+        return -1;
+    }
+    Py_XDECREF(type); /* the hook's own error is raised in its place */
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
     return -1;
 }
 
@@ -491,13 +495,13 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
     (void)unused;
     if (reducer_check_ready(self) < 0)
         return NULL;
+    self->announced_task = NO_TASK; /* also where no gradient had come yet */
     if (!sw_reducer_get_traits(self->reducer)->can_abandon)
         return none_or_null(abandon(self));
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
         Py_RETURN_NONE;
     if (reducer_enter(self) < 0)
         return NULL;
-    self->announced_task = NO_TASK;
     Py_BEGIN_ALLOW_THREADS
     status = sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err);
     Py_END_ALLOW_THREADS
@@ -530,13 +534,11 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
                         "averaged: call it after backward() has returned");
         return NULL;
     }
-    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && self->announced_task != NO_TASK) {
-        /* an exception left the backward open, and the caller steps all the same */
-        self->announced_task = NO_TASK;
-        if (abandon(self) < 0)
-            return NULL;
-    }
-    if (!self->pending_forward || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
+    /* an exception left the backward open, and the caller steps all the same */
+    self->announced_task = NO_TASK;
+    if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
+        return NULL;
+    if (!self->pending_forward)
         Py_RETURN_NONE;
     self->pending_forward = false;
     return none_or_null(run_whole_round(self));

@@ -517,7 +517,7 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
     return counts;
 }
 
-enum { GET_TRANSPORT, GET_REASON, GET_BUCKETS, GET_BYTES, GET_OPEN, GET_PENDING };
+enum { GET_TRANSPORT, GET_REASON, GET_BUCKETS, GET_BYTES, GET_OPEN, GET_FAILED, GET_PENDING };
 
 static PyObject *reducer_get(PyObject *op, void *which)
 {
@@ -536,6 +536,8 @@ static PyObject *reducer_get(PyObject *op, void *which)
         return PyLong_FromSize_t(sw_reducer_planned_bytes(self->reducer));
     case GET_OPEN:
         return PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED);
+    case GET_FAILED:
+        return PyBool_FromLong(sw_reducer_last_round_failed(self->reducer));
     default:
         return PyBool_FromLong(self->pending_forward);
     }
@@ -632,6 +634,8 @@ static PyGetSetDef reducer_properties[] = {
     {"bucket_count", reducer_get, NULL, "buckets, frozen ones included", (void *)GET_BUCKETS},
     {"planned_bytes", reducer_get, NULL, "of gradient memory a rank", (void *)GET_BYTES},
     {"is_open", reducer_get, NULL, "whether a round is open", (void *)GET_OPEN},
+    {"last_round_failed", reducer_get, NULL, "whether the last round averaged nothing",
+     (void *)GET_FAILED},
     {"pending_forward", reducer_get, NULL, "a synchronised forward without a round",
      (void *)GET_PENDING},
     {NULL, NULL, NULL, NULL, NULL},

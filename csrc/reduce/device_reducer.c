@@ -197,13 +197,24 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
     free(r);
 }
 
+/* The first bucket at or after `from` that takes part. */
+static size_t next_due(const sw_device_reducer *r, size_t from)
+{
+    while (from < r->bucket_count && !r->bucket[from].data)
+        ++from;
+    return from;
+}
+
 sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data, sw_error *err)
 {
-    if (r->phase == PHASE_OPEN || index >= r->bucket_count || r->bucket[index].data)
+    bool is_posting = r->phase == PHASE_OPEN && r->next != next_due(r, 0);
+    if (is_posting || index >= r->bucket_count || r->bucket[index].data)
         SW_FAIL(err, SW_E_STATE, "device reducer: bucket %zu of %zu cannot be adopted %s", index,
-                r->bucket_count, r->phase == PHASE_OPEN ? "inside a step" : "again");
+                r->bucket_count, is_posting ? "once a step has posted one" : "again");
     SW_TRY(sw_redop_check(r->mean.op, r->bucket[index].dtype, err));
     r->bucket[index].data = data;
+    if (r->phase == PHASE_OPEN) /* a local backward began the step */
+        r->next = next_due(r, 0);
     return SW_OK;
 }
 
@@ -251,14 +262,6 @@ float sw_device_reducer_prescale(const sw_device_reducer *r, size_t index)
 }
 
 /* ---- a step ---- */
-
-/* Return the first bucket at or after `from` that takes part. */
-static size_t next_due(const sw_device_reducer *r, size_t from)
-{
-    while (from < r->bucket_count && !r->bucket[from].data)
-        ++from;
-    return from;
-}
 
 sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_error *err)
 {

@@ -92,8 +92,8 @@ SW_MUST_USE sw_status sw_device_reducer_create(const sw_device_reducer_config *c
  * caller has waited for work that it enqueued on the buckets since. NULL is allowed. */
 void sw_device_reducer_destroy(sw_device_reducer *reducer);
 
-/* Let bucket `index` take part from the next step on, with memory as in its spec. SW_E_STATE inside
- * a step. */
+/* Let bucket `index` take part from the next post on, with memory as in its spec. SW_E_STATE once a
+ * step has posted a bucket. */
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
 

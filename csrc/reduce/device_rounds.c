@@ -412,20 +412,23 @@ static bool device_leaves_early(const sw_reducer *reducer)
     return true;
 }
 
-/* The tag of a round, which must be equal on all ranks. */
-static uint64_t tag_of(const device_rounds *d)
+/* Return the tag of a round, which must be equal on all ranks. It covers the rounds before it too:
+ * a host that is ahead of its GPU does not send the tag of each round. */
+static uint64_t next_tag(device_rounds *d)
 {
-    const sw_reducer *base = &d->base;
-    uint32_t digest = d->sliced ? base->digest : base->stepped;
+    sw_reducer *base = &d->base;
+    if (d->sliced)
+        base->history = sw_crc32c(base->history, &base->digest, sizeof base->digest);
     for (size_t i = 0; d->sliced && i < base->layout.param_count; ++i)
-        digest = sw_crc32c(digest, &base->params[i].standing, 1);
+        base->history = sw_crc32c(base->history, &base->params[i].standing, 1);
+    uint32_t digest = d->sliced ? base->history : base->stepped;
     return (uint64_t)digest << 32 | (base->step & 0xffffu) << 16 | (base->rounds & 0xffffu);
 }
 
 static sw_status device_finish(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    const uint64_t tag = tag_of(d);
+    const uint64_t tag = next_tag(d);
     const uint8_t *any;
     for (size_t i = 0; i < reducer->layout.param_count;
          ++i) /* use bits of frozen parameters are not read */

@@ -148,7 +148,7 @@ void sw_reducer_forget_steps(sw_reducer *reducer)
 {
     reducer->step = 0;
     reducer->rounds = 0;
-    reducer->stepped = reducer->noted = reducer->notes = 0;
+    reducer->stepped = reducer->noted = reducer->notes = reducer->history = 0;
 }
 
 void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest)
@@ -230,6 +230,11 @@ bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param)
     return reducer->params[param].used_by_any;
 }
 
+bool sw_reducer_last_round_failed(const sw_reducer *reducer)
+{
+    return reducer->last_round_failed;
+}
+
 uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param)
 {
     return reducer->params[param].averaged_in;
@@ -276,6 +281,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->unplaced_bytes = 0;
     reducer->stats.unplaced_bytes_peak = 0;
     reducer->met = false;
+    reducer->last_round_failed = true; /* until it has closed */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         b->state = BUCKET_FILLING;
@@ -474,6 +480,7 @@ static void close_round(sw_reducer *reducer)
 {
     bool folded = !reducer->ops->was_abandoned || !reducer->ops->was_abandoned(reducer);
     reducer->stats.rounds++;
+    reducer->last_round_failed = !folded;
     for (size_t i = 0; i < reducer->layout.param_count; ++i) {
         param_state *state = &reducer->params[i];
         if (state->used_by_any && folded)

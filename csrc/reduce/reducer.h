@@ -245,6 +245,9 @@ SW_MUST_USE sw_status sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket
 bool sw_reducer_is_used(const sw_reducer *reducer, size_t param);
 /* After a round: return true if some rank used `param` in it. */
 bool sw_reducer_used_by_any(const sw_reducer *reducer, size_t param);
+/* Return true if the last synchronised round averaged nothing: a rank abandoned it, or it failed.
+ */
+bool sw_reducer_last_round_failed(const sw_reducer *reducer);
 /* After sw_reducer_exchange_use(): the divisor of the mean, in ranks. */
 size_t sw_reducer_divisor(const sw_reducer *reducer);
 /* The number, from 1, of the last round in which some rank used `param`; 0: none. */

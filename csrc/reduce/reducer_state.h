@@ -97,11 +97,13 @@ struct sw_reducer {
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t digest;       /* see sw_reducer_set_digest */
+    uint32_t history;      /* on a GPU, sliced: digest of all rounds' digests and standing means */
     uint32_t stepped;      /* digest of all steps since ranks last began from equal ones */
     uint32_t noted, notes; /* steps since the last round, to be mixed into it: a sum, and a count */
     bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
     uint32_t marks;        /* gradients taken, to poll now and then */
     bool contributes, abandoned, divide_by_active;
+    bool last_round_failed; /* see sw_reducer_last_round_failed */
     bool met; /* the use bits of this round, or the last one, were exchanged for a hook */
     sw_bucket_owner owner; /* owner of the buckets */
     sw_reducer_stats stats;

@@ -718,6 +718,9 @@ class Reducer:
     @property
     def is_open(self) -> bool: ...
     @property
+    def last_round_failed(self) -> bool:
+        """The last round that synchronised averaged nothing: some rank abandoned it, or it failed."""
+    @property
     def pending_forward(self) -> bool:
         """A synchronised forward whose round has not opened yet."""
     def open_round(self) -> None:

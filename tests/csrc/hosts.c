@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "check.h"
+#include "platform/thread.h"
 
 static bool is_looked_at(uint32_t tag)
 {
@@ -61,6 +62,8 @@ static sw_status box_send(void *context, int rank, uint32_t tag, const void *dat
     }
     pthread_cond_broadcast(&b->changed);
     pthread_mutex_unlock(&b->lock);
+    if (b->wire.lingers && hosts_message_is(SW_MESSAGE_PROBE, tag))
+        sw_thread_sleep_ns(200 * 1000 * 1000);
     return status;
 }
 

@@ -18,6 +18,7 @@ typedef struct hosts_wire {
     bool in_part; /* a rank that waits then is not told, as of a message that has come in part */
     bool silent;  /* no message arrives, once all have joined */
     bool packs;   /* blocks are packets */
+    bool lingers; /* the send of a probe returns long after the probe has arrived */
     int radix;    /* of dissemination; 0: the usual one, so a single round */
 } hosts_wire;
 

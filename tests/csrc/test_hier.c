@@ -176,6 +176,25 @@ static void one_takes_its_time(rank_context *self)
     comm->ops->destroy(comm);
 }
 
+/* A frame tells of a probe whose send has not returned. */
+static void is_probed_slowly(rank_context *self)
+{
+    scene *s = hosts_scene(self);
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = hosts_join(self, s, &end, &wire);
+    sw_op op = {.kind = SW_OP_BARRIER, .label = "a barrier"};
+    for (int step = 0; step < 4; ++step) {
+        if (step == 1 && self->rank == self->world_size - 1)
+            sw_thread_sleep_ns(350 * 1000 * 1000);
+        check(comm->ops->run(comm, &op, &self->err) == SW_OK, "step %d: %s", step,
+              self->err.message);
+    }
+    ranks_meet(self);
+    check(s->box.probed, "it was probed");
+    comm->ops->destroy(comm);
+}
+
 /* Everybody's error names the rank that does not come, however many hosts lie between. */
 static void one_never_comes(rank_context *self)
 {
@@ -317,6 +336,9 @@ int main(void)
         run(meets_a_bad_wire, uneven, 5, after, false);
     run(meets_a_bad_wire, even, 4, 0, true);
     run(one_takes_its_time, apart, 3, 0, false);
+    usual.lingers = true;
+    run(is_probed_slowly, apart, 3, 0, false);
+    usual.lingers = false;
     run(broadcasts, even, 4, 0, false);
     run(broadcasts, uneven, 5, 0, false);
     run(broadcasts, crosswise, 3, 0, false);

@@ -3,10 +3,15 @@
  * Laws: a wait is logged once it has lasted warn_after_ns, and again at twice that; waits that are
  * short are not, however many follow one another, and whatever they wait for; the program is asked
  * whether it was interrupted, but not by waits of a moment. A rank that fails in making NCCL's
- * communicator tells all ranks, which would wait for it there. */
+ * communicator tells all ranks, which would wait for it there. A thread that ends a communicator
+ * beside another lets the GPU go before it tells other hosts, for which it takes the GIL. No call
+ * reaches a communicator of NCCL's that another thread has ended, and a registration that takes its
+ * time ends with it. A thread that is lost in a call is waited for once. */
 #include <string.h>
 
 #include "check.h"
+#include "comm/device_comm.h"
+#include "comm/device_watch.h"
 #include "comm/local.h"
 #include "comm/lookout.h"
 #include "comm/nccl.h"
@@ -91,21 +96,193 @@ static void check_telling(sw_comm *const *host)
               "rank %d does not hear: %s", r, err.message);
 }
 
+/* ---- a communicator over a library of NCCL's that is not there ---- */
+
+static struct {
+    sw_peers *peers;
+    int aborts, told, calls_after_abort, polls;
+    bool registers; /* a registration is under way */
+    bool hangs;     /* a query does not return until it is false */
+    int aborts_when_told;
+} nccl_seen;
+
+static sw_status enter(sw_device *device, sw_device_visit *visit, sw_error *err)
+{
+    (void)device;
+    (void)visit;
+    (void)err;
+    return SW_OK;
+}
+
+static void leave(sw_device *device, const sw_device_visit *visit)
+{
+    (void)device;
+    (void)visit;
+}
+
+static sw_nccl_result init(sw_nccl_comm *comm, int world_size, sw_nccl_id id, int rank,
+                           sw_nccl_config *config)
+{
+    (void)world_size;
+    (void)id;
+    (void)rank;
+    (void)config;
+    *comm = (sw_nccl_comm)(void *)&nccl_seen;
+    return SW_NCCL_SUCCESS;
+}
+
+static sw_nccl_result abort_comm(sw_nccl_comm comm)
+{
+    (void)comm;
+    nccl_seen.aborts++;
+    return SW_NCCL_SUCCESS;
+}
+
+/* The third query of a registration finds that another thread wants the end. */
+static sw_nccl_result query(sw_nccl_comm comm, sw_nccl_result *result)
+{
+    sw_error reason;
+    (void)comm;
+    nccl_seen.calls_after_abort += nccl_seen.aborts > 0;
+    *result = nccl_seen.registers ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
+    while (__atomic_load_n(&nccl_seen.hangs, __ATOMIC_SEQ_CST))
+        sw_thread_sleep_ns(MS);
+    if (nccl_seen.registers && ++nccl_seen.polls == 3) {
+        sw_error_set(&reason, SW_E_COMM, 2, "rank 2 has died");
+        sw_peers_request_end(nccl_seen.peers, &reason);
+    }
+    return SW_NCCL_SUCCESS;
+}
+
+static sw_nccl_result begin_to_register(sw_nccl_comm comm, void *memory, size_t bytes, void **made)
+{
+    (void)comm;
+    (void)memory;
+    (void)bytes;
+    *made = &nccl_seen;
+    nccl_seen.registers = true;
+    return SW_NCCL_IN_PROGRESS;
+}
+
+static const char *text_of(sw_nccl_result result)
+{
+    (void)result;
+    return "a result";
+}
+
+static const char *last_error(sw_nccl_comm comm)
+{
+    (void)comm;
+    nccl_seen.calls_after_abort += nccl_seen.aborts > 0;
+    return "";
+}
+
+static void note_hosts(sw_comm *comm)
+{
+    (void)comm;
+    nccl_seen.told++;
+    nccl_seen.aborts_when_told = nccl_seen.aborts;
+}
+
+static const sw_device_ops working = {.enter = enter, .leave = leave};
+static sw_device gpu = {.ops = &working};
+static const sw_nccl_library library = {.call = {.ncclCommInitRankConfig = init,
+                                                 .ncclCommAbort = abort_comm,
+                                                 .ncclCommGetAsyncError = query,
+                                                 .ncclCommRegister = begin_to_register,
+                                                 .ncclGetErrorString = text_of,
+                                                 .ncclGetLastError = last_error}};
+
+static sw_peers *connect(sw_lookout *lookout, int64_t timeout_ns)
+{
+    sw_nccl_id id = {.internal = ""};
+    sw_error err;
+    memset(&nccl_seen, 0, sizeof nccl_seen);
+    check(sw_nccl_create(&library, &gpu, &id, 0, WORLD, timeout_ns, lookout, &nccl_seen.peers,
+                         &err) == SW_OK,
+          "%s", err.message);
+    return nccl_seen.peers;
+}
+
+static void check_ending_beside(sw_comm *host)
+{
+    sw_comm_ops ops = *host->ops;
+    const sw_comm_ops *plain = host->ops;
+    sw_lookout lookout = {.host = host};
+    sw_peers *peers = connect(&lookout, INT64_C(1000) * MS);
+    sw_error reason, said;
+    ops.tell_hosts = note_hosts;
+    host->ops = &ops;
+    sw_error_set(&reason, SW_E_COMM, 1, "rank 1 has died");
+    sw_peers_request_end(peers, &reason);
+    check(nccl_seen.aborts == 1 && nccl_seen.told == 1 && nccl_seen.aborts_when_told == 1,
+          "%d aborts, other hosts told %d times, behind %d aborts", nccl_seen.aborts,
+          nccl_seen.told, nccl_seen.aborts_when_told);
+    check(host->ops->look(host, false, &said) == SW_E_COMM, "this host's ranks know");
+    sw_peers_destroy(peers);
+    host->ops = plain;
+}
+
+static void check_ending_beside_a_registration(void)
+{
+    sw_peers *peers = connect(NULL, INT64_C(20000) * MS);
+    int64_t begun = sw_clock_now_ns();
+    void *registered;
+    sw_error err;
+    check(sw_peers_memory_register(peers, &gpu, 1, &registered, &err) == SW_E_COMM &&
+              strstr(err.message, "rank 2 has died"),
+          "%s", err.message);
+    check(sw_clock_now_ns() - begun < INT64_C(5000) * MS, "a registration waited on");
+    check(nccl_seen.aborts == 1 && nccl_seen.calls_after_abort == 0,
+          "%d aborts, %d calls behind one", nccl_seen.aborts, nccl_seen.calls_after_abort);
+    nccl_seen.registers = false;
+    sw_peers_destroy(peers);
+}
+
+static void check_a_lost_thread(void)
+{
+    sw_device_comm comm = {.device = &gpu, .timeout_ns = INT64_C(150) * MS};
+    sw_error err;
+    comm.peers = connect(NULL, comm.timeout_ns);
+    __atomic_store_n(&nccl_seen.hangs, true, __ATOMIC_SEQ_CST);
+    check(sw_device_watch_start(&comm, &err) == SW_OK, "%s", err.message);
+    sw_thread_sleep_ns(INT64_C(150) * MS); /* until it looks */
+    sw_device_comm_disconnect(&comm);
+    check(comm.is_abandoned, "a thread that is lost was not");
+    int64_t begun = sw_clock_now_ns();
+    sw_device_comm_disconnect(&comm);
+    check(sw_clock_now_ns() - begun < INT64_C(100) * MS, "a lost thread was waited for twice");
+    __atomic_store_n(&nccl_seen.hangs, false, __ATOMIC_SEQ_CST);
+    check(sw_device_watch_stop(&comm, INT64_C(20000) * MS), "it is out");
+    sw_error_set(&err, SW_E_COMM, 0, "the test is over");
+    sw_peers_abort(comm.peers, &err);
+    sw_peers_destroy(comm.peers);
+}
+
 int main(void)
 {
     sw_error err;
     sw_comm *host[WORLD] = {NULL};
-    sw_local_group *group = NULL;
-    bool is_made = sw_local_group_create(WORLD, &group, &err) == SW_OK;
+    sw_local_group *group = NULL, *other = NULL;
+    sw_comm *alone = NULL;
+    bool is_made = sw_local_group_create(WORLD, &group, &err) == SW_OK &&
+                   sw_local_group_create(1, &other, &err) == SW_OK &&
+                   sw_local_comm_create(other, 0, &alone, &err) == SW_OK;
     for (int r = 0; is_made && r < WORLD; ++r)
         is_made = sw_local_comm_create(group, r, &host[r], &err) == SW_OK;
     if (check(is_made, "%s", err.message)) {
         check_logging(host[0]);
+        check_ending_beside(alone);
         check_telling(host);
+        check_ending_beside_a_registration();
+        check_a_lost_thread();
     }
     for (int r = 0; r < WORLD; ++r)
         if (host[r])
             host[r]->ops->destroy(host[r]);
     sw_local_group_destroy(group);
+    if (alone)
+        alone->ops->destroy(alone);
+    sw_local_group_destroy(other);
     return check_result();
 }

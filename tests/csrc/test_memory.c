@@ -2,6 +2,8 @@
  * collapsed; two mappings of one memfd share bytes; unmapping releases everything. */
 #include "platform/memory.h"
 
+#include "platform/limits.h"
+
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -72,8 +74,20 @@ static void check_private(size_t size_bytes)
     sw_memory_unmap(pages, size_bytes);
 }
 
+/* Ranks of a later host are called what they are in the whole group. */
+static void check_needs_are_named(void)
+{
+    const sw_memory_need needs[] = {{.size_bytes = 6, .group = 1, .left_bytes = 10, .rank = 2},
+                                    {.size_bytes = 6, .group = 1, .left_bytes = 10, .rank = 3}};
+    sw_error err;
+    expect(sw_limits_check_needs(needs, sizeof *needs, 2, "arena", &err) == SW_E_MEMORY &&
+               err.detail == 3 && strstr(err.message, "on 2 ranks up to rank 3 together"),
+           err.message);
+}
+
 int main(void)
 {
+    check_needs_are_named();
     const size_t sizes[] = {1,        4096,           5000,     (2u << 20) - 1,
                             2u << 20, (2u << 20) + 1, 9u << 20, (33u << 20) + 12345};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; ++i) {

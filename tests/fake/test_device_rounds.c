@@ -31,6 +31,8 @@ typedef struct run_plan {
     bool sliced, moves_places;
     int extra_steps;    /* that rank 1 counts after the first round */
     bool stands_apart;  /* rank 1 alone has not cleared p1 before the second round */
+    bool looks_late;    /* the host does not look at the tags of the first round before the third */
+    bool adopts_late;   /* the first bucket is adopted after a local round */
     bool twice;         /* p5 gets a second gradient in round 2 */
     long fail_nth;
     uint64_t early;     /* buckets of rank 0 that left early, in the first round and in all */
@@ -141,7 +143,8 @@ static sw_status prepare(loop *l)
             continue;
         SW_TRY(device->ops->memory_alloc(device, bytes, &l->bucket[b], err));
         SW_TRY(device->ops->fill_async(device, l->bucket[b], 0, bytes, l->stream[0], err));
-        SW_TRY(sw_reducer_adopt(l->reducer, b, l->bucket[b], err));
+        if (b > 0 || !l->plan->adopts_late)
+            SW_TRY(sw_reducer_adopt(l->reducer, b, l->bucket[b], err));
     }
     SW_TRY(sw_device_comm_follow(l->self->all, l->stream[1], l->stream[0], err));
     return l->plan->sliced ? set_places(l, 0) : SW_OK;
@@ -213,8 +216,15 @@ static sw_status run_backward(loop *l, int step)
     sw_error *err = &l->self->err;
     size_t bucket;
     sw_reducer_use_stream(l->reducer, l->stream[0]);
-    SW_TRY(sw_reducer_check(l->reducer, err));
+    if (step != 1 || !l->plan->looks_late)
+        SW_TRY(sw_reducer_check(l->reducer, err));
     SW_TRY(sw_reducer_arrive(l->reducer, err));
+    if (step == 0 && l->plan->adopts_late) {
+        SW_TRY(sw_reducer_open(l->reducer, step, false, err));
+        SW_TRY(sw_reducer_finish(l->reducer, err));
+        SW_TRY(sw_reducer_adopt(l->reducer, 0, l->bucket[0], err));
+        SW_TRY(sw_reducer_arrive(l->reducer, err));
+    }
     SW_TRY(sw_reducer_open(l->reducer, step, true, err));
     for (size_t p = PARAMS; p-- > 0;)
         if (uses(l->self->rank, step, p)) {
@@ -364,7 +374,7 @@ static void check_rounds(int world_size, bool sliced, bool moves_places, sim_pol
                          uint64_t seed)
 {
     static run_plan plan;
-    plan = (run_plan){.sliced = sliced, .moves_places = moves_places};
+    plan = (run_plan){.sliced = sliced, .moves_places = moves_places, .adopts_late = seed % 2};
     fill_expected(&plan, world_size);
     check(gpu_ranks_run(world_size, policy, seed, train_rank, &plan), "W=%d%s: %s", world_size,
           sliced ? ", sliced" : "", plan.message[0]);
@@ -476,6 +486,8 @@ int main(int argc, char **argv)
             }
     check_mismatch(&(run_plan){.extra_steps = 1}, "different numbers of backwards or optimizer steps");
     check_mismatch(&(run_plan){.sliced = true, .stands_apart = true}, "cleared different gradients");
+    check_mismatch(&(run_plan){.sliced = true, .stands_apart = true, .looks_late = true},
+                   "cleared different gradients");
     check_sentence();
     for (int sliced = 0; sliced < 2; ++sliced)
         check_failing_calls(sliced);

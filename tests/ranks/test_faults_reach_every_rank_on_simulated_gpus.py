@@ -23,6 +23,7 @@ from harness import at_least_two, gather
 from models import Heads, Mlp
 from peer import PEER, batch
 from shardwright.comm import process_group
+from shardwright.parallel import cuda_backend
 from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import SimulatedGpus, run, simulate, sw
 from test_buckets_are_registered_on_simulated_gpus import logged
@@ -379,3 +380,22 @@ def forked_child(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 def live_links() -> list[Any]:
     return [link for group in process_group.live_groups() for link in group.links.values()]
+
+
+@at_least_two
+def test_a_rank_that_has_no_memory_as_it_wraps_is_named(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, has_no_memory)
+
+
+def has_no_memory(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError("the GPU has no memory left")
+
+    gpus.watch()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(cuda_backend.CudaBackend, "reducer", refuse)
+        with pytest.raises(MemoryError if rank == 1 else sw.Error, match="the GPU has no memory left") as caught:
+            sw.wrap(gpus.adopt_module(Mlp()))
+    assert rank == 1 or "rank 1" in str(caught.value)
+    gather(None)

@@ -229,3 +229,28 @@ def test_programs_that_end_with_the_error_of_a_handshake_end_with_it():
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([7] * 2 * trials), (done.stdout, done.stderr)
+
+
+class BrokenWire:
+    """A group of torch's over which nothing can be sent."""
+
+    slow_bytes_per_s = 0
+
+    def refuse(self, *_):
+        raise RuntimeError("no route to the other host")
+
+    send = receive = wait = refuse
+
+    def close(self, gently):
+        return True
+
+
+@pytest.mark.skipif(engine is None, reason="the engine itself")
+def test_a_communicator_whose_hosts_do_not_join_is_closed():
+    comm = engine.HostComm(0, 2, timeout_s=5, host="one")
+    comm.connect([comm.address], b"x" * 16, ["one"], members=[0])
+    with pytest.raises(engine.Error, match="no route"):
+        comm.extend([0, 1], "one", wire=BrokenWire())
+    for call in (comm.describe, comm.stats, comm.barrier):
+        with pytest.raises(engine.Error, match="the communicator was closed"):
+            call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ _NOT_AVERAGED = (
 _BY_HAND = (
     "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... past the hooks), so that it "
     "is this rank's alone: call sw.average_gradients(module) before the step"
+)
+_FAILED_ROUND = (
+    "parameter {name!r} has a gradient of a round that failed (a rank left a backward unfinished, or the communicator ended), which is not "
+    "averaged: clear the gradients and run the step again, on every rank"
 )
 _BY_HAND_AT_0 = ", or run such forwards inside no_sync() where each rank is to step on its own"
 
@@ -180,14 +184,27 @@ class ModuleGradients:
         suspects = range(len(self.views)) if self.closed_without_backward else self._reducer.foreign()
         if not suspects:
             return
-        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for index in suspects:
-            parameter = self._table.parameters[index]
-            gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None
-            if gradient is not None and not self._is_averaged(index, gradient, since):
+        for index, gradient in self._stepped_on(optimizer, suspects):
+            if not self._is_averaged(index, gradient, since):
                 message = _BY_HAND.format(name=self._table.names[index]) + _BY_HAND_AT_0
                 self._backend.abort(message)
                 raise Error(message)
+
+    def refuse_failed_round(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise Error at zero=0 for a gradient of the last round, which averaged nothing."""
+        for index, gradient in self._stepped_on(optimizer, range(len(self.views))):
+            if self._reducer.is_used(index) and bool(gradient.any()):
+                raise Error(_FAILED_ROUND.format(name=self._table.names[index]))
+
+    def _stepped_on(
+        self, optimizer: torch.optim.Optimizer, indices: Sequence[int]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield those of the parameters, with their gradients, that `optimizer` steps on."""
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for index in indices:
+            parameter = self._table.parameters[index]
+            if id(parameter) in members and parameter.requires_grad and parameter.grad is not None:
+                yield index, parameter.grad
 
     # what ranks know together -----------------------------------------------------------------------------------------
 

@@ -117,8 +117,13 @@ class Replica:
         )
         self.backend: Backend = make_backend(group, request)
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
-        self.reducer: Any = self.backend.reducer(request)
-        self._storage = self._make_storage(request)
+        try:
+            self.reducer: Any = self.backend.reducer(request)
+            self._storage = self._make_storage(request)
+        except BaseException as error:  # on a GPU of this rank alone; on hosts all ranks agree about memory
+            if self.link is not None:
+                self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
+            raise
         #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
         self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
         self._guard = self._make_guard(options.write_guard)
@@ -300,10 +305,11 @@ class Replica:
         drift = self._check_drift()
         if self._guard is not None:
             self._guard.check("before a forward")
-        for index in drift.take_unfrozen() if drift is not None else ():
-            self._unfreeze(index)
         self.backend.check()
         self.reducer.forward(synchronises)
+        # behind the end of a round that a failed backward left open: peers sent no bucket for these parameters in it
+        for index in drift.take_unfrozen() if drift is not None else ():
+            self._unfreeze(index)
 
     def before_evaluation(self) -> None:
         """Prepare a forward without gradients, before it."""
@@ -516,8 +522,11 @@ class Replica:
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.
 
-        Inside no_sync() alone each rank steps on its own, as it was asked to.
+        Inside no_sync() alone each rank steps on its own, as it was asked to. Gradients of a round that a rank
+        abandoned are refused as well.
         """
+        if self.reducer.last_round_failed and self.group.world_size > 1:
+            self.gradients.refuse_failed_round(optimizer)
         rounds = self.reducer.stats()["rounds"]
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
