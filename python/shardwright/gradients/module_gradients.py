@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Callable, Sequence
@@ -46,6 +47,8 @@ class ModuleGradients:
         The module's class, in messages.
     last_step_on : callable
         Return the number of rounds when a parameter was stepped on last.
+    warns_of_sparse : bool
+        Warn when a sparse gradient is made dense.
 
     Attributes
     ----------
@@ -65,7 +68,13 @@ class ModuleGradients:
         zero: int,
         label: str,
         last_step_on: Callable[[torch.Tensor], int],
+        *,
+        warns_of_sparse: bool = True,
     ) -> None:
+        #: writes a gradient into a view
+        self.copy: Callable[..., None] = (
+            copy_gradient if warns_of_sparse else functools.partial(copy_gradient, warns=False)
+        )
         self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
         self._slicing, self._zero, self._label, self._last_step_on = slicing, zero, label, last_step_on
         self._group = backend.group
@@ -98,10 +107,10 @@ class ModuleGradients:
         memory = gradient_view(self._storage.like(index), self._reducer, index)
         if add:
             whole = torch.empty_like(memory)
-            copy_gradient(whole, gradient)
+            self.copy(whole, gradient)
             memory.add_(whole)
         else:
-            copy_gradient(memory, gradient)
+            self.copy(memory, gradient)
 
     def drop(self) -> None:
         """Set every sliced `.grad` to None."""
@@ -183,6 +192,8 @@ class ModuleGradients:
         for index in suspects:
             parameter = self._table.parameters[index]
             gradient = parameter.grad if id(parameter) in members and parameter.requires_grad else None
+            if index in self._table.sparse:
+                continue  # its mean is never a view
             if gradient is not None and not self._is_averaged(index, gradient, since):
                 message = _BY_HAND.format(name=self._table.names[index]) + _BY_HAND_AT_0
                 self._backend.abort(message)

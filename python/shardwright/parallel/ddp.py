@@ -539,6 +539,8 @@ class DistributedDataParallel(TorchDDP):
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
                 state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
+        if replica.sparse is not None and not is_ours:
+            replica.sparse.user_hook = state, hook
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
@@ -589,7 +591,9 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        raise NotImplementedError("sparse gradients are made dense: there is no sparse metadata to set")
+        raise NotImplementedError(
+            "indices of sparse gradients are exchanged in each round: there is no sparse metadata to set"
+        )
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an optimizer inside the backward is not there: call optimizer.step() after it")

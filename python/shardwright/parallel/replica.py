@@ -24,11 +24,12 @@ from ..comm.process_group import HostGroup, group_ranks
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
 from ..gradients.module_gradients import ModuleGradients
 from ..gradients.sharded_gradient import ShardedGradient
+from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..layout.param_groups import check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
-from ..layout.views import copy_gradient, dtype_name
+from ..layout.views import dtype_name
 from ..options.compressors import Compressor
 from ..options.options import Options
 from ..parameters.drift import DriftCheck
@@ -93,14 +94,15 @@ class Replica:
         self._module = weakref.ref(module)
         refusal = None
         try:
-            self.table = ParameterTable.of(module, ignored)
+            self.table = self._table_of(module, ignored, options)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
             check_inner(module, _ranks_of(options, group), ignored)
-            description = self.table.description(settings)
+            sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
+            description = self.table.description({**settings, "sparse gradients": sparse})
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
         try:
@@ -149,6 +151,13 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
+    def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
+        table = ParameterTable.of(module, ignored)
+        is_cast = self.settings.get("precision") not in (None, "None")
+        if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
+            return table
+        return dataclasses.replace(table, sparse=find_sparse(module, table))
+
     def _make_storage(self, request: Request) -> Any:
         if not self.zero:
             return Storage(self.table)
@@ -190,11 +199,12 @@ class Replica:
         gradients = self.gradients = ModuleGradients(
             *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
+            warns_of_sparse=self._request.options.sparse_gradients == "auto",
         )
         self.reducer.attach(
             self.table.parameters,
             gradients.views,
-            copy=copy_gradient if self.zero < 2 else _weakly(gradients.write_contribution),
+            copy=gradients.copy if self.zero < 2 else _weakly(gradients.write_contribution),
             open=_opener(weakref.ref(self), synchronises),
             renew=_weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
@@ -203,8 +213,15 @@ class Replica:
             describe=_weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []
+        self.sparse: SparseGradients | None = None
+        if self.table.sparse:
+            self.sparse = SparseGradients(
+                self.table, self.group.comm, self.reducer, self._request.options.reduce, self.label
+            )
         for index, parameter in enumerate(self.table.parameters):
-            if parameter.requires_grad:
+            if self.sparse is not None and index in self.table.sparse:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self.sparse.hook(index)))
+            elif parameter.requires_grad:
                 self._hook(index)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
@@ -415,6 +432,8 @@ class Replica:
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
+        if self.sparse is not None:
+            self.sparse.use_all()
         self._end_round(self.reducer.average)
         self._in_forward = False
 
@@ -571,7 +590,7 @@ class Replica:
 
     def _end_round(self, end: Callable[[], None], *, contributes: bool = True) -> None:
         begin_s = time.perf_counter()
-        looks = bool(self.after_round)
+        looks = self.sparse is not None or bool(self.after_round)
         before = self.reducer.stats()["rounds"] if looks else 0
         if _hooks.profiler_enabled():
             with self._range():
@@ -584,7 +603,9 @@ class Replica:
             self.watcher.after_round(time.perf_counter() - begin_s)
 
     def _follow_round(self, contributes: bool) -> None:
-        """Do what follows a round that averaged: optimizers that step in the backward."""
+        """Do what follows a round that averaged: sparse gradients, and optimizers that step in the backward."""
+        if self.sparse is not None:
+            self.sparse.exchange(contributes=contributes)
         self._ends_backward = True
         try:
             for call in self.after_round if contributes else ():
@@ -655,8 +676,10 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         if alive is None:
             return False
         local = not synchronises() or (alive.opens_locally and not alive.reducer.pending_forward)
+        if alive.sparse is not None:
+            alive.sparse.is_local = local
         close = alive.reducer.close
-        if alive.after_round or alive.times is not None or _hooks.profiler_enabled():
+        if alive.after_round or alive.sparse is not None or alive.times is not None or _hooks.profiler_enabled():
             close = functools.partial(alive.close, local)
             if alive.times is not None:
                 alive.times.backward_start = time.perf_counter_ns()
