@@ -155,9 +155,12 @@ def test_a_wrapper_may_be_wrapped_and_be_a_part_of_what_is_wrapped(rank, world_s
     outer = data_parallel(around)
     loss_of(outer, rank).backward()
     assert_gradients(nn.Sequential(inner.module, around[1]), expected)
-    with outer.join():
+    with pytest.raises(NotImplementedError, match="holds wrappers beside other parameters"):
+        outer.join()
+    whole = data_parallel(inner)
+    with whole.join():
         for step in range(rank + 1):
-            loss_of(outer, rank, step).backward()
+            loss_of(whole, rank, step).backward()
     with pytest.raises(sw.Error, match="wrapped already"):
         data_parallel(inner, zero=1)
 

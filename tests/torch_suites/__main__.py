@@ -33,7 +33,7 @@ import stand_in  # noqa: E402
 DIFFERENCES = Path(__file__).with_name("ddp_differences.txt")
 LIMIT_S = 60.0
 #: tests that train or compile for long
-LONG_LIMITS_S = {"test_ddp_uneven_inputs": 300.0, "test_ddp_compile_static_graph": 300.0}
+LONG_LIMITS_S = {"test_ddp_uneven_inputs": 180.0, "test_ddp_compile_static_graph": 300.0}
 _NAMES_DDP = re.compile(r"DistributedDataParallel|ddp_model|_ddp\b|DDP\(")
 
 

@@ -458,8 +458,14 @@ class DistributedDataParallel(TorchDDP):
         """
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
+        if self._inner:
+            if self._is_around and len(self._inner) == 1:
+                return self._inner[0].join(divide_by_initial_world_size, enable, throw_on_early_termination)
+            raise NotImplementedError(
+                "join() of a module that holds wrappers beside other parameters: their backwards cross; wrap all of it once, without them"
+            )
         return Join(
-            [*([] if self._is_around else [self]), *self._inner],
+            [self],
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
