@@ -25,7 +25,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch abi asan tsan crash fuzz fuzz-programs mutate-events kernels gpu bench fmt lint wheel clean check-machine
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites abi asan tsan crash fuzz fuzz-programs mutate-events kernels gpu bench fmt lint wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -84,6 +84,14 @@ test-torch: build
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet -r requirements/tools.txt torch==$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	SW_TEST_WORLDS=1,3 .venv-torch-$(TORCH)/bin/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+$(VENV)/.suites: requirements/torch-suites.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -r requirements/torch-suites.txt
+	@touch $@
+
+# torch's own tests of DistributedDataParallel, out of the installed torch, with our class in its place: SUITES="--verbose test_ddp_inference"
+test-torch-suites: build $(VENV)/.suites
+	$(BIN)/python tests/torch_suites $(SUITES)
 
 asan: build
 	$(BIN)/python -m pytest tests/test_csrc.py -k asan $(PYTEST_ARGS)

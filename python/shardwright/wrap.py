@@ -132,7 +132,10 @@ def wrap(
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
     _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload, clip_grad_norm)
-    wrapped = DistributedDataParallel(module, **stage, **options)
+    own = {
+        ("_" if name == "broadcast_buffers" else "") + name: value for name, value in options.items()
+    }  # torch's is deprecated
+    wrapped = DistributedDataParallel(module, **stage, **own)
     wrapped._options = dataclasses.replace(wrapped._options, partition=partition, clip_grad_norm=clip_grad_norm)
     if optimizer is None:
         return wrapped

@@ -136,7 +136,7 @@ def test_what_a_keyword_of_torch_asks_for_in_vain_is_said_with_what_to_use(rank,
     """Each before any collective, so that a rank which catches it goes on; and what holds anyway is accepted."""
     for options, sentence in (
         ({"mixed_precision": object()}, "precision="),
-        ({"bucket_cap_mb_list": [1, 25]}, "bucket_cap_mb"),
+        ({"bucket_cap_mb_list": [1, 0]}, "bucket_cap_mb_list must be"),
         ({"delay_all_reduce_named_params": []}, "leave both None"),
         ({"param_to_hook_all_reduce": torch.zeros(1)}, "leave both None"),
         ({"dim": 1}, "dim must be 0, got 1"),

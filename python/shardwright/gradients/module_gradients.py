@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import weakref
@@ -51,6 +52,8 @@ class ModuleGradients:
         The module's class, in messages.
     last_step_on : callable
         Return the number of rounds when a parameter was stepped on last.
+    warns_of_sparse : bool
+        Warn when a sparse gradient is made dense.
 
     Attributes
     ----------
@@ -70,7 +73,13 @@ class ModuleGradients:
         zero: int,
         label: str,
         last_step_on: Callable[[torch.Tensor], int],
+        *,
+        warns_of_sparse: bool = True,
     ) -> None:
+        #: writes a gradient into a view
+        self.copy: Callable[..., None] = (
+            copy_gradient if warns_of_sparse else functools.partial(copy_gradient, warns=False)
+        )
         self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
         self._slicing, self._zero, self._label, self._last_step_on = slicing, zero, label, last_step_on
         self._group = backend.group
@@ -103,10 +112,10 @@ class ModuleGradients:
         memory = gradient_view(self._storage.like(index), self._reducer, index)
         if add:
             whole = torch.empty_like(memory)
-            copy_gradient(whole, gradient)
+            self.copy(whole, gradient)
             memory.add_(whole)
         else:
-            copy_gradient(memory, gradient)
+            self.copy(memory, gradient)
 
     def drop(self) -> None:
         """Set every sliced `.grad` to None."""
@@ -185,7 +194,8 @@ class ModuleGradients:
         if not suspects:
             return
         for index, gradient in self._stepped_on(optimizer, suspects):
-            if not self._is_averaged(index, gradient, since):
+            # a sparse mean is never a view
+            if index not in self._table.sparse and not self._is_averaged(index, gradient, since):
                 message = _BY_HAND.format(name=self._table.names[index]) + _BY_HAND_AT_0
                 self._backend.abort(message)
                 raise Error(message)
@@ -193,7 +203,8 @@ class ModuleGradients:
     def refuse_failed_round(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient of the last round, which averaged nothing."""
         for index, gradient in self._stepped_on(optimizer, range(len(self.views))):
-            if self._reducer.is_used(index) and bool(gradient.any()):
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if self._reducer.is_used(index) and bool(values.any()):
                 raise Error(_FAILED_ROUND.format(name=self._table.names[index]))
 
     def _stepped_on(

@@ -1,8 +1,9 @@
 """ShardedGradient: the `.grad` at zero >= 2, where a rank keeps only its slice of each averaged gradient.
 
 It has its parameter's shape and dtype and no memory of its own. It supports the operations of training loops: norms
-(torch's clip_grad_norm_), scaling by a number, GradScaler's unscaling, zeroing, and the next backward's accumulation.
-Every other operation raises and names sw.full_gradients: a slice must never be taken for the whole.
+(torch's clip_grad_norm_), clamping (its clip_grad_value_), scaling by a number, GradScaler's unscaling, zeroing, and the
+next backward's accumulation. Every other operation raises and names sw.full_gradients: a slice must never be taken for
+the whole.
 """
 
 from __future__ import annotations
@@ -282,6 +283,21 @@ def _scaled(name: str) -> Callable[..., Any]:
     return scale
 
 
+def _clamped(grad: Any, low: Any, high: Any) -> Any:
+    """Clamp each element of the average, by numbers around 0: an element that another rank keeps is clamped there."""
+    bounds = [("clamp_min_", low), ("clamp_max_", high)]
+    if (low or 0) > 0 or (high or 0) < 0:
+        raise Error(
+            "a gradient of which this rank keeps a slice is clamped by numbers only, from at most 0 to at least 0: see sw.full_gradients"
+        )
+    grad.averaged_piece()
+    for name, bound in bounds:
+        if bound is not None:
+            getattr(grad._held, name)(bound)
+            grad._board.scaled(grad._index, name, float(bound))
+    return grad
+
+
 def _zero(grad: Any) -> Any:
     grad._cleared = True  # the slice stays: other ranks may not have cleared theirs
     grad._pending = None
@@ -343,12 +359,25 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
         found_inf.fill_(1.0)
 
 
+def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
+    return _clamped(grad, min, max)
+
+
+def _clamp_max(grad: Any, max: Any) -> Any:
+    return _clamped(grad, None, max)
+
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _add,
     aten.mul_.Tensor: _scaled("mul_"),
     aten.mul_.Scalar: _scaled("mul_"),
     aten.div_.Tensor: _scaled("div_"),
     aten.div_.Scalar: _scaled("div_"),
+    aten.clamp_.default: _clamp,
+    aten.clamp_min_.default: _clamp,
+    aten.clamp_max_.default: _clamp_max,
+    aten._foreach_clamp_min_.Scalar: _each("clamp_min_"),
+    aten._foreach_clamp_max_.Scalar: _each("clamp_max_"),
     aten.zero_.default: _zero,
     aten.fill_.Scalar: _fill,
     aten.linalg_vector_norm.default: _norm,

@@ -30,11 +30,14 @@ class ParameterTable:
         Bare names, as in the module's own `named_parameters()`.
     parameters : tuple of Parameter
     buffers : dict of str to Tensor
+    sparse : frozenset of int
+        Parameters whose gradients stay sparse, outside of the buckets.
     """
 
     names: tuple[str, ...]
     parameters: tuple[torch.nn.Parameter, ...]
     buffers: dict[str, torch.Tensor]
+    sparse: frozenset[int] = frozenset()
 
     @property
     def is_on_gpu(self) -> bool:
@@ -78,7 +81,10 @@ class ParameterTable:
 
     def rows(self) -> list[tuple[str, int, str, bool]]:
         """Return (name, numel, dtype, requires_grad) of each parameter, from which the reducer is made."""
-        return [(n, p.numel(), dtype_name(p.dtype), p.requires_grad) for n, p in zip(self.names, self.parameters)]
+        return [
+            (n, p.numel(), dtype_name(p.dtype), p.requires_grad and i not in self.sparse)
+            for i, (n, p) in enumerate(zip(self.names, self.parameters))
+        ]
 
     def description(self, settings: Mapping[str, Any]) -> list[list[str]]:
         """Return [item, value] lines that must be equal on every rank, the most telling difference first."""

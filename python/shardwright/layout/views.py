@@ -42,23 +42,24 @@ def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torc
     return from_dlpack(reducer.gradient(index, shape, None if strides is None else list(strides)))
 
 
-def made_dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a strided gradient: itself, or the dense form of a sparse one, with one warning a process."""
+def made_dense(gradient: torch.Tensor, *, warns: bool = True) -> torch.Tensor:
+    """Return a strided gradient: itself, or the dense form of a sparse one, with one warning a process if it `warns`."""
     global _warned_of_sparse
     if gradient.layout is torch.strided:
         return gradient
-    if not _warned_of_sparse:
+    if warns and not _warned_of_sparse:
         _warned_of_sparse = True
         warnings.warn(
-            "a sparse gradient was made dense to be averaged: use sparse=False, which costs less", stacklevel=2
+            "a sparse gradient was made dense to be averaged: use sparse=False, which costs less, or sparse_gradients='dense'",
+            stacklevel=2,
         )
     return gradient.to_dense()
 
 
-def copy_gradient(view: torch.Tensor, gradient: torch.Tensor) -> None:
+def copy_gradient(view: torch.Tensor, gradient: torch.Tensor, *, warns: bool = True) -> None:
     """Copy a gradient of any layout, strides or dtype into a view, without history."""
     with torch.no_grad():
-        view.copy_(made_dense(gradient.detach()))
+        view.copy_(made_dense(gradient.detach(), warns=warns))
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

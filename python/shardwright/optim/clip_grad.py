@@ -42,7 +42,9 @@ def clip_grad_norm_(
     Returns
     -------
     Tensor
-        The norm before clipping, a float32 scalar, on the GPU where the host does not wait for it (see Notes). It is the same number at every stage, bucket size and world size for equal gradients.
+        The norm before clipping, a scalar: float64 if a gradient is in double precision, else float32; on the GPU where the
+        host does not wait for it (see Notes). It is the same number at every stage, bucket size and world size for equal
+        gradients.
 
     Raises
     ------
@@ -137,7 +139,8 @@ def _clip_through_host(
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1:
         _scale(gradients, scale)
-    return torch.tensor(norm, dtype=torch.float32, device="cpu")
+    is_double = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
+    return torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32, device="cpu")
 
 
 def local_norms(module: torch.nn.Module) -> dict[str, float]:
@@ -205,4 +208,4 @@ def _scale(gradients: list[torch.Tensor], factor: float) -> None:
 def _real(gradient: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, ShardedGradient):
         raise _engine.Error("clip_grad_norm_ needs the wrapped module, not its parameters, at zero >= 2")
-    return as_real(gradient)
+    return as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)

@@ -60,6 +60,9 @@ class Options:
     gradient_as_bucket_view, find_unused_parameters, static_graph : bool
         Accepted for compatibility with torch. Gradients are always views of buckets, and one that the program keeps is
         moved out of its bucket before that is written to again. Unused parameters are always handled.
+    sparse_gradients : {"auto", "dense"}
+        Gradients of nn.Embedding(sparse=True). "auto": at zero=0 on CPUs, without `precision`, they stay sparse, and
+        their rows are gathered; elsewhere they are made dense, with one warning. "dense": made dense, without a warning.
     ignored_params : collection of Parameter or str
         Parameters left alone: neither broadcast nor averaged.
     reduce : {"mean", "sum"}
@@ -123,6 +126,7 @@ class Options:
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
+    sparse_gradients: str = "auto"
     ignored_params: Collection[Any] = ()
     reduce: str = "mean"
     deterministic: bool = False
@@ -168,6 +172,8 @@ class Options:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.sparse_gradients not in ("auto", "dense"):
+            raise ValueError(f"sparse_gradients must be 'auto' or 'dense', got {self.sparse_gradients!r}")
         if self.transport not in _TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
         if self.communicator not in ("own", "borrow", "register"):

@@ -34,7 +34,16 @@ from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
-from .ddp_compat import LoggerFacade, ReducerFacade, check_arguments, check_device_ids, to_device
+from .ddp_compat import (
+    ReducerFacade,
+    apply_mixed_precision,
+    bucket_cap,
+    check_arguments,
+    check_device_ids,
+    precision_of,
+    to_device,
+)
+from .ddp_logging import DDPLogger
 from .join import ShadowHook
 from .replica import Replica, live_replicas
 
@@ -56,7 +65,11 @@ class DistributedDataParallel(TorchDDP):
         Accepted; see Options.
     device_ids, output_device
         None; or, for a module on a GPU, that GPU: inputs of forward() are then moved to it.
-    mixed_precision, bucket_cap_mb_list, delay_all_reduce_named_params, param_to_hook_all_reduce
+    mixed_precision : optional
+        torch's policy of param_dtype, reduce_dtype and buffer_dtype; the first two become `precision`.
+    bucket_cap_mb_list : list of float, optional
+        Like torch's. All buckets have the largest of these caps.
+    delay_all_reduce_named_params, param_to_hook_all_reduce
         Refused with a sentence naming what to use.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         Accepted; their effect holds anyway.
@@ -111,6 +124,7 @@ class DistributedDataParallel(TorchDDP):
         precision: Any = None,
         offload: Any = None,
         compress: Any = None,
+        _broadcast_buffers: bool | None = None,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -124,8 +138,10 @@ class DistributedDataParallel(TorchDDP):
                 device_mesh=device_mesh,
                 init_sync=init_sync,
                 static_graph=static_graph,
-                bucket_cap_mb=25 if bucket_cap_mb is None else bucket_cap_mb,
-                broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
+                bucket_cap_mb=bucket_cap(bucket_cap_mb, bucket_cap_mb_list),
+                broadcast_buffers=next(
+                    (each for each in (_broadcast_buffers, broadcast_buffers) if each is not None), True
+                ),
                 find_unused_parameters=find_unused_parameters,
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 zero=zero,
@@ -137,16 +153,25 @@ class DistributedDataParallel(TorchDDP):
         )
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
-        if isinstance(module, TorchDDP):
-            raise Error("this module is wrapped already: pass sw.unwrap(module)")
         self.module = module
         self._zero = zero
+        self._inner = self._find_inner()
         check_marks(module, zero, self._options.share_parameters)
+        if mixed_precision is not None:
+            precision = precision_of(mixed_precision)
         self._precision = self._plan_precision(precision)
         travels_in = compress if self._precision is None else compress or self._precision.compressor()
         self._compress = compress
         self._compressor = travels_in if isinstance(travels_in, Compressor) else None
         self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
+        # wrappers inside average all gradients: this one has nothing to do
+        self._is_around = bool(self._inner) and not any(p.requires_grad for p in self._module_parameters)
+        self.bucket_bytes_cap_list = [int(cap * 1024 * 1024) for cap in bucket_cap_mb_list or ()]
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        if mixed_precision is not None:
+            self.mixed_precision = mixed_precision
+            apply_mixed_precision(module, mixed_precision, self.parameters_to_ignore, keeps_places=zero == 0)
         check_device_ids(device_ids, output_device, self.device)
         self._inputs_to = self.device if device_ids else None
         try:
@@ -160,6 +185,16 @@ class DistributedDataParallel(TorchDDP):
             raise
         if self._precision is not None:
             self._precision.keep()
+
+    def _find_inner(self) -> list[DistributedDataParallel]:
+        """Return the wrappers inside of the module, which go on averaging the gradients of their parameters."""
+        inner = [each for each in self.module.modules() if isinstance(each, TorchDDP)]
+        for each in inner:
+            if self._zero or getattr(each, "_zero", 1):
+                raise Error(
+                    "this module is wrapped already, or holds a module that is: pass sw.unwrap(module); only wrappers of zero=0 nest"
+                )
+        return inner  # type: ignore[return-value] # torch's own has no stage
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Set every attribute of torch's class that other code reads."""
@@ -205,7 +240,7 @@ class DistributedDataParallel(TorchDDP):
         self._drift: DriftCheck | None = None
         self.process_group = self._options.process_group
         self.reducer = ReducerFacade(self)  # type: ignore[assignment]
-        self.logger = LoggerFacade()  # type: ignore[assignment]
+        self.logger = DDPLogger(self)  # type: ignore[assignment]
         self._assign_modules_buffers()
 
     def _plan_precision(self, precision: Any) -> PrecisionPlan | None:
@@ -227,11 +262,15 @@ class DistributedDataParallel(TorchDDP):
         ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         ignored.update(self._options.ignored_names(self.module))
         identities = {id(item) for item in self._options.ignored_params}
+        identities.update(id(p) for each in self._inner for p in each.module.parameters())
         ignored.update(name for name, p in self.module.named_parameters(remove_duplicate=False) if id(p) in identities)
         return ignored
 
     def _build(self, *, init_sync: bool, sync_buffers: bool) -> None:
         """Make the engine. Collective."""
+        if self._is_around:
+            self.process_group = self._inner[0].process_group
+            return
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
         group = host_group(self.process_group, options.timeout_s)
@@ -293,6 +332,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _engine(self) -> Replica:
         """Return the engine; make it now, collectively, if this is a copy that has none yet."""
+        if self._is_around:
+            return self._inner[0]._engine()
         if self._replica is None:
             self._build(init_sync=False, sync_buffers=False)
             assert self._replica is not None
@@ -312,8 +353,10 @@ class DistributedDataParallel(TorchDDP):
 
     def _before_forward(self) -> None:
         training = torch.is_grad_enabled()
-        if self._replica is None and not (training and any(p.requires_grad for p in self.module.parameters())):
-            return  # a copy that is not trained needs no peers
+        if self._replica is None and (
+            self._is_around or not (training and any(p.requires_grad for p in self.module.parameters()))
+        ):
+            return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
         replica.arrange_hooks()
         if replica.is_joining:
@@ -326,12 +369,18 @@ class DistributedDataParallel(TorchDDP):
             self._sync_buffers()
         if self._join_config.enable:
             self._agree_on_sync(training and self.require_backward_grad_sync)
-        if training:
-            replica.before_forward(self.require_backward_grad_sync)
-        else:
-            replica.before_evaluation()
+        try:
+            if training:
+                replica.before_forward(self.require_backward_grad_sync)
+            else:
+                replica.before_evaluation()
+        except Error as error:
+            self.logger.set_error_and_log(str(error))  # type: ignore[union-attr]
+            raise
 
     def _after_forward(self, output: Any) -> Any:
+        if self._replica is None and self._is_around:
+            return output
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         training = torch.is_grad_enabled()
@@ -339,8 +388,11 @@ class DistributedDataParallel(TorchDDP):
         if self.require_forward_param_sync is not synchronises:
             self.require_forward_param_sync = synchronises
         if training and self._replica is not None:
-            self._replica.after_forward()
-            _hooks.hook_outputs(output, self._replica.on_output_gradient)
+            replica = self._replica
+            replica.after_forward()
+            _hooks.hook_outputs(
+                output, replica.on_output_gradient if synchronises else replica.on_local_output_gradient
+            )
         return output
 
     _pre_forward = _hooks.disable_compile(_before_forward)
@@ -381,17 +433,21 @@ class DistributedDataParallel(TorchDDP):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add to `.grad` locally in backwards inside; the next backward outside averages the sum."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        """Add to `.grad` locally in backwards inside, and in those of forwards inside; the next other backward averages
+        the sum."""
+        before = [(each, each.require_backward_grad_sync) for each in (self, *self._inner)]
+        for each, _ in before:
+            each.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            for each, synchronised in before:
+                each.require_backward_grad_sync = synchronised
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set if backwards from now on average gradients. `recurse` is accepted for compatibility with FSDP2."""
-        self.require_backward_grad_sync = bool(requires_gradient_sync)
+        for each in (self, *self._inner):
+            each.require_backward_grad_sync = bool(requires_gradient_sync)
 
     # uneven inputs ------------------------------------------------------------------------------------------------
 
@@ -406,8 +462,17 @@ class DistributedDataParallel(TorchDDP):
         """
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
+        if self._inner:
+            if self._is_around and len(self._inner) == 1:
+                return self._inner[0].join(divide_by_initial_world_size, enable, throw_on_early_termination)
+            raise NotImplementedError(
+                "join() of a module that holds wrappers beside other parameters: their backwards cross; wrap all of it once, without them"
+            )
         return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -448,12 +513,17 @@ class DistributedDataParallel(TorchDDP):
         the result. On a GPU at zero=3 a bucket holds one unit.
         """
         self._check_comm_hook(hook)
+        self._register(state, hook, hook.__qualname__ if hasattr(hook, "__qualname__") else type(hook).__qualname__)
+
+    def _register(self, state: object, hook: Callable[..., Any], name: str) -> None:
+        """Set a user's hook, which has this name in the logging data."""
         if self._zero and type(state).__name__ == "PostLocalSGDState":
             raise NotImplementedError(
                 f"a communication hook with a {type(state).__name__} averages over a part of the ranks: at zero={self._zero} state is sliced "
                 "over all of them, so that replicas cannot drift apart; it needs zero=0"
             )
         self._run_buckets_by(state, hook, is_ours=False)
+        self.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
 
     def _run_buckets_by(
         self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
@@ -464,7 +534,11 @@ class DistributedDataParallel(TorchDDP):
         """
         replica = self._engine()
         if self._comm_hooks or replica.compression is not None:
-            raise Error("register_comm_hook can only be called once: a communication hook is registered already")
+            self._log_and_throw(
+                Error,
+                "register_comm_hook or register_builtin_comm_hook can only be called once. This wrapper has a communication hook or a "
+                "compressor already",
+            )
         runner = replica.hook_runner(state, hook, is_ours=is_ours)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
@@ -475,6 +549,8 @@ class DistributedDataParallel(TorchDDP):
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
                 state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
+        if replica.sparse is not None and not is_ours:
+            replica.sparse.user_hook = state, hook
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
@@ -508,23 +584,16 @@ class DistributedDataParallel(TorchDDP):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hook = default_hooks.fp16_compress_hook if "FP16" in str(comm_hook_type) else default_hooks.allreduce_hook
-        self.register_comm_hook(self.process_group, hook)
+        self._register(self.process_group, hook, str(comm_hook_type))
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        self.logger.set_error_and_log(f"{err_type}: {err_msg}")  # type: ignore[union-attr]
         raise err_type(err_msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return world size, rank, buckets and counts, under torch's names where it has them."""
-        replica = self._engine()
-        return {
-            "world_size": replica.group.world_size,
-            "rank": replica.group.rank,
-            "backend_name": "shardwright",
-            "module_name": replica.label,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "num_parameter_tensors": len(replica.table.parameters),
-            **replica.reducer.stats(),
-        }
+        """Return torch's logging data, under torch's names, and the engine's counts. Times are measured from the first
+        call on, or once a sample rate is set."""
+        return self.logger.data()  # type: ignore[union-attr]
 
     def _update_process_group(self, new_process_group: Any) -> None:
         raise NotImplementedError(
@@ -532,7 +601,9 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        raise NotImplementedError("sparse gradients are made dense: there is no sparse metadata to set")
+        raise NotImplementedError(
+            "indices of sparse gradients are exchanged in each round: there is no sparse metadata to set"
+        )
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an optimizer inside the backward is not there: call optimizer.step() after it")

@@ -1,21 +1,21 @@
-"""Attributes of torch's DistributedDataParallel that other libraries use: `.reducer`, `.logger`, its constructor's
-arguments.
+"""Attributes of torch's DistributedDataParallel that other libraries use: `.reducer`, and its constructor's arguments.
 
-accelerate and Lightning call `reducer.prepare_for_backward`, torch's own code calls the logger. Nothing here does work
-of its own. A method without meaning for our engine is missing, or is accepted where its effect holds anyway.
+accelerate and Lightning call `reducer.prepare_for_backward`. Nothing here does work of its own. A method without meaning
+for our engine is missing, or is accepted where its effect holds anyway.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from .._engine import Error
+from ..options.precision import Precision
 
 
 class ReducerFacade:
@@ -46,7 +46,9 @@ class ReducerFacade:
         """Do nothing: nothing depends on it."""
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Do nothing: stats() counts always."""
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            wrapper.logger.set_sample_rate(rate)
 
     def _remove_autograd_hooks(self) -> None:
         wrapper = self._wrapper()
@@ -57,16 +59,6 @@ class ReducerFacade:
         wrapper = self._wrapper()
         if wrapper is not None and wrapper._engine().reducer.is_open:
             raise Error("the round of the last backward was never closed: the backward ended in an exception")
-
-
-class LoggerFacade:
-    """torch's DDP logger, with the methods that torch calls."""
-
-    def set_runtime_stats_and_log(self) -> None: ...
-    def set_error_and_log(self, message: str) -> None: ...
-    def _set_uneven_input_join(self) -> None: ...
-    def _set_static_graph(self) -> None: ...
-    def _set_comm_hook_name(self, name: str) -> None: ...
 
 
 def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) -> None:
@@ -104,21 +96,68 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Check torch's constructor arguments that have no field in Options. Raise for those that cannot work."""
-    if arguments["mixed_precision"] is not None:
-        raise NotImplementedError(
-            "mixed_precision= is not there: precision='bf16', 'fp16' or sw.Precision(...) computes in low precision and reduces in what "
-            "it says, or put torch.autocast around the forward"
-        )
+    if arguments["mixed_precision"] is not None and arguments["precision"] is not None:
+        raise ValueError("mixed_precision= and precision= were both given: pass one of them")
     if arguments["delay_all_reduce_named_params"] is not None or arguments["param_to_hook_all_reduce"] is not None:
         raise NotImplementedError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce are not there: "
             "buckets are sent in order as they fill, leave both None"
         )
-    if arguments["bucket_cap_mb_list"]:
-        raise NotImplementedError(
-            "bucket_cap_mb_list is not there: pass one bucket_cap_mb; results do not depend on it"
-        )
+    caps = arguments["bucket_cap_mb_list"] or ()
+    if any(isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0 for cap in caps):
+        raise ValueError(f"bucket_cap_mb_list must be a list of positive numbers of MiB, got {caps!r}")
+    if arguments["broadcast_buffers"] is not None:
+        _warn_of_broadcast_buffers(arguments["forward_sync_buffers"] is not None)
     if arguments["check_reduction"]:
         warnings.warn("check_reduction has no effect: a round always ends complete", FutureWarning, stacklevel=4)
     if arguments["dim"] != 0:
         raise ValueError(f"dim must be 0, got {arguments['dim']!r}: inputs are not scattered")
+
+
+def _warn_of_broadcast_buffers(overridden: bool) -> None:
+    """Give torch's warning for an argument that torch 2.13 has deprecated. sw.wrap's option is not."""
+    if overridden:
+        text = "`broadcast_buffers` is deprecated, and without effect beside `forward_sync_buffers`"
+    else:
+        text = (
+            "`broadcast_buffers` is deprecated: use `forward_sync_buffers`, which, unlike it, leaves the broadcast of buffers at "
+            "construction in place, or sw.wrap(broadcast_buffers=...)"
+        )
+    warnings.warn(text, FutureWarning, stacklevel=4)
+
+
+def bucket_cap(bucket_cap_mb: float | None, bucket_cap_mb_list: Any) -> float:
+    """Return the one cap of all buckets, MiB: the largest of torch's list, as torch has it beside the list."""
+    if bucket_cap_mb_list:
+        return float(max(bucket_cap_mb_list))
+    return 25 if bucket_cap_mb is None else bucket_cap_mb
+
+
+def precision_of(mixed_precision: Any) -> Precision:
+    """Return torch's policy of DDP (param_dtype, reduce_dtype, buffer_dtype) as ours."""
+    if not all(hasattr(mixed_precision, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")):
+        raise TypeError(
+            f"mixed_precision must have param_dtype, reduce_dtype and buffer_dtype, got {mixed_precision!r}; precision= takes 'bf16', "
+            "'fp16' or sw.Precision(...)"
+        )
+    reduce_dtype = mixed_precision.reduce_dtype or mixed_precision.param_dtype
+    return Precision(
+        param_dtype=mixed_precision.param_dtype,
+        reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype,
+    )
+
+
+def apply_mixed_precision(
+    module: torch.nn.Module, mixed_precision: Any, ignored: Collection[str], *, keeps_places: bool
+) -> None:
+    """Cast buffers as torch's policy says. Where parameters keep their places, set the attributes of them that torch's
+    own code reads."""
+    for name, buffer in module.named_buffers():
+        if mixed_precision.buffer_dtype is not None and name not in ignored and buffer.is_floating_point():
+            buffer.data = buffer.data.to(mixed_precision.buffer_dtype)
+    for name, parameter in module.named_parameters() if keeps_places else ():
+        if name in ignored or not parameter.is_floating_point():
+            continue
+        low = mixed_precision.param_dtype or parameter.dtype
+        parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+        parameter._mp_param = parameter.data.new_empty(0, dtype=low)  # type: ignore[attr-defined] # torch's is freed, too

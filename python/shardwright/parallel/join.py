@@ -51,6 +51,7 @@ class ShadowHook(JoinHook):
         replica = wrapper._engine()
         replica.reducer.set_divide_by(not divide_by_initial_world_size)
         replica.join_through(Announcer(wrapper))
+        wrapper.logger._set_uneven_input_join()
         _remember(wrapper)
 
     def main_hook(self) -> None:

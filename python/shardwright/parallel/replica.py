@@ -24,11 +24,12 @@ from ..comm.process_group import HostGroup, group_ranks
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
 from ..gradients.module_gradients import ModuleGradients
 from ..gradients.sharded_gradient import ShardedGradient
+from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..layout.param_groups import check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
-from ..layout.views import copy_gradient
+from ..layout.views import dtype_name
 from ..options.compressors import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
@@ -37,11 +38,13 @@ from ..parameters.storage import ParameterMemory
 from ..parameters.write_guard import ReadOnlyParameters, SampledParameters
 from ..torch_compat import autograd as _hooks
 from .backends import choose_backend
+from .step_in_backward import adopt as adopt_steps_in_backward
 from .steppers import Steppers
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink
     from ..parameters.mixed_precision import PrecisionPlan
+    from .ddp_logging import IterationTimes
 
 _logger = logging.getLogger("shardwright")
 _serials = itertools.count()
@@ -93,14 +96,15 @@ class Replica:
         self._module = weakref.ref(module)
         refusal = None
         try:
-            self.table = ParameterTable.of(module, ignored)
+            self.table = self._table_of(module, ignored, options)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
             check_inner(module, _ranks_of(options, group), ignored)
-            description = self.table.description(settings)
+            sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
+            description = self.table.description({**settings, "sparse gradients": sparse})
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank
             refusal, description = error, [["failure", str(error)]]
         try:
@@ -137,10 +141,20 @@ class Replica:
         self._drift: weakref.ref[DriftCheck] | None = None
         self._identities = frozenset(map(id, self.table.parameters))
         self.on_output_gradient = _output_hook(self.reducer)
+        self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
+        #: True while the outputs of a forward inside no_sync() open a round
+        self.opens_locally = False
+        self._has_begun = self._ends_backward = False
+        self.iterations = 0  # forwards that synchronise
+        self.begin_iteration: Callable[[int], IterationTimes | None] | None = None
+        self.times: IterationTimes | None = None
+        self._forward_range: torch.profiler.record_function | None = None
         self._in_forward = self._warned_of_forward = False
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.announcer: Any = None
         self.watcher: Any = None
+        #: called after each round to which this rank contributes, in a backward as a rule
+        self.after_round: list[Callable[[], None]] = []
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
@@ -152,6 +166,13 @@ class Replica:
         dtypes = {index: given.get(id(p), p.dtype) for index, p in enumerate(self.table.parameters)}
         wide = {index: p.element_size() > 2 for index, p in enumerate(self.table.parameters)}
         return {index: dtype for index, dtype in dtypes.items() if dtype in LOW_DTYPES and wide[index]}
+
+    def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
+        table = ParameterTable.of(module, ignored)
+        is_cast = self.settings.get("precision") not in (None, "None")
+        if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
+            return table
+        return dataclasses.replace(table, sparse=find_sparse(module, table))
 
     def _make_storage(self, request: Request) -> Any:
         if not self.zero:
@@ -194,11 +215,12 @@ class Replica:
         gradients = self.gradients = ModuleGradients(
             *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
+            warns_of_sparse=self._request.options.sparse_gradients == "auto",
         )
         self.reducer.attach(
             self.table.parameters,
             gradients.views,
-            copy=copy_gradient if self.zero < 2 else _weakly(gradients.write_contribution),
+            copy=gradients.copy if self.zero < 2 else _weakly(gradients.write_contribution),
             open=_opener(weakref.ref(self), synchronises),
             renew=_weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
@@ -207,8 +229,15 @@ class Replica:
             describe=_weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []
+        self.sparse: SparseGradients | None = None
+        if self.table.sparse:
+            self.sparse = SparseGradients(
+                self.table, self.group.comm, self.reducer, self._request.options.reduce, self.label
+            )
         for index, parameter in enumerate(self.table.parameters):
-            if parameter.requires_grad:
+            if self.sparse is not None and index in self.table.sparse:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self.sparse.hook(index)))
+            elif parameter.requires_grad:
                 self._hook(index)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
@@ -301,11 +330,22 @@ class Replica:
     def before_forward(self, synchronises: bool) -> None:
         """Prepare a forward with gradients, before it. Raise Error if the module is not the one that was wrapped."""
         self._notice_unended_forward()
+        if _hooks.profiler_enabled() or self._forward_range is not None:
+            self._begin_forward_range()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
         if self._guard is not None:
             self._guard.check("before a forward")
         self.backend.check()
+        if drift is not None and drift.is_stateless and drift.none_in_place():
+            return  # no gradient will come to a parameter
+        if not self._has_begun:
+            self._has_begun = True
+            adopt_steps_in_backward(self)
+        if synchronises:
+            self.iterations += 1
+            if self.begin_iteration is not None:
+                self.times = self.begin_iteration(self.iterations - 1)
         self.reducer.forward(synchronises)
         # behind the end of a round that a failed backward left open: peers sent no bucket for these parameters in it
         for index in drift.take_unfrozen() if drift is not None else ():
@@ -319,8 +359,18 @@ class Replica:
     def after_forward(self) -> None:
         """Count a forward with gradients that ended without an exception."""
         self._in_forward = False
+        if self._forward_range is not None:
+            self._forward_range.__exit__(None, None, None)
+            self._forward_range = None
         if self._guard is not None:
             self._guard.check("after a forward")
+
+    def _begin_forward_range(self) -> None:
+        """Begin torch's range of a profile for a forward, and end that of a forward that an exception ended."""
+        if self._forward_range is not None:
+            self._forward_range.__exit__(None, None, None)
+        self._forward_range = torch.profiler.record_function("DistributedDataParallel.forward")
+        self._forward_range.__enter__()
 
     def _notice_unended_forward(self) -> None:
         # recomputed inside a backward, which may break off once it has the values it needs
@@ -399,6 +449,8 @@ class Replica:
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
+        if self.sparse is not None:
+            self.sparse.use_all()
         self._end_round(self.reducer.average)
         self._in_forward = False
 
@@ -511,7 +563,8 @@ class Replica:
         self._check_drift()
         if self._guard is not None:
             self._guard.check("before a step")
-        self.close_pending()
+        if not self._ends_backward:
+            self.close_pending()
         if not self.zero:
             self._check_gradients(optimizer)
         if not self.zero and self.group.world_size > 1:
@@ -534,9 +587,14 @@ class Replica:
 
     # rounds, by whatever way they end --------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, local: bool = False) -> None:
         """Close the round at the end of a backward."""
+        times = None if local else self.times
+        if times is not None:
+            times.backward_end = time.perf_counter_ns()
         self._end_round(self.reducer.close)
+        if times is not None:
+            times.close_end = time.perf_counter_ns()
 
     def close_pending(self) -> None:
         """Close a synchronised forward that no backward followed, before gradients are used."""
@@ -547,13 +605,42 @@ class Replica:
 
     def shadow(self, standing: Sequence[int] | None = None) -> None:
         """Run a round of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
-        self._end_round(self.reducer.shadow if standing is None else functools.partial(self.reducer.shadow, standing))
+        end = self.reducer.shadow if standing is None else functools.partial(self.reducer.shadow, standing)
+        self._end_round(end, contributes=False)
 
-    def _end_round(self, end: Callable[[], None]) -> None:
+    def _end_round(self, end: Callable[[], None], *, contributes: bool = True) -> None:
         begin_s = time.perf_counter()
-        end()
+        looks = self.sparse is not None or bool(self.after_round)
+        before = self.reducer.stats()["rounds"] if looks else 0
+        if _hooks.profiler_enabled():
+            with self._range():
+                end()
+        else:
+            end()
+        if looks and (not contributes or self.reducer.stats()["rounds"] != before):
+            self._follow_round(contributes)
         if self.watcher is not None:
             self.watcher.after_round(time.perf_counter() - begin_s)
+
+    def _follow_round(self, contributes: bool) -> None:
+        """Do what follows a round that averaged: sparse gradients, and optimizers that step in the backward."""
+        if self.sparse is not None:
+            self.sparse.exchange(contributes=contributes)
+        self._ends_backward = True
+        try:
+            for call in self.after_round if contributes else ():
+                call()
+        finally:
+            self._ends_backward = False
+
+    def _range(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a profiler's range for the end of a round, which waits for the averages."""
+        numel = sum(p.numel() for p in self.table.parameters if p.requires_grad)
+        dtypes = {dtype_name(p.dtype): None for p in self.table.parameters if p.requires_grad}
+        kind = "reduce_scatter" if self.zero >= 2 else "all_reduce"
+        return torch.profiler.record_function(
+            f"shardwright:{kind}", f"{self.label} numel={numel} dtype={','.join(dtypes)}"
+        )
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Broadcast parameters and `buffers` of rank `root`. Collective."""
@@ -564,7 +651,13 @@ class Replica:
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
         """Broadcast values of rank `root`. Collective."""
-        self.backend.broadcast(tensors, root, label)
+        if not _hooks.profiler_enabled():
+            self.backend.broadcast(tensors, root, label)
+            return
+        numel = sum(each.numel() for each in tensors)
+        dtypes = ",".join({dtype_name(each.dtype): None for each in tensors})
+        with torch.profiler.record_function("shardwright:broadcast", f"{label} numel={numel} dtype={dtypes}"):
+            self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
         """Take the hooks off the parameters. Gradients stay in place.
@@ -602,9 +695,18 @@ def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> 
         alive = replica()
         if alive is None:
             return False
-        close = alive.reducer.close if alive.watcher is None else alive.close
+        local = not synchronises() or (alive.opens_locally and not alive.reducer.pending_forward)
+        if alive.sparse is not None:
+            alive.sparse.is_local = local
+        close = alive.reducer.close
+        if alive.after_round or alive.sparse is not None or alive.times is not None or _hooks.profiler_enabled():
+            close = functools.partial(alive.close, local)
+            if alive.times is not None:
+                alive.times.backward_start = time.perf_counter_ns()
+        elif alive.watcher is not None:
+            close = alive.close
         _hooks.queue_at_end(close, alive.reducer.fail)
-        return synchronises()
+        return not local
 
     return open_round
 
@@ -619,6 +721,23 @@ def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., 
         return otherwise if alive is None else alive(*arguments)
 
     return call
+
+
+def _local_output_hook(replica: weakref.ref[Replica]) -> Callable[[torch.Tensor], None]:
+    """Return the hook for outputs of a forward inside no_sync(): their backward is local, unless a forward outside of it
+    waits for a backward, too."""
+
+    def on_output_gradient(_: torch.Tensor) -> None:
+        alive = replica()
+        if alive is None:
+            return
+        alive.opens_locally = True
+        try:
+            alive.reducer.open_round()
+        finally:
+            alive.opens_locally = False
+
+    return on_output_gradient
 
 
 def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:

@@ -18,8 +18,8 @@ from ..comm.process_group import gather_in_rank_order, group_size
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """Batch normalisation over the batches of all ranks of a group. Collective in training, in forward and in backward.
 
-    Arguments, parameters, buffers and state_dict are those of torch.nn.SyncBatchNorm. In evaluation with running
-    statistics, and with one rank, it is torch's batch_norm.
+    Arguments, parameters, buffers and state_dict are those of torch.nn.SyncBatchNorm. In evaluation, where ranks may be
+    alone, and with one rank, it is torch's batch_norm.
 
     Notes
     -----
@@ -51,7 +51,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        if not uses_batch or group_size(self.process_group) == 1:
+        if not uses_batch or not self.training or group_size(self.process_group) == 1:
             return F.batch_norm(
                 input,
                 self.running_mean if not self.training or self.track_running_stats else None,

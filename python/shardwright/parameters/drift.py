@@ -16,7 +16,7 @@ import torch
 
 from .._engine import Error
 from ..layout.param_table import ParameterTable
-from ..torch_compat.autograd import unguarded
+from ..torch_compat.autograd import inside_functional_call, unguarded
 
 _requires_grad = operator.attrgetter("requires_grad")
 _REMEDY = "wrap again after such a change: sw.wrap(sw.unwrap(model), ...), with its optimizer at zero >= 1"
@@ -57,6 +57,8 @@ class DriftCheck:
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
         self._addresses = self._read_addresses()
         self._versions = self._read_versions() if shared else None
+        #: True while other tensors stand in the places of some parameters for the time of a call
+        self.is_stateless = False
         self._take_snapshot(module)
 
     def _take_snapshot(self, module: torch.nn.Module) -> None:
@@ -67,12 +69,13 @@ class DriftCheck:
         self._members = [*chain.from_iterable(self._views)]
         # Comparison of lists tests identity first. Where it goes on to compare two tensors it raises or is False.
         # Tensors of one element are the exception: they may be equal and not the same.
-        self._single = [
-            (d, name, p)
-            for d in dictionaries
-            for name, p in d.items()
-            if isinstance(p, torch.Tensor) and p.numel() == 1
-        ]
+        with unguarded():  # an ignored parameter may be of a class that answers nothing
+            self._single = [
+                (d, name, p)
+                for d in dictionaries
+                for name, p in d.items()
+                if isinstance(p, torch.Tensor) and p.numel() == 1
+            ]
 
     def take_unfrozen(self) -> list[int]:
         """Return the indices of frozen parameters that require a gradient since the last call."""
@@ -82,8 +85,11 @@ class DriftCheck:
 
     def check(self, module: torch.nn.Module) -> None:
         """Raise Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
+        self.is_stateless = False
         if not self._same_members():
-            self._compare_names(module)
+            self.is_stateless = self._is_swapped()
+            if not self.is_stateless:
+                self._compare_names(module)
         addresses = self._read_addresses()
         if self._places is not None:
             self._addresses = self._places()
@@ -101,6 +107,24 @@ class DriftCheck:
         except RuntimeError:  # two tensors were compared: they are different objects
             return False
         return same and not any(self._empty) and all(d.get(name) is p for d, name, p in self._single)
+
+    def _is_swapped(self) -> bool:
+        """Return True if the members that differ are tensors in the places of parameters for the time of a call.
+
+        Those are plain tensors, which no optimizer trains, or torch's functional_call put them there.
+        """
+        now = [*chain.from_iterable(self._views)]
+        if any(self._empty) or len(now) != len(self._members):
+            return False
+        swapped = [(new, old) for new, old in zip(now, self._members) if new is not old]
+        if not all(isinstance(each, torch.Tensor) for pair in swapped for each in pair):
+            return False
+        return not any(isinstance(new, torch.nn.Parameter) for new, _ in swapped) or inside_functional_call()
+
+    def none_in_place(self) -> bool:
+        """Return True if no parameter of the table is in its place, which is_stateless says of some."""
+        present = {id(each) for each in chain.from_iterable(self._views)}
+        return not any(id(parameter) in present for parameter in self._table.parameters)
 
     def _read_addresses(self) -> list[int]:
         with unguarded():

@@ -4,6 +4,7 @@ Each private name has a fallback, so that a torch without it costs a feature, no
 
 - `torch._C._current_graph_task_id`: else one number for every backward, and reentrant checkpointing is not told apart.
 - `torch._C.DisableTorchFunctionSubclass`: else a read of a released parameter is NaN, and no error.
+- `torch.autograd._profiler_enabled`: else a profile has no ranges of ours.
 - `torch._C._cuda_getCurrentRawStream`: else a slower public function.
 - `torch._disable_dynamo`: else `torch.compiler.disable`.
 - `Tensor._post_accumulate_grad_hooks`: else a hook that changes gradients must be registered before wrapping.
@@ -35,7 +36,9 @@ __all__ = [
     "find_tensors",
     "graph_task_id",
     "hook_outputs",
+    "inside_functional_call",
     "ignore_steps",
+    "profiler_enabled",
     "queue_at_end",
     "raw_stream",
     "stream_reader",
@@ -63,6 +66,20 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
 
 #: the id of the graph task that runs now; -1 outside of a backward
 graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
+
+
+#: tells whether a profiler of torch's records in this thread
+profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+
+def inside_functional_call() -> bool:
+    """Return True below torch.func.functional_call, which puts other tensors in the parameters' places for one call."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_functional_call" and frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _End:

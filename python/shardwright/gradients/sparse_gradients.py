@@ -1,0 +1,221 @@
+"""Sparse gradients at zero=0 on the host: rows of an embedding are gathered, added in rank order, averaged, stay sparse.
+
+**Idea.** Parameters of sparse embeddings are no part of the engine's buckets. At the end of each round every rank sends
+the indices and values of its `.grad` in one exchange of bytes, and builds the same coalesced mean. Its values have the bits
+of the dense fold.
+
+**Alternatives.** Dense buckets move all rows; torch's sparse all-reduce adds in the order of its own exchange.
+
+**Cost.** One exchange a round for all sparse parameters: W * nnz * (row bytes + 8) bytes reach each rank.
+
+**How it fails.** A rank whose backward failed has abandoned the round, and the others raise there, before the exchange. A
+gradient that arrives dense (a use of the parameter that is not sparse) is sent by its rows that are not zero, and the mean
+is dense on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._engine import Error, HostComm
+from ..layout.param_table import ParameterTable
+
+__all__ = ["SparseGradients", "find_sparse"]
+
+_USED, _DENSE = 1, 2
+#: flags, and the number of indices that follow
+_HEAD = struct.Struct("<BQ")
+_NO_GRADIENT: Any = types.SimpleNamespace(grad=None)
+#: sums of halves are in float32, as in the engine's fold
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def find_sparse(module: torch.nn.Module, table: ParameterTable) -> frozenset[int]:
+    """Return the indices of the trained parameters that only sparse embeddings use."""
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for each in module.modules():
+        is_sparse = isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.sparse
+        (sparse if is_sparse else dense).update(id(p) for p in each._parameters.values() if p is not None)
+    return frozenset(i for i, p in enumerate(table.parameters) if id(p) in sparse - dense and p.requires_grad)
+
+
+class SparseGradients:
+    """The gradients of a module's sparse parameters, and their exchange.
+
+    Parameters
+    ----------
+    table : ParameterTable
+        Its `sparse` are the parameters.
+    comm : HostComm
+    reducer : Reducer
+    reduce : {"mean", "sum"}
+    label : str
+        The module's class, in messages.
+
+    Attributes
+    ----------
+    user_hook : (state, hook), optional
+        A user's communication hook, which gets each parameter's gradient as a bucket of its own.
+    """
+
+    def __init__(self, table: ParameterTable, comm: HostComm, reducer: Any, reduce: str, label: str) -> None:
+        self._parameters = {index: table.parameters[index] for index in sorted(table.sparse)}
+        self._comm, self._reducer, self._label = comm, reducer, label
+        self._is_mean = reduce == "mean"
+        self._touched: set[int] = set()  # used since the last exchange
+        #: True while a backward that does not synchronise runs
+        self.is_local = False
+        dense = [i for i, p in enumerate(table.parameters) if p.requires_grad and i not in table.sparse]
+        self._open = reducer.hook(dense[0] if dense else min(table.sparse))
+        self.user_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return the post-accumulate-grad hook of a parameter."""
+        announce, reference = self._reducer.open_round, weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            alive = reference()
+            if alive is None:
+                return
+            alive._touched.add(index)
+            announce()
+            if not alive.is_local:
+                alive._open(_NO_GRADIENT)  # the engine's round opens as by any gradient, which is then not there
+
+        return on_gradient
+
+    def use_all(self) -> None:
+        """Take every gradient that is there for a contribution to the next round."""
+        self._touched.update(index for index, parameter in self._parameters.items() if parameter.grad is not None)
+
+    @torch.no_grad()
+    def exchange(self, *, contributes: bool = True) -> None:
+        """Set `.grad` of each parameter that some rank used to the mean of all ranks' gradients. Collective."""
+        mine = [self._pack(index, contributes) for index in self._parameters]
+        said = self._comm.all_gather_bytes(b"".join(mine), f"sparse gradients of {self._label}")
+        self._touched.clear()
+        places = [0] * len(said)
+        for position, parameter in enumerate(self._parameters.values()):
+            flags, parts = 0, []
+            for rank, data in enumerate(said):
+                found, indices, values, places[rank] = _unpack(data, places[rank], parameter)
+                flags |= found
+                parts.append((indices, values))
+            if flags & _USED:
+                mean = self._mean(parameter, parts) if self.user_hook is None else self._by_hook(position, parameter)
+                if contributes:
+                    parameter.grad = mean.to_dense() if flags & _DENSE else mean
+
+    def _pack(self, index: int, contributes: bool) -> bytes:
+        gradient = self._parameters[index].grad if contributes else None
+        flags = _USED if contributes and index in self._touched else 0
+        if gradient is None:
+            return _HEAD.pack(flags, 0)
+        if not gradient.is_sparse:
+            flags |= _DENSE
+        if self.user_hook is not None:  # the hook sends it
+            return _HEAD.pack(flags, 0)
+        whole = as_sparse(gradient)
+        values = whole.values().contiguous().view(torch.uint8).cpu().numpy().tobytes() if whole._nnz() else b""
+        return _HEAD.pack(flags, whole._nnz()) + whole.indices().contiguous().cpu().numpy().tobytes() + values
+
+    def _mean(self, parameter: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Return the mean of (indices, values) of each rank, added in rank order."""
+        places = torch.unique(torch.cat([indices for indices, _ in parts]))
+        total = torch.zeros(
+            (len(places), *parameter.shape[1:]), dtype=_WIDER.get(parameter.dtype, parameter.dtype), device="cpu"
+        )
+        for indices, values in parts:
+            at = torch.searchsorted(places, indices)  # each rank's are different ones
+            total[at] += values.to(total.dtype)
+        if self._is_mean:
+            total *= torch.tensor(1 / self._reducer.divisor(), dtype=total.dtype, device="cpu")
+        return torch.sparse_coo_tensor(
+            places.unsqueeze(0).to(parameter.device),
+            total.to(parameter.dtype).to(parameter.device),
+            parameter.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _by_hook(self, position: int, parameter: torch.Tensor) -> torch.Tensor:
+        assert self.user_hook is not None
+        state, hook = self.user_hook
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
+                torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),
+                parameter.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        bucket = SparseBucket(
+            self._reducer.bucket_count + position, parameter, as_sparse(gradient), position == len(self._parameters) - 1
+        )
+        result = hook(state, bucket)
+        result = result.wait() if hasattr(result, "wait") else result
+        result = result[0] if isinstance(result, (list, tuple)) and len(result) == 1 else result
+        if not isinstance(result, torch.Tensor) or result.shape != parameter.shape:
+            raise Error(
+                "the communication hook must return a Future of a sparse tensor of the parameter's shape for a sparse bucket"
+            )
+        return as_sparse(result)
+
+
+class SparseBucket:
+    """One sparse gradient with the methods of torch.distributed.GradBucket."""
+
+    def __init__(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, is_last: bool) -> None:
+        self._index, self._parameter, self._buffer, self._is_last = index, parameter, gradient, is_last
+
+    def index(self) -> int:
+        """Return the position in the round, behind all dense buckets."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """Return the coalesced gradient of this rank, not divided."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._buffer]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._parameter]
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+
+def as_sparse(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a coalesced tensor of rows."""
+    return (gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)).coalesce()
+
+
+def _unpack(data: bytes, at: int, parameter: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor, int]:
+    """Return flags, indices, values, and the place after them, of a rank's next parameter."""
+    flags, count = _HEAD.unpack_from(data, at)
+    at += _HEAD.size
+    row = math.prod(parameter.shape[1:])
+    middle, end = at + 8 * count, at + count * (8 + row * parameter.element_size())
+    if count == 0:
+        return (
+            flags,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            parameter.new_empty(0, *parameter.shape[1:], device="cpu"),
+            at,
+        )
+    indices = torch.frombuffer(bytearray(data[at:middle]), dtype=torch.int64)
+    values = torch.frombuffer(bytearray(data[middle:end]), dtype=parameter.dtype).reshape(count, *parameter.shape[1:])
+    return flags, indices, values, end

@@ -1,0 +1,196 @@
+"""The logging data of a wrapped module, under torch's names (`_get_ddp_logging_data()`), and its logger.
+
+Facts of the constructor and of the buckets are read when the data is asked for. Times are measured only once a program has
+asked for the data or set the sample rate, since a measurement costs a training step Python calls: torch measures always.
+Buckets are laid out once, so what torch says of rebuilt buckets is absent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["DDPLogger", "IterationTimes"]
+
+#: torch measures the first iterations, and then one in so many
+_FIRST_ITERATIONS, _SAMPLE_RATE = 10, 100
+#: torch's name of a dtype
+_CXX_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_GLOO_ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+
+
+class IterationTimes:
+    """The moments of one iteration, nanoseconds of time.perf_counter_ns(); 0 if one has not come."""
+
+    __slots__ = ("backward_end", "backward_start", "close_end", "forward_start")
+
+    def __init__(self) -> None:
+        self.forward_start = self.backward_start = self.backward_end = self.close_end = 0
+
+    def data(self) -> dict[str, int]:
+        """Return torch's fields. Its communication is what the end of a backward waits for here: buckets that were
+        averaged during the backward are not counted, so there is no overlap to report."""
+        return {
+            "forward_compute_time": self.backward_start - self.forward_start,
+            "backward_compute_time": self.backward_end - self.backward_start,
+            "backward_comm_time": self.close_end - self.backward_end,
+            "backward_compute_comm_overlap_time": 0,
+            "forward_compute_time_start": self.forward_start,
+            "backward_compute_time_start": self.backward_start,
+            "backward_compute_time_end": self.backward_end,
+            "backward_comm_time_start": self.backward_end,
+            "backward_comm_time_end": self.close_end,
+        }
+
+
+class DDPLogger:
+    """torch's DDP logger, with the methods that torch calls, and the data that it gives.
+
+    Parameters
+    ----------
+    wrapper : DistributedDataParallel
+        It is held weakly.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self._iterations = 0
+        self._rate = _SAMPLE_RATE
+        self._times: IterationTimes | None = None
+        self._measured: dict[str, int] = {}
+        self._averages: dict[str, int] = {}
+        self._samples = 0
+        self._facts: dict[str, Any] = {}
+
+    # what torch's own code calls ------------------------------------------------------------------------------------
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing: begin_iteration() does it."""
+
+    def set_error_and_log(self, message: str) -> None:
+        """Keep the text of an error."""
+        self._facts.update(has_error=1, error=message)
+
+    def _set_uneven_input_join(self) -> None:
+        self._facts["join_uneven_inputs"] = True
+
+    def _set_static_graph(self) -> None:
+        self._facts["static_graph"] = 1
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._facts["comm_hook"] = name
+
+    def set_sample_rate(self, rate: int) -> None:
+        """Measure the first iterations, and then one in `rate`."""
+        self._rate = rate
+        self._measure()
+
+    # measuring ------------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> tuple[Any, Any]:
+        """Measure iterations from now on; return the wrapper and its engine."""
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        replica = wrapper._engine()
+        replica.begin_iteration = self.begin_iteration
+        return wrapper, replica
+
+    def begin_iteration(self, iterations: int) -> IterationTimes | None:
+        """Take the times of the iteration that ended, after `iterations` of them. Return an object for those of the next."""
+        if self._is_sampled(iterations) and self._times is not None and self._times.close_end:
+            self._take(self._times, iterations)
+        self._times = None
+        if self._is_sampled(iterations + 1):
+            self._times = IterationTimes()
+            self._times.forward_start = time.perf_counter_ns()
+        return self._times
+
+    def _is_sampled(self, iteration: int) -> bool:
+        return iteration <= _FIRST_ITERATIONS or iteration % self._rate == 0
+
+    def _take(self, times: IterationTimes, iterations: int) -> None:
+        self._measured = times.data()
+        self._iterations = iterations
+        self._samples += 1
+        for name, value in self._measured.items():
+            if not name.endswith(("_start", "_end")):
+                before = self._averages.get(f"avg_{name}", 0)
+                self._averages[f"avg_{name}"] = before + (value - before) // self._samples
+
+    # the data -------------------------------------------------------------------------------------------------------
+
+    def data(self) -> dict[str, Any]:
+        """Return torch's fields and the engine's counts."""
+        wrapper, replica = self._measure()
+        return {
+            **_of_wrapper(wrapper),
+            **_of_group(wrapper.process_group, replica),
+            **_of_buckets(replica),
+            "iteration": self._iterations,
+            **self._measured,
+            **self._averages,
+            **self._facts,
+            **replica.reducer.stats(),
+        }
+
+
+def _of_wrapper(wrapper: Any) -> dict[str, Any]:
+    return {
+        "module_name": type(wrapper.module).__name__,
+        "device_ids": ", ".join(map(str, wrapper.device_ids or ())),
+        "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
+        "broadcast_buffers": int(wrapper.forward_sync_buffers),
+        "bucket_cap_bytes": wrapper.bucket_bytes_cap,
+        "find_unused_parameters": int(wrapper.find_unused_parameters),
+        "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),
+        "static_graph": int(wrapper.static_graph),
+        "is_multi_device_module": 0,
+        "has_sync_bn": int(any(isinstance(each, torch.nn.SyncBatchNorm) for each in wrapper.module.modules())),
+        "zero": wrapper._zero,
+    }
+
+
+def _of_group(group: Any, replica: Any) -> dict[str, Any]:
+    backend = torch.distributed.get_backend(group) if isinstance(group, torch.distributed.ProcessGroup) else "none"
+    names = _ENVIRONMENT + (_GLOO_ENVIRONMENT if backend == "gloo" else ())
+    return {
+        "world_size": replica.group.world_size,
+        "rank": replica.group.rank,
+        "backend_name": backend,
+        "engine": "shardwright",
+        **{name.lower(): os.environ.get(name, "N/A") for name in names},
+    }
+
+
+def _of_buckets(replica: Any) -> dict[str, Any]:
+    parameters, reducer = replica.table.parameters, replica.reducer
+    trained = [each for each in parameters if each.requires_grad]
+    bytes_of: Callable[[torch.Tensor], int] = lambda each: each.numel() * each.element_size()  # noqa: E731
+    buckets = [
+        [i for i in reducer.bucket_parameters(b) if parameters[i].requires_grad] for b in range(reducer.bucket_count)
+    ]
+    buckets = [each for each in buckets if each]
+    dtypes = sorted({_CXX_NAMES.get(each.dtype, str(each.dtype)) for each in trained})
+    return {
+        "dtypes": ", ".join(dtypes),
+        "total_parameter_size_bytes": sum(map(bytes_of, trained)),
+        "num_parameter_tensors": len(trained),
+        "bucket_sizes": ", ".join(str(sum(bytes_of(parameters[i]) for i in each)) for each in buckets),
+        "per_bucket_param_indices": ", ".join(" ".join(map(str, each)) for each in buckets),
+        "has_rebuilt_buckets": 0,
+        "num_buckets_reduced": len(buckets),
+        "can_set_static_graph": True,
+    }

@@ -1,0 +1,61 @@
+"""Steps at the end of a backward, by torch's _apply_optimizer_in_backward, at zero=0.
+
+torch's hooks step on the gradient of one rank as it comes. They are taken off here, at the module's first forward, as
+torch's wrapper does; each optimizer steps once the means of the round are there, and its gradients become None. In a
+backward that does not synchronise nothing steps. Ignored parameters keep torch's hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..torch_compat.in_backward import optimizers_of, take_hooks
+
+__all__ = ["adopt"]
+
+
+def adopt(replica: Any) -> None:
+    """Step the module's optimizers of this kind from now on, if it has any.
+
+    Parameters
+    ----------
+    replica : Replica
+        Its module imports this one.
+
+    Raises
+    ------
+    Error
+        At zero >= 1, where steps are on slices.
+    """
+    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.parameters) if optimizers_of(p)]
+    if not stepped:
+        return
+    if replica.zero:
+        raise Error(
+            f"parameter {stepped[0][0]!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), on the whole "
+            f"parameter: zero={replica.zero} steps on slices after the backward; give sw.wrap(module, optimizer, zero={replica.zero}) an "
+            "ordinary optimizer, or wrap with zero=0"
+        )
+    parameters = [parameter for _, parameter in stepped]
+    take_hooks(parameters)
+    replica.after_round.append(_Stepper(parameters))
+
+
+class _Stepper:
+    """A callable that steps the optimizers of parameters that have a gradient, and sets that to None."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def __call__(self) -> None:
+        for reference in self._parameters:
+            parameter = reference()
+            if parameter is None or parameter.grad is None:
+                continue
+            for optimizer in optimizers_of(parameter):
+                optimizer.step()
+            parameter.grad = None

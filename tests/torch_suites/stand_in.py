@@ -1,0 +1,75 @@
+"""A stand-in for GPUs: torch's tests that ask for one GPU a rank run on the CPU.
+
+`.cuda()`, `device=rank`, "cuda:1" and autocast on GPUs mean the CPU; streams and waits for a device do nothing. What a
+test says about gradients, hooks, errors and states holds on any device; what it says about streams or device memory does
+not, and such a test is in the table of differences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+#: test_ddp_uneven_inputs convolves images of 200 billion operations a step: minutes on a CPU
+_LARGE_IMAGE, _SMALL_IMAGE = (1, 1, 1000, 1000), (1, 1, 60, 60)
+
+
+def admit_gpu_tests() -> None:
+    """Have torch's decorators run tests that need GPUs. To be called before the suite is imported."""
+    from torch.testing._internal import common_distributed as common
+
+    def admit(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return run
+
+    common.skip_if_lt_x_gpu = lambda *_, **__: admit
+    common.skip_if_no_gpu = admit
+    common.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
+
+
+def _on_cpu(device: Any) -> Any:
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda")):
+        return CPU
+    return CPU if isinstance(device, torch.device) and device.type == "cuda" else device
+
+
+class _OnCpu(TorchFunctionMode):
+    """A mode in which a GPU as an argument is the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if function is torch.Tensor.cuda:
+            return args[0].clone()
+        if function is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        elif function is torch._C._nn._parse_to and args:
+            args = (_on_cpu(args[0]), *args[1:])
+        elif function is torch.ones and args == _LARGE_IMAGE:
+            args = _SMALL_IMAGE
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def gpus_on_cpu() -> Iterator[None]:
+    """Run a rank's test with the CPU in the place of GPUs."""
+    for name in ("set_device", "synchronize", "manual_seed"):  # a function each: the compiler has a rule a function
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.current_device = lambda: 0
+    torch.nn.Module.cuda = lambda module, device=None: module
+    for name in ("Stream", "current_stream", "stream"):
+        setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    with _OnCpu():
+        yield
