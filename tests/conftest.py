@@ -114,10 +114,7 @@ def each_choice(cases: list[dict[str, Any]]) -> list[int]:
 
     Each next case holds the most values that none before it holds; of several such, it has the largest world, and is the first.
     """
-    values = [
-        {(name, value if isinstance(value, Hashable) else repr(value)) for name, value in case.items()}
-        for case in cases
-    ]
+    values = [{(name, _hashable(value)) for name, value in case.items()} for case in cases]
     missing, chosen = set().union(*values), []
     while missing:
         best = max(range(len(cases)), key=lambda at: (len(missing & values[at]), cases[at].get("world_size", 0), -at))
