@@ -6,8 +6,6 @@
 #include "comm/device_watch.h"
 #include "python/device_object.h"
 
-/* ---- arguments ---- */
-
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 {
     *stream = (sw_stream *)PyLong_AsVoidPtr(value);
@@ -99,6 +97,18 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return -1;
 }
 
+/* false with an exception: `what` needs a communicator that is open, and no call inside it. */
+static bool is_open_and_free(device_comm_object *self, const char *what)
+{
+    if (!sw_py_device_wait_for_watch(self))
+        return false;
+    if (self->comm && !self->closed && self->use == DEVICE_FREE)
+        return true;
+    PyErr_Format(sw_py_state_of((PyObject *)self)->error,
+                 "%s: the GPU's communicator was closed, or was never opened", what);
+    return false;
+}
+
 static PyObject *device_connect(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -117,13 +127,8 @@ static PyObject *device_connect(PyObject *op, PyObject *args)
                      (Py_ssize_t)sizeof id, size);
         return NULL;
     }
-    if (!sw_py_device_wait_for_watch(self))
+    if (!is_open_and_free(self, "connect"))
         return NULL;
-    if (!self->comm || self->closed || self->use != DEVICE_FREE) {
-        PyErr_SetString(sw_py_state_of(op)->error,
-                        "connect: the GPU's communicator was closed, or was never opened");
-        return NULL;
-    }
     memcpy(&id, bytes, sizeof id);
     sw_py_device_take(self, DEVICE_USED);
     Py_BEGIN_ALLOW_THREADS
@@ -147,13 +152,8 @@ static PyObject *device_borrow(PyObject *op, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "borrow: timeout_s must be in (0, 1e9]");
         return NULL;
     }
-    if (!sw_py_device_wait_for_watch(self))
+    if (!is_open_and_free(self, "borrow"))
         return NULL;
-    if (!self->comm || self->closed || self->use != DEVICE_FREE) {
-        PyErr_SetString(sw_py_state_of(op)->error,
-                        "borrow: the GPU's communicator was closed, or was never opened");
-        return NULL;
-    }
     sw_py_device_take(self, DEVICE_USED);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_borrow(self->comm, sw_py_address(handle), rank, world_size,
@@ -222,13 +222,8 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     if (slot_bytes < 0 || !(timeout_s > 0 && timeout_s <= 1e9))
         return PyErr_Format(PyExc_ValueError,
                             "connect_slots: slot_bytes must be positive and timeout_s in (0, 1e9]");
-    if (!sw_py_device_wait_for_watch(self))
+    if (!is_open_and_free(self, "connect_slots"))
         return NULL;
-    if (!self->comm || self->closed || self->use != DEVICE_FREE) {
-        PyErr_SetString(sw_py_state_of(op)->error,
-                        "connect_slots: the GPU's communicator was closed, or was never opened");
-        return NULL;
-    }
     parts.slot_bytes = (size_t)slot_bytes;
     uint8_t **part = parts_of(arena, members, sw_slot_part_bytes(parts.slot_bytes));
     if (!part)
