@@ -7,11 +7,10 @@ DDPStrategy at every stage.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,8 @@ from .._engine import Error
 from ..optim.clip_grad import clip_grad_norm_
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
-from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
+from ..wrap import keep_optimizer, shard_optimizer, unwrap
+from .whole import copied, whole_parameters
 
 #: hooks in which callbacks that average weights read parameters, and those in which they write them
 _READING = ("on_train_batch_end", "on_train_epoch_end")
@@ -92,33 +92,11 @@ def _clips_all_of(wrapper: DistributedDataParallel, parameters: Iterable[torch.T
     return members <= {id(p) for p in own} and {id(p) for p in own if p.requires_grad} <= members
 
 
-@contextlib.contextmanager
-def _whole(wrapper: DistributedDataParallel | None, *, writable: bool = False) -> Iterator[None]:
-    """Give every rank whole parameters inside, at zero=3. At other stages it has them."""
-    if wrapper is None or wrapper._zero < 3:
-        yield
-        return
-    with full_parameters(wrapper, writable=writable):
-        yield
-
-
 def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return read(), a state dict, with whole parameters: copies of those that are released afterwards."""
-    with _whole(wrapper):
+    with whole_parameters(wrapper):
         state = read()
-        if wrapper is None or not wrapper._engine().releases_parameters:
-            return state
-        copies: dict[int, Any] = {}
-        return {name: _copied(value, copies) for name, value in state.items()}
-
-
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Return a copy; `copies`: by identity, so that tied entries stay tied."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if id(value) not in copies:
-        copies[id(value)] = value.clone()
-    return copies[id(value)]
+        return copied(state) if wrapper is not None and wrapper._engine().releases_parameters else state
 
 
 class TrainerMixin(_Wraps):
@@ -154,7 +132,9 @@ class TrainerMixin(_Wraps):
         wrapper = self._wrapper_of(self.model)
         if wrapper is None:
             return
-        self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
+        clips = type(self.precision_plugin).clip_grad_by_norm
+        if clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):  # not a plugin's own way to clip
+            self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         for callback in trainer.callbacks if wrapper._zero == 3 else ():
             if {each.__name__ for each in type(callback).__mro__} & set(_AVERAGING):
                 for name in _READING + _WRITING:
@@ -194,7 +174,7 @@ class TrainerMixin(_Wraps):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state dict of any stage. Collective at zero=3."""
-        with _whole(self._wrapper_of(self.model), writable=True):
+        with whole_parameters(self._wrapper_of(self.model), writable=True):
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -223,7 +203,7 @@ class TrainerMixin(_Wraps):
 def _run_whole(
     wrapper: DistributedDataParallel, writable: bool, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    with _whole(wrapper, writable=writable):
+    with whole_parameters(wrapper, writable=writable):
         return method(*args, **kwargs)
 
 
@@ -269,7 +249,7 @@ class FabricMixin(_Wraps):
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a bare module's state dict of any stage. Collective at zero=3."""
-        with _whole(self._wrapper_of(module), writable=True):
+        with whole_parameters(self._wrapper_of(module), writable=True):
             super().load_module_state_dict(module, state_dict, strict)  # type: ignore[misc]
 
 
