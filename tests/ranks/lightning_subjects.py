@@ -13,6 +13,7 @@ import lightning.fabric
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: F401 # the tests'
 from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: F401 # the tests'
 from shardwright.integrations.lightning import FabricStrategy, ShardwrightStrategy
 from torch import nn
@@ -104,6 +105,14 @@ class Adversaries(Subject):
         return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1, 0.9) for each in optimizers]
 
 
+class Wide(Subject):
+    """Norms of gradients of this size depend on the order in which elements are added."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 501), nn.Tanh(), nn.Linear(501, 301))
+
+
 class ByHand(Subject):
     """Accumulation and clipping by hand."""
 
@@ -169,6 +178,12 @@ def fit(strategy, folder, build=Subject, *, ckpt_path=None, epochs=EPOCHS, data=
     )
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer, module, data
+
+
+def initial():
+    """Return the parameters of a Subject that no step has changed."""
+    torch.manual_seed(0)
+    return [value.detach() for value in Subject().parameters()]
 
 
 def saved(path):

@@ -170,6 +170,27 @@ def masters_are_not_rounded(rank, world_size, folder):
         assert_same(resumed.state_dict().values(), whole.state_dict().values(), zero)
 
 
+def fit_odd_modules(rank, world_size, folder):
+    """A module without optimizer, one that returns a LightningOptimizer, and a static graph by hand."""
+    import lightning_subjects as subjects
+
+    class NoOptimizer(subjects.Subject):
+        def configure_optimizers(self):
+            return None
+
+    class Lightnings(subjects.Subject):
+        def configure_optimizers(self):
+            return subjects.LightningOptimizer(torch.optim.AdamW(self.parameters(), lr=self.rate))
+
+    for zero in (0, 2):
+        trainer, module, _ = subjects.fit({"zero": zero}, folder, NoOptimizer)
+        assert_same([p.detach() for p in module.parameters()], subjects.initial(), zero)
+        trainer, module, _ = subjects.fit({"zero": zero}, folder, Lightnings)
+        assert module.losses[-1] < module.losses[0] / 2 and trainer.global_step == len(module.losses), zero
+        trainer, module, _ = subjects.fit({"zero": zero, "static_graph": True}, folder, subjects.ByHand)
+        assert trainer.global_step == len(module.losses) // 2, zero
+
+
 def step_on_whole_tensors(rank, world_size, folder):
     """An optimizer that is not elementwise has partition="tensor"."""
     import lightning_subjects as subjects
@@ -278,7 +299,7 @@ LAWS = {
     "plain": (2, functools.partial(train_at_every_stage, evaluates=True)),
     "accumulated": (2, functools.partial(train_at_every_stage, accumulate_grad_batches=2)),
     "accumulated at 3": (3, functools.partial(train_at_every_stage, accumulate_grad_batches=2)),
-    "clipped": (2, functools.partial(train_at_every_stage, gradient_clip_val=0.1, exact=False)),
+    "clipped": (2, functools.partial(train_at_every_stage, build="Wide", gradient_clip_val=0.01, exact=False)),
     "two optimizers": (
         2,
         functools.partial(train_at_every_stage, build="Adversaries", stock="ddp_find_unused_parameters_true"),
@@ -293,6 +314,7 @@ LAWS = {
     "resumed": (2, resume_at_every_stage),
     "saved after the fit": (2, save_after_the_fit),
     "masters": (2, masters_are_not_rounded),
+    "odd modules": (2, fit_odd_modules),
     "whole tensors": (2, step_on_whole_tensors),
     "clipped by value": (2, clip_values),
     "Fabric": (2, fabric_at_every_stage),
