@@ -23,10 +23,9 @@ for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 EPOCHS, BATCH, ROWS = 2, 4, 48
-#: our strategies, by name; of wrap's options all but the stage
+#: options of our strategies, by name
 STAGES = {"0": {"zero": 0}, "1": {"zero": 1}, "2": {"zero": 2}, "3": {"zero": 3}}
-PRIVATE = {"3 private": {"zero": 3, "share_parameters": False}}
-STAGES |= PRIVATE
+STAGES["3 private"] = {"zero": 3, "share_parameters": False}
 
 
 def mlp() -> nn.Module:
