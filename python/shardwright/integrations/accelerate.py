@@ -28,13 +28,13 @@ from torch.distributed.algorithms.join import Join
 
 from ..comm.exchange import group_exchange
 from ..compress.make import make_hook
-from ..layout.memory import address_of
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.master_weights import MasterOptimizer
 from ..optim.sharded import ShardedOptimizer
 from ..options.compressors import Compressor, check_compressor
 from ..parallel.ddp import DistributedDataParallel
 from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
+from .whole import copied, whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
 
@@ -337,9 +337,7 @@ class Accelerator(accelerate.Accelerator):
         if wrapper is None or self.zero < 3:
             return super().get_state_dict(model, unwrap)
         with full_parameters(wrapper):
-            state = super().get_state_dict(model, unwrap)
-            copies: dict[int, Any] = {}  # keyed by the shared tensor, so that tied entries stay tied
-            return {name: _copied(value, copies) for name, value in state.items()}
+            return copied(super().get_state_dict(model, unwrap))
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save like accelerate, with full optimizer states in torch's format. Collective."""
@@ -363,8 +361,8 @@ class Accelerator(accelerate.Accelerator):
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load a state of any stage and number of processes, the stock class's included. Collective."""
         with contextlib.ExitStack() as stack:
-            for wrapper in self._wrappers if self.zero == 3 else ():
-                stack.enter_context(full_parameters(wrapper, writable=True))
+            for wrapper in self._wrappers:
+                stack.enter_context(whole_parameters(wrapper, writable=True))
             super().load_state(*args, **kwargs)
 
 
@@ -397,12 +395,3 @@ class _Whole:
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
-
-
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    place = address_of(value) or id(value)
-    if place not in copies or copies[place].shape != value.shape:
-        copies[place] = value.clone()
-    return copies[place]

@@ -21,8 +21,8 @@ import transformers
 
 from ..options.compressors import Compressor
 from ..parallel.fully_shard import wrapper_of
-from ..wrap import full_parameters
 from .accelerate import Accelerator
+from .whole import whole_parameters
 
 __all__ = ["Trainer", "TrainerMixin"]
 
@@ -85,10 +85,7 @@ class TrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _whole_parameters(self, *, writable: bool) -> contextlib.AbstractContextManager[None]:
-        wrapper = wrapper_of(self.model_wrapped)
-        if wrapper is None or wrapper._zero < 3:  # each rank has whole parameters, and all write the same
-            return contextlib.nullcontext()
-        return full_parameters(wrapper, writable=writable)
+        return whole_parameters(wrapper_of(self.model_wrapped), writable=writable)
 
     accelerator: Accelerator
     model_wrapped: Any

@@ -1,0 +1,259 @@
+"""Strategies of Lightning's Trainer and of Fabric, as mixins: each of Lightning's two packages has classes of its own.
+
+A strategy wraps the module with shardwright instead of torch's DistributedDataParallel and slices each optimizer. What
+Lightning saves, loads and averages are whole parameters and full optimizer states, so its files are those of
+DDPStrategy at every stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+
+from .._engine import Error
+from ..optim.clip_grad import clip_grad_norm_
+from ..options.options import Options, refuse_options
+from ..parallel.ddp import DistributedDataParallel
+from ..wrap import keep_optimizer, shard_optimizer, unwrap
+from .whole import copied, whole_parameters
+
+#: hooks in which callbacks that average weights read parameters, and those in which they write them
+_READING = ("on_train_batch_end", "on_train_epoch_end")
+_WRITING = (
+    "on_train_epoch_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_train_end",
+    "on_load_checkpoint",
+)
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+
+
+class _Wraps:
+    """The options of a strategy, its wrapped modules, and its optimizers."""
+
+    root_device: torch.device
+
+    def __init__(self, *, zero: int = 0, precision: Any = None, compress: Any = None, **options: Any) -> None:
+        known = inspect.signature(super().__init__).parameters.values()
+        names = {each.name for each in known if each.kind is not each.VAR_KEYWORD} - {"precision"}
+        theirs = {name: options.pop(name) for name in names & options.keys()}
+        refuse_options(options, ("clip_grad_norm",), type(self).__name__, self._clips_by)
+        options |= {"zero": zero, "precision": precision, "compress": compress}
+        Options.from_keywords(options, also_known=names)
+        super().__init__(**theirs)
+        self._partition = options.pop("partition", "auto")
+        self._wrap_options = options
+        self._references: list[weakref.ref[DistributedDataParallel]] = []
+
+    _clips_by: str
+
+    def _wrap(self, module: torch.nn.Module) -> DistributedDataParallel:
+        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        wrapper = DistributedDataParallel(module, device_ids=device_ids, **self._wrap_options)
+        self._references.append(weakref.ref(wrapper))
+        return wrapper
+
+    @property
+    def _wrappers(self) -> list[DistributedDataParallel]:
+        """Return the wrappers in force, in order."""
+        alive = [wrapper for reference in self._references if (wrapper := reference()) is not None]
+        return [wrapper for wrapper in alive if wrapper._replica is not None and not wrapper._replica.retired]
+
+    def _wrapper_of(self, module: Any) -> DistributedDataParallel | None:
+        """Return the wrapper of `module`, which may be the wrapper itself, or bare."""
+        bare = unwrap(module)
+        return next((wrapper for wrapper in self._wrappers if unwrap(wrapper) is bare), None)
+
+    def _slice(self, optimizer: Any) -> torch.optim.Optimizer:
+        """Return the optimizer that steps in place of the user's. Collective."""
+        if hasattr(optimizer, "toggle_model"):  # a module may return a LightningOptimizer
+            optimizer = optimizer.optimizer
+        if type(optimizer).__name__ == "_MockOptimizer":  # stands for none
+            return cast(torch.optim.Optimizer, optimizer)
+        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        holds = (each for each in self._wrappers if any(id(p) in members for p in each.parameters()))
+        wrapper = next(holds, self._wrappers[-1] if self._wrappers else None)
+        if wrapper is None:
+            raise Error(f"{type(self).__name__}: an optimizer was set up before its module: set up its module first")
+        if wrapper._zero:
+            return shard_optimizer(wrapper, optimizer, partition=self._partition)
+        return keep_optimizer(wrapper, optimizer)
+
+
+def _clips_all_of(wrapper: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return True if clipping the gradients of `parameters` clips all gradients of the wrapped module, and no others."""
+    members, own = {id(p) for p in parameters}, wrapper._engine().table.parameters
+    return members <= {id(p) for p in own} and {id(p) for p in own if p.requires_grad} <= members
+
+
+def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return read(), a state dict, with whole parameters: copies of those that are released afterwards."""
+    with whole_parameters(wrapper):
+        state = read()
+        return copied(state) if wrapper is not None and wrapper._engine().releases_parameters else state
+
+
+class TrainerMixin(_Wraps):
+    """A strategy of the Trainer, named before Lightning's DDPStrategy.
+
+    Parameters
+    ----------
+    zero : {0, 1, 2, 3}
+        The stage; see wrap.
+    precision, compress, partition, offload, **options
+        Further options of wrap, and arguments of DDPStrategy. `clip_grad_norm` is refused: Lightning clips.
+
+    Notes
+    -----
+    The module is wrapped while it is fitted. Afterwards every rank has whole parameters of its own.
+    """
+
+    model: Any
+    optimizers: list[Any]
+    lightning_module: Any
+    precision_plugin: Any
+    _clips_by = "pass gradient_clip_val to the Trainer"
+    _failed: bool
+    _replaced: list[tuple[Any, str]]
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        return self._wrap(model)
+
+    def setup(self, trainer: Any) -> None:
+        """Set up like DDPStrategy. Collective."""
+        self._failed, self._replaced = False, []
+        super().setup(trainer)  # type: ignore[misc]
+        wrapper = self._wrapper_of(self.model)
+        if wrapper is None:
+            return
+        clips = type(self.precision_plugin).clip_grad_by_norm
+        if clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):  # not a plugin's own way to clip
+            self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
+        for callback in trainer.callbacks if wrapper._zero == 3 else ():
+            if {each.__name__ for each in type(callback).__mro__} & set(_AVERAGING):
+                for name in _READING + _WRITING:
+                    self._replace(callback, name, functools.partial(_run_whole, wrapper, name in _WRITING))
+
+    def _replace(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> None:
+        """Call stand_in(method, ...) instead of a method, until teardown."""
+        if hasattr(owner, name):
+            setattr(owner, name, functools.partial(stand_in, getattr(owner, name)))
+            self._replaced.append((owner, name))
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Create optimizers like DDPStrategy, and slice them. Collective."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        self.optimizers = [self._slice(optimizer) for optimizer in self.optimizers]
+
+    def _clip_by_norm(self, method: Callable[..., None], optimizer: Any, clip_val: float) -> None:
+        wrapper = self._wrapper_of(self.model)
+        if wrapper is not None and _clips_all_of(wrapper, self.precision_plugin.main_params(optimizer)):
+            clip_grad_norm_(wrapper, float(clip_val))
+        else:
+            method(optimizer, clip_val)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Do nothing: a first backward with static_graph holds nothing back."""
+
+    # state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True if wrapping may convert parameters, which a checkpoint must not be rounded to before."""
+        return self._wrap_options["precision"] is not None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict. Collective at zero=3."""
+        return _state_of(self._wrapper_of(self.model), super().lightning_module_state_dict)  # type: ignore[misc]
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a module's state dict of any stage. Collective at zero=3."""
+        with whole_parameters(self._wrapper_of(self.model), writable=True):
+            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states of any stage and number of ranks; each optimizer places its own."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            optimizer.load_state_dict(state)
+
+    # the end ------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that ranks may no longer be together."""
+        self._failed = True
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Give every rank whole parameters, and tear down like DDPStrategy."""
+        wrapper = self._wrapper_of(self.model)
+        if wrapper is not None:
+            for owner, name in self._replaced:
+                delattr(owner, name)
+            self.model = self.lightning_module
+            wrapper._engine().retire(together=not self._failed)
+        super().teardown()  # type: ignore[misc]
+
+
+def _run_whole(
+    wrapper: DistributedDataParallel, writable: bool, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with whole_parameters(wrapper, writable=writable):
+        return method(*args, **kwargs)
+
+
+class FabricMixin(_Wraps):
+    """A strategy of Fabric, named before Lightning's DDPStrategy for Fabric. Parameters: see TrainerMixin."""
+
+    _clips_by = "call fabric.clip_gradients"
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        """Wrap a module. Collective."""
+        return self._wrap(module)
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Slice an optimizer whose module is set up. Collective."""
+        return self._slice(optimizer)
+
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip like Fabric; the 2-norm of all parameters of a module has the same bits at every stage."""
+        wrapper = self._wrapper_of(module)
+        parameters = self.precision.main_params(optimizer)
+        if wrapper is not None and float(norm_type) == 2.0 and _clips_all_of(wrapper, parameters):
+            self.precision.unscale_gradients(optimizer)
+            return clip_grad_norm_(wrapper, float(max_norm), error_if_nonfinite=error_if_nonfinite)
+        return super().clip_gradients_norm(  # type: ignore[misc]
+            module, optimizer, max_norm, norm_type, error_if_nonfinite
+        )
+
+    precision: Any
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return the bare module's state dict. Collective at zero=3."""
+        return _state_of(
+            self._wrapper_of(module),
+            functools.partial(super().get_module_state_dict, module),  # type: ignore[misc]
+        )
+
+    def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a bare module's state dict of any stage. Collective at zero=3."""
+        with whole_parameters(self._wrapper_of(module), writable=True):
+            super().load_module_state_dict(module, state_dict, strict)  # type: ignore[misc]
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Add a name for each stage, "shardwright_zero0" to "shardwright_zero3"."""
+    for zero in range(4):
+        registry.register(f"shardwright_zero{zero}", strategy, f"shardwright at zero={zero}", override=True, zero=zero)
