@@ -1,9 +1,8 @@
-/* catalog.h - what is small in a checkpoint, in one piece of memory: the manifest, headers of
+/* catalog.h - the small parts of a checkpoint in one piece of memory: the manifest, headers of
  * safetensors files, JSON. One rank reads it and sends it to the others, which then open only the
  * files whose tensors they read.
  *
- * Thread rule: any; a catalog does not change.
- */
+ * Thread rule: any; a catalog does not change. */
 #ifndef SW_CHECKPOINT_CATALOG_H
 #define SW_CHECKPOINT_CATALOG_H
 
@@ -15,18 +14,18 @@ typedef struct sw_catalog {
     size_t size_bytes;
 } sw_catalog;
 
-/* Reads, of `paths`, the headers of files called *.safetensors and the others whole, each block
- * checked. Errors: as sw_checkpoint_read; SW_E_INVALID for a path that the manifest lacks. */
+/* Read the headers of those `paths` that end in .safetensors, and the other files whole. Each block
+ * is checked. Errors: as sw_checkpoint_read; SW_E_INVALID for a path that the manifest lacks. */
 SW_MUST_USE sw_status sw_catalog_read(const char *folder, const sw_manifest *manifest,
                                       const char *const *paths, size_t count, sw_catalog *catalog,
                                       sw_error *err);
 
-/* A copy of a catalog that another rank has read, and the manifest in it. SW_E_INVALID: it is none.
- */
+/* Copy a catalog that another rank has read, and parse the manifest in it. SW_E_INVALID: not a
+ * catalog. */
 SW_MUST_USE sw_status sw_catalog_copy(const void *data, size_t size_bytes, sw_catalog *catalog,
                                       sw_manifest *manifest, sw_error *err);
 
-/* What it has of a file, NULL: nothing. Borrowed. */
+/* Return the catalog's bytes of a file; NULL: none. Borrowed. */
 const uint8_t *sw_catalog_find(const sw_catalog *catalog, const char *path, size_t *size_bytes);
 
 void sw_catalog_fini(sw_catalog *catalog);

@@ -1,4 +1,5 @@
-/* channel.c - a few words written before a number, read after it; and a slot a host in a file. */
+/* channel.c - a few words, published by a number that is written last; and one slot a host in a
+ * file. */
 #include "checkpoint/channel.h"
 
 #include <errno.h>
@@ -86,13 +87,13 @@ static void set(_Atomic uint64_t *word, uint64_t value)
 
 /* ---- between hosts ---- */
 
-/* Of the host's slot, and where there is one host of nothing. */
+/* Return the host's slot, or with one host a page of zeros. */
 static sw_channel_page *own_slot(const sw_channel *channel)
 {
     return channel->slots ? &channel->slots[channel->host] : NULL;
 }
 
-/* A failure of save `number` in some page of this host; NULL: none. */
+/* Find a failure of save `number` in a page of this host; NULL: none. */
 static const sw_channel_page *find_failure(const sw_channel *channel, uint64_t number)
 {
     for (int r = 0; r < channel->world_size; ++r)
@@ -109,7 +110,7 @@ static bool has_host_written(const sw_channel *channel, uint64_t number)
     return true;
 }
 
-/* What this host's ranks have said of save `number`, to its slot; true: it is news. */
+/* Merge what this host's ranks published of save `number` into its slot; true: it changed. */
 static bool collect(sw_channel *channel, uint64_t number)
 {
     sw_channel_page *slot = own_slot(channel), *own = channel->pages[channel->rank];
@@ -138,7 +139,7 @@ static bool collect(sw_channel *channel, uint64_t number)
     return is_news;
 }
 
-/* This host's slot to the file; again at the next look if it cannot be done. */
+/* Write this host's slot to the file; a failure is retried at the next look. */
 static void tell(sw_channel *channel)
 {
     uint8_t bytes[SW_CHANNEL_PAGE_BYTES] = {0};
@@ -157,7 +158,7 @@ static void tell(sw_channel *channel)
     channel->is_told = status == SW_OK && closed == SW_OK;
 }
 
-/* Takes a slot from the file; one that is being written, or was never, stays as it was. */
+/* Read a slot from the file; a slot that is incomplete, or was never written, is not replaced. */
 static void take(sw_channel *channel, int fd, int host)
 {
     uint8_t bytes[SW_CHANNEL_PAGE_BYTES];
@@ -171,7 +172,7 @@ static void take(sw_channel *channel, int fd, int host)
         memcpy(&channel->slots[host], bytes, sizeof(sw_channel_page));
 }
 
-/* Other hosts' slots from the file: all of them for rank 0, rank 0's for the others. */
+/* Read other hosts' slots from the file: rank 0 reads all of them, the others rank 0's. */
 static void look(sw_channel *channel)
 {
     int fd = -1;
@@ -197,14 +198,14 @@ static void look(sw_channel *channel)
     (void)status;
 }
 
-/* Whether this rank looks at the file: its carrier, or one whose carrier is not in this save. */
+/* True if this rank reads the file: a carrier, or a rank whose carrier is not in this save. */
 static bool carries(const sw_channel *channel, uint64_t number)
 {
     return channel->slots && (sw_channel_is_carrier(channel) ||
                               get(&channel->pages[channel->carrier]->failed) >= number);
 }
 
-/* Rank 0's verdicts to this carrier's page, where its host's ranks look. */
+/* Copy rank 0's verdicts to this carrier's page, where its host's ranks look. */
 static void mirror(sw_channel *channel)
 {
     sw_channel_page *own = channel->pages[channel->rank];
@@ -231,7 +232,7 @@ void sw_channel_relay(sw_channel *channel, uint64_t number)
         mirror(channel);
 }
 
-/* Relay until the file has this host's slot: this may be the last call of the rank's save. */
+/* Relay until the file has this host's slot: the rank's save may not call again. */
 static void relay_until_told(sw_channel *channel, uint64_t number)
 {
     int64_t until_ns = sw_clock_now_ns() + TELL_S * INT64_C(1000000000);
@@ -243,9 +244,9 @@ static void relay_until_told(sw_channel *channel, uint64_t number)
     }
 }
 
-/* ---- what is said and asked ---- */
+/* ---- publish and query ---- */
 
-/* Where this rank reads what rank 0 has said. */
+/* Return the page in which this rank reads rank 0's words. */
 static const sw_channel_page *first_page(const sw_channel *channel, uint64_t number)
 {
     bool is_own = channel->slots && channel->host != 0 && !sw_channel_is_carrier(channel) &&
@@ -311,8 +312,8 @@ void sw_channel_fail(sw_channel *channel, uint64_t number, const sw_error *reaso
     relay_until_told(channel, number);
 }
 
-/* Where the file is gone no verdict can come: rank 0 makes it anew before it begins a save, and
- * others may come a moment earlier. */
+/* Without the file no verdict can come. Rank 0 creates it before it begins a save; other ranks may
+ * look a moment earlier. */
 bool sw_channel_is_gone(const sw_channel *channel, sw_error *why)
 {
     bool is_gone =

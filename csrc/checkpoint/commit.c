@@ -11,9 +11,8 @@
 #include "checkpoint/removable.h"
 #include "platform/file.h"
 
-/* A file that its writers have synced already is synced again here: nothing left to do costs
- * nothing, and a writer on another client of a network file system is covered too. Its size is
- * looked at on the way. */
+/* Sync files again that their writers have synced. This costs nothing where no page is dirty, and
+ * covers a writer on another client of a network file system. It also checks the files' sizes. */
 static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw_error *err)
 {
     char path[SW_PATH_BYTES];
@@ -101,7 +100,8 @@ static sw_status fail_changed(const char *folder, sw_error *err)
             folder);
 }
 
-/* `path` is `folder`, or has been moved away from there. Nothing at all was removed by hand. */
+/* `path` is `folder`, or where it was moved to. A folder that was removed by hand has no
+ * identity. */
 static sw_status check_identity(const char *path, const char *folder, const char *replaces,
                                 sw_error *err)
 {
@@ -119,8 +119,8 @@ static sw_status trash_name(char trash[SW_PATH_BYTES], const char *folder, const
     return SW_OK;
 }
 
-/* A rename whose answer a network file system has lost, and which it has then asked for again,
- * finds nothing to rename: it was made if `to` is there, and of this nonce (NULL: any). */
+/* A network file system may lose the answer of a rename and repeat it. The repetition finds nothing
+ * to rename; the rename was done if `to` exists with this nonce (NULL: any). */
 static sw_status rename_once(const char *from, const char *to, const char *nonce, sw_error *err)
 {
     sw_error found = {0};
@@ -152,8 +152,8 @@ static sw_status clear_replaced(const char *replaced, const char *folder, const 
     return fail_changed(folder, err);
 }
 
-/* Where two names cannot be exchanged: what is there takes the name under which readers look for it
- * while `folder` is missing, and keeps it until the new one's name is durable. */
+/* Replace where two names cannot be exchanged: the old folder takes the name under which readers
+ * look while `folder` is missing. It keeps that name until the new folder's name is durable. */
 static sw_status replace_in_two_steps(const char *partial, const char *folder, const char *replaces,
                                       const char *nonce, sw_error *err)
 {
@@ -167,12 +167,12 @@ static sw_status replace_in_two_steps(const char *partial, const char *folder, c
     if (status == SW_OK)
         status = rename_once(partial, folder, nonce, err);
     if (status != SW_OK && !sw_file_exists(folder))
-        (void)!sw_file_rename(replaced, folder, NULL); /* else it is found under that name */
+        (void)!sw_file_rename(replaced, folder, NULL); /* else readers find it under that name */
     return status;
 }
 
-/* What was exchanged for the new folder is not to be removed: it goes back or, where that fails,
- * takes a name that nobody clears. */
+/* Return a folder that was exchanged but must not be removed. Where that fails, move it to a name
+ * that no save clears. */
 static void take_back(const char *partial, const char *folder, const char *parent)
 {
     char replaced[SW_PATH_BYTES];
@@ -183,9 +183,9 @@ static void take_back(const char *partial, const char *folder, const char *paren
     (void)!sw_folder_sync(parent, NULL);
 }
 
-/* A folder of that name is there already: in one step where the system can. What came out may have
- * changed since it was looked at. Every rank removes `partial` after an error, and that is the old
- * checkpoint now: an error takes the exchange back, and a durable exchange has no error. */
+/* Replace an existing folder, in one step where the system can. The folder that came out may have
+ * changed since the check. After an error every rank removes `partial`, which is the old checkpoint
+ * now. So an error takes the exchange back, and a durable exchange returns no error. */
 static sw_status replace(const char *partial, const char *folder, const char *replaces,
                          const char *nonce, sw_error *err)
 {
@@ -210,7 +210,7 @@ static sw_status replace(const char *partial, const char *folder, const char *re
     return status;
 }
 
-/* A new name: rename() fails where a folder with entries has taken it meanwhile. */
+/* Publish under a new name: rename() fails if a folder with entries has taken it meanwhile. */
 static sw_status publish_new(const char *partial, const char *folder, const char *nonce,
                              sw_error *err)
 {
@@ -226,7 +226,7 @@ static sw_status publish_new(const char *partial, const char *folder, const char
     return status == SW_OK ? sw_folder_sync(parent, err) : status;
 }
 
-/* Durable. */
+/* Publish durably. */
 static sw_status publish(const char *partial, const char *folder, const char *replaces,
                          const char *nonce, sw_error *err)
 {
@@ -259,7 +259,8 @@ void sw_commit_clean(const char *partial, const char *folder, const char *nonce)
         return;
     if (trash_name(trash, replaced, nonce, NULL) == SW_OK)
         sw_folder_remove(trash);
-    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else it is what another replaces */
+    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else another save is replacing
+                                                               * it */
         sw_retire(&old, 1, nonce);
 }
 

@@ -1,4 +1,4 @@
-/* device_stage.c - see device_stage.h, whose table of events this file is. */
+/* device_stage.c - implements the table of events in device_stage.h. */
 #include "checkpoint/device_stage.h"
 
 #include <stdlib.h>
@@ -53,7 +53,7 @@ static sw_status open_all(sw_device_stage *stage, sw_error *err)
     return SW_OK;
 }
 
-/* A failure leaves it shut, to be tried again. */
+/* A failure leaves the device unopened, for another attempt. */
 static sw_status open_once(sw_device_stage *stage, sw_error *err)
 {
     if (stage->device)
@@ -164,7 +164,7 @@ static sw_status run_pass(const stage_pass *pass, sw_stream *user, sw_error *err
     return SW_OK;
 }
 
-/* Nothing is to read the caller's memory, or write to a slot, after a work that failed. */
+/* After a failed work nothing may read the caller's memory or write to a slot any more. */
 static void drain(sw_device_stage *stage, int64_t timeout_ns)
 {
     sw_device *device = stage->device;

@@ -28,44 +28,44 @@ typedef struct sw_device_stage sw_device_stage;
 
 typedef struct sw_device_stage_copy {
     const void *data; /* device memory */
-    size_t at;        /* where in the slot it goes */
+    size_t at;        /* its place in the slot */
     size_t size_bytes;
 } sw_device_stage_copy;
 
 typedef struct sw_device_stage_batch {
-    size_t first, count; /* of the copies; none: nothing comes, and nobody waits */
+    size_t first, count; /* of the copies; none: nothing is copied, and no wait is needed */
 } sw_device_stage_batch;
 
 typedef struct sw_device_stage_work {
     const sw_device_stage_copy *copies;
     const sw_device_stage_batch *batches;
     size_t batch_count;
-    /* Batch `number` lies in `memory`, until it returns; NULL: nothing has come with it. */
+    /* Batch `number` lies in `memory` until this returns; NULL: the batch has no copies. */
     void (*consume)(void *context, size_t number, const uint8_t *memory);
     void *context;
 } sw_device_stage_work;
 
 typedef struct sw_device_stage_stats {
-    uint64_t batches, bytes_down, host_waits; /* of all works; batches: those that came */
+    uint64_t batches, bytes_down, host_waits; /* over all works; batches: those that arrived */
 } sw_device_stage_stats;
 
-/* `library` as sw_device_cuda_create has it; copied. `slot_bytes`: of each slot, above 0. The GPU
- * is opened by the first work. SW_E_INVALID, SW_E_MEMORY. */
+/* `library`: as for sw_device_cuda_create; copied. `slot_bytes`: of each slot, above 0. The first
+ * work opens the GPU. SW_E_INVALID, SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_device_stage_create(const char *library, int ordinal, size_t slot_bytes,
                                              sw_device_stage **stage, sw_error *err);
 
 /* NULL is allowed. */
 void sw_device_stage_destroy(sw_device_stage *stage);
 
-/* Brings down every batch, in order, each consumed on this thread, and returns then. In the order
- * of `user`; the work is borrowed for the call. Copies of a batch lie inside the slot and do not
- * overlap. Errors: those of the driver, SW_E_TIMEOUT (a batch that has not come within
- * `timeout_ns`); batches from some number on were not consumed then. */
+/* Copy every batch to the host, in order; consume each on this thread, then return. Copies follow
+ * what `user` holds; the work is borrowed for the call. Copies of a batch lie inside the slot and
+ * do not overlap. Errors: the driver's, or SW_E_TIMEOUT (a batch did not arrive within
+ * `timeout_ns`). After an error batches from some number on were not consumed. */
 SW_MUST_USE sw_status sw_device_stage_run(sw_device_stage *stage, const sw_device_stage_work *work,
                                           sw_stream *user, int64_t timeout_ns, sw_error *err);
 
 size_t sw_device_stage_slot_bytes(const sw_device_stage *stage);
-/* Memory held; 0 before the first work. */
+/* Return the pinned bytes; 0 before the first work. */
 size_t sw_device_stage_pinned_bytes(const sw_device_stage *stage);
 sw_device_stage_stats sw_device_stage_get_stats(const sw_device_stage *stage);
 

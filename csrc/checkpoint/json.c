@@ -1,4 +1,4 @@
-/* json.c - a recursive reader over bytes that are never trusted, and a text that grows. */
+/* json.c - a recursive reader over untrusted bytes, and a text that grows. */
 #include "checkpoint/json.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@ enum { DEPTH_MAX = 64, NUMBER_BYTES = 64 };
 
 typedef struct reader {
     const char *start, *at, *end;
-    char *string_at; /* decoded strings: never longer than what they are decoded from */
+    char *string_at; /* decoded strings: never longer than their source */
     const char *label;
     sw_json *json;
     sw_error *err;
@@ -134,7 +134,7 @@ static sw_status read_escape(reader *r)
     return SW_OK;
 }
 
-/* One character of two to four bytes: shortest form, no surrogate, at most U+10FFFF. */
+/* Read a character of two to four bytes: shortest form, no surrogate, at most U+10FFFF. */
 static sw_status read_wide(reader *r)
 {
     const uint8_t *at = (const uint8_t *)r->at;
@@ -189,8 +189,8 @@ static size_t count_digits(reader *r)
     return (size_t)(r->at - begin);
 }
 
-/* printf and strtod follow the process's locale, whose decimal point may be a comma: this thread
- * does not, between the two calls. 0: no memory for that. */
+/* printf and strtod follow the process's locale, whose decimal point may be a comma. Give this
+ * thread the plain locale until the other call. 0: no memory. */
 static locale_t enter_plain_locale(locale_t *made)
 {
     *made = newlocale(LC_ALL_MASK, "C", (locale_t)0);
@@ -235,7 +235,7 @@ static sw_status read_number(reader *r, sw_json_node *node)
             return wrong(r, "a digit was expected in the exponent");
     }
     size_t length = (size_t)(r->at - begin);
-    if (length >= sizeof copy) /* legal, and nothing we read by value */
+    if (length >= sizeof copy) /* legal, but not read by value */
         length = sizeof copy - 1, is_integer = false;
     memcpy(copy, begin, length);
     copy[length] = '\0';

@@ -1,13 +1,12 @@
-/* json.h - strict JSON in, compact JSON out: for manifests and safetensors headers, which come from
- * strangers.
+/* json.h - strict JSON in, compact JSON out: for manifests and safetensors headers, which are not
+ * trusted.
  *
- * Idea: a document is one array of nodes in reading order; a node knows how many nodes its value
- * takes, so the next sibling is `node + node->span` and nothing is linked. Strings are decoded into
- * one buffer and end with a zero byte (a zero byte inside one is refused). Refused too: duplicate
+ * Idea: a document is one array of nodes in reading order. A node counts the nodes of its value, so
+ * the next sibling is `node + node->span` and no links are needed. Strings are decoded into one
+ * buffer and end with a zero byte (a zero byte inside a string is refused). Also refused: duplicate
  * keys, depth beyond 64, bytes after the value, broken UTF-8.
  *
- * Thread rule: owner only.
- */
+ * Thread rule: owner only. */
 #ifndef SW_CHECKPOINT_JSON_H
 #define SW_CHECKPOINT_JSON_H
 
@@ -43,13 +42,13 @@ typedef struct sw_json {
     char *strings; /* owned */
 } sw_json;
 
-/* SW_E_INVALID says what is wrong and at which byte. `label` names the document in errors. On
+/* Parse a text. SW_E_INVALID gives the fault and its byte; `label` names the document in errors. On
  * success, fini it. */
 SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label,
                                     sw_json *json, sw_error *err);
 void sw_json_fini(sw_json *json);
 
-/* The first child, valid when count > 0; and the sibling after `node`. */
+/* Return the first child, valid when count > 0; and the sibling after `node`. */
 static inline const sw_json_node *sw_json_first(const sw_json_node *node)
 {
     return node + 1;
@@ -60,23 +59,23 @@ static inline const sw_json_node *sw_json_next(const sw_json_node *node)
     return node + node->span;
 }
 
-/* The member `key` of an object; NULL when there is none or `object` is none. */
+/* Return the member `key` of an object; NULL: no such member, or `object` is no object. */
 const sw_json_node *sw_json_find(const sw_json_node *object, const char *key);
 
-/* A growing text. A failed allocation is kept: look once, at the end. */
+/* A growing text. A failed allocation is recorded: check once, at the end. */
 typedef struct sw_text {
     char *data; /* owned, ends with a zero byte when not NULL */
     size_t size_bytes, capacity;
     bool is_out_of_memory;
 } sw_text;
 
-/* Room for `more` bytes and a zero byte behind what is there; false: no memory. */
+/* Reserve `more` bytes and a zero byte behind the text; false: no memory. */
 bool sw_text_reserve(sw_text *text, size_t more);
 void sw_text_append(sw_text *text, const char *bytes, size_t size_bytes);
 void sw_text_print(sw_text *text, const char *format, ...) SW_PRINTF(2, 3);
-/* A finite number, every bit of it, with a point whatever the process's locale says. */
+/* Append a finite number with all its bits, and with a point whatever the process's locale. */
 void sw_text_number(sw_text *text, double value);
-/* `value` in quotes, escaped. */
+/* Append `value` in quotes, escaped. */
 void sw_text_quote(sw_text *text, const char *value);
 SW_MUST_USE sw_status sw_text_check(const sw_text *text, const char *label, sw_error *err);
 void sw_text_fini(sw_text *text);

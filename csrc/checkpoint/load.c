@@ -1,16 +1,16 @@
 /* load.c - ranges of a checkpoint into memory, by several threads.
  *
- * The work is cut into units: the blocks that are wanted of one window of 1 MiB of a file. Threads
- * take units in order, so that some wait for the disk while others sum up and copy, and the disk
- * sees one ascending stream. No block is read by two units.
+ * The work is cut into units: the wanted blocks of one window of 1 MiB of a file. Threads take
+ * units in order, so that some wait for the disk while others checksum and copy, and the disk sees
+ * one ascending stream. No two units read the same block.
  *
- * A unit is read into a huge page of its thread's, checked in the cache and copied from there: a
- * read past the page cache into small pages is a request a page to the device, into a huge page it
- * is one (0.41 s against 0.5 to 1.3 s a GiB on a virtual disk). Through the page cache, which
- * copies anyway, a block of which all is wanted goes to its place and is checked there.
+ * A unit is read into a huge page of its thread, checked in the cache and copied from there. A read
+ * past the page cache costs one request a page: many into small pages, one into a huge page (0.41 s
+ * against 0.5 to 1.3 s a GiB on a virtual disk). The page cache copies anyway: through it, a block
+ * that is wanted whole is read to its destination and checked there.
  *
- * Where ranges say `undo`, a unit is placed only after all of it was checked, and what stood there
- * is kept. */
+ * Where ranges have `undo`, a unit is placed only after all of it was checked, and the bytes that
+ * it replaces are kept. */
 #include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -26,15 +26,15 @@
 #include "platform/thread.h"
 
 enum {
-    UNIT_BLOCKS = 1, /* fewer bytes under way at once, so that they are in the cache still */
+    UNIT_BLOCKS = 1, /* fewer bytes under way at once, so that they stay in the cache */
     UNIT_BYTES = UNIT_BLOCKS * SW_BLOCK_BYTES,
     BUFFER_BYTES = 2 << 20 /* a huge page */
 };
 
 typedef struct load_unit {
-    size_t first_range; /* the first one that touches it */
+    size_t first_range; /* the first range that touches it */
     uint64_t window;    /* of the file, counted in UNIT_BYTES */
-    bool is_kept;       /* what its ranges covered is in their `undo` */
+    bool is_kept;       /* the bytes that its ranges replace are in their `undo` */
 } load_unit;
 
 typedef struct loader {
@@ -46,13 +46,13 @@ typedef struct loader {
     load_unit *units; /* owned */
     size_t unit_count, first_unit;
 
-    pthread_mutex_t mutex; /* guards what follows */
-    size_t next;           /* in the order of the work */
-    size_t failed_at;      /* SIZE_MAX: nowhere */
+    pthread_mutex_t mutex; /* guards the following fields */
+    size_t next;           /* next unit, in order */
+    size_t failed_at;      /* SIZE_MAX: none failed */
     sw_error failure;
 } loader;
 
-typedef struct worker { /* one thread's */
+typedef struct worker { /* a thread's state */
     loader *job;
     const sw_manifest_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
@@ -60,14 +60,14 @@ typedef struct worker { /* one thread's */
     uint8_t *buffer;   /* owned; BUFFER_BYTES; NULL until the first unit */
 } worker;
 
-/* Whether range `i` may have bytes in `unit`: ranges ascend. */
+/* True if range `i` may have bytes in `unit`: ranges ascend. */
 static bool reaches(const loader *job, const load_unit *unit, size_t i)
 {
     return i < job->range_count && job->ranges[i].file == job->ranges[unit->first_range].file &&
            job->ranges[i].begin < (unit->window + 1) * UNIT_BYTES;
 }
 
-/* The part of the range that is in the unit. */
+/* Clip the range to the unit. */
 static void clip(const sw_load_range *range, const load_unit *unit, uint64_t *begin, uint64_t *end)
 {
     uint64_t low = unit->window * UNIT_BYTES, high = low + UNIT_BYTES,
@@ -89,8 +89,8 @@ static void keep_unit(const loader *job, load_unit *unit)
     unit->is_kept = true;
 }
 
-/* Where the bytes of a block may be read to at once: all of it is wanted, in one place. NULL: there
- * is no such place. */
+/* Return the destination to which a block may be read directly: all of it is wanted, in one place.
+ * NULL: none. */
 static uint8_t *own_place(const loader *job, const load_unit *unit, uint64_t begin, size_t size)
 {
     for (size_t i = unit->first_range; reaches(job, unit, i); ++i) {
@@ -143,7 +143,7 @@ static sw_status check_block(const worker *w, const uint8_t *data, uint64_t numb
     return SW_OK;
 }
 
-/* Past the page cache; the last bytes of a file, less than a page, through it. */
+/* Read past the page cache; the last bytes of a file, less than a page, through it. */
 static sw_status read_direct(worker *w, uint8_t *data, uint64_t offset, size_t size, sw_error *err)
 {
     size_t tail = size % SW_FILE_ALIGNMENT_BYTES;
@@ -154,7 +154,8 @@ static sw_status read_direct(worker *w, uint8_t *data, uint64_t offset, size_t s
                 : SW_OK;
 }
 
-/* From the thread's buffer to where it goes, but for blocks that are there already. */
+/* Copy from the thread's buffer to the destinations, except blocks that were read there
+ * directly. */
 static void place_unit(const worker *w, load_unit *unit, const bool *is_placed)
 {
     const loader *job = w->job;
@@ -209,7 +210,7 @@ static sw_status load_one(worker *w, load_unit *unit, sw_error *err)
     return SW_OK;
 }
 
-/* The next unit's place in the order of the work; false: no more, or some thread failed. */
+/* Take the next unit in order; false: none is left, or a thread failed. */
 static bool take_unit(loader *job, size_t *turn)
 {
     pthread_mutex_lock(&job->mutex);
@@ -220,8 +221,8 @@ static bool take_unit(loader *job, size_t *turn)
     return found;
 }
 
-/* Of several failures the first in the order of the work counts: what came before it was taken, and
- * is worked at to its end. */
+/* Of several failures the first one in order counts: earlier units were taken, and their threads
+ * finish them. */
 static void record_failure(loader *job, size_t turn, const sw_error *why)
 {
     pthread_mutex_lock(&job->mutex);
@@ -300,7 +301,7 @@ static sw_status run(loader *job, sw_error *err)
     pthread_mutex_init(&job->mutex, NULL);
     for (int t = 1; t < wanted && (size_t)t < job->unit_count; ++t)
         if (sw_thread_start(&threads[t], work, job, "sw-load", NULL) != SW_OK)
-            break; /* those that there are do all of it */
+            break; /* the threads that exist do all of the work */
     work(job);
     for (int t = 1; t < wanted; ++t)
         sw_thread_join(&threads[t]);
@@ -312,7 +313,7 @@ static sw_status run(loader *job, sw_error *err)
     return job->failure.status;
 }
 
-/* `undo` holds all that stood there, however far the work came. */
+/* Fill `undo` with all replaced bytes, however far the load came. */
 static void keep_the_rest(loader *job)
 {
     for (size_t u = 0; u < job->unit_count; ++u)

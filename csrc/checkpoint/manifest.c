@@ -95,7 +95,7 @@ const sw_manifest_file *sw_manifest_find(const sw_manifest *manifest, const char
                                 : NULL;
 }
 
-/* The file of a block; files without blocks share a number with the next. */
+/* Return the file of a block; files without blocks share a number with the next one. */
 static sw_manifest_file *file_of(sw_manifest *manifest, uint64_t block)
 {
     sw_manifest_file *last = &manifest->files[manifest->last_file];
@@ -141,7 +141,7 @@ static sw_status check_covers(const sw_manifest_file *file, sw_error *err)
     return SW_OK;
 }
 
-/* As parse_root() reads them. */
+/* True if parse_root() can read the fields back. */
 static bool has_readable_fields(const sw_manifest *manifest)
 {
     return manifest->step < (uint64_t)INTEGER_MAX && manifest->world_size >= 1 &&
@@ -174,8 +174,8 @@ sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err)
 /* ---- the text ---- */
 
 typedef struct printer {
-    sw_text text; /* owned; what was not given to write() yet */
-    uint32_t crc; /* of all that was */
+    sw_text text; /* owned; text not yet given to write() */
+    uint32_t crc; /* of all text that was given to it */
     uint64_t size_bytes;
     sw_status (*write)(void *context, const char *part, size_t size_bytes, sw_error *err);
     void *context;
@@ -376,7 +376,7 @@ sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *lab
     return status;
 }
 
-typedef struct weight { /* of a folder: how long a manifest of it can be */
+typedef struct weight { /* what a folder holds: bounds the length of its manifest */
     const char *folder;
     uint64_t limit_bytes;
     bool is_inner;
@@ -400,14 +400,14 @@ static bool weigh(void *context, const char *name)
     return true;
 }
 
-/* A text of 256 MiB can hold values that take 7 GiB once they are read. A short one is read as it
- * is; a long one must belong to a folder with so many files and bytes. */
+/* A text of 256 MiB can hold values that take 7 GiB once parsed. A short text is parsed at once; a
+ * long one must belong to a folder with enough files and bytes. */
 static sw_status check_length(const char *folder, const char *path, sw_error *err)
 {
     struct stat info;
     weight w = {.folder = folder, .limit_bytes = SHORT_BYTES};
     if (lstat(path, &info) != 0 || info.st_size <= SHORT_BYTES ||
-        info.st_size > SW_MANIFEST_MAX_BYTES) /* which no folder warrants */
+        info.st_size > SW_MANIFEST_MAX_BYTES) /* more than any folder warrants */
         return SW_OK;
     SW_TRY(sw_folder_list(folder, weigh, &w, err));
     if ((uint64_t)info.st_size > w.limit_bytes)

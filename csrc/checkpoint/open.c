@@ -12,7 +12,7 @@
 #define REPLACED ".replaced"
 
 /* A component in the middle of a path could be a link that leads out of the folder: `ranks` must be
- * a folder itself. */
+ * a real folder. */
 static sw_status check_folders(const char *folder, const char *path, sw_error *err)
 {
     char part[SW_PATH_BYTES];
@@ -28,7 +28,7 @@ static sw_status check_folders(const char *folder, const char *path, sw_error *e
     return SW_OK;
 }
 
-/* The other name of a checkpoint while it is replaced. */
+/* Return the other name of a checkpoint while it is replaced. */
 static bool other_name(const char *folder, char other[SW_PATH_BYTES])
 {
     size_t length = strlen(folder), suffix = strlen(REPLACED);
@@ -83,7 +83,7 @@ sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *
     return SW_OK;
 }
 
-/* Where it lies; of what is nowhere: `folder`. */
+/* Find where it lies; `folder` if it is nowhere. */
 static sw_status locate(const char *folder, char found[SW_PATH_BYTES], sw_error *err)
 {
     if (snprintf(found, SW_PATH_BYTES, "%s", folder) >= SW_PATH_BYTES)
@@ -115,7 +115,7 @@ sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error
 }
 
 /* A writer replaces in three steps (`folder` becomes the replaced name, the new one becomes
- * `folder`, the replaced one goes). The first, or the last two, may end one look each. */
+ * `folder`, the replaced one goes). The first step, or the last two, may each end one look. */
 sw_status sw_checkpoint_find(const char *folder, char found[SW_PATH_BYTES], sw_manifest *manifest,
                              sw_error *err)
 {
