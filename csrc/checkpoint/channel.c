@@ -1,5 +1,4 @@
-/* channel.c - a few words, published by a number that is written last; and one slot a host in a
- * file. */
+/* channel.c - words published by a number that is written last, and one slot a host in a file. */
 #include "checkpoint/channel.h"
 
 #include <errno.h>
@@ -87,7 +86,7 @@ static void set(_Atomic uint64_t *word, uint64_t value)
 
 /* ---- between hosts ---- */
 
-/* Return the host's slot, or with one host a page of zeros. */
+/* Return the host's slot; NULL: there is one host. */
 static sw_channel_page *own_slot(const sw_channel *channel)
 {
     return channel->slots ? &channel->slots[channel->host] : NULL;

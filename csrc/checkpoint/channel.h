@@ -61,8 +61,8 @@ SW_MUST_USE sw_status sw_channel_init(sw_channel *channel, int rank, int world_s
 void sw_channel_fini(sw_channel *channel);
 
 bool sw_channel_is_carrier(const sw_channel *channel);
-/* Copy between the host's pages and the file, if that is this rank's task. Each function below that
- * reads the channel does so first. */
+/* Copy between the host's pages and the file, if that is this rank's task. The queries below do so
+ * first, except those of a const channel. */
 void sw_channel_relay(sw_channel *channel, uint64_t number);
 
 /* Rank 0: announce that the files of save `number` exist. Another carrier: that its host's file

@@ -100,8 +100,7 @@ static sw_status fail_changed(const char *folder, sw_error *err)
             folder);
 }
 
-/* `path` is `folder`, or where it was moved to. A folder that was removed by hand has no
- * identity. */
+/* `path` is `folder`, or where it was moved to. An empty place passes: it was cleared by hand. */
 static sw_status check_identity(const char *path, const char *folder, const char *replaces,
                                 sw_error *err)
 {
@@ -167,12 +166,12 @@ static sw_status replace_in_two_steps(const char *partial, const char *folder, c
     if (status == SW_OK)
         status = rename_once(partial, folder, nonce, err);
     if (status != SW_OK && !sw_file_exists(folder))
-        (void)!sw_file_rename(replaced, folder, NULL); /* else readers find it under that name */
+        (void)!sw_file_rename(replaced, folder, NULL); /* else readers find it there */
     return status;
 }
 
-/* Return a folder that was exchanged but must not be removed. Where that fails, move it to a name
- * that no save clears. */
+/* Put back an exchanged folder that must not be removed; else move it to a name that no save
+ * clears. */
 static void take_back(const char *partial, const char *folder, const char *parent)
 {
     char replaced[SW_PATH_BYTES];
@@ -259,8 +258,7 @@ void sw_commit_clean(const char *partial, const char *folder, const char *nonce)
         return;
     if (trash_name(trash, replaced, nonce, NULL) == SW_OK)
         sw_folder_remove(trash);
-    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else another save is replacing
-                                                               * it */
+    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else another's replaced folder */
         sw_retire(&old, 1, nonce);
 }
 

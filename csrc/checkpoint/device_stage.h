@@ -1,18 +1,17 @@
-/* device_stage.h - a GPU's memory comes down to the host in batches, through slots of pinned memory
- * on a stream of its own.
+/* device_stage.h - copy GPU memory to the host in batches, through slots of pinned memory on a
+ * stream of its own.
  *
  * Idea: copies of the next batches run while the host consumes one.
  *
- *   user --> down              what is copied was written before
- *   down --fetched[slot]--> host    a batch has come: the one wait of the host, once a batch
+ *   user --> down              copies follow the writes of their sources
+ *   down --fetched[slot]--> host    a batch has arrived: the only wait of the host, once a batch
  *   down --> host              after an error: nothing reads the caller's memory any more
  *
- * What fills a slot again is enqueued after the host has consumed what lay there, and the call
- * returns after the last batch has come, so neither needs an event, and what the caller gives
- * `user` next may overwrite the memory.
+ * Two orders need no event. A slot's next copies are enqueued after the host has consumed the slot.
+ * The call returns after the last batch has arrived, so the caller's next work on `user` may
+ * overwrite the memory.
  *
- * Thread rule: one at a time.
- */
+ * Thread rule: one at a time. */
 #ifndef SW_CHECKPOINT_DEVICE_STAGE_H
 #define SW_CHECKPOINT_DEVICE_STAGE_H
 
@@ -57,8 +56,8 @@ SW_MUST_USE sw_status sw_device_stage_create(const char *library, int ordinal, s
 /* NULL is allowed. */
 void sw_device_stage_destroy(sw_device_stage *stage);
 
-/* Copy every batch to the host, in order; consume each on this thread, then return. Copies follow
- * what `user` holds; the work is borrowed for the call. Copies of a batch lie inside the slot and
+/* Copy every batch to the host, in order; consume each on this thread, then return. Ordered after
+ * the work on `user`; the work is borrowed for the call. Copies of a batch lie inside the slot and
  * do not overlap. Errors: the driver's, or SW_E_TIMEOUT (a batch did not arrive within
  * `timeout_ns`). After an error batches from some number on were not consumed. */
 SW_MUST_USE sw_status sw_device_stage_run(sw_device_stage *stage, const sw_device_stage_work *work,

@@ -154,8 +154,7 @@ static sw_status read_direct(worker *w, uint8_t *data, uint64_t offset, size_t s
                 : SW_OK;
 }
 
-/* Copy from the thread's buffer to the destinations, except blocks that were read there
- * directly. */
+/* Copy from the thread's buffer to the destinations, except blocks that were read into them. */
 static void place_unit(const worker *w, load_unit *unit, const bool *is_placed)
 {
     const loader *job = w->job;

@@ -1,5 +1,4 @@
-/* plan.c - cutting by size, ordering by element width inside a file, headers on page
- * boundaries. */
+/* plan.c - cut by size, order by element width inside a file, align data to page boundaries. */
 #include "checkpoint/plan.h"
 
 #include <inttypes.h>
@@ -12,11 +11,11 @@
 
 enum { PATH_COMPONENT_MAX = 128, HEADER_ALIGNMENT = 4096, ENTRY_BYTES = 64 };
 
-typedef struct draft { /* a plan being made */
+typedef struct draft { /* a plan under construction */
     sw_plan *plan;
     size_t file_capacity;
     size_t next_source;
-    uint64_t *sizes; /* owned; of the group's tensors */
+    uint64_t *sizes; /* owned; one a tensor of the group */
     sw_error *err;
 } draft;
 
@@ -66,7 +65,7 @@ static sw_status add_file(draft *d, const char *path, sw_plan_file **file)
     return SW_OK;
 }
 
-/* First tensor after the file that begins with `first`. */
+/* Return the first tensor after the file that begins with `first`. */
 static size_t cut(const sw_plan_group *group, const uint64_t *sizes, size_t first)
 {
     uint64_t total = sizes[first];
@@ -82,7 +81,7 @@ static size_t count_files(const sw_plan_group *group, const uint64_t *sizes)
     size_t count = 0;
     for (size_t first = 0; first < group->tensor_count; first = cut(group, sizes, first))
         count++;
-    return count ? count : 1; /* no tensor at all: one file that says so */
+    return count ? count : 1; /* without tensors: one file that lists none */
 }
 
 static void print_entry(sw_text *text, const sw_plan_tensor *tensor, uint64_t begin, uint64_t end)
@@ -113,8 +112,8 @@ static sw_status finish_header(draft *d, sw_plan_file *file, sw_text *text)
     return SW_OK;
 }
 
-/* Wider elements first, so that every tensor is aligned to its element; registration order
- * otherwise. */
+/* Add wider elements first, so that every tensor is aligned to its element; otherwise in
+ * registration order. */
 static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *group, size_t first,
                             size_t end, sw_text *text)
 {
@@ -227,7 +226,8 @@ static void number_blocks(draft *d)
     }
 }
 
-/* Bytes [begin, end) of a file are held by all: with the range before if they continue it. */
+/* Add bytes [begin, end) of a file that all ranks hold; extend the last range if they continue
+ * it. */
 static void add_common(sw_plan *plan, size_t file, uint64_t begin, uint64_t end)
 {
     sw_plan_common *last = plan->common_count ? &plan->common[plan->common_count - 1] : NULL;
@@ -241,7 +241,7 @@ static void add_common(sw_plan *plan, size_t file, uint64_t begin, uint64_t end)
     } else {
         if (last && last->range.file == file &&
             (last->range.end - 1) / SW_BLOCK_BYTES == begin / SW_BLOCK_BYTES)
-            --first; /* one block touches both */
+            --first; /* one block belongs to both */
         plan->common[plan->common_count++] = (sw_plan_common){{file, begin, end}, first};
     }
     plan->common_blocks = first + (end - 1) / SW_BLOCK_BYTES - begin / SW_BLOCK_BYTES + 1;
@@ -315,8 +315,8 @@ void sw_plan_destroy(sw_plan *plan)
     free(plan);
 }
 
-/* The part of the common blocks that a rank writes begins there. Rank 0, which has the bytes of
- * SW_HELD_BY_FIRST too, takes less by so much; the others take equal parts of the rest. */
+/* Return where a rank's part of the common blocks begins. Rank 0 also writes the bytes of
+ * SW_HELD_BY_FIRST and takes less by as much; the others take equal parts of the rest. */
 static uint64_t part_begin(const sw_plan *plan, int rank, int world_size)
 {
     uint64_t all = plan->common_blocks, first = plan->first_bytes / SW_BLOCK_BYTES;
@@ -334,7 +334,7 @@ static uint64_t block_count_of(const sw_plan_common *common)
     return (common->range.end - 1) / SW_BLOCK_BYTES - common->range.begin / SW_BLOCK_BYTES + 1;
 }
 
-/* The first common range with a block of a number from `number` on. */
+/* Find the first common range with a block numbered `number` or higher. */
 static size_t find_common(const sw_plan *plan, uint64_t number)
 {
     size_t low = 0, high = plan->common_count;
@@ -348,7 +348,7 @@ static size_t find_common(const sw_plan *plan, uint64_t number)
     return low;
 }
 
-/* The bytes of a common range in blocks [low, high) of its numbers; false: none. */
+/* Clip a common range to blocks [low, high) of its numbers; false: no bytes. */
 static bool clip_common(const sw_plan_common *common, uint64_t low, uint64_t high,
                         sw_plan_range *clipped)
 {
@@ -414,7 +414,7 @@ size_t sw_plan_find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_
 const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece)
 {
     size_t low = 0, high = plan->file_count;
-    while (high - low > 1) { /* of files without a piece, which share a number, the last has it */
+    while (high - low > 1) { /* files without a piece share a number: the last of them has it */
         size_t middle = low + (high - low) / 2;
         if (plan->files[middle].first_piece <= piece)
             low = middle;

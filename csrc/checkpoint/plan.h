@@ -1,14 +1,13 @@
 /* plan.h - which bytes stand where in which file, and which of them a rank writes. Arithmetic only.
  *
  * Idea: a file is a header and pieces; it is cut into blocks of 1 MiB. Names, shapes, dtypes and
- * max_file_bytes alone decide the bytes. Each source is held in one of three ways, from which a
- * rank knows its ranges without a table of the others'. Bytes that all ranks hold, headers among
- * them, are divided by the blocks that touch them: these are numbered through all files, and rank r
- * writes such bytes of the r-th part of the numbers. Example, 2 files of 5 and 3 blocks that all
- * hold, W = 3: rank 0 writes blocks 0 1 2, rank 1 blocks 3 4, rank 2 blocks 5 6 7.
+ * max_file_bytes alone decide the bytes. A source is held in one of three ways, so a rank knows its
+ * ranges without a table of the other ranks'. Bytes that all ranks hold, headers among them, are
+ * divided by blocks. The blocks that touch them are numbered through all files, and rank r writes
+ * the common bytes of the r-th part of the numbers. Example: all ranks hold 2 files of 5 and 3
+ * blocks, W = 3. Rank 0 writes blocks 0 1 2, rank 1 blocks 3 4, rank 2 blocks 5 6 7.
  *
- * Thread rule: any; a plan does not change.
- */
+ * Thread rule: any; a plan does not change. */
 #ifndef SW_CHECKPOINT_PLAN_H
 #define SW_CHECKPOINT_PLAN_H
 
@@ -22,8 +21,8 @@ enum { SW_BLOCK_BYTES = 1 << 20 };
 
 typedef enum sw_plan_holder {
     SW_HELD_BY_ALL = 0,   /* every rank holds the same bytes: each writes a part */
-    SW_HELD_BY_FIRST = 1, /* ranks may hold different bytes: rank 0 writes its own */
-    SW_HELD_IN_PARTS = 2, /* each rank writes all that it gives as a source of a save */
+    SW_HELD_BY_FIRST = 1, /* ranks may hold different bytes: rank 0 writes its copy */
+    SW_HELD_IN_PARTS = 2, /* each rank writes all that it passes as a source of a save */
 } sw_plan_holder;
 
 typedef struct sw_plan_tensor {
@@ -34,23 +33,23 @@ typedef struct sw_plan_tensor {
     sw_plan_holder holder;
 } sw_plan_tensor;
 
-typedef struct sw_plan_group { /* a list of tensors that becomes one or more safetensors files */
+typedef struct sw_plan_group { /* tensors that become one or more safetensors files */
     const char *stem;          /* "model": model.safetensors, or model-00001-of-0000N.safetensors */
     bool is_numbered;          /* the second form even for one file */
-    uint64_t max_file_bytes;   /* of tensors; a larger tensor has a file of its own. 0: no limit */
+    uint64_t max_file_bytes;   /* of tensors; a larger tensor gets its own file. 0: no limit */
     const char *metadata;      /* the text of the JSON object __metadata__ */
     const sw_plan_tensor *tensors;
     size_t tensor_count;
 } sw_plan_group;
 
-typedef struct sw_plan_text { /* a file whose bytes are the caller's */
+typedef struct sw_plan_text { /* a file whose bytes the caller gives */
     const char *path;
     uint64_t size_bytes;
     sw_plan_holder holder;
 } sw_plan_text;
 
 typedef struct sw_plan_piece {
-    size_t source;  /* number of the tensor through all groups; then of the text, counted on */
+    size_t source;  /* number of the tensor through all groups; texts are counted after them */
     uint64_t begin; /* in the file */
     uint64_t size_bytes;
     sw_plan_holder holder;
@@ -58,10 +57,10 @@ typedef struct sw_plan_piece {
 
 typedef struct sw_plan_file {
     char *path;          /* owned; in the checkpoint's folder */
-    char *header;        /* owned; NULL for a text */
-    size_t header_bytes; /* pieces begin there */
+    char *header;        /* owned; NULL: a text */
+    size_t header_bytes; /* offset of the first piece */
     uint64_t size_bytes;
-    size_t first_piece, piece_count; /* in the order of their bytes */
+    size_t first_piece, piece_count; /* in byte order */
     uint64_t first_block, block_count;
 } sw_plan_file;
 
@@ -70,9 +69,9 @@ typedef struct sw_plan_range { /* contiguous bytes of a file */
     uint64_t begin, end;
 } sw_plan_range;
 
-typedef struct sw_plan_common { /* a range that all ranks hold */
+typedef struct sw_plan_common { /* a range of bytes that all ranks hold */
     sw_plan_range range;
-    uint64_t first; /* the number of its first block among those that touch such ranges */
+    uint64_t first; /* number of its first block among the blocks with common bytes */
 } sw_plan_common;
 
 typedef struct sw_plan {
@@ -80,38 +79,39 @@ typedef struct sw_plan {
     size_t file_count;
     sw_plan_piece *pieces; /* owned */
     size_t piece_count, source_count;
-    size_t *piece_of;       /* owned; of each source */
-    sw_plan_common *common; /* owned; in the order of the files, as long as can be */
+    size_t *piece_of;       /* owned; one a source */
+    sw_plan_common *common; /* owned; in file order, each as long as possible */
     size_t common_count;
-    uint64_t common_blocks, first_bytes; /* blocks that touch them; bytes of SW_HELD_BY_FIRST */
+    uint64_t common_blocks, first_bytes; /* blocks with common bytes; bytes of SW_HELD_BY_FIRST */
     uint64_t block_count;
-    uint64_t manifest_bytes; /* what a manifest takes to list it, at most */
+    uint64_t manifest_bytes; /* upper bound of its part of a manifest */
     uint32_t digest;         /* of paths, headers and sizes: equal plans have equal digests */
 } sw_plan;
 
-/* SW_E_INVALID: a dtype safetensors cannot name, a name twice in one group, a header beyond 100 MB,
- * a bad path. */
+/* Create a plan. SW_E_INVALID: a dtype that safetensors does not have, a name twice in one group, a
+ * header beyond 100 MB, a bad path. */
 SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count,
                                      const sw_plan_text *texts, size_t text_count, sw_plan **plan,
                                      sw_error *err);
 void sw_plan_destroy(sw_plan *plan);
 
-/* Of two ranges, by their places in the files; for qsort. */
+/* Compare two ranges by their places in the files; for qsort. */
 int sw_plan_compare_ranges(const void *a, const void *b);
 
-/* What `rank` of `world_size` writes of what it does not hold in parts: ranges in the order of the
- * files (*ranges is malloc'ed). Over all ranks these are all such bytes, each once. Cost: the
- * logarithm of the pieces, and the ranges; on rank 0 also the pieces. */
+/* List what `rank` of `world_size` writes of sources not held in parts: ranges in file order
+ * (*ranges is malloc'ed). The ranges of all ranks cover these bytes once. Cost: the logarithm of
+ * the pieces, plus the ranges; on rank 0 also the pieces. */
 SW_MUST_USE sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size,
                                          sw_plan_range **ranges, size_t *count, sw_error *err);
 
-/* The file in which a piece lies. */
+/* Return the file of a piece. */
 const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece);
 
-/* The first piece of a file that ends after `offset`. */
+/* Find the first piece of a file that ends after `offset`. */
 size_t sw_plan_find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_t offset);
 
-/* One or two components of [A-Za-z0-9._-], none beginning with a dot, each at most 128 bytes. */
+/* True for one or two components of [A-Za-z0-9._-], none beginning with a dot, each at most 128
+ * bytes. */
 bool sw_plan_is_path(const char *path);
 
 #endif

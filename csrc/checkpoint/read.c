@@ -1,5 +1,4 @@
-/* read.c - the simple ways to read from a checkpoint: each is a load by the caller's thread alone.
- */
+/* read.c - simple reads from a checkpoint: each is a load by the caller's thread alone. */
 #include "checkpoint/read.h"
 
 #include <stdlib.h>

@@ -1,7 +1,7 @@
 /* removable.c - see removable.h for the rule and docs/design/checkpoint.md for why.
  *
  * Folders in the folder may be empty, or hold files that are listed: removing them loses nothing. A
- * link or a pipe in the place of a file is the damage that it is, and what a link names stays. */
+ * link or a pipe in place of a file counts as damage; the target of a link stays. */
 #include "checkpoint/removable.h"
 
 #include <ctype.h>
@@ -18,10 +18,10 @@
 #define STATE_NAME "state.json"
 #define ONLY_CHECKPOINTS ": a save takes the place of checkpoints alone, move it away"
 
-/* Names of version 1; # is digits. */
+/* File names of version 1; # stands for digits. */
 static const char *const OWN_NAMES[] = {
     SW_MANIFEST_NAME,
-    SW_LOCK_NAME, /* of a save that died right after its commit */
+    SW_LOCK_NAME, /* left by a save that died right after its commit */
     STATE_NAME,
     "state.safetensors",
     "model.safetensors",
@@ -36,13 +36,13 @@ static const char *const OWN_NAMES[] = {
 };
 
 typedef struct look {
-    const char *folder;           /* of the checkpoint, or one in it */
-    const char *prefix;           /* of names in this folder: "", or "ranks/" */
-    const sw_manifest *listed;    /* NULL: it is damaged, and names alone decide */
+    const char *folder;           /* of the checkpoint, or a folder in it */
+    const char *prefix;           /* prefix of names in this folder: "", or "ranks/" */
+    const sw_manifest *listed;    /* NULL: the manifest is damaged, and names alone decide */
     char stranger[SW_PATH_BYTES]; /* the first that does not belong; "": none */
     bool is_empty, has_state;
     sw_status status;
-    sw_error *err; /* of a folder in the folder that cannot be listed */
+    sw_error *err; /* of an inner folder that cannot be listed */
 } look;
 
 static bool matches(const char *name, const char *pattern)
@@ -75,12 +75,12 @@ static bool belongs(const sw_manifest *listed, const char *path)
 static bool look_at(void *context, const char *name)
 {
     look *l = context;
-    if (strncmp(name, ".nfs", 4) == 0) /* of a file that is gone, and open somewhere */
+    if (strncmp(name, ".nfs", 4) == 0) /* a removed file that a process has open */
         return true;
     char path[SW_PATH_BYTES], full[SW_PATH_BYTES];
     struct stat info;
     l->is_empty = false;
-    snprintf(l->stranger, sizeof l->stranger, "%s%s", l->prefix, name); /* until it is known */
+    snprintf(l->stranger, sizeof l->stranger, "%s%s", l->prefix, name); /* until checked */
     if (snprintf(path, sizeof path, "%s%s", l->prefix, name) >= SW_PATH_BYTES ||
         sw_path_join(full, l->folder, name, NULL) != SW_OK || lstat(full, &info) != 0)
         return false;
@@ -99,7 +99,7 @@ static bool look_at(void *context, const char *name)
     return l->status == SW_OK && !*l->stranger;
 }
 
-/* What reading it says of a manifest: of a moment, and nothing is known; or of its own. */
+/* True if a failure to read a manifest may pass: it proves nothing about the manifest. */
 static bool is_of_a_moment(const sw_error *why)
 {
     return why->status == SW_E_MEMORY ||

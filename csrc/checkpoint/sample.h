@@ -1,9 +1,9 @@
-/* sample.h - a checksum of a few cache lines of some memory, by which two looks at it are compared.
+/* sample.h - a checksum of a few cache lines of memory, to detect a change between two points in
+ * time.
  *
- * Idea: to read all of it would cost a pass; who writes to a whole tensor writes to these lines,
- * too. They are the first and the last 64 bytes and 64 at every stride: of 256 KiB, 4,100 reads a
- * GiB. A write to other bytes alone is not seen. Thread rule: any.
- */
+ * Idea: reading all of the memory would cost a pass, and a write to a whole tensor reaches these
+ * lines, too. They are the first and the last 64 bytes, and 64 bytes a stride: at 256 KiB 4,100
+ * reads a GiB. A write to other bytes alone is not detected. Thread rule: any. */
 #ifndef SW_CHECKPOINT_SAMPLE_H
 #define SW_CHECKPOINT_SAMPLE_H
 
@@ -12,7 +12,7 @@
 
 enum { SW_SAMPLE_BYTES = 64 };
 
-/* Of memory of the same size the same places. `stride_bytes`: above 0. */
+/* Equal sizes sample equal places. `stride_bytes`: above 0. */
 uint32_t sw_sample_crc32c(const void *data, size_t size_bytes, size_t stride_bytes);
 
 #endif

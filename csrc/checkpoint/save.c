@@ -1,9 +1,8 @@
 /* save.c - the saver: one save at a time, and the life of its threads.
  *
  * Thread 0 coordinates: it starts the others, opens the folder, writes too, acknowledges and
- * concludes. The others help the caller's thread to copy, and write.
- * Threads live as long as their save: an idle saver has none, so that a fork between saves copies
- * none. */
+ * concludes. The others help the caller's thread to copy, and write. Threads live as long as their
+ * save: an idle saver has none, so a fork between saves meets none. */
 #include "checkpoint/save.h"
 
 #include <errno.h>
@@ -15,7 +14,7 @@
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
 
-enum { HEADING_BYTES = 1024 }; /* of a manifest, beside its files */
+enum { HEADING_BYTES = 1024 }; /* of a manifest, without its files */
 
 sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, sw_saver **saver,
                           sw_error *err)
@@ -60,7 +59,7 @@ static sw_status copy_strings(const char *const *from, size_t count, char ***to,
     return SW_OK;
 }
 
-/* Everything of one save; slots go back, memory stays. */
+/* Clear the state of one save: return slots, keep memory. */
 static void clear_save(sw_saver *saver)
 {
     for (size_t i = 0; i < saver->chunk_count; ++i)
@@ -78,7 +77,7 @@ static void clear_save(sw_saver *saver)
     sw_manifest_fini(&saver->manifest);
 }
 
-/* Whether there are files to write to; until then it copies beside the caller's thread. */
+/* Help the caller's thread to copy until there are files to write to; false: a thread failed. */
 static bool await_open(sw_saver *saver)
 {
     pthread_mutex_lock(&saver->mutex);
@@ -119,8 +118,7 @@ static sw_status write_together(sw_saver *saver, sw_error *err)
     if (status == SW_OK)
         status = open_and_write(saver, err);
     if (status != SW_OK)
-        sw_save_record_failure(saver,
-                               err); /* which ends the helpers, and a caller's wait in protect() */
+        sw_save_record_failure(saver, err); /* ends the helpers, and a caller's wait in protect() */
     for (int t = 1; t < saver->options.thread_count; ++t)
         sw_thread_join(&saver->threads[t]);
     return sw_save_check(saver, err);
@@ -176,7 +174,7 @@ static sw_status check_request(const sw_saver *saver, const sw_save_request *req
     return SW_OK;
 }
 
-/* Rank 0's manifest lists the files in the order of the plans, whose blocks are numbered alike. */
+/* Rank 0's manifest lists files in the order of the plans, whose blocks are numbered likewise. */
 static sw_status add_files(sw_saver *saver, const sw_plan *plan, sw_error *err)
 {
     for (size_t i = 0; plan && i < plan->file_count; ++i)
@@ -220,7 +218,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     return sw_save_list_ranges(saver, request, err);
 }
 
-/* What the device refuses is a failure like a thread's: the save is under way. */
+/* The save runs already: a device error fails it, as a thread's error does. */
 static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
 {
     sw_error why;
@@ -243,7 +241,7 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     sw_status status;
     sw_save_claim claim = {0};
     SW_TRY(check_request(saver, request, err));
-    pthread_mutex_lock(&saver->mutex); /* who looks at progress may do so at any time */
+    pthread_mutex_lock(&saver->mutex); /* any thread may ask for progress at any time */
     status = prepare(saver, request, &why);
     pthread_mutex_unlock(&saver->mutex);
     if (status != SW_OK)
@@ -253,7 +251,7 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
     set_running(saver, true);
-    copy_claim(saver, &claim, request); /* while the first blocks are written already */
+    copy_claim(saver, &claim, request); /* while threads write the first blocks */
     sw_save_claim_fini(&claim);
     return SW_OK;
 failed:
@@ -284,7 +282,7 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
             *err = why;
     }
     sw_save_claim_fini(&claim);
-    sw_save_await_copies(saver); /* of a failed save, too */
+    sw_save_await_copies(saver); /* after a failure, too */
     return status;
 }
 

@@ -1,12 +1,10 @@
-/* save_agree.c - how ranks that share a file system and a channel, and nothing else, finish one
- * save together.
+/* save_agree.c - how ranks finish one save together with only a shared file system and a channel.
  *
- * Rank 0 makes the files and says so; each rank writes, places what it has written of each block in
- * its host's file of tallies, and says so; rank 0 puts these together and commits. No name is
- * looked up before the channel has said that it exists: a client of a network file system remembers
- * for a while that a name does not. LOCK is locked by rank 0: whoever finds the folder knows
- * whether its save is alive. Waiting is looking again, after 1 to 20 ms.
- */
+ * Rank 0 creates the files and announces them. Each rank writes its ranges, adds its tallies of
+ * each block to its host's file, and announces that. Rank 0 merges the tallies and commits. No name
+ * is looked up before the channel has announced it: a client of a network file system caches for a
+ * while that a name is missing. Rank 0 locks LOCK, so that a process that finds the folder knows
+ * whether its save is alive. A wait is a look repeated after 1 to 20 ms. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -21,9 +19,9 @@
 #include "platform/clock.h"
 
 enum { LOOK_FIRST_NS = 1000000, LOOK_LAST_NS = 20000000, VERDICT_GRACE_S = 10, LATE_S = 10 };
-enum { CANCEL_GRACE_NS = 1000000000 }; /* for what rank 0 has said already to get here */
-#define PLAN_MARK (UINT64_MAX - 1)     /* no block: the digest of a rank's plan, and the rank */
-enum { COMMIT_S = 600 };               /* a cancelled rank waits no longer for a commit */
+enum { CANCEL_GRACE_NS = 1000000000 }; /* for rank 0's earlier words to arrive */
+#define PLAN_MARK (UINT64_MAX - 1)     /* not a block: the digest of a rank's plan, and the rank */
+enum { COMMIT_S = 600 };               /* a cancelled rank's limit for a commit */
 
 static sw_status check_time(sw_saver *saver, const char *awaited, sw_error *err)
 {
@@ -42,8 +40,7 @@ static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited
     return SW_OK;
 }
 
-/* Whether a name that is known to exist may be missing for a moment: a network file system's
- * caches. */
+/* True if an existing name may be missing for a moment: a network file system's caches. */
 static bool is_of_a_moment(const sw_error *why)
 {
     return why->status == SW_E_OS &&
@@ -79,7 +76,7 @@ static sw_status tallies_path(const sw_saver *saver, int host, char path[SW_PATH
     return sw_path_join(path, saver->partial, name, err);
 }
 
-/* A host's file of tallies, by its carrier. */
+/* Create a host's file of tallies; its carrier does. */
 static sw_status create_tallies(const sw_saver *saver, sw_error *err)
 {
     char path[SW_PATH_BYTES];
@@ -89,7 +86,7 @@ static sw_status create_tallies(const sw_saver *saver, sw_error *err)
     return sw_file_close(&fd, path, err);
 }
 
-/* Rank 0. */
+/* Open the folder on rank 0. */
 static sw_status open_folder(sw_saver *saver, sw_error *err)
 {
     char path[SW_PATH_BYTES];
@@ -106,7 +103,7 @@ static sw_status open_folder(sw_saver *saver, sw_error *err)
     return saver->channel->world_size > 1 ? create_tallies(saver, err) : SW_OK;
 }
 
-/* Until rank 0 has made the files; and of another host's rank, its carrier the host's. */
+/* Wait until rank 0, and on another host the carrier too, has created the files. */
 static sw_status await_folder(sw_saver *saver, sw_error *err)
 {
     sw_channel *channel = saver->channel;
@@ -199,7 +196,7 @@ static sw_status await_written(sw_saver *saver, sw_error *err)
     return SW_OK;
 }
 
-/* Of a host whose ranks have all written: until this host sees it so. */
+/* Read the tallies of a host whose ranks have all written; retry until they are complete here. */
 static sw_status read_tallies(sw_saver *saver, const char *path, uint64_t expected, char **data,
                               sw_error *err)
 {
@@ -224,7 +221,7 @@ static sw_status read_tallies(sw_saver *saver, const char *path, uint64_t expect
     }
 }
 
-/* Merges what a host's ranks have written, and removes the file. */
+/* Merge a host's tallies, and remove the file. */
 static sw_status collect_host(sw_saver *saver, int host, sw_error *err)
 {
     char path[SW_PATH_BYTES];
@@ -238,8 +235,8 @@ static sw_status collect_host(sw_saver *saver, int host, sw_error *err)
     return status == SW_OK ? sw_file_remove(path, err) : status;
 }
 
-/* The deadline ends here: the others wait for the verdict from this word on, and a rank that gave
- * up before it saw the word has said so. */
+/* The deadline ends here: once the others read this word they wait for the verdict. A rank that
+ * gave up before has reported a failure. */
 static sw_status begin_commit(sw_saver *saver, sw_error *err)
 {
     SW_TRY(check_time(saver, "the tallies of all ranks", err));
@@ -257,7 +254,7 @@ static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
     return sw_commit(saver->partial, saver->folder, saver->replaces, &saver->manifest, err);
 }
 
-/* The verdict comes before anything is removed, which may take longer than others wait. */
+/* Publish the verdict before removing anything, which may outlast the others' waits. */
 static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
     *outcome = *own;
@@ -277,15 +274,15 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
     sw_retire((const char *const *)saver->retired, saver->retired_count, saver->manifest.nonce);
 }
 
-/* Rank 0 holds LOCK until it has said the verdict. */
+/* Rank 0 holds LOCK until it has published the verdict. */
 static bool is_first_alive(const sw_saver *saver)
 {
     return sw_save_lock_look(saver->partial) == SW_SAVE_ALIVE ||
            sw_save_lock_look(saver->folder) == SW_SAVE_ALIVE;
 }
 
-/* The sentence of rank 0 is everybody's; without one, this rank's own. A rank that is cancelled
- * while rank 0 commits waits as long as rank 0 lives: its own report could be wrong. */
+/* Every rank reports rank 0's sentence; without one, its own. A rank that is cancelled while rank 0
+ * commits waits as long as rank 0 lives: its own report could be wrong. */
 static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
     sw_channel *channel = saver->channel;
@@ -306,9 +303,9 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
                 sw_channel_fail(channel, saver->number, &stop);
             mine = own->status == SW_OK ? stop : *own;
         }
-        /* No verdict: rank 0 may be about to publish the folder, which is its to remove. */
+        /* No verdict: rank 0 may be about to publish the folder, so it alone may remove it. */
         if (sw_channel_is_gone(channel, &stop)) {
-            sw_channel_fail(channel, saver->number, &stop); /* its host's ranks look on */
+            sw_channel_fail(channel, saver->number, &stop); /* its host's ranks still look */
             *outcome = mine.status == SW_OK ? stop : mine;
             return;
         }
@@ -328,7 +325,7 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
         sw_thread_sleep_ns(pause_ns);
         pause_ns = pause_ns * 2 < LOOK_LAST_NS ? pause_ns * 2 : LOOK_LAST_NS;
     }
-    /* Abandoned by rank 0's own word: every rank removes once it writes no more, so the last one
+    /* Rank 0 abandoned the save: every rank removes once it has stopped writing, so the last one
      * leaves nothing. */
     if (outcome->status != SW_OK)
         sw_folder_remove(saver->partial);

@@ -1,8 +1,8 @@
-/* save_device.c - the caller's thread brings chunks down from a GPU, a slot of the device stage
- * full at a time, and copies each slot's as sw_save_copy does, with the helping threads.
+/* save_device.c - the caller's thread copies chunks from a GPU, one slot of the device stage at a
+ * time. It copies each slot as sw_save_copy does, with the helping threads.
  *
- * A slot is an image of its chunks: what is on the device of a chunk comes to lie at its place in
- * it, so that filling the chunk needs no second list. */
+ * A slot is an image of its chunks: a chunk's bytes on the device go to their place in the image,
+ * so that filling the chunk needs no second list. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -39,7 +39,7 @@ static void list_span(void *context, sw_save_span span)
         (sw_device_stage_copy){span.data, list->at + span.at, span.size_bytes};
 }
 
-/* The chunks of batch `number`, as a claim of its own whose lists are the whole's. */
+/* Return the chunks of batch `number` as a claim of its own that borrows the lists of the whole. */
 static sw_save_claim chunks_of(const down_pass *pass, size_t number)
 {
     const sw_save_claim *whole = pass->claim;

@@ -22,7 +22,7 @@ void sw_save_lock_release(const char *folder, int *fd)
     char path[SW_PATH_BYTES];
     if (*fd >= 0 && sw_path_join(path, folder, SW_LOCK_NAME, NULL) == SW_OK)
         (void)!sw_file_remove(path, NULL);
-    (void)!sw_file_close(fd, folder, NULL); /* it has no bytes to lose */
+    (void)!sw_file_close(fd, folder, NULL); /* no data to lose */
 }
 
 sw_save_life sw_save_lock_look(const char *partial)

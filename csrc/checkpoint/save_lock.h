@@ -1,11 +1,9 @@
-/* save_lock.h - LOCK: the file by which a folder that is being written tells that its save is
- * alive.
+/* save_lock.h - LOCK: the file that shows that the save of a folder is alive.
  *
- * The kernel releases the lock when the process ends, also over NFS. LOCK is locked before it has
+ * The kernel releases the lock when the process ends, also over NFS. LOCK is locked before it gets
  * its name, so that no process can find it unlocked while its save is alive.
  *
- * Thread rule: any.
- */
+ * Thread rule: any. */
 #ifndef SW_CHECKPOINT_SAVE_LOCK_H
 #define SW_CHECKPOINT_SAVE_LOCK_H
 
@@ -16,14 +14,14 @@
 typedef enum sw_save_life {
     SW_SAVE_DEAD,
     SW_SAVE_ALIVE,
-    SW_SAVE_UNKNOWN, /* no LOCK that can be opened, or a file system without locks */
+    SW_SAVE_UNKNOWN, /* LOCK cannot be opened, or the file system has no locks */
 } sw_save_life;
 
-/* Makes LOCK in the folder `partial`. The lock lasts until *fd is closed, at the latest until the
- * process and its children forked meanwhile end. A file system without locks has the file alone. */
+/* Create LOCK in the folder `partial`. The lock lasts until *fd is closed, or until the process and
+ * children forked meanwhile have ended. A file system without locks gets only the file. */
 SW_MUST_USE sw_status sw_save_lock_take(const char *partial, int *fd, sw_error *err);
 
-/* Removes LOCK from `folder`, which the folder is called now, and closes *fd; -1: nothing to do. */
+/* Remove LOCK from `folder`, the folder's present name, and close *fd; -1: nothing to do. */
 void sw_save_lock_release(const char *folder, int *fd);
 
 sw_save_life sw_save_lock_look(const char *partial);

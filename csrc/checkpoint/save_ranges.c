@@ -1,9 +1,9 @@
-/* save_ranges.c - from a plan and what this rank holds to ranges, one block or less each, and to
- * chunks of them.
+/* save_ranges.c - from a plan and this rank's sources to ranges of one block or less, and to chunks
+ * of them.
  *
- * A chunk is what one slot of staging takes. Blocks that this rank writes whole have one each;
- * smaller ranges share one, each at a place that is as the one in the file modulo a page, so that
- * its whole pages can be written past the page cache. */
+ * A chunk fills one slot of staging. Blocks that this rank writes whole have a slot each; smaller
+ * ranges share one. Each lies at its file offset modulo a page, so that its whole pages can be
+ * written past the page cache. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +27,7 @@ static sw_status check_source(const sw_plan *plan, const sw_save_source *source,
     return SW_OK;
 }
 
-/* Ranges of the files that `rank` writes of `part`, ascending and as long as can be. */
+/* List the ranges of `part` that `rank` writes, ascending and as long as possible. */
 static sw_status list_files_ranges(const sw_save_part *part, int rank, int world_size,
                                    range_list *list, sw_error *err)
 {
@@ -96,14 +96,14 @@ static bool has_whole_page(const sw_save_range *range)
     return first + page <= range->offset + range->size_bytes;
 }
 
-/* Where a range goes in a slot of which `used` bytes are taken. */
+/* Return the place of a range in a slot of which `used` bytes are taken. */
 static uint32_t place_after(const sw_save_range *range, uint32_t used)
 {
     uint32_t page = SW_FILE_ALIGNMENT_BYTES, wanted = (uint32_t)(range->offset % page);
     return has_whole_page(range) ? used + (wanted + page - used % page) % page : used;
 }
 
-/* Ranges [first, saver->range_count) in chunks of `part`. */
+/* Distribute ranges [first, saver->range_count) to chunks of `part`. */
 static void fill_chunks(sw_saver *saver, const sw_save_part *part, size_t first)
 {
     sw_save_chunk *chunk = NULL;
@@ -123,7 +123,7 @@ static void fill_chunks(sw_saver *saver, const sw_save_part *part, size_t first)
     }
 }
 
-/* The first range of memory of `source` that ends after `begin`. */
+/* Find the first memory range of `source` that ends after `begin`. */
 static const sw_save_source *find_source(const sw_save_part *part, size_t source, uint64_t begin)
 {
     size_t low = 0, high = part->source_count;
@@ -139,7 +139,7 @@ static const sw_save_source *find_source(const sw_save_part *part, size_t source
     return &part->sources[low];
 }
 
-/* That bytes [begin, begin + size) of `source` are held here. */
+/* Check that bytes [begin, begin + size) of `source` are held here. */
 static sw_status check_held(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size,
                             int rank, sw_error *err)
 {
@@ -222,7 +222,7 @@ static sw_status copy_sources(sw_saver *saver, const sw_save_request *request, s
     return SW_OK;
 }
 
-/* A flag a source of the shared plan, from a flag a source of memory. What is on a device cannot be
+/* Convert flags of memory sources to flags of the shared plan's sources. Device memory cannot be
  * left for later: the threads of a save know no stream. */
 static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_error *err)
 {

@@ -1,9 +1,9 @@
-/* save_sample.c - whether a chunk's bytes are still those of the moment at which a lazy save began.
+/* save_sample.c - detect whether a chunk's bytes have changed since a lazy save began.
  *
- * Idea: begin() takes a sample (sample.h) of what each live chunk has of each tensor; what copies
- * the chunk takes it again, of the copy. Where they differ, something wrote to the memory that
- * protect() knew nothing of, and chunks that were copied before hold what was there before: the
- * save fails with the tensor's name. What begin() copies itself needs none. */
+ * Idea: begin() samples (sample.h) each live chunk's part of each tensor; the copy of the chunk is
+ * sampled again. If the samples differ, memory was written to without protect(), and chunks copied
+ * earlier hold the old bytes. The save fails with the tensor's name. What begin() copies itself
+ * needs no sample. */
 #include <stdlib.h>
 
 #include "checkpoint/safetensors.h"
@@ -54,9 +54,9 @@ sw_status sw_save_take_samples(sw_saver *saver, sw_error *err)
 }
 
 typedef struct comparison {
-    const uint8_t *copy;      /* of the chunk */
-    const uint32_t *expected; /* the next span's */
-    const sw_plan_file *file; /* where the change is */
+    const uint8_t *copy;      /* the chunk's copy */
+    const uint32_t *expected; /* sample of the next span */
+    const sw_plan_file *file; /* place of the change */
     uint64_t changed_at;
     bool is_changed;
 } comparison;
@@ -72,7 +72,7 @@ static void compare_span(void *context, sw_save_span span)
     pass->changed_at = span.range->offset + (span.at - span.range->at);
 }
 
-/* What the tensor at `at` of a file is called. */
+/* Record the name of the tensor at `at` of a file. */
 static void fail_with_name(const sw_plan_file *file, uint64_t at, sw_error *err)
 {
     sw_safetensors header = {0};

@@ -1,5 +1,4 @@
-/* save_snapshot.c - copies live chunks to slots of staging, by the caller's thread and by those
- * that help it. */
+/* save_snapshot.c - the caller's thread and its helpers copy live chunks to slots of staging. */
 #include <stdlib.h>
 
 #include "checkpoint/save_job.h"
@@ -27,7 +26,7 @@ void sw_save_fill(sw_saver *saver, sw_save_chunk *chunk, uint8_t *destination)
         sw_save_record_failure(saver, &why);
 }
 
-/* Marks the live chunks that are wanted as being copied; their indices to `wanted`. */
+/* Mark the wanted live chunks as being copied; put their indices into `wanted`. */
 static size_t claim_live_locked(sw_saver *saver, bool eager_only, size_t *wanted)
 {
     size_t count = 0;
@@ -69,7 +68,7 @@ sw_status sw_save_claim_live(sw_saver *saver, bool eager_only, sw_save_claim *cl
     return status;
 }
 
-/* Copies the claim's next chunks, without the mutex; false: none is left to begin with. */
+/* Copy the claim's next chunks, without the mutex; false: none is left to begin. */
 static bool copy_some_locked(sw_saver *saver, sw_save_claim *claim)
 {
     size_t begin = claim->next, left = claim->count - begin;

@@ -1,14 +1,14 @@
-/* save_warm.c - staging is touched before the first save needs it.
+/* save_warm.c - touch staging before the first save needs it.
  *
- * New memory costs its first touch: 0.1 to 0.3 s a GiB here, and seconds on a virtual machine whose
- * host has to find it. A thread of the lowest priority does that, 2 MiB at a time, in the order in
- * which saves take slots; a save that comes earlier takes what is there and touches the rest. */
+ * The first touch of new memory costs 0.1 to 0.3 s a GiB here, and seconds on a virtual machine
+ * whose host must find it. A thread of the lowest priority touches 2 MiB at a time, in the order in
+ * which saves take slots. An earlier save takes what is there and touches the rest. */
 #include "checkpoint/save_job.h"
 #include "platform/memory.h"
 
 enum { TOUCH_SLOTS = 2 };
 
-/* The next slots to be touched, of region *index; 0: none. */
+/* Return the next slots to touch, of region *index; 0: none. */
 static size_t next_cold_locked(const sw_saver *saver, size_t *index)
 {
     for (size_t i = 0; i < saver->stage.region_count && !saver->warm_is_over; ++i) {

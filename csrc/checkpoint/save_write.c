@@ -1,11 +1,11 @@
 /* save_write.c - threads take runs of chunks and write each range at its place.
  *
- * Live chunks are copied on the way, through slots of the stage: those are warm, which memory that
- * is mapped for a save is not (a fault a page, and on a virtual machine one of the host's behind
- * it). Up to 8 MiB a write, so that two threads keep a disk busy. The whole pages of a range go
- * past the page cache; its edges, less than a page each, through it: the page cache of a host
- * merges what its ranks write of one page. Each thread syncs what it wrote before it turns to
- * another file; a failed fsync ends the save, and is never tried again on the same file. */
+ * Live chunks are copied on the way, through slots of the stage. Those are warm; newly mapped
+ * memory costs a fault a page, and on a virtual machine another on its host. A write has up to 8
+ * MiB, so that two threads keep a disk busy. Whole pages of a range go past the page cache. Its
+ * edges, less than a page each, go through it: a host's page cache merges what its ranks write of
+ * one page. Each thread syncs its writes before it turns to another file. A failed fsync ends the
+ * save, and is never retried on the same file. */
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
@@ -16,13 +16,13 @@
 typedef struct writer {
     sw_saver *saver;
     bool is_helper;
-    uint8_t *bounce[SW_SAVE_RUN_CHUNKS]; /* slots of the stage: a run that was live */
+    uint8_t *bounce[SW_SAVE_RUN_CHUNKS]; /* slots of the stage, for a live run */
     size_t bounce_count;
     const sw_plan_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
-    int fd, edge_fd; /* edge_fd: through the page cache, once there is an edge; -1: not yet */
+    int fd, edge_fd; /* edge_fd: through the page cache, opened at the first edge; -1: not yet */
     bool is_direct;
-    struct iovec batch[SW_SAVE_RUN_CHUNKS]; /* neighbours in the file that wait to be written */
+    struct iovec batch[SW_SAVE_RUN_CHUNKS]; /* neighbours in the file, still to be written */
     int batch_count;
     uint64_t batch_begin, batch_end, direct_bytes;
 } writer;
@@ -45,7 +45,7 @@ static sw_status close_file(writer *w, sw_error *err)
     SW_TRY(flush_batch(w, err));
     sw_status status = sw_file_close(&w->edge_fd, w->path, err);
     if (status == SW_OK)
-        status = sw_file_sync(w->fd, w->path, err); /* of the file, whichever way it was written */
+        status = sw_file_sync(w->fd, w->path, err); /* syncs both ways of writing */
     sw_status closed = sw_file_close(&w->fd, w->path, status == SW_OK ? err : NULL);
     w->file = NULL;
     return status == SW_OK ? closed : status;
@@ -64,12 +64,12 @@ static sw_status open_file(writer *w, const sw_plan_file *file, sw_error *err)
     return SW_OK;
 }
 
-/* The next run: chunks that follow each other, all staged or all live. */
+/* Take the next run: consecutive chunks, all staged or all live. */
 static size_t take_run_locked(sw_saver *saver, sw_save_chunk **first, bool *is_live)
 {
     size_t begin = saver->next_chunk, count = 0;
     while (begin < saver->chunk_count && saver->failure.status == SW_OK &&
-           saver->chunks[begin].state == SW_CHUNK_COPYING) { /* the caller's: soon staged */
+           saver->chunks[begin].state == SW_CHUNK_COPYING) { /* the caller copies it: soon staged */
         if (!sw_save_help_copy_locked(saver))
             pthread_cond_wait(&saver->changed, &saver->mutex);
         begin = saver->next_chunk;
@@ -89,7 +89,7 @@ static size_t take_run_locked(sw_saver *saver, sw_save_chunk **first, bool *is_l
     return count;
 }
 
-/* As many slots as a run of `count` chunks needs: small saves take few. */
+/* Take as many slots as a run of `count` chunks needs: small saves take few. */
 static sw_status take_bounce(writer *w, size_t count, sw_error *err)
 {
     sw_status status = SW_OK;
@@ -126,7 +126,7 @@ static sw_status copy_live(writer *w, sw_save_chunk *first, size_t count, sw_err
     return status;
 }
 
-/* Later, together with its neighbours in the file. */
+/* Write later, together with its neighbours in the file. */
 static sw_status write_later(writer *w, uint8_t *data, size_t size, uint64_t offset, sw_error *err)
 {
     if (w->batch_count == SW_SAVE_RUN_CHUNKS || (w->batch_count && w->batch_end != offset))
@@ -158,7 +158,7 @@ static sw_status write_range(writer *w, const sw_save_range *range, uint8_t *slo
     SW_TRY(open_file(w, range->file, err));
     if (!w->is_direct)
         return write_later(w, data, size, range->offset, err);
-    if (head + page > size) /* it has no whole page */
+    if (head + page > size) /* no whole page */
         return write_edge(w, data, size, range->offset, err);
     size_t inside = (size - head) / page * page;
     SW_TRY(write_edge(w, data, head, range->offset, err));
@@ -174,10 +174,10 @@ static sw_status write_run(writer *w, const sw_save_chunk *first, size_t count, 
         for (uint32_t r = 0; r < first[i].range_count; ++r)
             SW_TRY(
                 write_range(w, &first[i].ranges[r], is_live ? w->bounce[i] : first[i].slot, err));
-    return flush_batch(w, err); /* the slots are given back */
+    return flush_batch(w, err); /* the caller returns the slots */
 }
 
-/* When this run may be followed by the next, under the bandwidth limit. */
+/* Return when the next run may follow this one, under the bandwidth limit. */
 static int64_t book_locked(sw_saver *saver, uint64_t bytes)
 {
     uint64_t limit = saver->options.bandwidth_bytes_per_second;
@@ -240,7 +240,7 @@ sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err)
     if (w.edge_fd >= 0)
         close(w.edge_fd);
     if (w.fd >= 0)
-        close(w.fd); /* after an error that is already told */
+        close(w.fd); /* after an error that is already recorded */
     give_bounce(&w);
     return status;
 }

@@ -27,7 +27,7 @@ static sw_status grow(sw_stage *stage, size_t count, sw_error *err)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu MiB of staging", count);
     uint8_t *base = NULL;
     SW_TRY(sw_pages_map(bytes, &base, err));
-    (void)madvise(base, bytes, MADV_HUGEPAGE); /* fewer faults; refused is as good */
+    (void)madvise(base, bytes, MADV_HUGEPAGE); /* fewer faults; a refusal is harmless */
     (void)madvise(base, bytes, MADV_DONTFORK); /* a forked child must not copy it page by page */
     stage->regions[stage->region_count++] = (sw_stage_region){.base = base, .slot_count = count};
     for (size_t i = 0; i < count; ++i)
@@ -48,7 +48,7 @@ sw_status sw_stage_take(sw_stage *stage, size_t count, uint8_t **slots, sw_error
         sw_stage_region *made = &stage->regions[stage->region_count - 1];
         made->touched = made->slot_count;
     }
-    /* Slots come back in the order of the writes: sorted, neighbours in memory follow each other
+    /* Slots come back in write order: sort them, so that neighbours in memory are consecutive
      * again. */
     if (stage->free_count > 1)
         qsort(stage->free_slots, stage->free_count, sizeof *stage->free_slots, compare_down);

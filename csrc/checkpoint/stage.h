@@ -1,12 +1,11 @@
 /* stage.h - warm memory for snapshots: slots of 1 MiB, kept between saves.
  *
- * What a save takes beyond what is there it touches for the first time itself, which later saves do
- * not; what was added before it can be touched by another thread (save_warm.c). Slots of one
- * request lie side by side as far as the pool allows, so that a run of blocks is one write. Slots
- * begin on a page, as O_DIRECT wants.
+ * A save that needs more memory than is there touches it first itself; later saves do not. Another
+ * thread can touch memory that was added before the save (save_warm.c). Slots of one request are
+ * contiguous as far as possible, so that a run of blocks is one write. Slots begin on a page, as
+ * O_DIRECT requires.
  *
- * Thread rule: one at a time (the saver's mutex).
- */
+ * Thread rule: one at a time (the saver's mutex). */
 #ifndef SW_CHECKPOINT_STAGE_H
 #define SW_CHECKPOINT_STAGE_H
 
@@ -18,7 +17,7 @@
 typedef struct sw_stage_region {
     uint8_t *base; /* owned */
     size_t slot_count;
-    size_t touched; /* slots from the first on that have their pages */
+    size_t touched; /* leading slots that have their pages */
 } sw_stage_region;
 
 typedef struct sw_stage {
@@ -28,12 +27,12 @@ typedef struct sw_stage {
     size_t free_count, slot_count;
 } sw_stage;
 
-/* At least `count` slots in all; nothing is touched. SW_E_MEMORY: none was added. */
+/* Grow to at least `count` slots in all; touch none. SW_E_MEMORY: none was added. */
 SW_MUST_USE sw_status sw_stage_reserve(sw_stage *stage, size_t count, sw_error *err);
-/* `count` slots of SW_BLOCK_BYTES into `slots`; SW_E_MEMORY, and none, when they cannot be had. */
+/* Take `count` slots of SW_BLOCK_BYTES into `slots`; on SW_E_MEMORY it takes none. */
 SW_MUST_USE sw_status sw_stage_take(sw_stage *stage, size_t count, uint8_t **slots, sw_error *err);
 void sw_stage_give(sw_stage *stage, uint8_t *slot);
-/* Every slot must have been given back. */
+/* Every slot must be free again. */
 void sw_stage_fini(sw_stage *stage);
 
 #endif

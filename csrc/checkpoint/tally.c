@@ -8,7 +8,7 @@
 
 enum { HEAD_BYTES = 16, ENTRY_BYTES = 8, FIRST_CAPACITY = 4096 };
 
-/* Of a place in a block. Anything linear would let a hole and a byte written twice cancel. */
+/* Hash a place in a block. With a linear hash a hole and a byte written twice could cancel. */
 static uint16_t hash(uint32_t place)
 {
     place ^= place >> 16;

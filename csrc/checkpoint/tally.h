@@ -1,15 +1,14 @@
-/* tally.h - the checksum of a block of which several ranks wrote ranges, from what each knows.
+/* tally.h - the checksum of a block that several ranks wrote, from what each rank knows.
  *
  * Idea: a CRC is linear. The checksum of a block is the XOR of each range's checksum, carried over
- * the bytes that follow the range in the block. That ranges tile a block shows in a second word:
- * the sum of h(end) - h(begin), h a hash of a place in the block, is h(block's end) - h(0) if each
- * byte was written once; holes and bytes written twice make another sum, but for one case in
- * 65,536. Both words are the same in whatever order ranges come.
+ * the bytes that follow the range in the block. A second word checks that ranges tile a block: the
+ * sum of h(end) - h(begin), h a hash of a place in the block. It is h(block's end) - h(0) if each
+ * byte was written once; holes and bytes written twice give another sum, but for one case in
+ * 65,536. Neither word depends on the order of ranges.
  *
  * A rank's tallies travel as runs: a head, then one entry a block.
  *
- * Thread rule: any.
- */
+ * Thread rule: any. */
 #ifndef SW_CHECKPOINT_TALLY_H
 #define SW_CHECKPOINT_TALLY_H
 
@@ -24,26 +23,27 @@ typedef struct sw_tally { /* of a block */
     uint16_t cover;
 } sw_tally;
 
-/* Adds a range with checksum `crc` at [offset, offset + size_bytes) of a block of `block_bytes`. */
+/* Add a range with checksum `crc` at [offset, offset + size_bytes) of a block of `block_bytes`. */
 void sw_tally_add(sw_tally *tally, uint32_t crc, uint32_t offset, uint32_t size_bytes,
                   uint32_t block_bytes);
 
-/* What the ranges of a whole block of `block_bytes` make. */
+/* Return the second word of a whole block of `block_bytes`. */
 uint16_t sw_tally_whole(uint32_t block_bytes);
 
-/* Tallies of ascending blocks, as they travel. A failed allocation is kept: look at `data` once. */
+/* Tallies of ascending blocks, as they travel. A failed allocation is recorded: check `data`
+ * once. */
 typedef struct sw_tally_list {
     uint8_t *data; /* owned */
     size_t size_bytes, capacity;
-    size_t run_at;       /* of the run that is open, in data */
-    uint64_t next_block; /* which would continue it */
+    size_t run_at;       /* offset of the open run in data */
+    uint64_t next_block; /* the block that would continue it */
     bool is_out_of_memory;
 } sw_tally_list;
 
 void sw_tally_list_append(sw_tally_list *list, uint64_t block, sw_tally tally);
 void sw_tally_list_fini(sw_tally_list *list);
 
-/* Calls `take` for each entry. SW_E_INVALID: the bytes are no list. */
+/* Call `take` for each entry. SW_E_INVALID: the bytes are no list. */
 SW_MUST_USE sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes,
                                          sw_status (*take)(void *context, uint64_t block,
                                                            sw_tally tally, sw_error *err),
