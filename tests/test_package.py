@@ -130,6 +130,7 @@ ADDRESSES = {
             "parallel/cuda_backend",
             "compress/device_exchange",
             "compress/device_powersgd",
+            "optim/device_clip",
             "optim/device_whole_tensors",
         ),
         *(
@@ -153,6 +154,7 @@ ADDRESSES = {
     "compared, not read": [
         *(
             "gradients/comm_hook",
+            "optim/clip_grad",
             "parameters/prefetch",
             "parameters/drift",
             "optim/offload",

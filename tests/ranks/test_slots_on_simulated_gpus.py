@@ -48,7 +48,7 @@ SCENES: list[tuple[Any, ...]] = [
     (stages.quiet_steps, 1),
     (stages.quiet_steps, 2),
     (stages.halves, "Bf16"),
-    (units.quiet_steps, "blocks"),
+    (units.quiet_steps, "blocks", None),
     (blocks.compare, 0),
     (powersgd.compare, 2),
     (offload.every_stage, "AdamW", "cpu"),
