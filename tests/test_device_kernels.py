@@ -51,12 +51,13 @@ def source(tmp_path: Path) -> Path:
 def targets(architectures: list[int]) -> list[list[str]]:
     """Return nvcc's options, one list a run.
 
-    The long form (`make kernels`) compiles each architecture alone. The quick form makes machine code for one from the compiler's
-    output for the oldest, whose text asks for no architecture.
+    The long form (`make kernels`) compiles each architecture alone. The quick form makes machine code for two of them from the
+    compiler's output for the oldest, whose text asks for no architecture, and for the newest from its own.
     """
     if LONG:
         return [[f"-arch=sm_{number}", "-cubin"] for number in architectures]
-    pairs = [f"arch=compute_{OLDEST},code=sm_{number}" for number in architectures if number == 90]
+    pairs = [f"arch=compute_{OLDEST},code=sm_{number}" for number in architectures if number in (OLDEST, 90)]
+    pairs += [f"arch=compute_{number},code=sm_{number}" for number in architectures[-1:]]
     return [[part for pair in pairs for part in ("-gencode", pair)] + ["-fatbin"]] if pairs else []
 
 

@@ -19,7 +19,7 @@ from harness import LONG, RanksFailed, at_least_two, gather, on_every_rank, run_
 from models import Mlp
 from peer import PEER, batch, compare_step, data_parallel, engine, host_comm, in_a_child, pair, sw, zero_grad
 
-pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names no rank")
 
 
 def backward(model, rank, step):

@@ -13,7 +13,7 @@ from harness import LONG, RanksFailed, gather
 from models import Mlp
 from peer import PEER, batch, data_parallel, engine
 
-pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names no rank")
 
 TIMEOUT_S = 1.5
 #: after a deadline, on a machine that others use too

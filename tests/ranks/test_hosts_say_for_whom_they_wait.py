@@ -13,7 +13,7 @@ from harness import LONG, RanksFailed, gather
 from peer import PEER, engine, sw
 from test_a_dead_host_is_named import ends_in_order
 
-pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names nobody")
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch names no rank")
 long_form = pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
 
 WARN_AFTER_S = 0.3
