@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
+from ..layout.local_parameters import local_gradient, part_of, whole_of
 from ..layout.shard_runs import memory_order
 from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from ..parallel.optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, plain, rows_of
@@ -79,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self.replica = self._replica = replica
         self._memory: Any = replica.parameters()
-        self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
+        self._index = {id(p): i for i, p in enumerate(replica.table.module_parameters)}
         self._masters = None if has_own_masters(optimizer) else Masters()
         self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
@@ -259,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._replica.zero == 1 and self._replica.is_joining:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
+            states = {p: state_of(local_gradient(p)) for group in self.param_groups for p in group["params"]}
         self._step_together(self._own_gradient, states)
         return loss
 
@@ -369,6 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         low, high = self._replica.parameters().run(index, self._replica.group.rank)
         kept: dict[str, Any] = {}
         for key, value in state.items():
+            value = part_of(self._replica.table.parameters[index], value)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = memory_order(value, parameter)[low:high].clone()
             elif (
@@ -621,7 +623,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 low, high = memory.run(index, rank)
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            whole[key] = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+            result = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+            whole[key] = whole_of(self._replica.table.parameters[index], result)
         return whole
 
 

@@ -20,11 +20,13 @@ from .._engine import Error, Reducer
 from ..backend.base import Backend, Capabilities, Request
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
+from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, group_ranks
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
 from ..gradients.module_gradients import ModuleGradients
 from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
+from ..layout.model_mesh import placed
 from ..layout.param_groups import check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
@@ -37,6 +39,7 @@ from ..parameters.drift import DriftCheck
 from ..parameters.storage import ParameterMemory
 from ..parameters.write_guard import ReadOnlyParameters, SampledParameters
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .backends import choose_backend
 from .step_in_backward import adopt as adopt_steps_in_backward
 from .steppers import Steppers
@@ -94,9 +97,13 @@ class Replica:
         self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
         self.settings = settings
         self._module = weakref.ref(module)
+        #: the ranks of the mesh of the module's DTensors
+        self.model_ranks: ModelRanks | None = None
         refusal = None
         try:
             self.table = self._table_of(module, ignored, options)
+            if self.table.model_mesh is not None:
+                self.model_ranks = ModelRanks(self.table.model_mesh, options.timeout_s)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
             self._supersede(module)
@@ -109,6 +116,11 @@ class Replica:
             refusal, description = error, [["failure", str(error)]]
         try:
             verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
+            self._agree_over_mesh(None)
+        except (Error, NotImplementedError) as error:
+            if not self._has_agreed:
+                self._agree_over_mesh(error)
+            raise
         finally:
             refusal = None  # its traceback holds this frame, and so the module
         make_backend = choose_backend(self.table)
@@ -139,7 +151,7 @@ class Replica:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
         self._drift: weakref.ref[DriftCheck] | None = None
-        self._identities = frozenset(map(id, self.table.parameters))
+        self._identities = frozenset(map(id, self.table.module_parameters))
         self.on_output_gradient = _output_hook(self.reducer)
         self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
         #: True while the outputs of a forward inside no_sync() open a round
@@ -160,6 +172,20 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
+    def _agree_over_mesh(self, failure: Exception | None) -> None:
+        """Tell the ranks of the model mesh whether wrapping failed, and compare what must be equal there. Collective."""
+        self._has_agreed = True
+        if self.model_ranks is None:
+            return
+        place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
+        place += [["rank among them", str(self.group.rank)]]
+        lines = [
+            [name, f"{tuple(p.shape)}{placed(p)}"] for name, p in zip(self.table.names, self.table.module_parameters)
+        ]
+        self.model_ranks.agree(place + lines, self.label, failure)
+        if self.settings.get("init_sync"):
+            self.model_ranks.check_replicated(self.table, self.group, self.label)
+
     def _compute_dtypes(self, precision: PrecisionPlan | None) -> dict[int, torch.dtype]:
         """Return the 16-bit dtypes in which modules compute with wider parameters."""
         given = {} if precision is None else precision.compute_dtypes()
@@ -168,8 +194,13 @@ class Replica:
         return {index: dtype for index, dtype in dtypes.items() if dtype in LOW_DTYPES and wide[index]}
 
     def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
-        table = ParameterTable.of(module, ignored)
+        table = ParameterTable.of(module, ignored, group_ranks(self.group.torch_group))
         is_cast = self.settings.get("precision") not in (None, "None")
+        if table.model_mesh is not None and is_cast:
+            raise NotImplementedError(
+                f"precision= is not there for DTensor parameters, which {self.label} has: cast the module with .to(torch.bfloat16), of "
+                "which optimizers keep float32 masters"
+            )
         if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
             return table
         return dataclasses.replace(table, sparse=find_sparse(module, table))
@@ -277,7 +308,7 @@ class Replica:
     def _supersede(self, module: torch.nn.Module) -> None:
         """Retire an older replica of this very module; raise for one of another module that shares a parameter."""
         for other in live_replicas():
-            shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
+            shared = next((n for n, p in zip(self.table.names, self.table.module_parameters) if other.holds(p)), None)
             if shared is None:
                 continue
             if not other.wraps(module):
@@ -482,7 +513,7 @@ class Replica:
             with self.writing(), self._storage.writable():
                 yield
         finally:
-            self.count_writes(self.table.parameters)
+            self.count_writes(self.table.module_parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Have modules compute with the memory that has parameters in their compute dtypes, where there is such."""
@@ -651,6 +682,7 @@ class Replica:
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
         """Broadcast values of rank `root`. Collective."""
+        tensors = [held_tensor(each) if is_dtensor(each) else each for each in tensors]
         if not _hooks.profiler_enabled():
             self.backend.broadcast(tensors, root, label)
             return
