@@ -365,10 +365,9 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
     >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
-    made = copy.deepcopy(optimizer.state_dict())
-    for state in made["state"].values():
-        state.update({key: whole_tensor(value) for key, value in state.items()})
-    return made
+    made, memo = optimizer.state_dict(), {}
+    state = {n: {key: _copied(value, memo) for key, value in each.items()} for n, each in made["state"].items()}
+    return {**copy.deepcopy({key: value for key, value in made.items() if key != "state"}, memo), "state": state}
 
 
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
@@ -426,10 +425,15 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     Cost: the parameters' bytes a rank.
     """
     with full_parameters(module):
-        made = copy.deepcopy(unwrap(module).state_dict())
-    for name, value in made.items():
-        made[name] = whole_tensor(value)
+        made, memo = unwrap(module).state_dict(), {}
+        for name, value in made.items():
+            made[name] = _copied(value, memo)
     return made
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a value; of a DTensor the whole tensor. Collective over its mesh."""
+    return whole_tensor(value).clone() if is_dtensor(value) else copy.deepcopy(value, memo)
 
 
 class UnmatchedNames(NamedTuple):

@@ -65,7 +65,14 @@ class ModelRanks:
                     )
             return ""
 
-        self._exchange(lambda: digests, differing, f"values of {label}")
+        sentence = ""
+        try:
+            self._exchange(lambda: digests, differing, f"values of {label}")
+        except Error as error:
+            sentence = str(error)
+        told = group.comm.all_gather_bytes(sentence.encode(), f"values of {label}")
+        if any(told):
+            raise Error(next(each for each in told if each).decode())
 
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
         """Return the exact sum of squares of all ranks of the mesh. Collective.

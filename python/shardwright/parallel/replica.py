@@ -99,6 +99,7 @@ class Replica:
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors
         self.model_ranks: ModelRanks | None = None
+        self._has_agreed = False
         refusal = None
         try:
             self.table = self._table_of(module, ignored, options)
