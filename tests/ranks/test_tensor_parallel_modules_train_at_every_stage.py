@@ -1,11 +1,15 @@
 """Law: a module with DTensor parameters trains over the data-parallel dimension of its mesh as the whole model does in one
 process, with the same bits at every stage; norms count each parameter once; states are whole and load at any split."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
 from model_parallel_subjects import (
     STEPS,
+    build,
     mesh_of,
     optimizer_of,
     oracle,
@@ -143,3 +147,36 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
         sw.clip_grad_norm_(model, 1.0)
     model.module.norm.weight._local_tensor = model.module.norm.weight.to_local().clone()
     told_everywhere(lambda: model(data[:, :-1]), "'norm.weight' is a DTensor whose local tensor", "wrap again")
+
+
+@on_every_rank(exactly=4)
+def test_a_checkpoint_has_the_same_bytes_for_every_split(rank, world_size):
+    folder = Path(os.environ["SW_TEST_FOLDER"])
+    splits = [(1, (2, 2)), (0, (1, 4)), ("private", (2, 2)), (2, (4, 1)), ("by hand", (1, 4)), (3, None)]
+    for number, (stage, split) in enumerate(splits):
+        if split is None:  # without DTensors
+            model = build()
+            model, optimizer = sw.wrap(model, optimizer_of(model), zero=stage)
+        else:
+            mesh = mesh_of(*split)
+            model, optimizer = wrapped(mesh, stage)
+        path = folder / f"split-{number}"
+        if number == 0:
+            train(model, optimizer, mesh.get_local_rank("dp"), steps=2)
+            kept = sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)
+            random = torch.get_rng_state()
+        else:
+            sw.load(folder / "split-0", model, optimizer)
+            assert_equal_states(sw.full_state_dict(model), kept[0])
+            assert_equal_optimizers(sw.full_optimizer_state_dict(model, optimizer), kept[1])
+        torch.set_rng_state(random)
+        sw.save(path, model, optimizer, step=2)
+        files = sorted(each.name for each in path.iterdir() if each.is_file())
+        first = folder / "split-0"
+        assert any("model" in each for each in files) and any("optimizer" in each for each in files)
+        for each in files:
+            assert each == "MANIFEST.json" or (path / each).read_bytes() == (first / each).read_bytes(), (
+                stage,
+                split,
+                each,
+            )

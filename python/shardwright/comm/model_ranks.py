@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from .._engine import Error, norm_sum, norm_value
 from ..layout.model_mesh import ModelMesh
 from ..layout.param_table import ParameterTable, verify
 from .agreement import NORM_SUM_BYTES, added_sums, gather_answers
-from .process_group import HostGroup, group_ranks, host_group
+from .process_group import HostGroup, group_over, group_ranks, host_group
 
 __all__ = ["ModelRanks"]
 
@@ -30,6 +32,7 @@ class ModelRanks:
     def __init__(self, mesh: ModelMesh, timeout_s: float) -> None:
         self._mesh = mesh
         self._groups = [host_group(each, timeout_s) for each in mesh.groups()]
+        self._together: tuple[int, ...] | None = None
 
     def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:
         """Raise on all ranks if one has a `failure`, or another description. Collective."""
@@ -45,6 +48,17 @@ class ModelRanks:
                 raise failure
             finally:
                 failure = None  # its traceback holds this frame
+
+    def with_group(self, group: HostGroup) -> Any:
+        """Return torch's group over the ranks of `group` and those of the mesh. Collective at first use."""
+        if self._together is None:
+            ranks = set(group_ranks(group.torch_group))
+            for each in self._groups:
+                mine = json.dumps(sorted(ranks)).encode()
+                for said in each.comm.all_gather_bytes(mine, "ranks of a model"):
+                    ranks.update(json.loads(said))
+            self._together = tuple(sorted(ranks))
+        return group_over(self._together)
 
     def check_replicated(self, table: ParameterTable, group: HostGroup, label: str) -> None:
         """Raise Error on all ranks if a parameter that is not sharded over a dimension differs along it. Collective.

@@ -384,6 +384,11 @@ def _group_of_mesh(device_mesh: Any) -> Any:
             f"this rank, {dist.get_rank()}, is not part of the device_mesh given, which has ranks "
             f"{', '.join(map(str, ranks))}: wrap the module on those only"
         )
+    return group_over(ranks)
+
+
+def group_over(ranks: tuple[int, ...]) -> Any:
+    """Return the group over ascending global ranks, this one among them. Collective over them where there is none yet."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     made = _mesh_groups.setdefault(dist.group.WORLD, {})

@@ -40,6 +40,10 @@ class ModelMesh:
             return (False,) * len(self.dimensions)
         return tuple(_is_shard(placement) for placement in parameter.placements)  # type: ignore[attr-defined]
 
+    def speaks(self, parameter: torch.Tensor) -> bool:
+        """Return True if this rank's part of a module's parameter is written: of ranks with equal parts the first's."""
+        return all(sharded or place == 0 for sharded, place in zip(self.sharded(parameter), self.coordinate))
+
     def groups(self) -> list[Any]:
         """Return torch's group of each dimension, with this rank in it."""
         return [self.mesh.get_group(dimension) for dimension in range(len(self.dimensions))]

@@ -15,6 +15,7 @@ __all__ = [
     "held_tensor",
     "is_dtensor",
     "like_dtensor",
+    "local_box",
     "local_part",
     "placed_as",
     "placed_like",
@@ -88,11 +89,11 @@ def full_tensor(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 def local_part(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """Return this rank's part of a whole tensor that is to be placed like the DTensor `like`. No copy."""
-    shape, offsets = _local_box(like)
+    shape, offsets = local_box(like)
     return whole[tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape))]
 
 
-def _local_box(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_box(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and offsets of this rank's box of a DTensor."""
     try:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
