@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .cli.describe import describe, stats
     from .optim.diloco import DiLoCo
     from .parallel.headroom import headroom
+    from .parallel.pipeline import PipelineStage
     from .parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Int8",
     "NewerCheckpointError",
     "Options",
+    "PipelineStage",
     "PowerSGD",
     "Precision",
     "SyncBatchNorm",
@@ -90,6 +92,7 @@ _LAZY = {
     "DiLoCo": "optim.diloco",
     "headroom": "parallel.headroom",
     "load": "checkpoint",
+    "PipelineStage": "parallel.pipeline",
     "save": "checkpoint",
     "SyncBatchNorm": "parallel.sync_batch_norm",
 }
