@@ -14,8 +14,7 @@ bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 
 /* ---- life ---- */
 
-/* Keeps the host communicator of these ranks alive, which tells whether peers live. Returns false
- * with an exception. */
+/* Keeps the host communicator, which tells whether peers live. Returns false with an exception. */
 static bool keep_host(device_comm_object *self, PyObject *host)
 {
     if (host == Py_None || self->host)
@@ -98,8 +97,7 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return -1;
 }
 
-/* Returns false with an exception unless the communicator is open and no thread is inside, which
- * `what` needs. */
+/* Returns false with an exception unless `self` is open and no thread is inside. */
 static bool is_open_and_free(device_comm_object *self, const char *what)
 {
     if (!sw_py_device_wait_for_watch(self))
@@ -532,8 +530,7 @@ static bool goes_on(const sw_pack_segment *segment, const sw_pack_segment *next)
            (const char *)segment->from + segment->size_bytes == (const char *)next->from;
 }
 
-/* Launches PACK for at most SW_PACK_SEGMENT_MAX copies at a time. Adjacent segments that are scaled
- * in place count as one copy. */
+/* Launches PACK. Adjacent segments that are scaled in place count as one of its copies. */
 static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segments, size_t count,
                       sw_pack_args *args, sw_stream *stream, sw_error *err)
 {
@@ -559,8 +556,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     if (!sw_py_device_stream(stream_value, &stream))
         return NULL;
     sw_pack_segment *segments = sw_py_device_table(list, read_segment, sizeof *segments);
-    /* Read once: another thread may change the list later. */
-    size_t count = (size_t)PyList_Size(list);
+    size_t count = (size_t)PyList_Size(list); /* read once: it may change */
     if (!segments || !sw_py_device_enter(self)) {
         free(segments);
         return NULL;
@@ -570,8 +566,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     return sw_py_device_finish(self, status, &err);
 }
 
-/* Enqueues copies (to, from, nbytes) on `stream`. With a verdict they are skipped if *verdict is
- * set. */
+/* Enqueues copies (to, from, nbytes) on `stream`, which a *verdict that is set skips. */
 static PyObject *device_pack(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
