@@ -15,6 +15,7 @@ from .._engine import Reducer
 from ..layout.param_table import ParameterTable
 from ..layout.views import dtype_name
 from ..torch_compat import autograd as _hooks
+from .module_gradients import ModuleGradients
 from .sparse_gradients import SparseGradients
 
 __all__ = ["Rounds"]
@@ -28,6 +29,7 @@ class Rounds:
     Attributes
     ----------
     sparse : SparseGradients or None
+        See attach().
     after_round : list of callables
         Called after each round to which this rank contributes, usually inside a backward.
     runs_callbacks : bool
@@ -40,6 +42,7 @@ class Rounds:
 
     def __init__(self, table: ParameterTable, reducer: Any, label: str, zero: int) -> None:
         self._table, self._reducer, self._label, self._zero = table, reducer, label, zero
+        self._gradients: Any = None
         self.sparse: SparseGradients | None = None
         self.after_round: list[Callable[[], None]] = []
         self.runs_callbacks = False
@@ -50,6 +53,10 @@ class Rounds:
         self._opens_locally = False  # while the outputs of a forward inside no_sync() open a round
         self.on_output_gradient = _output_hook(reducer)
         self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
+
+    def attach(self, gradients: ModuleGradients, sparse: SparseGradients | None) -> None:
+        """Set the gradients that rounds average, and those that are exchanged after each round."""
+        self._gradients, self.sparse = gradients, sparse
 
     def forward(self, synchronises: bool) -> None:
         """Count a forward with gradients, before it."""
@@ -65,24 +72,23 @@ class Rounds:
 
         def open_round() -> bool:
             rounds = reference()
-            return rounds is not None and rounds._open(synchronises())
+            if rounds is None:
+                return False
+            reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
+            local = not synchronises() or (rounds._opens_locally and not reducer.pending_forward)
+            if sparse is not None:
+                sparse.is_local = local
+            close = reducer.close
+            if rounds.after_round or sparse is not None or times is not None or _hooks.profiler_enabled():
+                close = functools.partial(rounds._close, local)
+                if times is not None:
+                    times.backward_start = time.perf_counter_ns()
+            elif rounds.watcher is not None:
+                close = rounds._close
+            _hooks.queue_at_end(close, reducer.fail)
+            return not local
 
         return open_round
-
-    def _open(self, synchronises: bool) -> bool:
-        reducer = self._reducer
-        local = not synchronises or (self._opens_locally and not reducer.pending_forward)
-        if self.sparse is not None:
-            self.sparse.is_local = local
-        close = reducer.close
-        if self.after_round or self.sparse is not None or self._times is not None or _hooks.profiler_enabled():
-            close = functools.partial(self._close, local)
-            if self._times is not None:
-                self._times.backward_start = time.perf_counter_ns()
-        elif self.watcher is not None:
-            close = self._close
-        _hooks.queue_at_end(close, reducer.fail)
-        return not local
 
     def _close(self, local: bool = False) -> None:
         """Close the round at the end of a backward."""
@@ -93,11 +99,12 @@ class Rounds:
         if times is not None:
             times.close_end = time.perf_counter_ns()
 
-    def close_pending(self) -> bool:
-        """Close a synchronised forward that no backward followed. Return True if there was one."""
-        was_pending: bool = self._reducer.pending_forward
+    def close_pending(self) -> None:
+        """Close a synchronised forward that no backward followed, before gradients are used."""
+        was_pending = self._reducer.pending_forward
         self._end(self._reducer.close_pending)
-        return was_pending
+        if was_pending:
+            self._gradients.closed_without_backward = True
 
     def average(self) -> None:
         """Average the current `.grad` in a round. Collective."""

@@ -79,7 +79,7 @@ def _clip(
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
     if replica is not None:
-        replica.close_pending()
+        replica.rounds.close_pending()
     parameters = _parameters_of(module_or_parameters, replica)
     link = None if error_if_nonfinite else _link_of(parameters, replica)
     if link is None:

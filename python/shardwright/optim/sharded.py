@@ -253,7 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._replica.close_pending()
+            self._replica.rounds.close_pending()
         check_groups(self, self._inner)
         self._replica.join_link.announce(
             "step", self._position, [hyperparameters(group) for group in self.param_groups]

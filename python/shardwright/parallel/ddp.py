@@ -361,8 +361,9 @@ class DistributedDataParallel(TorchDDP):
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
         replica.arrange_hooks()
-        if replica.join_link.is_on:
-            replica.join_link.announce("forward")
+        announcer = replica.join_link.announcer
+        if announcer is not None and announcer.is_on:
+            announcer.announce("forward", 0, None)
         elif self._join_config.enable:
             work = Join.notify_join_context(self)
             if work is not None:
@@ -374,8 +375,8 @@ class DistributedDataParallel(TorchDDP):
         try:
             if training:
                 replica.before_forward(self.require_backward_grad_sync)
-            else:
-                replica.access.check("before a forward")
+            elif replica.access.guard is not None:
+                replica.access.guard.check("before a forward")
         except Error as error:
             self.logger.set_error_and_log(str(error))  # type: ignore[union-attr]
             raise
@@ -392,7 +393,8 @@ class DistributedDataParallel(TorchDDP):
         if training and self._replica is not None:
             replica = self._replica
             replica.forwards.end()
-            replica.access.check("after a forward")
+            if replica.access.guard is not None:
+                replica.access.guard.check("after a forward")
             rounds = replica.rounds
             _hooks.hook_outputs(output, rounds.on_output_gradient if synchronises else rounds.on_local_output_gradient)
         return output

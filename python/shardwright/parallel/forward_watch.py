@@ -19,21 +19,28 @@ _UNENDED_FORWARD = (
 
 
 class ForwardWatch:
-    """Warns once of a forward that did not end, and gives each forward torch's range in a profile."""
+    """A warning of the first forward that did not end, and torch's range of each forward in a profile.
+
+    Attributes
+    ----------
+    is_inside : bool
+        True from the begin of a forward with gradients to its end. A step, or a round without a backward, sets it to
+        False: ranks are in pairs again.
+    """
 
     def __init__(self, rank: int, world_size: int, label: str) -> None:
         self._rank, self._label = rank, label
-        self._is_inside, self._warns = False, world_size > 1
+        self.is_inside, self._warns = False, world_size > 1
         self._range: torch.profiler.record_function | None = None
 
     def begin(self) -> None:
         """Begin a forward with gradients."""
         # a recomputation inside a backward may break off once it has the values it needs
         if _hooks.graph_task_id() < 0:
-            if self._is_inside and self._warns:
+            if self.is_inside and self._warns:
                 self._warns = False
                 _logger.warning(_UNENDED_FORWARD, self._rank, self._label)
-            self._is_inside = True
+            self.is_inside = True
         if self._range is not None:  # an exception ended that forward
             self._end_range()
         if _hooks.profiler_enabled():
@@ -42,13 +49,9 @@ class ForwardWatch:
 
     def end(self) -> None:
         """End a forward without an exception."""
-        self._is_inside = False
+        self.is_inside = False
         if self._range is not None:
             self._end_range()
-
-    def settle(self) -> None:
-        """Forget an unended forward, since a step or a round without a backward has ranks in pairs again."""
-        self._is_inside = False
 
     def _end_range(self) -> None:
         assert self._range is not None

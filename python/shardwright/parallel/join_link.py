@@ -49,5 +49,5 @@ class JoinLink:
 
     def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
         """Announce an operation to joined ranks inside join; do nothing outside."""
-        if self.is_on:
+        if self.announcer is not None and self.announcer.is_on:
             self.announcer.announce(kind, number, groups)

@@ -195,7 +195,7 @@ class Replica:
             sparse = SparseGradients(
                 self.table, self.group.comm, self.reducer, self._request.options.reduce, self.label
             )
-        self.rounds.sparse = sparse
+        self.rounds.attach(gradients, sparse)
         for index, parameter in enumerate(self.table.parameters):
             if sparse is not None and index in self.table.sparse:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(sparse.hook(index)))
@@ -278,7 +278,8 @@ class Replica:
         self.forwards.begin()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
-        self.access.check("before a forward")
+        if self.access.guard is not None:
+            self.access.guard.check("before a forward")
         self.backend.check()
         if drift is not None and drift.is_stateless and drift.none_in_place():
             return  # no gradient will come to a parameter
@@ -330,19 +331,14 @@ class Replica:
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2."""
-        self.close_pending()
+        self.rounds.close_pending()
         return self.gradients.whole()
-
-    def close_pending(self) -> None:
-        """Close a synchronised forward that no backward followed, before gradients are used."""
-        if self.rounds.close_pending():
-            self.gradients.closed_without_backward = True
 
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
         self.rounds.average()
-        self.forwards.settle()
+        self.forwards.is_inside = False
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
@@ -384,15 +380,16 @@ class Replica:
                 "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
             )
         self._check_drift()
-        self.access.check("before a step")
+        if self.access.guard is not None:
+            self.access.guard.check("before a step")
         if not self.rounds.runs_callbacks:
-            self.close_pending()
+            self.rounds.close_pending()
         if not self.zero:
             self._check_gradients(optimizer)
         if not self.zero and self.group.world_size > 1:
             self.reducer.note_step(self.steppers.note(optimizer))
         self.reducer.count_step()
-        self.forwards.settle()  # a step has its round, with or without a forward's
+        self.forwards.is_inside = False  # a step has its round, with or without a forward's
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.

@@ -31,13 +31,18 @@ class ParameterAccess:
     slicing : Slicing
     guard : {None, "auto", "read-only", ...}
         The option write_guard.
+
+    Attributes
+    ----------
+    guard : SampledParameters, ReadOnlyParameters or None
+        Its check(moment) raises Error if shared parameters were written outside of writing().
     """
 
     def __init__(
         self, storage: Any, table: ParameterTable, group: HostGroup, slicing: Slicing, guard: str | None
     ) -> None:
         self._storage, self._table = storage, table
-        self._guard = self._make_guard(group, slicing, guard)
+        self.guard = self._make_guard(group, slicing, guard)
         self._drift: weakref.ref[DriftCheck] | None = None
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
 
@@ -55,12 +60,7 @@ class ParameterAccess:
     @property
     def write_guard(self) -> str | None:
         """Return the kind of the write guard, for describe()."""
-        return None if self._guard is None else self._guard.kind
-
-    def check(self, moment: str) -> None:
-        """Raise Error if shared parameters were written before `moment` outside of writing()."""
-        if self._guard is not None:
-            self._guard.check(moment)
+        return None if self.guard is None else self.guard.kind
 
     # drift ----------------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class ParameterAccess:
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
-        return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
+        return self.guard.writing() if self.guard is not None else contextlib.nullcontext()
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
         """Have `hook()` called before parameters are written in another way than by a step of this rank.
@@ -116,6 +116,7 @@ class ParameterAccess:
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are whole. See full_parameters."""
-        self.check("before all parameters are read")
+        if self.guard is not None:
+            self.guard.check("before all parameters are read")
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()
         return whole
