@@ -343,12 +343,12 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
             own = module_parameter(parameter)
             parts = placed_parts(own, low, piece if copy is None else copy)
             slices[id(own)] = Sliced(parameter.dtype, tuple(own.shape), parts, (live,), copy)
-    with replica.writing():
+    with replica.access.writing():
         try:
             yield slices
         finally:  # after a failed load too: the other ranks publish
             memory.publish_all()
-            replica.count_writes(replica.table.module_parameters)
+            replica.access.count_writes(replica.table.module_parameters)
 
 
 def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:

@@ -90,7 +90,7 @@ def _clip(
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
     if replica is not None:
-        replica.close_pending()
+        replica.rounds.close_pending()
     parameters = _parameters_of(module_or_parameters, replica)
     link = None if error_if_nonfinite else _link_of(parameters, replica)
     if link is None:
@@ -127,7 +127,7 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
     if replica is not None and replica.model_ranks is not None:
         return None
     if replica is not None and replica.zero:
-        fits = not replica.is_joining and all(each.dtype in SCALED_DTYPES for each in parameters)
+        fits = not replica.join_link.is_on and all(each.dtype in SCALED_DTYPES for each in parameters)
         return replica.link if fits else None
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not all(type(each) is torch.Tensor and each.dtype in SCALED_DTYPES for each in gradients):
@@ -169,7 +169,7 @@ def _clip_stages(
         raise TypeError("clip_grad_norm_: pipeline stages must be wrapped modules")
     known = [replica for replica in replicas if replica is not None]
     for replica in known:
-        replica.close_pending()
+        replica.rounds.close_pending()
     squares = added_sums([_squares_of(replica) for replica in known])
     if pp_mesh is not None:
         over_stages = host_group(resolve_group(None, pp_mesh), known[0].group.comm.timeout_s).comm
@@ -214,14 +214,14 @@ def _replica_of(module: Any) -> Replica | None:
 def _squares_of(replica: Replica) -> bytes:
     """Return the exact sum of squares of a wrapped module's gradients. Collective at zero >= 1, and over a model mesh."""
     gradients = replica.gradients
-    if replica.zero == 0 or (replica.zero == 1 and replica.is_joining):  # a joined rank keeps no gradients
+    if replica.zero == 0 or (replica.zero == 1 and replica.join_link.is_on):  # a joined rank keeps no gradients
         if replica.zero:
             gradients.slices()  # raises where they are not averaged
         whole = [p.grad for p in replica.table.parameters]
         real = [None if each is None else _real(each) for each in whole]
         squares = gradients.squares_of(lambda: real, over_ranks=False)
     else:
-        replica.announce("norm")
+        replica.join_link.announce("norm")
         squares = gradients.squares_of(gradients.slices)
     ranks = replica.model_ranks
     return squares if ranks is None else ranks.add_squares(squares, replica.table.sharded_kinds, replica.label)

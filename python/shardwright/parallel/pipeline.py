@@ -60,7 +60,7 @@ class PipelineStage(TorchPipelineStage):
     def _keep(self) -> None:
         if self._keeps_whole and not self._is_kept:
             self._is_kept = True
-            self._kept.enter_context(self._wrapper._engine().whole_parameters())
+            self._kept.enter_context(self._wrapper._engine().access.whole())
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch."""
@@ -73,7 +73,7 @@ class PipelineStage(TorchPipelineStage):
     ) -> Any:
         """Run a backward of a micro-batch, or a part of it: "full", "input" or "weight". It averages nothing."""
         reads = backward_type != "full" and self._wrapper._engine().releases_parameters
-        whole = self._wrapper._engine().whole_parameters() if reads else contextlib.nullcontext()
+        whole = self._wrapper._engine().access.whole() if reads else contextlib.nullcontext()
         with self._wrapper.no_sync(), whole:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
 
