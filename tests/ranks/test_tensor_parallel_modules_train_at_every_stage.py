@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import gather, on_every_rank, same_everywhere
+from harness import LONG, gather, on_every_rank, same_everywhere
 from model_parallel_subjects import (
     STEPS,
     build,
+    loss_of,
     mesh_of,
     optimizer_of,
     oracle,
@@ -180,3 +181,46 @@ def test_a_checkpoint_has_the_same_bytes_for_every_split(rank, world_size):
                 split,
                 each,
             )
+
+
+@on_every_rank(exactly=4)
+def test_low_precision_compression_and_accumulation(rank, world_size):
+    mesh = mesh_of(2, 2)
+    place = mesh.get_local_rank("dp")
+
+    def low(zero, optimizer_class=torch.optim.AdamW):
+        model = parallelized(mesh).to(torch.bfloat16)
+        model, optimizer = sw.wrap(
+            model, optimizer_class(model.parameters(), lr=1e-2), zero=zero, device_mesh=mesh["dp"]
+        )
+        train(model, optimizer, place, steps=2)
+        return sw.full_state_dict(model)
+
+    def accumulated(stage, **options):
+        model, optimizer = wrapped(mesh, stage, **options)
+        for step in range(2):
+            optimizer.zero_grad(set_to_none=step == 0)
+            with model.no_sync():
+                with_loss_parallel(model, tokens(2 * step, place))
+            with_loss_parallel(model, tokens(2 * step + 1, place))
+            optimizer.step()
+        return sw.full_state_dict(model)
+
+    assert_equal_states(low(3, sw.optim.AdamW), low(0))
+    with pytest.raises(ValueError, match=r"sw\.optim\.AdamW steps on DTensors.*at zero=1, 2 and 3"):
+        low(0, sw.optim.AdamW)
+    expected = accumulated(0)
+    for stage in (1, 2, 3, "private", "by hand") if LONG else (2, "private"):
+        assert_equal_states(accumulated(stage), expected)
+    assert_equal_states(accumulated(2, compress=sw.Int8()), accumulated(0, compress=sw.Int8()))
+
+    model, optimizer = wrapped(mesh, 2)  # one rank's overflow is an overflow everywhere, plain gradients included
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loss = torch.distributed.tensor.parallel.loss_parallel
+    with loss():
+        scaler.scale(loss_of(model, tokens(0, place))).backward()
+    slices = [p.grad._local_tensor.piece for p in model.parameters() if hasattr(p, "placements")]
+    if rank == 3:
+        next(each for each in slices if each.numel())[0] = float("inf")
+    scaler.unscale_(optimizer)
+    assert gather(scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()) == [1.0] * world_size

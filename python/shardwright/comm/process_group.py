@@ -481,6 +481,12 @@ def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, .
     return rows.unbind()
 
 
+def max_over_mesh(value: torch.Tensor, mesh: Any) -> None:
+    """Set `value` to its maximum over the ranks of a mesh. Collective."""
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+
+
 def describe_group() -> str:
     """Return one line for describe(): the state of torch.distributed in this process."""
     if not dist.is_available():
