@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bytes.h"
 #include "checkpoint/safetensors.h"
 #include "kernels/crc32c.h"
 
@@ -107,7 +108,7 @@ static sw_status finish_header(draft *d, sw_plan_file *file, sw_text *text)
                 file->path, length, SW_SAFETENSORS_HEADER_MAX);
     for (int i = 0; i < 8; ++i)
         text->data[i] = (char)(uint8_t)(length >> (8 * i));
-    file->header = text->data;
+    file->header = sw_shrunk(text->data, text->size_bytes);
     file->header_bytes = text->size_bytes;
     return SW_OK;
 }
@@ -266,6 +267,7 @@ static sw_status list_common(draft *d)
                 plan->first_bytes += piece->size_bytes;
         }
     }
+    plan->common = sw_shrunk(plan->common, (plan->common_count + 1) * sizeof *plan->common);
     return SW_OK;
 }
 
