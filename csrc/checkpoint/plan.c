@@ -204,6 +204,12 @@ static sw_status add_group(draft *d, const sw_plan_group *group)
 static sw_status add_text(draft *d, const sw_plan_text *text)
 {
     sw_plan_file *file = NULL;
+    if (text->size_bytes > SW_VALUES_MAX_BYTES && !strchr(text->path, '/'))
+        SW_FAIL(d->err, SW_E_INVALID,
+                "'%.200s' would have %" PRIu64
+                " bytes; a file of values has at most %d: save large "
+                "values as tensors or arrays",
+                text->path, text->size_bytes, SW_VALUES_MAX_BYTES);
     SW_TRY(add_file(d, text->path, &file));
     d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){
         .source = d->next_source++, .size_bytes = text->size_bytes, .holder = text->holder};

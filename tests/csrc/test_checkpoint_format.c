@@ -3,6 +3,7 @@
  * byte, or made of random pieces. */
 #include <inttypes.h>
 
+#include "checkpoint/catalog.h"
 #include "checkpoint/json.h"
 #include "checkpoint_case.h"
 #include "kernels/crc32c.h"
@@ -251,6 +252,31 @@ static char *print_case(size_t *size)
     sw_manifest_fini(&manifest);
     *size = text.size_bytes;
     return text.data;
+}
+
+/* A file of values is refused before it is read, and before it is written; one for all ranks may
+ * be large. */
+static void values_are_bounded(void)
+{
+    sw_manifest manifest = {.step = 1, .world_size = 1, .nonce = "n"};
+    sw_catalog catalog = {0};
+    sw_plan *plan = NULL;
+    sw_error err = {0};
+    const char *paths[] = {"state.json"};
+    sw_plan_text texts[] = {{"ranks/all.jsonl", UINT64_C(1) << 40, SW_HELD_IN_PARTS},
+                            {"state.json", SW_VALUES_MAX_BYTES, SW_HELD_BY_ALL}};
+    check(sw_manifest_add_file(&manifest, "state.json", SW_VALUES_MAX_BYTES + 1, &err) == SW_OK,
+          "add", err.message);
+    check(sw_catalog_read("/nowhere", &manifest, paths, 1, &catalog, &err) == SW_E_INVALID &&
+              strstr(err.message, "'/nowhere/state.json' has 268435457 bytes"),
+          "a file to read", err.message);
+    sw_manifest_fini(&manifest);
+    check(sw_plan_create(NULL, 0, texts, 2, &plan, &err) == SW_OK, "a plan", err.message);
+    sw_plan_destroy(plan);
+    texts[1].size_bytes++;
+    check(sw_plan_create(NULL, 0, texts, 2, &plan, &err) == SW_E_INVALID &&
+              strstr(err.message, "'state.json' would have 268435457 bytes"),
+          "a file to write", err.message);
 }
 
 /* What may not become a manifest. */
@@ -684,6 +710,7 @@ int main(void)
     safetensors_headers();
     manifests();
     incomplete_manifests();
+    values_are_bounded();
     tallies();
     merged_tallies();
     plans();
