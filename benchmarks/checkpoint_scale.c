@@ -44,8 +44,8 @@ static void must(sw_status status, const sw_error *err, const char *what)
     exit(1);
 }
 
-/* Computing is timed in the processor's time, since other programs may run; what waits for the file
- * system in wall time. */
+/* In the processor's time, since other programs may run, but where a program waits for the file
+ * system. */
 static double seconds(clockid_t clock)
 {
     struct timespec time;
@@ -280,15 +280,25 @@ static void create_sparse(const sw_plan *plan, const char *folder)
     }
 }
 
+typedef struct span { /* of wall time, and of the processor's */
+    double wall_s, cpu_s;
+} span;
+
+static span since(span begin)
+{
+    return (span){seconds(CLOCK_MONOTONIC) - begin.wall_s,
+                  seconds(CLOCK_PROCESS_CPUTIME_ID) - begin.cpu_s};
+}
+
 /* The calls that a commit makes, and nothing else. */
-static double time_file_system(const sw_plan *plan, const char *folder, const char *named,
-                               size_t manifest_bytes)
+static span time_file_system(const sw_plan *plan, const char *folder, const char *named,
+                             size_t manifest_bytes)
 {
     sw_error err = {0};
     char path[SW_PATH_BYTES];
     char *text = calloc(manifest_bytes + 1, 1);
     create_sparse(plan, folder);
-    double begin = seconds(CLOCK_MONOTONIC);
+    span begin = since((span){0});
     for (size_t f = 0; f < plan->file_count; ++f) {
         int fd = -1;
         must(sw_path_join(path, folder, plan->files[f].path, &err), &err, "path");
@@ -300,7 +310,7 @@ static double time_file_system(const sw_plan *plan, const char *folder, const ch
     must(sw_file_write_new(path, text, manifest_bytes, true, &err), &err, "manifest");
     must(sw_folder_sync(folder, &err), &err, "folder");
     must(sw_file_rename(folder, named, &err), &err, "rename");
-    double took = seconds(CLOCK_MONOTONIC) - begin;
+    span took = since(begin);
     free(text);
     sw_folder_remove(named);
     return took;
@@ -336,25 +346,27 @@ int main(int argc, char **argv)
     size_t manifest_held = held() - before;
     for (int rank = 0; rank < world; rank += RANKS_A_HOST)
         add_host(plan, by_rows, rank, world, &h, &manifest, &sum);
-    double system_s = time_file_system(plan, partial, folder, plan->manifest_bytes);
+    span system = time_file_system(plan, partial, folder, plan->manifest_bytes);
     create_sparse(plan, partial);
-    begin = seconds(CLOCK_MONOTONIC);
+    span commit = since((span){0});
     must(sw_manifest_complete(&manifest, &err), &err, "complete");
     must(sw_commit(partial, folder, NULL, &manifest, &err), &err, "commit");
-    double commit_s = seconds(CLOCK_MONOTONIC) - begin;
+    commit = since(commit);
     sw_folder_remove(folder);
-    printf(
-        "{\"model\": \"%s\", \"held\": \"%s\", \"world_size\": %d, \"tensors\": %zu, \"files\": "
-        "%zu, \"blocks\": %" PRIu64 ", \"TB\": %.2f, \"first_plan_ms\": %.1f, \"plan_MiB\": %.1f, "
-        "\"rank_plan_ms\": %.2f, \"rank_plan_mean_ms\": %.2f, \"rank_MiB\": %.1f, "
-        "\"ranges_a_rank\": %" PRIu64
-        ", \"tally_MiB\": %.1f, \"host_merge_ms\": %.1f, \"merge_s\": %.3f, \"commit_s\": "
-        "%.3f, \"file_system_s\": %.3f, \"rank0_MiB\": %.1f}\n",
-        argv[2], argv[3], world, plan->source_count, plan->file_count, plan->block_count,
-        (double)plan->block_count / (1 << 20) * 1.099511627776, 1e3 * plan_s,
-        (double)plan_bytes / (1 << 20), 1e3 * sum.list_worst_s, 1e3 * sum.list_all_s / world,
-        (double)sum.memory_worst / (1 << 20), sum.ranges_worst, (double)sum.tally_bytes / (1 << 20),
-        1e3 * sum.host_worst_s, sum.merge_s, commit_s, system_s, (double)manifest_held / (1 << 20));
+    printf("{\"model\": \"%s\", \"held\": \"%s\", \"world_size\": %d, \"tensors\": %zu, \"files\": "
+           "%zu, \"blocks\": %" PRIu64
+           ", \"TB\": %.2f, \"first_plan_ms\": %.1f, \"plan_MiB\": %.1f, "
+           "\"rank_plan_ms\": %.2f, \"rank_plan_mean_ms\": %.2f, \"rank_MiB\": %.1f, "
+           "\"ranges_a_rank\": %" PRIu64
+           ", \"tally_MiB\": %.1f, \"host_merge_ms\": %.1f, \"merge_s\": %.3f, \"commit_s\": "
+           "%.3f, \"file_system_s\": %.3f, \"commit_cpu_s\": %.3f, \"file_system_cpu_s\": %.3f, "
+           "\"rank0_MiB\": %.1f}\n",
+           argv[2], argv[3], world, plan->source_count, plan->file_count, plan->block_count,
+           (double)plan->block_count / (1 << 20) * 1.099511627776, 1e3 * plan_s,
+           (double)plan_bytes / (1 << 20), 1e3 * sum.list_worst_s, 1e3 * sum.list_all_s / world,
+           (double)sum.memory_worst / (1 << 20), sum.ranges_worst,
+           (double)sum.tally_bytes / (1 << 20), 1e3 * sum.host_worst_s, sum.merge_s, commit.wall_s,
+           system.wall_s, commit.cpu_s, system.cpu_s, (double)manifest_held / (1 << 20));
     sw_manifest_fini(&manifest);
     sw_plan_destroy(plan);
     free(h.list);
