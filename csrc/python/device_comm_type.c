@@ -67,11 +67,27 @@ static bool keep_room(device_comm_object *self, PyObject *callable, sw_device_ro
     return true;
 }
 
+static bool keep_beside(device_comm_object *self, PyObject *beside, sw_device_comm **comm)
+{
+    if (beside == Py_None || self->beside)
+        return true;
+    if (!PyObject_TypeCheck(beside, sw_py_state_of((PyObject *)self)->device_comm_type) ||
+        !((device_comm_object *)beside)->comm) {
+        PyErr_SetString(PyExc_TypeError,
+                        "DeviceComm: beside must be a DeviceComm that has opened its GPU, or None");
+        return false;
+    }
+    Py_INCREF(beside);
+    self->beside = (device_comm_object *)beside;
+    *comm = self->beside->comm;
+    return true;
+}
+
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged",  "cache",
-                            "nvrtc",   "builtins", "host",    "make_room", NULL};
-    PyObject *host = Py_None, *room = Py_None;
+    static char *names[] = {"ordinal",  "libcuda", "libnccl",   "packaged", "cache", "nvrtc",
+                            "builtins", "host",    "make_room", "beside",   NULL};
+    PyObject *host = Py_None, *room = Py_None, *beside = Py_None;
     device_comm_object *self = (device_comm_object *)op;
     sw_device_comm_config config = {0};
     sw_error err;
@@ -81,10 +97,11 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "i|$zzzzzzOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
+            args, kwargs, "i|$zzzzzzOOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
             &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
-            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room) ||
-        !keep_host(self, host) || !keep_room(self, room, &config.room))
+            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room, &beside) ||
+        !keep_host(self, host) || !keep_room(self, room, &config.room) ||
+        !keep_beside(self, beside, &config.beside))
         return -1;
     config.host = self->host ? self->host->comm : NULL;
     self->owner_pid = getpid();
@@ -244,6 +261,12 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, status, &err);
 }
 
+/* By a thread inside it, or inside the communicator that it is beside. */
+static bool is_used(const device_comm_object *self)
+{
+    return self->use != DEVICE_FREE || (self->beside && self->beside->use == DEVICE_USED);
+}
+
 static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -252,7 +275,7 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
         Py_RETURN_NONE;
     if (!sw_py_device_wait_for_watch(self))
         return NULL;
-    if (self->closed || self->use != DEVICE_FREE)
+    if (self->closed || is_used(self))
         Py_RETURN_NONE;
     self->closed = true;
     sw_py_device_take(self, DEVICE_USED);
@@ -292,6 +315,7 @@ static void device_dealloc(PyObject *op)
     if (!is_abandoned)
         drop_host(self);
     Py_XDECREF(self->make_room);
+    Py_XDECREF(self->beside);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -640,7 +664,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    bool is_beside = self->use != DEVICE_FREE; /* another thread is inside, blocked perhaps */
+    bool is_beside = is_used(self); /* another thread is inside, blocked perhaps */
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)

@@ -22,6 +22,8 @@ typedef struct device_comm_object {
     PyObject *arena;                    /* owned: the slots to the peers; NULL: none */
     comm_object *host;                  /* owned, and acquired; NULL: none */
     PyObject *make_room;                /* owned: called where GPU memory is short; NULL: none */
+    struct device_comm_object *beside;  /* owned: its stream is used, and its user may use this one,
+                                           too; NULL: a stream of its own */
     long owner_pid;
     device_use use;
     unsigned long user; /* the thread that is inside */

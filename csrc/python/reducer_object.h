@@ -52,7 +52,7 @@ typedef struct reducer_object {
 
 enum { NO_TASK = -2 };
 /* On a GPU, entries of `memory` behind one a bucket. */
-enum { PLACES, LENT, EXTRAS };
+enum { PLACES, LENT, ROW, COLUMN, EXTRAS };
 
 static inline engine_state *reducer_state_of(reducer_object *self)
 {

@@ -31,6 +31,7 @@ typedef struct nccl_group {
     sw_nccl_comm comm;
     sw_cu_stream stream;
     bool dropped;
+    int node;                /* of the rank that made it: sim_nccl_set_node */
     struct nccl_group *next; /* the next group of its communicator */
 } nccl_group;
 
@@ -58,10 +59,10 @@ struct ncclComm {
     clique *clique;
     int rank;
     sw_nccl_result error;
-    bool blocks;         /* calls return when they are done, as on torch's own communicator */
-    int unsettled;       /* state queries still needed before it takes another call */
-    bool finalizing;     /* ranks are processes: enqueued groups have yet to run */
-    unsigned char order; /* written by each operation: two unordered ones are a race */
+    bool blocks;              /* calls return when they are done, as on torch's own communicator */
+    int unsettled;            /* state queries still needed before it takes another call */
+    bool finalizing;          /* ranks are processes: enqueued groups have yet to run */
+    unsigned char order;      /* written by each operation: two unordered ones are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
     registration *registered; /* list */
     sw_nccl_comm next;        /* the next communicator of this process */

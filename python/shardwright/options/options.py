@@ -70,7 +70,8 @@ class Options:
         tokens.
     deterministic : bool
         On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it
-        always holds.
+        always holds. On a mesh the transport's mean is made by rows and columns, alike at every stage; the fold sends
+        more between nodes.
     communicator : {"own", "borrow", "register"}
         On GPUs: the NCCL communicator. "own": one of our own. "borrow": that of torch's process group, found by
         ProcessGroupNCCL._comm_ptr; an error with SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. It saves a communicator's
