@@ -424,7 +424,7 @@ class DeviceComm:
 
 @final
 class DeviceRegion:
-    """Memory by ncclMemAlloc, registered with a communicator. See csrc/comm/device_region.h.
+    """Memory by ncclMemAlloc, for a communicator. See csrc/comm/device_region.h.
 
     What operations read or write of it they do on all ranks, at the same offsets, or on none. It is freed behind the last use on `stream`.
     """
@@ -434,8 +434,12 @@ class DeviceRegion:
     nbytes: int
     #: whether NCCL may reach it where it lies
     is_registered: bool
+    is_window: bool
+    def register(self, as_window: bool = False, /) -> None:
+        """Register with NCCL. NotImplementedError: it declined; Error: it failed. `as_window`: collective, and a failure ends the
+        communicator; plainly where no rank can have windows."""
     def __init__(self, comm: DeviceComm, nbytes: int, stream: int) -> None:
-        """This rank alone. NotImplementedError: what `comm` goes through registers nothing, or declined; Error: it failed."""
+        """This rank alone. NotImplementedError: what `comm` goes through registers nothing; Error: it failed."""
     def deregister(self) -> None:
         """The memory stays. Waits for the communicator's stream. Idempotent."""
 

@@ -422,9 +422,10 @@ SIM_API long sim_nccl_settlements(void)
 static bool is_settled(sw_nccl_comm comm, const char *call)
 {
     sim_site site = sim_here(call);
-    if (comm->unsettled)
+    bool settled = !comm->unsettled && !comm->window_out;
+    if (!settled)
         sim_report("unsettled communicator", call, &site, NULL);
-    return !comm->unsettled;
+    return settled;
 }
 
 static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
@@ -577,9 +578,10 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
         comm->error = SW_NCCL_REMOTE_ERROR;
     if (comm->finalizing && comm->first)
         sim_drive(comm->first->stream, NULL, 0);
+    is_done = nccl_window_done(comm) && is_done;
     bool is_busy = !all || !is_done || (comm->finalizing && comm->first);
     *result = comm->error ? comm->error : is_busy ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
-    if (!all)
+    if (!all || comm->window_out)
         sim_yield();
     LEAVE(SW_NCCL_SUCCESS);
 }

@@ -544,6 +544,11 @@ class SimulatedGpus:
         found: int = self._nccl.sim_nccl_registrations()
         return found
 
+    def windows(self) -> int:
+        """Windows that this process has made with NCCL so far."""
+        found: int = self._nccl.sim_nccl_windows()
+        return found
+
     def averages(self) -> int:
         """Reductions with ncclAvg that this process has asked NCCL for."""
         found: int = self._nccl.sim_nccl_averages()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error, Reducer
+from .._engine import Reducer
 from ..backend.device_link import DeviceLink
 from ..backend.registration import Registration
 from ..layout.memory import address_of
@@ -154,13 +154,8 @@ class DeviceReducer(Reducer):
     def _end_registration(self, reason: str) -> None:
         """End the registration, because some later messages lie outside of the region. On all ranks, between two
         rounds."""
-        if self._registration is None or not self._registration.nbytes:
-            return
-        try:
+        if self._registration is not None:
             self._registration.end(reason)
-        except Error as error:
-            self._link.fail(f"rank {self._link.rank}: {error}")
-            raise
 
     def attach(self, parameters: Any, views: Any, *, renew: Callable[[int], None], **others: Any) -> None:
         """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""
