@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import types
 import unittest
@@ -70,6 +71,7 @@ def prepare(*, stock: bool) -> None:
     sharded_tensor.with_comms = lambda function=None, init_rpc=True, backend="gloo": with_comms(
         function, init_rpc, "gloo"
     )
+    _move_to_cpu(torch)
     if stock:
         return
     import shardwright
@@ -78,6 +80,23 @@ def prepare(*, stock: bool) -> None:
     for module in (checkpoint, filesystem, format_utils, _storage_utils):
         module.FileSystemWriter, module.FileSystemReader = writer, reader
     _fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader = writer, reader
+
+
+def _move_to_cpu(torch: Any) -> None:
+    """Have shards and FSDP's units lie on the CPU, and tests that start a rank a GPU start some."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.remote_device import _remote_device
+
+    place, wrap = _remote_device.__init__, FullyShardedDataParallel.__init__
+    _remote_device.__init__ = lambda self, given: place(
+        self, re.sub(r"cuda:\d+", "cpu", given) if isinstance(given, str) else given
+    )
+
+    def wrap_on_cpu(self: Any, *args: Any, **options: Any) -> None:
+        wrap(self, *args, **{"device_id": torch.device("cpu"), **options})
+
+    FullyShardedDataParallel.__init__ = wrap_on_cpu
+    torch.cuda.device_count = lambda: 2
 
 
 def load(path: Path) -> types.ModuleType:

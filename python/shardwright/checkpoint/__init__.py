@@ -27,8 +27,12 @@ __all__ = [
 ]
 
 
+#: imported when asked for: few programs need torch.distributed.checkpoint
+_OF_DCP = ("StorageReader", "StorageWriter", "dcp_to_torch_save", "torch_save_to_dcp")
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("StorageReader", "StorageWriter", "dcp_to_torch_save", "torch_save_to_dcp"):  # lazy: few programs need torch.distributed.checkpoint
+    if name in _OF_DCP:
         from . import dcp
 
         return getattr(dcp, name)
