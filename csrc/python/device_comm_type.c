@@ -1,4 +1,4 @@
-/* device_comm_type.c - shardwright._engine.DeviceComm: a rank's GPU as Python sees it. */
+/* device_comm_type.c - shardwright._engine.DeviceComm: Python's view of a rank's GPU. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 
 /* ---- life ---- */
 
-/* Of these ranks' hosts; it lives as long as it is asked. false with an exception. */
+/* Keeps the host communicator, which tells whether peers live. Returns false with an exception. */
 static bool keep_host(device_comm_object *self, PyObject *host)
 {
     if (host == Py_None || self->host)
@@ -38,12 +38,12 @@ static void drop_host(device_comm_object *self)
     ENGINE_CLEAR(self->host);
 }
 
-/* GPU memory is short: torch's allocator may have some that it does not use. */
+/* Asks torch's allocator to release cached memory, since GPU memory is short. */
 static void make_room(void *context)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace); /* of a caller that has the GIL */
+    PyErr_Fetch(&kind, &value, &trace); /* the exception of a caller that already holds the GIL */
     PyObject *done = PyObject_CallNoArgs(context);
     if (!done)
         PyErr_WriteUnraisable(context);
@@ -97,7 +97,7 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return -1;
 }
 
-/* false with an exception: `what` needs a communicator that is open, and no call inside it. */
+/* Returns false with an exception unless `self` is open and no thread is inside. */
 static bool is_open_and_free(device_comm_object *self, const char *what)
 {
     if (!sw_py_device_wait_for_watch(self))
@@ -162,8 +162,8 @@ static PyObject *device_borrow(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, status, &err);
 }
 
-/* The parts of the arena that belong to `members`, ranks of its group in the order of this
- * communicator's. NULL with an exception. */
+/* Finds the parts of the arena that belong to `members`: ranks of the arena's group in the order of
+ * this communicator. Returns NULL with an exception. */
 static uint8_t **parts_of(PyObject *arena, PyObject *members, size_t part_bytes)
 {
     const sw_arena *memory = ((arena_object *)arena)->arena;
@@ -238,7 +238,7 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     Py_END_ALLOW_THREADS
     free(part);
     if (status == SW_OK)
-        self->arena = arena; /* there was none: it was not connected */
+        self->arena = arena; /* an unconnected communicator had none */
     else
         Py_DECREF(arena);
     return sw_py_device_finish(self, status, &err);
@@ -261,7 +261,7 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
     Py_END_ALLOW_THREADS
     sw_py_device_leave(self);
     Py_CLEAR(self->arena);
-    if (PyErr_Occurred()) /* a signal's, while it waited */
+    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
         return NULL;
     Py_RETURN_NONE;
 }
@@ -276,14 +276,15 @@ static void destroy_comm(void *comm)
     sw_device_comm_destroy(comm);
 }
 
-/* No thread can be inside. */
+/* The last reference is gone, so no thread can be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    bool is_abandoned = false; /* to a thread that still looks at the host's communicator */
-    if (self->comm && sw_py_device_is_own(self)) { /* a forked child has no context: its calls would
-                                                      fail */
+    /* An abandoned watch thread still reads the host communicator. */
+    bool is_abandoned = false;
+    /* A forked child has no CUDA context, so its calls would fail. */
+    if (self->comm && sw_py_device_is_own(self)) {
         sw_py_destroy_quietly(disconnect_comm, self->comm);
         is_abandoned = self->comm->is_abandoned;
         sw_py_destroy_quietly(destroy_comm, self->comm);
@@ -303,7 +304,7 @@ typedef struct range_list {
     size_t count;
 } range_list;
 
-/* (address, numel, dtype) each. */
+/* Parses a sequence of (address, numel, dtype). */
 static bool read_ranges(PyObject *sequence, range_list *out)
 {
     PyObject *held = PySequence_Tuple(sequence);
@@ -344,12 +345,12 @@ static bool read_ranges(PyObject *sequence, range_list *out)
     return false;
 }
 
-/* The arguments of operations on ranges; each operation reads its own. */
+/* The arguments of operations on ranges; each operation uses some of them. */
 typedef struct range_call {
     range_list ranges;
     sw_stream *stream;
     int root;
-    void *received;  /* of exchange */
+    void *received;  /* of the exchange operation */
     sw_norm_sum sum; /* the result of norm_sum */
     sw_device_clip clip;
 } range_call;
@@ -446,7 +447,7 @@ static sw_status clip(sw_device_comm *comm, range_call *given, sw_error *err)
                                given->stream, err);
 }
 
-/* The norm and the factor that clips it to max_norm become two float32 at `result`. */
+/* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
 static PyObject *device_clip(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -522,14 +523,14 @@ static bool read_segment(PyObject *item, void *out)
     return !PyErr_Occurred();
 }
 
-/* Whether `next` is its own target, as `segment` is, and begins where that ends. */
+/* Returns true if both segments are scaled in place and `next` begins where `segment` ends. */
 static bool goes_on(const sw_pack_segment *segment, const sw_pack_segment *next)
 {
     return segment->to == segment->from && next->to == next->from &&
            (const char *)segment->from + segment->size_bytes == (const char *)next->from;
 }
 
-/* SW_PACK_SEGMENT_MAX copies a launch; what is scaled in place side by side is one of them. */
+/* Launches PACK. Adjacent segments that are scaled in place count as one of its copies. */
 static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segments, size_t count,
                       sw_pack_args *args, sw_stream *stream, sw_error *err)
 {
@@ -555,7 +556,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     if (!sw_py_device_stream(stream_value, &stream))
         return NULL;
     sw_pack_segment *segments = sw_py_device_table(list, read_segment, sizeof *segments);
-    size_t count = (size_t)PyList_Size(list); /* another thread may change it later */
+    size_t count = (size_t)PyList_Size(list); /* read once: it may change */
     if (!segments || !sw_py_device_enter(self)) {
         free(segments);
         return NULL;
@@ -565,7 +566,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     return sw_py_device_finish(self, status, &err);
 }
 
-/* Copies (to, from, nbytes) on `stream`; unless *verdict, if there is one. */
+/* Enqueues copies (to, from, nbytes) on `stream`, which a *verdict that is set skips. */
 static PyObject *device_pack(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -587,8 +588,8 @@ static bool small_dtype(const char *name, int *dtype)
     return false;
 }
 
-/* The same, with a dtype at each end: each element times `scale`, or times the float32 at `factor`.
- */
+/* Enqueues copies that convert dtypes and multiply each element by `scale`, or by the float32 at
+ * `factor`. */
 static PyObject *device_convert(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -608,15 +609,15 @@ static PyObject *device_convert(PyObject *op, PyObject *args)
 
 /* ---- seeing, ending ---- */
 
-/* Without the GIL, since a call of the driver's may not return. Then only threads that need the
- * communicator wait for it. */
+/* Releases the GIL, since a driver call may never return. Then only threads that need the
+ * communicator wait. */
 static PyObject *device_watch(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
     sw_status status;
     (void)unused;
-    if (!sw_py_device_wait_for_watch(self)) /* what another one finds, this one raises, too */
+    if (!sw_py_device_wait_for_watch(self)) /* the other watcher's finding is raised here too */
         return NULL;
     if (self->use != DEVICE_FREE || self->closed || !self->comm || !self->comm->peers ||
         !sw_py_device_is_own(self))
@@ -640,12 +641,12 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    bool is_beside = self->use != DEVICE_FREE; /* another thread is inside, blocked perhaps */
+    bool is_beside = self->use != DEVICE_FREE; /* another thread is inside, and may be blocked */
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)
         sw_py_device_take(self, DEVICE_WATCHED);
-    Py_BEGIN_ALLOW_THREADS /* it may wait until other communicators are aborted, too */
+    Py_BEGIN_ALLOW_THREADS /* the call may wait until other communicators are aborted too */
     if (is_beside)
         sw_peers_request_end(peers, &reason);
     else
@@ -657,7 +658,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A thread that watches the communicator from now on, and ends it beside a call that is blocked. */
+/* Starts a thread that watches the communicator and can abort it while a call is blocked. */
 static PyObject *device_start_watch(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;

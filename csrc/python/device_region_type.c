@@ -1,5 +1,5 @@
-/* device_region_type.c - shardwright._engine.DeviceRegion: memory that is registered with a
- * communicator. Tensors over it own it (device_tensor), so it may outlive all that made it. */
+/* device_region_type.c - shardwright._engine.DeviceRegion: memory registered with a communicator.
+ * Tensors over the region own it (device_tensor), so it may outlive its creators. */
 #include "comm/device_region.h"
 #include "python/device_object.h"
 
@@ -42,7 +42,7 @@ static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_device_leave(self->comm);
     if (status == SW_OK)
         return 0;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* the ranks tell one another, and do without */
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* all ranks then go on without it */
     return -1;
 }
 
@@ -51,8 +51,8 @@ static void destroy_region(void *region)
     sw_device_region_destroy(region);
 }
 
-/* In a forked child everything stays: its calls would fail, the memory is the parent's. Beside
- * another thread's long call into the communicator it is left to that communicator. */
+/* A forked child frees nothing: its driver calls would fail, and the memory belongs to the parent.
+ * If another thread stays inside the communicator for long, the communicator frees the region. */
 static void region_dealloc(PyObject *op)
 {
     device_region_object *self = (device_region_object *)op;
@@ -70,8 +70,8 @@ static void region_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* Its tensors are used on, so a failure, on this rank alone, ends the communicator for all: else
- * some ranks would pass registered memory, and some would not. */
+/* The region's tensors stay in use, so a failure on this rank aborts the communicator on all ranks:
+ * otherwise only some ranks would pass registered memory. */
 static PyObject *region_deregister(PyObject *op, PyObject *unused)
 {
     device_region_object *self = (device_region_object *)op;

@@ -396,7 +396,7 @@ def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Itera
     if wrapped is None:
         raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
     engine = wrapped._engine()
-    with engine.writable_parameters() if writable else engine.whole_parameters():
+    with engine.writable_parameters() if writable else engine.access.whole():
         yield
 
 

@@ -323,12 +323,12 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
             held = (low, piece if copy is None else copy)
             live = parameter if copy is None and not is_released else piece
             slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)
-    with replica.writing():
+    with replica.access.writing():
         try:
             yield slices
         finally:  # after a failed load too: the other ranks publish
             memory.publish_all()
-            replica.count_writes(replica.table.parameters)
+            replica.access.count_writes(replica.table.parameters)
 
 
 def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:

@@ -79,7 +79,7 @@ def _clip(
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
     if replica is not None:
-        replica.close_pending()
+        replica.rounds.close_pending()
     parameters = _parameters_of(module_or_parameters, replica)
     link = None if error_if_nonfinite else _link_of(parameters, replica)
     if link is None:
@@ -114,7 +114,7 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
     At zero >= 1 the answer is the same on all ranks.
     """
     if replica is not None and replica.zero:
-        fits = not replica.is_joining and all(each.dtype in SCALED_DTYPES for each in parameters)
+        fits = not replica.join_link.is_on and all(each.dtype in SCALED_DTYPES for each in parameters)
         return replica.link if fits else None
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not all(type(each) is torch.Tensor and each.dtype in SCALED_DTYPES for each in gradients):
@@ -166,10 +166,10 @@ def _replica_of(module: Any) -> Replica | None:
 
 
 def _norm_of_slices(replica: Replica) -> float:
-    if replica.zero == 1 and replica.is_joining:  # a joined rank keeps no gradients; here they are not sliced
+    if replica.zero == 1 and replica.join_link.is_on:  # a joined rank keeps no gradients; here they are not sliced
         replica.gradients.slices()  # raises where they are not averaged
         return _norm_of_whole([p.grad for p in replica.table.parameters if p.grad is not None], replica)
-    replica.announce("norm")
+    replica.join_link.announce("norm")
     return replica.gradients.norm_of(replica.gradients.slices)
 
 

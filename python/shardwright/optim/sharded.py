@@ -264,10 +264,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._replica.close_pending()
+            self._replica.rounds.close_pending()
         check_groups(self, self._inner)
-        self._replica.announce("step", self._position, [hyperparameters(group) for group in self.param_groups])
-        if self._replica.zero == 1 and self._replica.is_joining:
+        self._replica.join_link.announce(
+            "step", self._position, [hyperparameters(group) for group in self.param_groups]
+        )
+        if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
             states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
@@ -282,7 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         It steps on its slices with announced hyperparameters and gradients. `states`: see state_of, for every parameter
         of the module.
         """
-        self._replica.before_writes()
+        self._replica.access.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         check_groups(self, self._inner)
@@ -304,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refusal = error
         self._agree(refusal, states)
         self.rounds_at_step = self._replica.reducer.stats()["rounds"]
-        with self._replica.writing():
+        with self._replica.access.writing():
             failure = self._step_on_slices()
             outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
         self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
@@ -347,7 +349,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
-        self._replica.count_writes(stepped)
+        self._replica.access.count_writes(stepped)
         with unguarded():
             self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 

@@ -311,7 +311,9 @@ class DistributedDataParallel(TorchDDP):
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)
-        self._drift = self._replica.watch(self.module, frozenset(self.parameters_to_ignore))
+        self._drift = self._replica.access.watch(
+            self.module, frozenset(self.parameters_to_ignore), pinned=bool(self._zero)
+        )
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
         if init_sync:
@@ -361,8 +363,9 @@ class DistributedDataParallel(TorchDDP):
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
         replica.arrange_hooks()
-        if replica.is_joining:
-            replica.announce("forward")
+        announcer = replica.join_link.announcer
+        if announcer is not None and announcer.is_on:
+            announcer.announce("forward", 0, None)
         elif self._join_config.enable:
             work = Join.notify_join_context(self)
             if work is not None:
@@ -374,8 +377,8 @@ class DistributedDataParallel(TorchDDP):
         try:
             if training:
                 replica.before_forward(self.require_backward_grad_sync)
-            else:
-                replica.before_evaluation()
+            elif replica.access.guard is not None:
+                replica.access.guard.check("before a forward")
         except Error as error:
             self.logger.set_error_and_log(str(error))  # type: ignore[union-attr]
             raise
@@ -391,10 +394,11 @@ class DistributedDataParallel(TorchDDP):
             self.require_forward_param_sync = synchronises
         if training and self._replica is not None:
             replica = self._replica
-            replica.after_forward()
-            _hooks.hook_outputs(
-                output, replica.on_output_gradient if synchronises else replica.on_local_output_gradient
-            )
+            replica.forwards.end()
+            if replica.access.guard is not None:
+                replica.access.guard.check("after a forward")
+            rounds = replica.rounds
+            _hooks.hook_outputs(output, rounds.on_output_gradient if synchronises else rounds.on_local_output_gradient)
         return output
 
     _pre_forward = _hooks.disable_compile(_before_forward)
@@ -551,8 +555,8 @@ class DistributedDataParallel(TorchDDP):
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
                 state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
-        if replica.sparse is not None and not is_ours:
-            replica.sparse.user_hook = state, hook
+        if replica.rounds.sparse is not None and not is_ours:
+            replica.rounds.sparse.user_hook = state, hook
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:

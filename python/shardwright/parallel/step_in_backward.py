@@ -42,7 +42,7 @@ def adopt(replica: Any) -> None:
         )
     parameters = [parameter for _, parameter in stepped]
     take_hooks(parameters)
-    replica.after_round.append(_Stepper(parameters))
+    replica.rounds.after_round.append(_Stepper(parameters))
 
 
 class _Stepper:
