@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
 from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
@@ -127,6 +127,7 @@ class DeviceLink:
         self._measured: list[torch.Tensor] = []  # copies that kernels of the last clip() read
         self._failure: str | None = None
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
+        self.comm: DeviceComm
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
         #: Return torch's current stream in this thread.
         self.current_stream: Callable[[], int] = cuda.runtime.stream_reader(ordinal)

@@ -79,8 +79,8 @@ class DeviceReducer(Reducer):
             slices=slicing.for_engine() if sliced else None,
             lent=lent,
             label=label,
-            row=row and row.comm,
-            column=column and column.comm,
+            row=None if row is None else row.comm,
+            column=None if column is None else column.comm,
         )
         self._carrier = row or link  # of buckets; on a mesh slices go on over the column
         self._link, self._label, self._like, self.wire = link, label, like, wire

@@ -208,7 +208,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out models, optimizers and schedulers: a copy for another process has the settings and has prepared none."""
-        prepared = {name: [] for name in ("_models", "_optimizers", "_schedulers", "_references")}
+        prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers", "_references")}
         return {**self.__dict__, **prepared}
 
     # preparing ----------------------------------------------------------------------------------------------------

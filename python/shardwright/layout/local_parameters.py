@@ -20,7 +20,6 @@ __all__ = [
     "LocalParameter",
     "as_dtensors",
     "is_local",
-    "local_gradient",
     "local_of",
     "module_parameter",
     "part_of",
@@ -59,7 +58,7 @@ class LocalParameter(torch.nn.Parameter):
         return _dtensor.held_tensor(self.owner) is self
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """Return the local tensor of the DTensor's gradient, redistributed to the parameter's placements."""
         owner = self.owner
         gradient = owner.grad
@@ -130,11 +129,6 @@ def module_parameter(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.owner if is_local(parameter) else parameter
 
 
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the local gradient of a module's parameter: a DTensor's local part, or `.grad` itself."""
-    return local_of(parameter).grad
-
-
 def whole_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the whole of a value that has the shape of a table's parameter. Collective over a DTensor's mesh."""
     return _dtensor.full_tensor(value, parameter.owner) if is_local(parameter) else value
@@ -159,7 +153,12 @@ def as_dtensors(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, 
     made = copy.copy(state)  # with its attributes: torch's `_metadata`
     for name, value in state.items():
         live = like.get(name)
-        if _dtensor.is_dtensor(live) and isinstance(value, torch.Tensor) and not _dtensor.is_dtensor(value):
+        if (
+            live is not None
+            and _dtensor.is_dtensor(live)
+            and isinstance(value, torch.Tensor)
+            and not _dtensor.is_dtensor(value)
+        ):
             if value.shape == live.shape:
                 part = _dtensor.local_part(value, live).contiguous()
                 made[name] = _dtensor.placed_like(part, live)  # type: ignore[index]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
-from ..layout.local_parameters import local_gradient, part_of, whole_of
+from ..layout.local_parameters import part_of, whole_of
 from ..layout.shard_runs import memory_order
 from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from ..parallel.optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, plain, rows_of
@@ -139,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.__getstate__()
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of this rank's slices, keyed by slice; for torch.distributed.checkpoint.state_dict the names of state."""
         return StateNames(self._names_of_state) if asked_by_torchs_functions() else self._inner.state
 
@@ -273,7 +273,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            states = {p: state_of(local_gradient(p)) for group in self.param_groups for p in group["params"]}
+            held, index = self._replica.table.parameters, self._index
+            states = {p: state_of(held[index[id(p)]].grad) for group in self.param_groups for p in group["params"]}
         self._step_together(self._own_gradient, states)
         return loss
 
@@ -414,8 +415,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
         Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
-        Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
-        rank), and after consolidate_state_dict() until the next step. torch.distributed.checkpoint.state_dict's functions,
+        Torch's ordinary format is returned where this rank has the whole state. It has if nothing is sliced (one rank, or rows of
+        one rank), and from consolidate_state_dict() to the next step. torch.distributed.checkpoint.state_dict's functions,
         which every rank calls, get it too: gathered, as by full_state_dict().
         """
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):

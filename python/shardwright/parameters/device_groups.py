@@ -149,7 +149,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         what = f"units of {self._label}"
         self._registration = Registration(self._row, pieces + self._spans, self._like, what, adds=False)
         if self._registration.buffers:
-            self._memory_of_places = self._registration.buffers[len(pieces) :]
+            self._memory_of_places[:] = self._registration.buffers[len(pieces) :]
             for (bucket, shape), memory in zip(shapes.items(), self._registration.buffers):
                 self._pieces[bucket] = memory.view(getattr(torch, shape[2]))
 
