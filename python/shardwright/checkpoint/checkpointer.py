@@ -11,12 +11,13 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
+from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
@@ -408,7 +409,14 @@ class Checkpointer:
 
     # restoring --------------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int | None = None) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        include: str | Iterable[str] = (),
+        rename: Rename = None,
+    ) -> int:
         """Restore everything from the newest checkpoint that every rank finds sound.
 
         Parameters
@@ -416,6 +424,8 @@ class Checkpointer:
         step : int, optional
             Restore the checkpoint of that many completed steps, and no other. Later checkpoints stay, marked as abandoned:
             restore() takes one of them only if its step is asked for, or if no other can be read.
+        strict, include, rename
+            As in load(), for the model and the optimizer.
 
         Returns
         -------
@@ -429,16 +439,23 @@ class Checkpointer:
             newer than this program's.
         """
         with self._call.of("restore()"):
-            return self._restore(step)
+            return self._restore(step, include, rename, strict)
 
-    def _restore(self, step: int | None) -> int:
-        def check() -> int | None:
-            return None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
+    def _restore(self, step: int | None, *names: Any) -> int:
+        made: list[NameMap] = []
+
+        def check() -> list[Any]:
+            made.append(NameMap(*names))
+            asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
+            return [asked, *made[0].describe().values()]
 
         self._settle("restores")
-        asked = self._peers.together(check, "step to restore")
+        wanted = self._peers.together(check, "step to restore")
+        asked = [each[0] for each in wanted]
         if any(each != asked[0] for each in asked):
             raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
+        if any(each != wanted[0] for each in wanted):
+            raise CheckpointError("restore: strict, include or rename differ between ranks: give the same on all ranks")
         listed = self._list(is_preference=step is None)
         if step is not None:
             chosen = [path for found, path in listed if found == asked[0]]
@@ -451,7 +468,9 @@ class Checkpointer:
         refusals = []
         for _, path in reversed(listed):
             spare = self._writer.spare()
-            reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
+            reader, why = agree_on(
+                path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0]
+            )
             if reader is not None:
                 apply_together(reader, self._peers, everything=True)
                 if step is not None:

@@ -6,11 +6,13 @@ import contextlib
 import operator
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
+from ..options.name_map import NameMap, Rename
 from .partial import of_saves
 from .peers import Peers, os_error
 from .reading import agree_on, apply_together
@@ -125,6 +127,9 @@ def load(
     process_group: Any = None,
     verify: bool = True,
     timeout_s: float = 1800.0,
+    strict: bool = True,
+    include: str | Iterable[str] = (),
+    rename: Rename = None,
 ) -> Any:
     """Fill `module` and `optimizer` from the checkpoint at `path`, at any world size.
 
@@ -138,6 +143,14 @@ def load(
         As in save().
     verify : bool
         Check every block of the folder before anything changes. False: check only the blocks that are read, as they are read.
+    strict : bool
+        False: tensors that only the checkpoint or only `module` has are no error; they are logged and stay unchanged. Shapes and
+        dtypes must agree in any case.
+    include : regular expression or several, optional
+        Load the tensors in whose names, those of `module`, one of them is found. All others stay unchanged.
+    rename : dict of str to str, or callable, optional
+        From names in the checkpoint to names in `module`: the first regular expression that is found in a name is replaced. Or
+        a function of the name. Optimizer state follows its parameter.
 
     Returns
     -------
@@ -153,16 +166,17 @@ def load(
     Collective. Ranks share the verification; each then reads the bytes that it needs.
     """
     peers = Peers(module, process_group, usable_timeout(timeout_s))
-    checked: list[tuple[str, Training]] = []
+    checked: list[tuple[str, Training, NameMap]] = []
 
     def check() -> dict[str, Any]:
         check_timeout(timeout_s)
-        checked.append((absolute_path("path", path), Training(module, optimizer)))
-        return {"verify": bool(verify)}
+        names = NameMap(include, rename, strict)
+        checked.append((absolute_path("path", path), Training(module, optimizer), names))
+        return {"verify": bool(verify), **names.describe()}
 
     peers.agree(check, "load()")
-    ((folder, training),) = checked
-    reader, refusal = agree_on(folder, training, peers, verify=verify)
+    ((folder, training, names),) = checked
+    reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
     if reader is None:
         raise CheckpointError(refusal)
     return apply_together(reader, peers, everything=False)
