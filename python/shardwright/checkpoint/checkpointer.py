@@ -24,6 +24,8 @@ from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integ
 from .optimizer_extras import stepping_optimizer
 from .peers import Peers, os_error
 from .reading import agree_on, apply_together
+from .remote.mirror import Mirror
+from .remote.store import Store, address_of, local_folder, on_first
 from .retention import (
     BOARD,
     DAMAGED,
@@ -42,6 +44,7 @@ from .retention import (
 from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")
+_ROUND_S = 0.5
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -50,8 +53,10 @@ class Checkpointer:
 
     Parameters
     ----------
-    directory : path-like
+    directory : path-like, or an address of fsspec such as s3://bucket/run
         Created if it does not exist. One Checkpointer writes to it at a time. A read-only directory serves restore() alone.
+        An address: a save writes to `local_directory`; rank 0 uploads in the background, and goes on after a restart. wait()
+        and close() return when the upload is complete. restore() downloads what only the address has.
     model : Module
         Plain, or wrapped by torch or shardwright.
     optimizer : Optimizer, optional
@@ -94,6 +99,8 @@ class Checkpointer:
         Make restore() check every block before it changes anything.
     timeout_s : float
         Seconds after which a save() fails if a rank is missing.
+    local_directory : path-like, optional
+        The local directory of an address, shared by the hosts. Default: one below ~/.cache/shardwright.
 
     Notes
     -----
@@ -140,6 +147,7 @@ class Checkpointer:
         bandwidth_bytes_per_s: int = 0,
         verify: bool = True,
         timeout_s: float = 1800.0,
+        local_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         self._peers = Peers(model, process_group, usable_timeout(timeout_s))
         checked: list[tuple[int, int, int]] = []
@@ -157,7 +165,9 @@ class Checkpointer:
             file_bytes, _ = check_options(max_file_bytes, timeout_s)
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
             checked.append((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
-            self.directory = absolute_path("directory", directory)
+            self._address = address_of(directory)
+            place = directory if self._address is None else local_folder(self._address, local_directory)
+            self.directory = absolute_path("directory", place)
             self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
             if snapshot == "lazy" and not hasattr(self._training.optimizer, "register_step_pre_hook"):
                 given = (
@@ -198,12 +208,32 @@ class Checkpointer:
         except BaseException:
             self._release()
             raise
+        self._mirror: Mirror | None = None
+        self._peers.together(self._open_mirror, f"opening {self._address}")
         self._warm_staging()
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
         _live.add(self)
         _register_exit()
+
+    def _open_mirror(self) -> None:
+        """Begin to upload, on rank 0."""
+        if self._address is not None and self._peers.rank == 0:
+            try:
+                self._mirror = Mirror(Store(self._address), self.directory, self._rules)
+            except BaseException:
+                self._release()
+                raise
+
+    def _upload(self) -> None:
+        """Wait until all checkpoints are uploaded. Collective. Raise CheckpointError on every rank if rank 0 cannot upload."""
+        is_done = self._address is None
+        while not is_done:
+            told = ("", True) if self._mirror is None else self._mirror.wait(_ROUND_S)
+            failure, is_done = self._peers.exchange(told, f"upload to {self._address}")[0]
+            if failure:
+                raise CheckpointError(f"{failure}; the checkpoints are in '{self.directory}'")
 
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
@@ -395,6 +425,7 @@ class Checkpointer:
         """
         with self._call.of("wait()"):
             self._wait()
+            self._upload()
 
     def _wait(self) -> None:
         self._check_open()
@@ -467,6 +498,7 @@ class Checkpointer:
             listed = [(asked[0], path) for path in chosen]
         refusals = []
         for _, path in reversed(listed):
+            self._fetch(path)
             spare = self._writer.spare()
             reader, why = agree_on(
                 path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0]
@@ -488,6 +520,12 @@ class Checkpointer:
                 else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
         return 0
+
+    def _fetch(self, path: str) -> None:
+        """Download a checkpoint that only the address has. Collective."""
+        if self._address is not None:
+            mirror = self._mirror
+            on_first(self._peers, lambda: mirror and mirror.fetch(path), f"download from {self._address}")
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""
@@ -511,6 +549,7 @@ class Checkpointer:
                 found = list_checkpoints(self.directory)
                 found = in_order(self.directory, found) if is_preference else found
                 listed = [(kept.step, kept.path) for kept in found]
+                listed = listed if self._mirror is None else self._mirror.listed(listed)
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 code = getattr(error, "errno", None)
@@ -546,7 +585,12 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the running save and release the directory. Idempotent. Raise what wait() raises."""
         with self._call.of("close()", waits=True):
-            self._close(self._writer.wait)
+            if not self._closed:
+                try:
+                    self._wait()
+                    self._upload()
+                finally:
+                    self._close(self._writer.wait)
 
     def _close(self, wait: Callable[[], None]) -> None:
         if self._closed:
@@ -560,6 +604,8 @@ class Checkpointer:
             self._retire.detach()
             try:
                 self._writer.close()
+                if self._mirror is not None:
+                    self._mirror.close()
             finally:
                 self._release()
 

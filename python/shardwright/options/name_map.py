@@ -108,7 +108,7 @@ class NameMap:
 
 def _toml(text: bytes) -> Any:
     try:
-        import tomllib  # type: ignore[import-not-found, unused-ignore]
+        import tomllib
     except ImportError:  # before Python 3.11
         raise ValueError("this Python has no TOML reader: write JSON") from None
     return tomllib.loads(text.decode("utf-8"))
