@@ -194,8 +194,10 @@ class Checkpointer:
         self._read_only = ""  # the reason why nothing can be saved
         self._every: int | None = None  # `every` of the first save(), equal on all ranks
         self._hooks: list[Any] = []
+        self._mirror: Mirror | None = None
         nonce = self._take_directory()
         try:
+            self._peers.together(self._open_mirror, f"opening {self._address}")
             board = None if self._read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
                 self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
@@ -206,12 +208,12 @@ class Checkpointer:
                     model, stepping_optimizer(self._training.optimizer), _protector(self._writer)
                 )
         except BaseException:
+            if self._mirror is not None:
+                self._mirror.close()
             self._release()
             raise
-        self._mirror: Mirror | None = None
-        self._peers.together(self._open_mirror, f"opening {self._address}")
         self._warm_staging()
-        self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
+        self._retire = weakref.finalize(self, _finish, self._writer, self._lock, self._mirror, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
         _live.add(self)
@@ -219,12 +221,8 @@ class Checkpointer:
 
     def _open_mirror(self) -> None:
         """Begin to upload, on rank 0."""
-        if self._address is not None and self._peers.rank == 0:
-            try:
-                self._mirror = Mirror(Store(self._address), self.directory, self._rules)
-            except BaseException:
-                self._release()
-                raise
+        if self._address is not None and self._peers.rank == 0 and not self._read_only:
+            self._mirror = Mirror(Store(self._address), self.directory, self._rules)
 
     def _upload(self) -> None:
         """Wait until all checkpoints are uploaded. Collective. Raise CheckpointError on every rank if rank 0 cannot upload."""
@@ -500,9 +498,7 @@ class Checkpointer:
         for _, path in reversed(listed):
             self._fetch(path)
             spare = self._writer.spare()
-            reader, why = agree_on(
-                path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0]
-            )
+            reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0])
             if reader is not None:
                 apply_together(reader, self._peers, everything=True)
                 if step is not None:
@@ -659,7 +655,7 @@ def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pro
     """Register `protect` before each optimizer step and before each other write of the engine. Return the hooks' handles."""
     wrapped = wrapper_of(model)
     replica = None if wrapped is None else wrapped._replica
-    engine = [] if replica is None else [replica.register_before_writes(protect)]
+    engine = [] if replica is None else [replica.access.register_before_writes(protect)]
     return [optimizer.register_step_pre_hook(protect), *engine]
 
 
@@ -689,7 +685,7 @@ def _finish_all() -> None:
                 logger.warning("the last save failed: %s", error)
 
 
-def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
+def _finish(writer: Writer, lock: DirectoryLock | None, mirror: Mirror | None, pid: int) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() != pid:
         return
@@ -698,6 +694,8 @@ def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
     except CheckpointError as error:
         logger.warning("the last save failed: %s", error)
     writer.close()
+    if mirror is not None:
+        mirror.close()
     if lock is not None:
         lock.release()
 

@@ -225,9 +225,7 @@ def _save_remote(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _load_remote(
-    peers: Peers, address: str, chosen: str | os.PathLike[str] | None, read: Callable[[str], Any]
-) -> Any:
+def _load_remote(peers: Peers, address: str, chosen: str | os.PathLike[str] | None, read: Callable[[str], Any]) -> Any:
     """Download a checkpoint, load and remove it. Collective."""
 
     def fetch() -> str:

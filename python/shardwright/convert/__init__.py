@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .._engine import CheckpointError, CheckpointFolder
@@ -20,6 +21,17 @@ READERS = ("shardwright", "dcp", "deepspeed", "hf", "torch")
 WRITERS = ("shardwright", "hf", "dcp", "torch", "deepspeed-universal")
 
 
+@contextlib.contextmanager
+def _one_sentence(path: str) -> Iterator[None]:
+    """Raise errors of files with a valid outer form and other contents as CheckpointError."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"'{path}' cannot be converted: {type(error).__name__}: {error}") from error
+
+
 def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Contents:
     """Return the contents of the checkpoint at `path`, of a form in READERS. None: look at the files.
 
@@ -28,6 +40,11 @@ def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Conte
     CheckpointError
         No reader knows the files, or they are damaged.
     """
+    with _one_sentence(path):
+        return _read(path, kind, tag)
+
+
+def _read(path: str, kind: str | None, tag: str | None) -> Contents:
     from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, model_files
 
     if not os.path.lexists(path):
@@ -60,7 +77,8 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
     if os.path.lexists(output):
         raise CheckpointError(f"'{output}' exists already: name a new one")
     if kind == "shardwright":
-        folders.write_folder(contents, output, tell)
+        with _one_sentence(output):
+            folders.write_folder(contents, output, tell)
         return
     make = {
         "hf": model_files.write_model, "dcp": dcp_format.write_dcp, "torch": model_files.write_torch_file,
@@ -69,7 +87,8 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
     partial = f"{output}.{os.getpid()}.partial"
     CheckpointFolder.make(os.path.dirname(output))
     try:
-        make(contents, partial, tell)
+        with _one_sentence(output):
+            make(contents, partial, tell)
         for folder, _, _ in os.walk(partial):
             CheckpointFolder.sync(folder)
         os.rename(partial, output)  # readers see all of it or nothing

@@ -73,9 +73,11 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
     folder = os.path.join(output, tag)
     shapes = []
     for group in contents.groups:
-        missing = [name for name in group["params"] if name not in contents.model]
-        if missing:
-            raise CheckpointError(f"the optimizer has the parameter '{missing[0]}', which the model lacks")
+        for name in group["params"]:
+            if name not in contents.model:
+                raise CheckpointError(f"the optimizer has the parameter '{name}', which the model lacks")
+            if "/" in name or name in (".", ".."):
+                raise CheckpointError(f"the parameter {name!r} cannot be the name of a folder: rename it")
         shapes.append(OrderedDict((name, torch.Size(contents.model[name].shape)) for name in group["params"]))
         for name in group["params"]:
             _write_parameter(contents, os.path.join(folder, "zero", name), name, tell)
@@ -85,7 +87,11 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
     ]
     steps = [values.get(_STEP, 0) for values in contents.state.values()] or [0]
     state = {0: {_STEP: replaced(steps[0], lambda each: each.read())}}  # stage 3 takes it from here
-    options = {"ds_version": _VERSION, "param_groups": groups, "optimizer_state_dict": {"state": state, "param_groups": groups}}
+    options = {
+        "ds_version": _VERSION,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+    }
     _save(options, os.path.join(folder, "zero", _OPTIMIZER_STATE))
     _write_model(contents, folder, shapes)
     with open(os.path.join(output, "latest_universal"), "x", encoding="utf-8") as file:

@@ -62,7 +62,9 @@ def read_zero(folder: str) -> Contents:
     is_stage_3 = "fp32_flat_groups" in states[0]
     of_groups = states[0].get("ds_zero_partition_groups") or []
     if any(isinstance(g, dict) and g.get("partition_count", len(states)) != len(states) for g in of_groups):
-        raise CheckpointError(f"'{folder}' has experts that fewer ranks share: convert it with DeepSpeed's ds_to_universal")
+        raise CheckpointError(
+            f"'{folder}' has experts that fewer ranks share: convert it with DeepSpeed's ds_to_universal"
+        )
     base = [each["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for each in states]
     if isinstance(base[0], list):  # "elastic": a list of states, groups without options
         base = [
@@ -80,7 +82,9 @@ def read_zero(folder: str) -> Contents:
         for name, shape in names.items():
             found = sum(count for _, _, count in places.get(name, ()))
             if found != math.prod(shape) or any(first + count > flat[r].numel() for r, first, count in places[name]):
-                raise CheckpointError(f"'{folder}': the ranks hold {found} elements of '{name}', whose shape is {tuple(shape)}")
+                raise CheckpointError(
+                    f"'{folder}': the ranks hold {found} elements of '{name}', whose shape is {tuple(shape)}"
+                )
         _take_group(contents, names, places, flat, [each["state"].get(number, {}) for each in base])
     contents.groups = groups_of(base[0]["param_groups"], shapes, contents)
     if is_stage_3:
@@ -196,7 +200,9 @@ def _take_group(
 
     def cut(parts: Sequence[torch.Tensor], name: str, shape: tuple[int, ...]) -> Lazy:
         def read() -> torch.Tensor:
-            return torch.cat([parts[rank].detach()[first : first + count] for rank, first, count in places[name]]).view(shape)
+            return torch.cat([parts[rank].detach()[first : first + count] for rank, first, count in places[name]]).view(
+                shape
+            )
 
         return Lazy(parts[0].dtype, shape, read)
 
@@ -223,7 +229,9 @@ def _take_group(
             elif isinstance(value, (int, float, bool)) or value is None:
                 state[key] = value
             else:
-                contents.left_out.append(f"'{key}' of the optimizer's state of '{name}', of another form than its weights")
+                contents.left_out.append(
+                    f"'{key}' of the optimizer's state of '{name}', of another form than its weights"
+                )
 
 
 def groups_of(

@@ -1,7 +1,7 @@
 """Make this folder's checkpoints with DeepSpeed 0.19.8 on two gloo ranks, or load an exported one with it.
 
-    python make.py save OUTPUT          zero1, zero2, zero3, universal, and expected.pt: the values of the live engine
-    python make.py load UNIVERSAL STAGE FOUND   write what an engine has after it loaded a universal checkpoint
+python make.py save OUTPUT          zero1, zero2, zero3, universal, and expected.pt: the values of the live engine
+python make.py load UNIVERSAL STAGE FOUND   write what an engine has after it loaded a universal checkpoint
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def load(rank: int, path: str, stage: str, found: str) -> None:
     values = values_of(engine)
     train(engine, rank, 1)  # goes on
     if rank == 0:
-        torch.save({"values": values, "steps": engine.global_steps, "after": values_of(engine)}, found)
+        torch.save({"values": values, "steps": engine.global_steps}, found)
 
 
 def main(arguments: list[str]) -> None:
@@ -106,7 +106,6 @@ def main(arguments: list[str]) -> None:
         for name in ("zero1", "zero2", "zero3"):
             for script in ("zero_to_fp32.py", "zero_to_torch.py"):
                 os.unlink(os.path.join(arguments[1], name, script))
-
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ class Mirror:
     def listed(self, local: list[tuple[int, str]]) -> list[tuple[int, str]]:
         """Return local (step, path), and those of the store's checkpoints whose steps are not among them; oldest first."""
         steps = {step for step, _ in local}
-        there = [(k.step, os.path.join(self._directory, k.path)) for k in self._store.checkpoints() if k.step not in steps]
+        there = [
+            (k.step, os.path.join(self._directory, k.path)) for k in self._store.checkpoints() if k.step not in steps
+        ]
         return sorted([*there, *local], key=lambda each: each[0]) if there else local
 
     def fetch(self, path: str) -> None:

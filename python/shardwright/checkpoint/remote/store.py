@@ -36,7 +36,7 @@ def address_of(path: str | os.PathLike[str]) -> str | None:
         import fsspec  # noqa: F401
     except ImportError:
         return None
-    slashes = "///" if match[1] == "file" and given[match.end() - 1] == "/" and not given.startswith("file://localhost") else "//"
+    slashes = "///" if match[1] in ("file", "local") else "//"
     return f"{match[1]}:{slashes}{given[match.end() :]}".rstrip("/")
 
 
@@ -177,7 +177,9 @@ class Store:
         if manifest is None:
             raise CheckpointError(f"'{self.address}' has no checkpoint{f' {name!r}' if name else ''}")
         paths = [each.get("path") if isinstance(each, dict) else None for each in manifest["files"]]
-        if not all(isinstance(p, str) and re.fullmatch(r"(?:[A-Za-z0-9_-][\w.-]*/)?[A-Za-z0-9_-][\w.-]*", p) for p in paths):
+        if not all(
+            isinstance(p, str) and re.fullmatch(r"(?:[A-Za-z0-9_-][\w.-]*/)?[A-Za-z0-9_-][\w.-]*", p) for p in paths
+        ):
             raise CheckpointError(f"'{self.address}': the manifest of '{name}' names files that no checkpoint has")
         partial = f"{local}.{os.urandom(12).hex()}.partial"
         CheckpointFolder.make(partial)
