@@ -150,6 +150,8 @@ ADDRESSES = {
             "checkpoint/peers",
             "checkpoint/rows",
             "cli/ckpt",
+            "convert/folders",
+            "convert/model_files",
             "cli/doctor_bench",
         ),
     ],
