@@ -365,7 +365,8 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
     >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
-    made, memo = optimizer.state_dict(), {}
+    made = optimizer.state_dict()
+    memo: dict[int, Any] = {}
     state = {n: {key: _copied(value, memo) for key, value in each.items()} for n, each in made["state"].items()}
     return {**copy.deepcopy({key: value for key, value in made.items() if key != "state"}, memo), "state": state}
 
@@ -425,7 +426,8 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     Cost: the parameters' bytes a rank.
     """
     with full_parameters(module):
-        made, memo = unwrap(module).state_dict(), {}
+        made = unwrap(module).state_dict()
+        memo: dict[int, Any] = {}
         for name, value in made.items():
             made[name] = _copied(value, memo)
     return made

@@ -68,11 +68,11 @@ def clip_grad_norm_(
     copied to the host for the norm.
     """
     if isinstance(module_or_parameters, Iterable) and not isinstance(module_or_parameters, torch.Tensor):
-        module_or_parameters = list(module_or_parameters)  # type: ignore[assignment]
+        module_or_parameters = list(module_or_parameters)
     stages = _stages_of(module_or_parameters)
     if pp_mesh is not None or len(stages) > 1:
         return _clip_stages(stages, max_norm, error_if_nonfinite, pp_mesh)
-    return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False)  # type: ignore[arg-type]
+    return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False)
 
 
 def clip_in_step(wrapped: torch.nn.Module, max_norm: float, take: Callable[[DeviceClip], bool]) -> None:
