@@ -210,7 +210,9 @@ static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
     size_t size_bytes = file ? (size_t)file->size_bytes : 0;
     Py_BEGIN_ALLOW_THREADS
-    status = read_part(self, path, size_bytes, &data, &err);
+    status = file ? sw_checkpoint_check_values(self->path, file, &err) : SW_OK;
+    if (status == SW_OK)
+        status = read_part(self, path, size_bytes, &data, &err);
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return fail(op, &err);

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .cli.describe import describe, stats
+    from .integrations import deepspeed
     from .optim.diloco import DiLoCo
     from .parallel.headroom import headroom
     from .parallel.pipeline import PipelineStage
@@ -63,6 +64,7 @@ __all__ = [
     "average_gradients",
     "checkpoint",
     "clip_grad_norm_",
+    "deepspeed",
     "describe",
     "full_gradients",
     "full_optimizer_state_dict",
@@ -101,6 +103,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
+    if name == "deepspeed":
+        return import_module(f"{__name__}.integrations.deepspeed")
     if name in ("checkpoint", "hooks", "optim"):
         return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
@@ -113,4 +117,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "checkpoint", "hooks", "optim"})
+    return sorted({*globals(), *_LAZY, "checkpoint", "deepspeed", "hooks", "optim"})

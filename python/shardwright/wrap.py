@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -30,7 +30,7 @@ from .options.options import Options
 from .parallel.ddp import DistributedDataParallel
 from .parallel.fully_shard import wrapper_of
 from .parallel.optimizer_agreement import agree, check_members, given_rows, watch_loading
-from .parallel.replica import Replica
+from .parallel.replica import Replica, live_replicas
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
@@ -365,8 +365,7 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
     >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
-    made = optimizer.state_dict()
-    memo: dict[int, Any] = {}
+    made, memo = optimizer.state_dict(), dict[int, Any]()
     state = {n: {key: _copied(value, memo) for key, value in each.items()} for n, each in made["state"].items()}
     return {**copy.deepcopy({key: value for key, value in made.items() if key != "state"}, memo), "state": state}
 
@@ -402,22 +401,38 @@ def average_gradients(module: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Iterator[None]:
+def full_parameters(
+    module: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writable: bool = False
+) -> Iterator[None]:
     """Give every rank whole parameters inside. Collective.
 
     Parameters
     ----------
-    module : Module
-        A wrapped module, at any stage.
+    module : Module, Parameter or iterable of Parameter
+        A wrapped module, at any stage; or parameters of wrapped modules, which are then whole with all of their
+        module's.
     writable : bool
         True if they may be written. Each rank writes to its own; afterwards all ranks have rank 0's.
     """
-    wrapped = wrapper_of(module)
-    if wrapped is None:
-        raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
-    engine = wrapped._engine()
-    with engine.writable_parameters() if writable else engine.access.whole():
+    with contextlib.ExitStack() as stack:
+        for engine in _engines_of(module):
+            stack.enter_context(engine.writable_parameters() if writable else engine.access.whole())
         yield
+
+
+def _engines_of(module: Any) -> list[Replica]:
+    """Return the engine of a wrapped module, or those that hold the parameters, in order of wrapping."""
+    if isinstance(module, torch.nn.Module):
+        wrapped = wrapper_of(module)
+        if wrapped is None:
+            raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
+        return [wrapped._engine()]
+    asked = {id(each) for each in ([module] if isinstance(module, torch.Tensor) else module)}
+    owners = [(each, {id(p) for p in each.table.module_parameters}) for each in live_replicas()]
+    strange = len(asked.difference(*(members for _, members in owners)))
+    if strange:
+        raise Error(f"full_parameters needs parameters of wrapped modules, got {strange} of no wrapped module")
+    return [each for each, members in owners if members & asked]
 
 
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
@@ -426,8 +441,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     Cost: the parameters' bytes a rank.
     """
     with full_parameters(module):
-        made = unwrap(module).state_dict()
-        memo: dict[int, Any] = {}
+        made, memo = unwrap(module).state_dict(), dict[int, Any]()
         for name, value in made.items():
             made[name] = _copied(value, memo)
     return made

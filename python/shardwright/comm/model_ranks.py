@@ -152,5 +152,5 @@ def _cut(sums: bytes) -> list[bytes]:
 
 def _digest(parameter: torch.Tensor) -> bytes:
     data = parameter.detach().contiguous().reshape(-1)
-    held = data.view(torch.uint8).cpu().numpy().tobytes() if data.numel() else b""
+    held = data.view(torch.uint8).cpu().numpy().data if data.numel() else b""
     return hashlib.sha256(held).digest()[:_DIGEST_BYTES]

@@ -87,6 +87,7 @@ class ModuleGradients:
         self._board: GradientBoard | None = None
         if zero >= 2:
             self._board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
+            self._board.whole_of = weakref.WeakMethod(self._gathered)
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
         self.closed_without_backward = False
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -307,15 +308,19 @@ class ModuleGradients:
             if not isinstance(gradient, ShardedGradient):
                 found[name] = None if gradient is None else whole_of(parameter, gradient)
                 continue
-            piece = gradient.averaged_piece()
-            data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
-            flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
-            for rank, each in enumerate(self._group.comm.all_gather_bytes(data, f"gradient of {name}")):
-                low, high = self._storage.run(index, rank)
-                if low < high and each:
-                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            found[name] = whole_of(parameter, flat.as_strided(parameter.shape, self._storage.like(index).stride()))
+            found[name] = whole_of(parameter, self._gathered(index, gradient.averaged_piece()))
         return found
+
+    def _gathered(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """Return the whole of which each rank has a slice of a gradient. Collective."""
+        parameter, name = self._table.parameters[index], self._table.names[index]
+        data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
+        flat = parameter.new_empty(parameter.numel(), dtype=piece.dtype)
+        for rank, each in enumerate(self._group.comm.all_gather_bytes(data, f"gradient of {name}")):
+            low, high = self._storage.run(index, rank)
+            if low < high and each:
+                flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+        return flat.as_strided(parameter.shape, self._storage.like(index).stride())
 
     def _agree(self) -> None:
         """Raise Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors."""

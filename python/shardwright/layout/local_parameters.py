@@ -20,7 +20,6 @@ __all__ = [
     "LocalParameter",
     "as_dtensors",
     "is_local",
-    "local_gradient",
     "local_of",
     "module_parameter",
     "part_of",
@@ -128,11 +127,6 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 def module_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Return the module's own parameter behind one of a parameter table: a DTensor, or itself."""
     return parameter.owner if is_local(parameter) else parameter
-
-
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the local gradient of a module's parameter: a DTensor's local part, or `.grad` itself."""
-    return local_of(parameter).grad
 
 
 def whole_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

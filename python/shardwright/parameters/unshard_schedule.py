@@ -79,6 +79,7 @@ class Unit:
         self.parameters = [parameter for _, _, parameter, _ in members]
         self.module_parameters = [module_parameter(parameter) for parameter in self.parameters]
         self.whole = [whole for _, _, _, whole in members]
+        self._has_dtensors = any(map(is_dtensor, self.module_parameters))
         self._guard = ReadGuard(self.names, self.module_parameters)
         self.compute_form: ComputeForm | None = None
         self.forms: list[Unit] = []
@@ -106,7 +107,9 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if `tensor` is in this unit's pages."""
-        address = address_of(held_tensor(tensor) if is_dtensor(tensor) else tensor) if self.whole else 0
+        if self._has_dtensors and is_dtensor(tensor):
+            tensor = held_tensor(tensor)
+        address = address_of(tensor) if self.whole else 0
         return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
 
     def show_whole(self) -> None:
