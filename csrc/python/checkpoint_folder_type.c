@@ -1,4 +1,4 @@
-/* checkpoint_folder_type.c - shardwright._engine.CheckpointFolder: a checkpoint to read from. */
+/* checkpoint_folder_type.c - shardwright._engine.CheckpointFolder: an open checkpoint. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,7 +15,7 @@
 typedef struct folder_object {
     PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
-    sw_catalog catalog; /* of what is small; empty until it was read or received */
+    sw_catalog catalog; /* the contents of small files; empty until read or received */
 } folder_object;
 
 static PyObject *fail(PyObject *op, const sw_error *err)
@@ -23,7 +23,7 @@ static PyObject *fail(PyObject *op, const sw_error *err)
     return sw_py_raise_checkpoint(sw_py_state_of(op), err);
 }
 
-/* Takes the manifest and the catalog over. */
+/* Takes ownership of the manifest and the catalog. */
 static PyObject *make_folder(PyTypeObject *type, const char *path, sw_manifest *manifest,
                              sw_catalog *catalog)
 {
@@ -123,7 +123,7 @@ static void folder_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* (path, begin, nbytes, address, undo) */
+/* Parses (path, begin, nbytes, address, undo). */
 static int parse_load_range(const folder_object *self, PyObject *item, sw_load_range *range)
 {
     const char *path;
@@ -177,7 +177,7 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Bytes [0, size) of a file in malloc'ed memory, out of the catalog where it has them. */
+/* Reads bytes [0, size) of a file into malloc'ed memory, from the catalog if it holds them. */
 static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes,
                            uint8_t **data, sw_error *err)
 {
@@ -210,7 +210,9 @@ static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
     size_t size_bytes = file ? (size_t)file->size_bytes : 0;
     Py_BEGIN_ALLOW_THREADS
-    status = read_part(self, path, size_bytes, &data, &err);
+    status = file ? sw_checkpoint_check_values(self->path, file, &err) : SW_OK;
+    if (status == SW_OK)
+        status = read_part(self, path, size_bytes, &data, &err);
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return fail(op, &err);

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .integrations import deepspeed
     from .optim.diloco import DiLoCo
     from .parallel.headroom import headroom
+    from .parallel.pipeline import PipelineStage
     from .parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Int8",
     "NewerCheckpointError",
     "Options",
+    "PipelineStage",
     "PowerSGD",
     "Precision",
     "SyncBatchNorm",
@@ -92,6 +94,7 @@ _LAZY = {
     "DiLoCo": "optim.diloco",
     "headroom": "parallel.headroom",
     "load": "checkpoint",
+    "PipelineStage": "parallel.pipeline",
     "save": "checkpoint",
     "SyncBatchNorm": "parallel.sync_batch_norm",
 }

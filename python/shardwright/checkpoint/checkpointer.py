@@ -594,7 +594,7 @@ def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pro
     """Register `protect` before each optimizer step and before each other write of the engine. Return the hooks' handles."""
     wrapped = wrapper_of(model)
     replica = None if wrapped is None else wrapped._replica
-    engine = [] if replica is None else [replica.register_before_writes(protect)]
+    engine = [] if replica is None else [replica.access.register_before_writes(protect)]
     return [optimizer.register_step_pre_hook(protect), *engine]
 
 

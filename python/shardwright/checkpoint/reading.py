@@ -12,25 +12,35 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ..compress.state import reshard_state
+from ..layout.local_parameters import local_of, part_of
 from ..layout.memory import has_memory
 from ..layout.shard_runs import memory_order
 from ..optim.master_weights import kept_by
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.optimizer_agreement import unlike_saved
 from . import tree
-from .content import holds_shards, load_stateful, parameter_names, set_random_state, stateful_tree
+from .content import (
+    holds_shards,
+    load_stateful,
+    parameter_names,
+    set_random_state,
+    stateful_tree,
+    try_random_state,
+    unlike_stateful,
+)
 from .filling import Filler
 from .names import dtype_name, model_tensors, stored_shape
 from .optimizer_extras import further_state, give_back, users_optimizer
 from .peers import Peers, whole_parameters
 from .rows import TENSORS, has_rows, read_line, rows_of
-from .slices import Sliced, engine_of, fills_slices, is_dtensor, is_row_major, own_parameters
+from .slices import Sliced, engine_of, fills_slices, is_dtensor, is_row_major, own_parameters, placed_parts
 from .stored import Stored, stored_tensors
 from .writing import Training
 
 _logger = logging.getLogger("shardwright")
 _NAMES_SHOWN = 5
-_STATE_KEYS = ("scheduler", "scaler", "user_state", "model_extra_state", "extra")
+_STATEFUL = ("scheduler", "scaler", "user_state")
+_STATE_KEYS = (*_STATEFUL, "model_extra_state", "extra")
 _OWN_KEYS = ("random", "dataloader", "buffers")
 
 
@@ -73,13 +83,14 @@ class Reader:
         self.path, self.folder = path, folder
         self.training = training
         self._filler = Filler(self.folder, rank, world_size)
+        self._rows: dict[str, Stored] = {}
         self._found = model_tensors(training.model)
         self._state = self._check_tree("state.json", self._tree("state.json"), _STATE_KEYS)
         self._check_tensors("state.json", self._state, stored_tensors(self.folder, "state")[0])
+        for name in _STATEFUL:
+            self._check_stateful(name, self._state)
         own = self._own_tree(rank) if self.folder.world_size == world_size else None
-        self._own = None if own is None else self._check_tree(f"ranks/ of rank {rank}", own, _OWN_KEYS)
-        if self._own is not None:
-            self._check_tensors(f"ranks/ of rank {rank}", self._own, self._own_stored(rank, self._own))
+        self._own = None if own is None else self._check_own(f"ranks/ of rank {rank}", rank, own)
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
@@ -100,7 +111,7 @@ class Reader:
             missing = [key for key in keys if key not in body]
             if missing:
                 raise CheckpointError(f"it lacks '{missing[0]}'")
-            tree.decode(body, dict.fromkeys(tree.tensor_names(body), torch.empty(0, dtype=torch.uint8, device="cpu")))
+            _stand_in(body)
         except Exception as error:
             raise CheckpointError(f"'{self.folder.path}', {name}: {error or type(error).__name__}") from None
         return dict(body)
@@ -110,6 +121,29 @@ class Reader:
         missing = [each for each in tree.tensor_names(body) if each not in stored]
         if missing:
             raise CheckpointError(f"'{self.folder.path}', {name}: no file has the tensor '{missing[0]}' that it names")
+
+    def _check_own(self, name: str, rank: int, own: Any) -> dict[str, Any]:
+        """Return a rank's own tree. Compare its buffers with the model's; try its generators' states on others."""
+        body = self._check_tree(name, own, _OWN_KEYS)
+        stored = self._own_stored(rank, body)
+        self._check_tensors(name, body, stored)
+        tensors = self._own_tensors(rank, body["random"])
+        try:
+            for buffer, node in body["buffers"].items():
+                found, live = stored[node["$tensor"]], self._found.buffers.get(buffer)
+                if live is not None and not _fits(found, live):
+                    raise ValueError(f"{buffer}: the checkpoint has {_text(found)}, the model {_text_of(live)}")
+            self._random = tree.decode(body["random"], tensors)
+            try_random_state(self._random)
+        except Exception as error:
+            raise CheckpointError(f"'{self.folder.path}', {name}: {error or type(error).__name__}") from None
+        self._check_stateful("dataloader", body)
+        return body
+
+    def _check_stateful(self, name: str, body: Mapping[str, Any]) -> None:
+        unlike = unlike_stateful(getattr(self.training, name), _stand_in(body[name]), name)
+        if unlike:
+            raise Mismatch(f"'{self.folder.path}' does not fit this program: {unlike}")
 
     def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
         """Plan the reads of the model, in turns: a stored tensor that is tied there and not here is read once a turn."""
@@ -227,7 +261,7 @@ class Reader:
             if name in self._state["model_extra_state"]:  # a folder of dcp.save has none
                 module.set_extra_state(tree.decode(self._state["model_extra_state"][name], tensors))
         if everything:
-            for name in ("scheduler", "scaler", "user_state"):
+            for name in _STATEFUL:
                 if getattr(self.training, name) is not None and self._state[name] is None:
                     _logger.warning("%s holds no state of the %s: it stays unchanged", self.folder.path, name)
                 load_stateful(getattr(self.training, name), tree.decode(self._state[name], tensors), name)
@@ -322,7 +356,8 @@ class Reader:
                     and is_row_major(optimizer.layout_of(parameter))
                 ):
                     memory = optimizer.empty_state(high - low, stored.torch_dtype)
-                    slices[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((low, memory),), (memory,))
+                    parts = placed_parts(parameter, low, memory)
+                    slices[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), parts, (memory,))
         wanted = tree.tensor_names(body["groups"])
         wanted += [name for values in held.values() for name in tree.tensor_names(list(values.values()))]
         return _Targets({n: body["stored"][n].empty() for n in wanted if n not in slices} | slices, {})
@@ -377,6 +412,7 @@ class Reader:
                 if name is None or not is_state_slice(key, body["stored"][name], parameter):
                     continue
                 if not isinstance(targets.new[name], Sliced):
+                    value = part_of(local_of(parameter), value)
                     value = memory_order(value, optimizer.layout_of(parameter))[run[0] : run[1]].clone()
                 state[key] = optimizer.as_held(parameter, value)
             states[parameter] = state
@@ -398,9 +434,13 @@ class Reader:
         return self._tree(path) if path in self.folder.files else None
 
     def _own_stored(self, rank: int, body: Any) -> dict[str, Stored]:
-        if not has_rows(self.folder):
-            return stored_tensors(self.folder, f"ranks/{rank:05d}")[0]
-        return rows_of(stored_tensors(self.folder, TENSORS)[0], rank, tree.tensor_names(body))
+        """Return the places of the tensors that a rank's tree names."""
+        names = tree.tensor_names(body)
+        if has_rows(self.folder):
+            self._rows = self._rows or stored_tensors(self.folder, TENSORS)[0]
+            return rows_of(self._rows, rank, names)
+        stored, _ = stored_tensors(self.folder, f"ranks/{rank:05d}")
+        return {name: stored[name] for name in names if name in stored}
 
     def _own_tensors(self, rank: int, body: Any) -> dict[str, torch.Tensor]:
         """Read the tensors that a rank's tree names into new ones."""
@@ -410,14 +450,14 @@ class Reader:
         body = self._own
         if body is None:
             return
-        tensors = self._own_tensors(rank, body)
+        tensors = self._own_tensors(rank, [body["buffers"], body["dataloader"] if everything else None])
         with torch.no_grad():
             for name, node in body["buffers"].items():
                 if name in self._found.buffers:
                     self._found.buffers[name].copy_(tree.decode(node, tensors))
         if everything:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
-            set_random_state(tree.decode(body["random"], tensors))
+            set_random_state(self._random)
 
     def look_at_compressor(self, rank: int, world_size: int) -> bool:
         """Return True if this rank wrote its compressor state itself: same world size, same rank among the hosts."""
@@ -465,6 +505,12 @@ class Reader:
     def _compressor_of(self, rank: int) -> dict[str, Any] | None:
         node = self._compressor_node(rank)
         return None if node is None else tree.decode(node, self._own_tensors(rank, node))
+
+
+def _stand_in(node: Any) -> Any:
+    """Return the value of a tree with an empty tensor in place of each."""
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return tree.decode(node, dict.fromkeys(tree.tensor_names(node), empty))
 
 
 def _add_in_turn(turns: list[dict[Stored, torch.Tensor]], stored: Stored, target: torch.Tensor) -> None:

@@ -68,7 +68,7 @@ def _read_file(path: str) -> dict[str, Any]:
         if path.endswith(".json"):
             found = json.load(file)
         else:
-            import yaml  # accelerate needs it, too
+            import yaml  # type: ignore[import-untyped, unused-ignore]  # accelerate needs it, too
 
             found = yaml.safe_load(file)
     if not isinstance(found, Mapping):
