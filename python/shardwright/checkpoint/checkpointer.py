@@ -521,7 +521,12 @@ class Checkpointer:
         """Download a checkpoint that only the address has. Collective."""
         if self._address is not None:
             mirror = self._mirror
-            on_first(self._peers, lambda: mirror and mirror.fetch(path), f"download from {self._address}")
+
+            def download() -> None:
+                if mirror is not None:
+                    mirror.fetch(path)
+
+            on_first(self._peers, download, f"download from {self._address}")
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""

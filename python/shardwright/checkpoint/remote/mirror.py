@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
-from ..retention import MANIFEST, SOUND, Kept, list_checkpoints, to_retire
-from .store import Store
+from ..retention import SOUND, Kept, list_checkpoints, to_retire
+from .store import MANIFEST, Store
 
 logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.2, 0.5

@@ -15,8 +15,9 @@ from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
 from ..peers import Peers
-from ..retention import MANIFEST, Kept
+from ..retention import Kept
 
+MANIFEST = "MANIFEST.json"
 #: an address with a scheme; one slash is enough, since pathlib.Path drops the second
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _STEP = re.compile(r"step-(\d{6,15})\Z")
