@@ -185,7 +185,7 @@ class Store:
         partial = f"{local}.{os.urandom(12).hex()}.partial"
         CheckpointFolder.make(partial)
         try:
-            for path in [*paths, MANIFEST]:
+            for path in [*map(str, paths), MANIFEST]:
                 place = os.path.join(partial, path)
                 os.makedirs(os.path.dirname(place), exist_ok=True)
                 self._fs.get_file(self._path(name, path), place)
