@@ -12,6 +12,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ..compress.state import reshard_state
+from ..layout.local_parameters import local_of, part_of
 from ..layout.memory import has_memory
 from ..layout.shard_runs import memory_order
 from ..optim.master_weights import kept_by
@@ -32,7 +33,7 @@ from .names import dtype_name, model_tensors, stored_shape
 from .optimizer_extras import further_state, give_back, users_optimizer
 from .peers import Peers, whole_parameters
 from .rows import TENSORS, has_rows, read_line, rows_of
-from .slices import Sliced, engine_of, fills_slices, is_dtensor, is_row_major, own_parameters
+from .slices import Sliced, engine_of, fills_slices, is_dtensor, is_row_major, own_parameters, placed_parts
 from .stored import Stored, stored_tensors
 from .writing import Training
 
@@ -355,7 +356,8 @@ class Reader:
                     and is_row_major(optimizer.layout_of(parameter))
                 ):
                     memory = optimizer.empty_state(high - low, stored.torch_dtype)
-                    slices[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), ((low, memory),), (memory,))
+                    parts = placed_parts(parameter, low, memory)
+                    slices[name] = Sliced(stored.torch_dtype, tuple(parameter.shape), parts, (memory,))
         wanted = tree.tensor_names(body["groups"])
         wanted += [name for values in held.values() for name in tree.tensor_names(list(values.values()))]
         return _Targets({n: body["stored"][n].empty() for n in wanted if n not in slices} | slices, {})
@@ -410,6 +412,7 @@ class Reader:
                 if name is None or not is_state_slice(key, body["stored"][name], parameter):
                     continue
                 if not isinstance(targets.new[name], Sliced):
+                    value = part_of(local_of(parameter), value)
                     value = memory_order(value, optimizer.layout_of(parameter))[run[0] : run[1]].clone()
                 state[key] = optimizer.as_held(parameter, value)
             states[parameter] = state

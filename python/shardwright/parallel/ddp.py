@@ -25,6 +25,7 @@ from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..compress.make import make_hook
 from ..compress.state import CompressionState
+from ..layout.memory import copied
 from ..layout.param_groups import check_marks, comparable
 from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
@@ -34,6 +35,7 @@ from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .ddp_compat import (
     ReducerFacade,
     apply_mixed_precision,
@@ -611,6 +613,24 @@ class DistributedDataParallel(TorchDDP):
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an optimizer inside the backward is not there: call optimizer.step() after it")
+
+    # state dicts, torch's own, as long as parameters are whole ------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions get copies of whole
+        parameters, collectively."""
+        if self._zero < 3 or not asked_by_torchs_functions():
+            return super().state_dict(*args, **kwargs)
+        with self._engine().access.whole():
+            return copied(super().state_dict(*args, **kwargs))
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions write whole parameters,
+        collectively."""
+        if self._zero < 3 or not asked_by_torchs_functions():
+            return super().load_state_dict(*args, **kwargs)
+        with self._engine().writable_parameters():
+            return super().load_state_dict(*args, **kwargs)
 
     # copies: weights without an engine, which is made collectively at the copy's first forward with gradients -------
 
