@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "comm/device_watch.h"
+#include "comm/nccl_register.h"
 #include "python/device_object.h"
 
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
@@ -52,26 +53,26 @@ static void make_room(void *context)
     PyGILState_Release(gil);
 }
 
-static bool keep_room(device_comm_object *self, PyObject *callable, sw_device_room *room)
+/* An argument that may be None. false with an exception unless it fits. */
+static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted)
 {
-    if (callable == Py_None)
+    if (value == Py_None)
         return true;
-    if (!PyCallable_Check(callable)) {
-        PyErr_SetString(PyExc_TypeError, "DeviceComm: make_room must be callable, or None");
+    if (!fits) {
+        PyErr_Format(PyExc_TypeError, "DeviceComm: %s, or None", wanted);
         return false;
     }
-    Py_INCREF(callable);
-    Py_XDECREF(self->make_room);
-    self->make_room = callable;
-    *room = (sw_device_room){.make = make_room, .context = callable};
+    Py_INCREF(value);
+    Py_XDECREF(*slot);
+    *slot = value;
     return true;
 }
 
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged",  "cache",
-                            "nvrtc",   "builtins", "host",    "make_room", NULL};
-    PyObject *host = Py_None, *room = Py_None;
+    static char *names[] = {"ordinal",  "libcuda", "libnccl",   "packaged", "cache", "nvrtc",
+                            "builtins", "host",    "make_room", "beside",   NULL};
+    PyObject *host = Py_None, *room = Py_None, *beside = Py_None;
     device_comm_object *self = (device_comm_object *)op;
     sw_device_comm_config config = {0};
     sw_error err;
@@ -81,11 +82,18 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "i|$zzzzzzOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
+            args, kwargs, "i|$zzzzzzOOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
             &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
-            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room) ||
-        !keep_host(self, host) || !keep_room(self, room, &config.room))
+            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room, &beside) ||
+        !keep_host(self, host) ||
+        !keep(&self->make_room, room, PyCallable_Check(room), "make_room must be callable") ||
+        !keep((PyObject **)&self->beside, beside,
+              PyObject_TypeCheck(beside, sw_py_state_of(op)->device_comm_type),
+              "beside must be a DeviceComm"))
         return -1;
+    if (self->make_room)
+        config.room = (sw_device_room){.make = make_room, .context = self->make_room};
+    config.beside = self->beside ? self->beside->comm : NULL;
     config.host = self->host ? self->host->comm : NULL;
     self->owner_pid = getpid();
     Py_BEGIN_ALLOW_THREADS
@@ -244,6 +252,12 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, status, &err);
 }
 
+/* By a thread inside it, or inside the communicator that it is beside. */
+static bool is_used(const device_comm_object *self)
+{
+    return self->use != DEVICE_FREE || (self->beside && self->beside->use == DEVICE_USED);
+}
+
 static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -252,7 +266,7 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
         Py_RETURN_NONE;
     if (!sw_py_device_wait_for_watch(self))
         return NULL;
-    if (self->closed || self->use != DEVICE_FREE)
+    if (self->closed || is_used(self))
         Py_RETURN_NONE;
     self->closed = true;
     sw_py_device_take(self, DEVICE_USED);
@@ -293,6 +307,7 @@ static void device_dealloc(PyObject *op)
     if (!is_abandoned)
         drop_host(self);
     Py_XDECREF(self->make_room);
+    Py_XDECREF(self->beside);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -304,45 +319,31 @@ typedef struct range_list {
     size_t count;
 } range_list;
 
-/* Parses a sequence of (address, numel, dtype). */
+static bool read_range(PyObject *item, void *out)
+{
+    PyObject *address;
+    const char *dtype;
+    Py_ssize_t numel;
+    if (!PyArg_ParseTuple(item, "Ons;a range is (address, numel, dtype)", &address, &numel, &dtype))
+        return false;
+    sw_device_range *range = out;
+    *range = (sw_device_range){.data = PyLong_AsVoidPtr(address),
+                               .numel = (size_t)numel,
+                               .dtype = sw_dtype_from_name(dtype)};
+    if (!PyErr_Occurred() && (numel < 0 || range->dtype == SW_DTYPE_COUNT))
+        PyErr_Format(PyExc_ValueError,
+                     "a range must have numel >= 0 and a dtype that moves, not %zd of %s", numel,
+                     dtype);
+    return !PyErr_Occurred();
+}
+
 static bool read_ranges(PyObject *sequence, range_list *out)
 {
-    PyObject *held = PySequence_Tuple(sequence);
-    Py_ssize_t count = held ? PyTuple_Size(held) : 0;
-    *out = (range_list){.range = calloc((size_t)count + 1, sizeof *out->range),
-                        .count = (size_t)count};
-    for (Py_ssize_t i = 0; held && out->range && i < count; ++i) {
-        PyObject *item = PyTuple_GetItem(held, i), *address;
-        const char *dtype;
-        Py_ssize_t numel;
-        if (!PyTuple_Check(item) ||
-            !PyArg_ParseTuple(item, "Ons;a range is (address, numel, dtype)", &address, &numel,
-                              &dtype))
-            break;
-        out->range[i] = (sw_device_range){.data = PyLong_AsVoidPtr(address),
-                                          .numel = (size_t)numel,
-                                          .dtype = sw_dtype_from_name(dtype)};
-        if (PyErr_Occurred())
-            break;
-        if (numel < 0 || out->range[i].dtype == SW_DTYPE_COUNT) {
-            PyErr_Format(PyExc_ValueError,
-                         "a range must have numel >= 0 and a dtype that the engine moves, not %zd "
-                         "of %s",
-                         numel, dtype);
-            break;
-        }
-    }
-    if (held && !out->range)
-        PyErr_NoMemory();
-    else if (held && !PyErr_Occurred() && PyTuple_Size(held) == count) {
-        Py_DECREF(held);
-        return true;
-    }
+    PyObject *held = PySequence_List(sequence); /* another thread may change it later */
+    out->range = held ? sw_py_device_table(held, read_range, sizeof *out->range) : NULL;
+    out->count = held ? (size_t)PyList_Size(held) : 0;
     Py_XDECREF(held);
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_TypeError, "a range is a tuple (address, numel, dtype)");
-    free(out->range);
-    return false;
+    return out->range != NULL;
 }
 
 /* The arguments of operations on ranges; each operation uses some of them. */
@@ -641,7 +642,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    bool is_beside = self->use != DEVICE_FREE; /* another thread is inside, and may be blocked */
+    bool is_beside = is_used(self); /* another thread is inside, and may be blocked */
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)
@@ -679,13 +680,14 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
     const sw_device *device = comm->device;
     bool has_nccl = comm->library.handle != NULL;
     int version = has_nccl ? comm->library.version : 0;
-    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:s,s:s,s:z}", "ordinal", device->ordinal,
+    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:s,s:s,s:z,s:N}", "ordinal", device->ordinal,
                          "name", device->name, "address", device->address, "capability",
                          device->major, device->minor, "nccl", version / 10000,
                          version % 10000 / 100, version % 100, "nccl_missing",
                          has_nccl ? "" : comm->nccl_missing.message, "kernels",
                          sw_image_origin_name(comm->kernels.origin), "transport",
-                         comm->peers && !self->closed ? comm->peers->name : NULL);
+                         comm->peers && !self->closed ? comm->peers->name : NULL, "windows",
+                         PyBool_FromLong(has_nccl && sw_nccl_has_windows(&comm->library)));
 }
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
@@ -736,9 +738,8 @@ static PyMethodDef device_methods[] = {
      "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\nIn place of connect: over a "
      "communicator that stays its owner's."},
     {"give_back", device_give_back, METH_O,
-     "give_back($self, stream, /)\n--\n\nWhere it is borrowed: the stream's next operations come "
-     "after "
-     "ours."},
+     "give_back($self, stream, /)\n--\n\nWhere it is borrowed: the stream's next operations "
+     "come after ours."},
     {"refuse_capture", device_refuse_capture, METH_VARARGS,
      "refuse_capture($self, stream, what, /)\n--\n\nRaises when the stream is being captured into "
      "a graph."},
@@ -761,8 +762,7 @@ static PyMethodDef device_methods[] = {
      "launch."},
     {"convert", device_convert, METH_VARARGS,
      "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\nAs pack, "
-     "each element "
-     "scaled and rounded."},
+     "each element scaled and rounded."},
     {"start_watch", device_start_watch, METH_NOARGS,
      "start_watch($self, /)\n--\n\nWatch the communicator in a thread until it is closed."},
     {"watch", device_watch, METH_NOARGS,

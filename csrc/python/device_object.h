@@ -21,6 +21,8 @@ typedef struct device_comm_object {
     PyObject *arena;                    /* owned: the slots shared with peers, or NULL */
     comm_object *host;                  /* owned, and acquired; or NULL */
     PyObject *make_room;                /* owned: called when GPU memory is short, or NULL */
+    struct device_comm_object *beside;  /* owned: the communicator whose stream is used. A thread
+                                           inside that one may use this one. NULL: an own stream */
     long owner_pid;
     device_use use;
     unsigned long user; /* the thread that is inside */

@@ -51,7 +51,7 @@ typedef struct reducer_object {
 
 enum { NO_TASK = -2 };
 /* On a GPU, the entries of `memory` after those of the buckets. */
-enum { PLACES, LENT, EXTRAS };
+enum { PLACES, LENT, ROW, COLUMN, EXTRAS };
 
 static inline engine_state *reducer_state_of(reducer_object *self)
 {

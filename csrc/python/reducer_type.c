@@ -79,6 +79,32 @@ static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
     return 0;
 }
 
+/* A DeviceComm beside the reducer's, or None. false with an exception. */
+static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **side)
+{
+    *side = NULL;
+    if (value == Py_None)
+        return true;
+    if (!self->gpu || !PyObject_TypeCheck(value, reducer_state_of(self)->device_comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "Reducer: row and column must be DeviceComms beside the "
+                                         "DeviceComm given, or None");
+        return false;
+    }
+    *side = ((device_comm_object *)value)->comm;
+    return true;
+}
+
+/* Keeps row and column as long as the reducer. */
+static int keep_sides(reducer_object *self, PyObject *row, PyObject *column)
+{
+    Py_ssize_t first = (Py_ssize_t)reducer_bucket_count(self);
+    Py_INCREF(row);
+    if (PyList_SetItem(self->memory, first + ROW, row) < 0)
+        return -1;
+    Py_INCREF(column);
+    return PyList_SetItem(self->memory, first + COLUMN, column);
+}
+
 static int check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
 {
     if (cap <= 0)
@@ -93,20 +119,23 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
         "comm",  "parameters",      "bucket_cap_bytes", "transport", "reduce", "sliced", "slices",
-        "label", "first_cap_bytes", "deterministic",    "wire",      "lent",   NULL};
+        "label", "first_cap_bytes", "deterministic",    "wire",      "lent",   "row",    "column",
+        NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *comm, *parameters, *owners = Py_None;
+    PyObject *comm, *parameters, *owners = Py_None, *row = Py_None, *column = Py_None;
     sw_py_slices slices;
     Py_ssize_t cap = 25 * 1024 * 1024, first_cap = 0;
     const char *transport = "auto", *reduce = "mean", *wire = NULL;
     int sliced = 0, deterministic = 0, lent = 0, world_size;
     sw_reducer_options options = {.label = "model"};
     sw_py_rows s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsnpzp:Reducer", names, &comm,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsnpzpOO:Reducer", names, &comm,
                                      &parameters, &cap, &transport, &reduce, &sliced, &owners,
-                                     &options.label, &first_cap, &deterministic, &wire, &lent) ||
+                                     &options.label, &first_cap, &deterministic, &wire, &lent, &row,
+                                     &column) ||
         check_caps(cap, first_cap) < 0 || parse_transport(transport, &options.transport) < 0 ||
-        sw_py_parse_reduce(reduce, &options.sums) < 0 || bind_comm(self, comm, &world_size) < 0)
+        sw_py_parse_reduce(reduce, &options.sums) < 0 || bind_comm(self, comm, &world_size) < 0 ||
+        !read_side(self, row, &options.row) || !read_side(self, column, &options.column))
         return -1;
     self->announced_task = NO_TASK;
     self->sliced = sliced != 0;
@@ -130,7 +159,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
         result = self->gpu ? create_on_gpu(self, &s, &options) : create_on_host(self, &s, &options);
     sw_py_rows_fini(&s);
     sw_py_slices_fini(&slices);
-    return result;
+    return result == 0 && self->gpu ? keep_sides(self, row, column) : result;
 }
 
 static int reducer_traverse(PyObject *op, visitproc visit, void *arg)

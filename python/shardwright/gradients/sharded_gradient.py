@@ -16,6 +16,8 @@ import torch
 
 from .._engine import Error, HostComm, Reducer
 from ..comm.agreement import gather_answers
+from ..comm.process_group import max_over_mesh
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 
 aten = torch.ops.aten
 
@@ -353,6 +355,8 @@ def _each(name: str) -> Callable[..., Any]:
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    mesh = next((grad.device_mesh for grad in grads if is_dtensor(grad)), None)
+    grads = [held_tensor(grad) if is_dtensor(grad) else grad for grad in grads]
     sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
     board = sliced[0]._board
 
@@ -368,6 +372,8 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
     board.announce("vote")
     if board.any_rank(overflowed):
         found_inf.fill_(1.0)
+    if mesh is not None:  # plain gradients beside DTensors: torch leaves it to us
+        max_over_mesh(found_inf, mesh)
 
 
 def _compared(function: Any) -> Callable[..., bool]:

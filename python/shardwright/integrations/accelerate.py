@@ -35,6 +35,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..options.compressors import Compressor, check_compressor
 from ..parallel.ddp import DistributedDataParallel
 from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
+from .settings import chosen
 from .whole import whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
@@ -93,8 +94,9 @@ class Accelerator(accelerate.Accelerator):
     ----------
     *args, **kwargs
         Arguments of accelerate's Accelerator. `kwargs_handlers` may hold a CompressionHandler.
-    zero : {0, 1, 2, 3}
-        The stage: the parts of the training state that are sliced over ranks; see wrap.
+    zero : {0, 1, 2, 3}, optional
+        The stage: the parts of the training state that are sliced over ranks; see wrap. None: this and what is not
+        given of the rest are those of the variable SHARDWRIGHT_OPTIONS (see settings.py), or 0.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
         See wrap.
     partition : {"auto", "flat", "tensor"}
@@ -132,24 +134,25 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self,
         *args: Any,
-        zero: int = 0,
+        zero: int | None = None,
         compress: Compressor | None = None,
         partition: str = "auto",
         wrap_options: Mapping[str, Any] | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_stage(zero, partition)
+        stage = chosen("", zero, compress=compress, partition=partition, wrap_options=wrap_options)
+        _check_stage(stage["zero"], stage["partition"])
         handlers = list(kwargs_handlers or ())
         compressing = [handler for handler in handlers if isinstance(handler, CompressionHandler)]
-        if len(compressing) + (compress is not None) > 1:
+        if len(compressing) + (stage["compress"] is not None) > 1:
             raise ValueError(
                 "compress was given more than once: as an argument and by a CompressionHandler, or by two handlers"
             )
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
         _check_launch(self)
-        self._begin(zero, compress, partition, wrap_options, compressing)
+        self._begin(**stage, compressing=compressing)
 
     @classmethod
     def of_stock(
@@ -172,7 +175,7 @@ class Accelerator(accelerate.Accelerator):
         _check_launch(accelerator)
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
-        accelerator._begin(zero, compress, partition, wrap_options, [])
+        accelerator._begin(zero, compress, partition, wrap_options, compressing=[])
         return accelerator
 
     def _begin(
@@ -205,7 +208,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out models, optimizers and schedulers: a copy for another process has the settings and has prepared none."""
-        prepared = {name: [] for name in ("_models", "_optimizers", "_schedulers", "_references")}
+        prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers", "_references")}
         return {**self.__dict__, **prepared}
 
     # preparing ----------------------------------------------------------------------------------------------------

@@ -107,6 +107,8 @@ class SlicedParameters(WholeParameters):
                 f"{type(inner_optimizer).__name__}"
             )
         table = self._replica.table
+        if table.model_mesh is not None:
+            raise NotImplementedError("DiLoCo is not there for modules with DTensor parameters")
         indices = {id(parameter): index for index, parameter in enumerate(table.parameters)}
         trained = [
             (name, parameter)

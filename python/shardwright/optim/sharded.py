@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
+from ..layout.local_parameters import part_of, whole_of
 from ..layout.shard_runs import memory_order
 from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from ..parallel.optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, plain, rows_of
@@ -81,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self.replica = self._replica = replica
         self._memory: Any = replica.parameters()
-        self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
+        self._index = {id(p): i for i, p in enumerate(replica.table.module_parameters)}
         self._masters = None if has_own_masters(optimizer) else Masters()
         self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
@@ -138,7 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.__getstate__()
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of this rank's slices, keyed by slice; for torch.distributed.checkpoint.state_dict the names of state."""
         return StateNames(self._names_of_state) if asked_by_torchs_functions() else self._inner.state
 
@@ -272,7 +273,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
+            held, index = self._replica.table.parameters, self._index
+            states = {p: state_of(held[index[id(p)]].grad) for group in self.param_groups for p in group["params"]}
         self._step_together(self._own_gradient, states)
         return loss
 
@@ -382,6 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         low, high = self._replica.parameters().run(index, self._replica.group.rank)
         kept: dict[str, Any] = {}
         for key, value in state.items():
+            value = part_of(self._replica.table.parameters[index], value)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = memory_order(value, parameter)[low:high].clone()
             elif (
@@ -412,8 +415,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
         Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
-        Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
-        rank), and after consolidate_state_dict() until the next step. torch.distributed.checkpoint.state_dict's functions,
+        Torch's ordinary format is returned where this rank has the whole state. It has if nothing is sliced (one rank, or rows of
+        one rank), and from consolidate_state_dict() to the next step. torch.distributed.checkpoint.state_dict's functions,
         which every rank calls, get it too: gathered, as by full_state_dict().
         """
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
@@ -605,10 +608,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the parameter's full state. Collective."""
         return self._gather_state(self._index[id(parameter)])
 
-    def load_held_state(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
+    def load_held_state(
+        self,
+        groups: list[dict[str, Any]],
+        states: Mapping[torch.Tensor, Mapping[str, Any]],
+        *,
+        keep_others: bool = False,
+    ) -> None:
+        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates.
+
+        `keep_others`: parameters that `states` lacks keep their state.
+        """
         self._load_groups(groups, "params")
-        self._inner.state.clear()
+        if not keep_others:
+            self._inner.state.clear()
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
@@ -650,7 +663,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 low, high = memory.run(index, rank)
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            whole[key] = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+            result = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+            whole[key] = whole_of(self._replica.table.parameters[index], result)
         return whole
 
 

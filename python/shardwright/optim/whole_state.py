@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .master_weights import LOW, Masters, has_own_masters
-
-if TYPE_CHECKING:
-    from .sharded import ShardedOptimizer
 
 
 class StateNames:
@@ -34,7 +31,7 @@ class StateNames:
 
 
 @contextlib.contextmanager
-def with_state(optimizer: ShardedOptimizer) -> Iterator[None]:
+def with_state(optimizer: Any) -> Iterator[None]:
     """Give an optimizer that has no state on any rank that of a first step, inside. Collective."""
     state, comm = optimizer._inner.state, optimizer.replica.group.comm
     if any(each == b"\1" for each in comm.all_gather_bytes(bytes([bool(state)]), "whether an optimizer has state")):
@@ -47,7 +44,7 @@ def with_state(optimizer: ShardedOptimizer) -> Iterator[None]:
         state.clear()
 
 
-def _of_first_step(optimizer: ShardedOptimizer) -> dict[torch.Tensor, dict[str, Any]]:
+def _of_first_step(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
     """Return the state of this rank's slices after a step of zeros, which is taken on copies of them."""
     inner = optimizer._inner
     own_masters = has_own_masters(inner)

@@ -621,7 +621,7 @@ class DistributedDataParallel(TorchDDP):
         parameters, collectively."""
         if self._zero < 3 or not asked_by_torchs_functions():
             return super().state_dict(*args, **kwargs)
-        with self._engine().whole_parameters():
+        with self._engine().access.whole():
             return copied(super().state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -278,7 +278,7 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
 
 def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
     replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.norm_of(lambda: _own_slices(replica, heard["gradients"]))
+    replica.gradients.squares_of(lambda: _own_slices(replica, heard["gradients"]))
 
 
 def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:

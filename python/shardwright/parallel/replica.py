@@ -15,6 +15,7 @@ from .._engine import Error
 from ..backend.base import Backend, Capabilities, Request
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
+from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, group_ranks
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
 from ..gradients.module_gradients import ModuleGradients
@@ -22,6 +23,7 @@ from ..gradients.rounds import Rounds
 from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..gradients.traffic import wire_bytes
+from ..layout.model_mesh import placed
 from ..layout.param_groups import check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
@@ -34,6 +36,7 @@ from ..parameters.access import ParameterAccess
 from ..parameters.drift import DriftCheck
 from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .backends import choose_backend
 from .forward_watch import ForwardWatch
 from .join_link import JoinLink
@@ -86,9 +89,14 @@ class Replica:
         self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
         self.settings = settings
         self._module = weakref.ref(module)
+        #: the ranks of the mesh of the module's DTensors
+        self.model_ranks: ModelRanks | None = None
+        self._has_agreed = False
         refusal = None
         try:
             self.table = self._table_of(module, ignored, options)
+            if self.table.model_mesh is not None:
+                self.model_ranks = ModelRanks(self.table.model_mesh, options.timeout_s)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
             self._supersede(module)
@@ -101,6 +109,11 @@ class Replica:
             refusal, description = error, [["failure", str(error)]]
         try:
             verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
+            self._agree_over_mesh(None)
+        except (Error, NotImplementedError) as error:
+            if not self._has_agreed:
+                self._agree_over_mesh(error)
+            raise
         finally:
             refusal = None  # its traceback holds this frame, and so the module
         make_backend = choose_backend(self.table)
@@ -133,12 +146,26 @@ class Replica:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
         self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
-        self._identities = frozenset(map(id, self.table.parameters))
+        self._identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
+
+    def _agree_over_mesh(self, failure: Exception | None) -> None:
+        """Tell the ranks of the model mesh whether wrapping failed, and compare what must be equal there. Collective."""
+        self._has_agreed = True
+        if self.model_ranks is None:
+            return
+        place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
+        place += [["rank among them", str(self.group.rank)]]
+        lines = [
+            [name, f"{tuple(p.shape)}{placed(p)}"] for name, p in zip(self.table.names, self.table.module_parameters)
+        ]
+        self.model_ranks.agree(place + lines, self.label, failure)
+        if self.settings.get("init_sync"):
+            self.model_ranks.check_replicated(self.table, self.group, self.label)
 
     def _compute_dtypes(self, precision: PrecisionPlan | None) -> dict[int, torch.dtype]:
         """Return the 16-bit dtypes in which modules compute with wider parameters."""
@@ -148,8 +175,13 @@ class Replica:
         return {index: dtype for index, dtype in dtypes.items() if dtype in LOW_DTYPES and wide[index]}
 
     def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
-        table = ParameterTable.of(module, ignored)
+        table = ParameterTable.of(module, ignored, group_ranks(self.group.torch_group))
         is_cast = self.settings.get("precision") not in (None, "None")
+        if table.model_mesh is not None and is_cast:
+            raise NotImplementedError(
+                f"precision= is not there for DTensor parameters, which {self.label} has: cast the module with .to(torch.bfloat16), of "
+                "which optimizers keep float32 masters"
+            )
         if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
             return table
         return dataclasses.replace(table, sparse=find_sparse(module, table))
@@ -239,7 +271,7 @@ class Replica:
     def _supersede(self, module: torch.nn.Module) -> None:
         """Retire an older replica of this very module; raise for one of another module that shares a parameter."""
         for other in live_replicas():
-            shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
+            shared = next((n for n, p in zip(self.table.names, self.table.module_parameters) if other.holds(p)), None)
             if shared is None:
                 continue
             if not other.wraps(module):
@@ -354,7 +386,7 @@ class Replica:
             with self.access.writing(), self._storage.writable():
                 yield
         finally:
-            self.access.count_writes(self.table.parameters)
+            self.access.count_writes(self.table.module_parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Have modules compute with the memory that has parameters in their compute dtypes, where there is such."""
@@ -413,6 +445,7 @@ class Replica:
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
         """Broadcast values of rank `root`. Collective."""
+        tensors = [held_tensor(each) if is_dtensor(each) else each for each in tensors]
         if not _hooks.profiler_enabled():
             self.backend.broadcast(tensors, root, label)
             return
