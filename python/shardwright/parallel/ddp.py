@@ -289,6 +289,7 @@ class DistributedDataParallel(TorchDDP):
             "write_guard": options.write_guard,
             "units": comparable(options.units),
             "reshard_after_forward": options.reshard_after_forward,
+            "prefetch": options.prefetch,
             "compress": self._compress,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
@@ -351,14 +352,14 @@ class DistributedDataParallel(TorchDDP):
 
     # forward ------------------------------------------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, is_compiling: bool = False) -> None:
         training = torch.is_grad_enabled()
         if self._replica is None and (
             self._is_around or not (training and any(p.requires_grad for p in self.module.parameters()))
         ):
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
-        replica.arrange_hooks()
+        replica.arrange_hooks(is_compiling)
         if replica.is_joining:
             replica.announce("forward")
         elif self._join_config.enable:
@@ -399,7 +400,7 @@ class DistributedDataParallel(TorchDDP):
     _post_forward = _hooks.disable_compile(_after_forward)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._pre_forward()
+        self._pre_forward(torch.compiler.is_compiling())
         if self._inputs_to is not None:
             inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
         if self._precision is None:

@@ -115,9 +115,14 @@ class Replica:
         plans = None
         if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
+        behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
         request = dataclasses.replace(
-            self._request, plans=plans, sends_early=sends_early, compute_dtypes=self._compute_dtypes(precision)
+            self._request,
+            plans=plans,
+            sends_early=sends_early,
+            compute_dtypes=self._compute_dtypes(precision),
+            forwards=cut(module, self.table) if behind else (),
         )
         self.backend: Backend = make_backend(group, request)
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
@@ -129,7 +134,7 @@ class Replica:
                 self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
             raise
         #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
-        self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
+        self.arrange_hooks: Callable[[bool], None] = self._storage.arrange_hooks
         self._guard = self._make_guard(options.write_guard)
         self.steppers = Steppers(group)
         try:
@@ -203,6 +208,7 @@ class Replica:
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
+        self._storage.settle()
         return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
 
     def layout_of(self, index: int) -> torch.Tensor:
@@ -353,6 +359,7 @@ class Replica:
 
     def before_evaluation(self) -> None:
         """Prepare a forward without gradients, before it."""
+        self._storage.settle()
         if self._guard is not None:
             self._guard.check("before a forward")
 
@@ -496,6 +503,7 @@ class Replica:
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are whole. See full_parameters."""
+        self._storage.settle()
         if self._guard is not None:
             self._guard.check("before all parameters are read")
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()
