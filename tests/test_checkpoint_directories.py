@@ -134,6 +134,40 @@ def test_a_malformed_state_is_refused_before_anything_changes(tmp_path, body):
     assert float(module.weight.detach()[0, 0]) == 2.0
 
 
+def test_a_ranks_own_tree_of_another_shape_is_refused_before_anything_changes(tmp_path):
+    module = nn.Sequential(trained(1.0)[0], nn.BatchNorm1d(2))
+    with sw.Checkpointer(tmp_path / "c", module, dataloader=[nn.Linear(1, 1)]) as checkpoints:
+        checkpoints.save(0)
+    folder = tmp_path / "c" / "step-000001"
+    line = (folder / "ranks/all.jsonl").read_text()
+    body = json.loads(line)
+    generator, odd = body["random"]["torch"], body["random"] | {"torch": 5}
+    cases: list[tuple[dict, str]] = [
+        (body | {"random": {}}, "python"),
+        (body | {"random": odd}, "ranks/ of rank 0"),
+        (body | {"random": [1]}, "ranks/ of rank 0"),
+        (
+            body | {"buffers": {"1.running_mean": generator}},
+            r"1\.running_mean: the checkpoint has U8 \[\d+\], the model F32 \[2\]",
+        ),
+        (body | {"buffers": [1]}, "ranks/ of rank 0"),
+        (body | {"buffers": {"1.running_mean": 7}}, "ranks/ of rank 0"),
+        (
+            body | {"dataloader": body["dataloader"] * 2},
+            "dataloader: the checkpoint holds 2 objects, this program has 1",
+        ),
+        (body | {"dataloader": {}}, "dataloader: the checkpoint holds no list of objects, this program has 1"),
+    ]
+    for malformed, sentence in cases:
+        reseal(folder, "ranks/all.jsonl", json.dumps(malformed).ljust(len(line) - 1).encode() + b"\n")
+        with torch.no_grad():
+            module[0].weight.fill_(2.0)
+        with sw.Checkpointer(tmp_path / "c", module, dataloader=[nn.Linear(1, 1)]) as checkpoints:
+            with pytest.raises(sw.CheckpointError, match=sentence):
+                checkpoints.restore()
+        assert float(module[0].weight.detach()[0, 0]) == 2.0
+
+
 def reseal(folder: Path, name: str, data: bytes) -> None:
     """Another file of less than a block in a checkpoint, whose checksums are sound."""
 
@@ -211,8 +245,9 @@ def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", Path("s3://b/a")])
-def test_an_address_is_no_path(tmp_path, monkeypatch, address):
+def test_an_address_without_fsspec_is_no_path(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
     module, optimizer = trained()
     calls = [
         lambda: sw.save(address, module),

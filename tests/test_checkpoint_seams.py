@@ -376,7 +376,7 @@ class CountingFolder:
     """A CheckpointFolder that notes which blocks are read."""
 
     def __init__(self, folder: sw.checkpoint.reading.CheckpointFolder) -> None:
-        self._folder, self.blocks, self.files = folder, [], folder.files
+        self._folder, self.blocks, self.files, self.block_count = folder, [], folder.files, folder.block_count
         self._first, count = {}, 0
         for path, nbytes in folder.files.items():
             self._first[path] = count
@@ -391,8 +391,10 @@ class CountingFolder:
         self._folder.load(ranges, *options)
 
 
-def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed(tmp_path: Path) -> None:
-    from shardwright.checkpoint.reading import Reader
+def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwright.checkpoint import reading
     from shardwright.checkpoint.writing import Training
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -405,8 +407,10 @@ def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed
     sw.save(tmp_path / "a", model, optimizer)
     fresh, fresh_optimizer = build()
     folder = CheckpointFolder(str(tmp_path / "a"))
-    reader = Reader(str(tmp_path / "a"), folder, Training(fresh, fresh_optimizer), 0, 1)
-    reader._filler._folder = counting = CountingFolder(reader.folder)
+    counting = CountingFolder(folder)
+    filler = reading.Filler
+    monkeypatch.setattr(reading, "Filler", lambda _, *place: filler(counting, *place))
+    reader = reading.Reader(str(tmp_path / "a"), folder, Training(fresh, fresh_optimizer), 0, 1)
     before = fresh.weight.detach().clone()
     reader.verify_share(0, 1)
     assert sorted(counting.blocks) == list(range(reader.folder.block_count))  # every block once

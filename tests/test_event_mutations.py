@@ -21,13 +21,16 @@ import pytest
 from test_csrc import BUILDERS, CSRC, ROOT, run_checked
 from test_fake_gpu import FAKE, SHARED, libraries
 
+#: a program that has not ended by then hangs; on a busy machine one without a mutation takes minutes
+LIMIT_S = 900
 LONG = os.environ.get("SW_TEST_LONG") == "1"
-NOUNS = ("device_rounds", "device_units", "device_offload", "device_stage", "device_region")
+NOUNS = ("device_rounds", "device_units", "device_offload", "device_stage", "device_region", "kernel_check")
 #: the programs of which one must fail without a wait of a file, and those for other files
 PROGRAMS = {f"{noun}.c": ("test_" + noun,) for noun in NOUNS}
 PROGRAMS.update({f"slot_{part}.c": ("test_slot_transport",) for part in ("rounds", "memory", "transport")})
-FOR_OTHERS = ("test_device_reducer", "test_device_lending")
-PROGRAMS["device_comm.c"] = (*FOR_OTHERS, "test_device_comm")
+#: the shorter ones first: one that fails decides
+FOR_OTHERS = ("test_device_lending", "test_device_reducer")
+PROGRAMS["device_comm.c"] = ("test_device_comm", *FOR_OTHERS)
 NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|device_comm_await|slot_wait|slot_meet))"
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
@@ -152,12 +155,22 @@ def succeeds(source: Path, file: Path, changed: Path, folder: Path) -> bool:
         [builder.mode.compiler, "-pthread", wrapped, test, *objects, *shared, "-lm", "-ldl", "-o", str(program)]
     )
     plain = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "SW_TEST_LONG")}
+    plain["SW_CHECK_FIRST"] = "1"  # one failure decides
     command = [str(program), *map(str, fakes.values()), str(folder)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=plain)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, env=plain)
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
+@pytest.mark.parametrize("source", sorted({*FOR_OTHERS, *(each for some in PROGRAMS.values() for each in some)}))
+def test_without_a_mutation_a_program_succeeds(source: str, tmp_path: Path) -> None:
+    file = next(CSRC.rglob("device_comm.c"))
+    same = tmp_path / file.name
+    same.write_text(file.read_text())
+    assert succeeds(FAKE / f"{source}.c", file, same, tmp_path)
 
 
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")

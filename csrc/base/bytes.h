@@ -1,4 +1,5 @@
-/* bytes.h - overflow-checked arithmetic on sizes, and the alignment of every layout.
+/* bytes.h - overflow-checked arithmetic on sizes, the alignment of every layout, and memory that
+ * was reserved too generously.
  *
  * Thread rule: any.
  */
@@ -7,6 +8,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdlib.h>
 
 /* Every parameter and every slice starts on a multiple of this. 128 bytes hold the widest vector
  * and two cache lines, which the adjacent-line prefetcher loads together. */
@@ -39,6 +41,13 @@ static inline size_t sw_size_min(size_t a, size_t b)
 static inline size_t sw_size_max(size_t a, size_t b)
 {
     return a > b ? a : b;
+}
+
+/* Return malloc'ed memory cut down to `size_bytes`, above 0, or as it is. */
+static inline void *sw_shrunk(void *memory, size_t size_bytes)
+{
+    void *shrunk = realloc(memory, size_bytes);
+    return shrunk ? shrunk : memory;
 }
 
 #endif

@@ -35,7 +35,7 @@ static sw_status wanted_bytes(const char *folder, const sw_manifest *manifest,
     sw_read_range range = {0, sizeof first, first};
     *size_bytes = (size_t)file->size_bytes;
     if (length < sizeof SUFFIX || strcmp(file->path + length - (sizeof SUFFIX - 1), SUFFIX) != 0)
-        return SW_OK;
+        return sw_checkpoint_check_values(folder, file, err);
     if (file->size_bytes < sizeof first)
         SW_FAIL(err, SW_E_INVALID, "'%.300s/%s' is no safetensors file: it has %zu bytes", folder,
                 file->path, *size_bytes);

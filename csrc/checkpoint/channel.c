@@ -101,10 +101,10 @@ static const sw_channel_page *find_failure(const sw_channel *channel, uint64_t n
     return NULL;
 }
 
-static bool has_host_written(const sw_channel *channel, uint64_t number)
+static bool have_others_written(const sw_channel *channel, uint64_t number)
 {
     for (int r = 0; r < channel->world_size; ++r)
-        if (channel->pages[r] && get(&channel->pages[r]->written) < number)
+        if (r != channel->rank && channel->pages[r] && get(&channel->pages[r]->written) < number)
             return false;
     return true;
 }
@@ -121,7 +121,8 @@ static bool collect(sw_channel *channel, uint64_t number)
         set(&slot->failed, get(&failure->failed));
         is_news = true;
     }
-    if (get(&slot->written) < number && has_host_written(channel, number)) {
+    if (get(&slot->written) < number && get(&own->written) >= number &&
+        have_others_written(channel, number)) {
         set(&slot->tally_bytes, get(&own->tally_bytes));
         set(&slot->written, number);
         is_news = true;
@@ -276,6 +277,17 @@ uint64_t sw_channel_take_place(sw_channel *channel, uint64_t bytes)
 {
     sw_channel_page *page = channel->pages[channel->carrier];
     return atomic_fetch_add_explicit(&page->tally_bytes, bytes, memory_order_acq_rel);
+}
+
+void sw_channel_set_tally_bytes(sw_channel *channel, uint64_t bytes)
+{
+    set(&channel->pages[channel->rank]->tally_bytes, bytes);
+}
+
+bool sw_channel_have_others_written(sw_channel *channel, uint64_t number)
+{
+    sw_channel_relay(channel, number);
+    return have_others_written(channel, number);
 }
 
 void sw_channel_say_written(sw_channel *channel, uint64_t number)

@@ -75,10 +75,15 @@ bool sw_channel_is_open_at_first(sw_channel *channel, uint64_t number);
 
 /* Reserve `bytes` for tallies in the host's file; return the offset of the first one. */
 uint64_t sw_channel_take_place(sw_channel *channel, uint64_t bytes);
+/* A carrier: the file has `bytes` now. */
+void sw_channel_set_tally_bytes(sw_channel *channel, uint64_t bytes);
+/* A carrier: true once the other ranks of its host have written. */
+bool sw_channel_have_others_written(sw_channel *channel, uint64_t number);
 void sw_channel_say_written(sw_channel *channel, uint64_t number);
 /* Rank 0: return the lowest rank that, or whose host, has not written; -1: all have. */
 int sw_channel_find_unwritten(sw_channel *channel, uint64_t number);
-/* Rank 0: return the bytes of tallies of a host whose ranks have all written. */
+/* Return the bytes of tallies of a host whose ranks have all written: of any on rank 0, of its own
+ * on a carrier. */
 uint64_t sw_channel_tally_bytes(const sw_channel *channel, int host);
 
 /* Report to rank 0 that this rank failed save `number`. Retry for at most 30 s if the file cannot

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bytes.h"
 #include "checkpoint/safetensors.h"
 #include "kernels/crc32c.h"
 
@@ -107,7 +108,7 @@ static sw_status finish_header(draft *d, sw_plan_file *file, sw_text *text)
                 file->path, length, SW_SAFETENSORS_HEADER_MAX);
     for (int i = 0; i < 8; ++i)
         text->data[i] = (char)(uint8_t)(length >> (8 * i));
-    file->header = text->data;
+    file->header = sw_shrunk(text->data, text->size_bytes);
     file->header_bytes = text->size_bytes;
     return SW_OK;
 }
@@ -203,6 +204,12 @@ static sw_status add_group(draft *d, const sw_plan_group *group)
 static sw_status add_text(draft *d, const sw_plan_text *text)
 {
     sw_plan_file *file = NULL;
+    if (text->size_bytes > SW_VALUES_MAX_BYTES && !strchr(text->path, '/'))
+        SW_FAIL(d->err, SW_E_INVALID,
+                "'%.200s' would have %" PRIu64
+                " bytes; a file of values has at most %d: save large "
+                "values as tensors or arrays",
+                text->path, text->size_bytes, SW_VALUES_MAX_BYTES);
     SW_TRY(add_file(d, text->path, &file));
     d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){
         .source = d->next_source++, .size_bytes = text->size_bytes, .holder = text->holder};
@@ -266,6 +273,7 @@ static sw_status list_common(draft *d)
                 plan->first_bytes += piece->size_bytes;
         }
     }
+    plan->common = sw_shrunk(plan->common, (plan->common_count + 1) * sizeof *plan->common);
     return SW_OK;
 }
 

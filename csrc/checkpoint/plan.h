@@ -17,7 +17,10 @@
 
 #include "base/status.h"
 
-enum { SW_BLOCK_BYTES = 1 << 20 };
+enum {
+    SW_BLOCK_BYTES = 1 << 20,
+    SW_VALUES_MAX_BYTES = 256 << 20, /* of a file of values, or of a rank's line of them */
+};
 
 typedef enum sw_plan_holder {
     SW_HELD_BY_ALL = 0,   /* every rank holds the same bytes: each writes a part */
@@ -89,7 +92,8 @@ typedef struct sw_plan {
 } sw_plan;
 
 /* Create a plan. SW_E_INVALID: a dtype that safetensors does not have, a name twice in one group, a
- * header beyond 100 MB, a bad path. */
+ * header beyond 100 MB, a text beyond SW_VALUES_MAX_BYTES (but for those of all ranks), a bad path.
+ */
 SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count,
                                      const sw_plan_text *texts, size_t text_count, sw_plan **plan,
                                      sw_error *err);

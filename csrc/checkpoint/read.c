@@ -1,9 +1,20 @@
 /* read.c - simple reads from a checkpoint: each is a load by the caller's thread alone. */
 #include "checkpoint/read.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 
 static const sw_load_options ALONE = {.thread_count = 1};
+
+sw_status sw_checkpoint_check_values(const char *folder, const sw_manifest_file *file,
+                                     sw_error *err)
+{
+    if (file->size_bytes > SW_VALUES_MAX_BYTES)
+        SW_FAIL(err, SW_E_INVALID,
+                "'%.300s/%.120s' has %" PRIu64 " bytes; a file of values has at most %d", folder,
+                file->path, file->size_bytes, SW_VALUES_MAX_BYTES);
+    return SW_OK;
+}
 
 sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest, const char *path,
                              const sw_read_range *ranges, size_t range_count, sw_error *err)

@@ -41,6 +41,11 @@ SW_MUST_USE sw_status sw_checkpoint_load(const char *folder, const sw_manifest *
                                          const sw_load_range *ranges, size_t count,
                                          const sw_load_options *options, sw_error *err);
 
+/* Check a file before all of it is read: values of 256 MiB may take many times as much once parsed.
+ * SW_E_INVALID: it has more than SW_VALUES_MAX_BYTES. */
+SW_MUST_USE sw_status sw_checkpoint_check_values(const char *folder, const sw_manifest_file *file,
+                                                 sw_error *err);
+
 /* Fill `ranges` (ascending, no overlap) from file `path`. After an error they hold anything. */
 SW_MUST_USE sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest,
                                          const char *path, const sw_read_range *ranges,

@@ -1,10 +1,11 @@
 /* save_agree.c - how ranks finish one save together with only a shared file system and a channel.
  *
  * Rank 0 creates the files and announces them. Each rank writes its ranges, adds its tallies of
- * each block to its host's file, and announces that. Rank 0 merges the tallies and commits. No name
- * is looked up before the channel has announced it: a client of a network file system caches for a
- * while that a name is missing. Rank 0 locks LOCK, so that a process that finds the folder knows
- * whether its save is alive. A wait is a look repeated after 1 to 20 ms. */
+ * each block to its host's file, and announces that. Carriers merge their hosts' tallies, rank 0
+ * all of them, and commits. No name is looked up before the channel has announced it: a client of a
+ * network file system caches for a while that a name is missing. Rank 0 locks LOCK, so that a
+ * process that finds the folder knows whether its save is alive. A wait is a look repeated after 1
+ * to 20 ms. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -18,9 +19,8 @@
 #include "checkpoint/write.h"
 #include "platform/clock.h"
 
-enum { LOOK_FIRST_NS = 1000000, LOOK_LAST_NS = 20000000, VERDICT_GRACE_S = 10, LATE_S = 10 };
+enum { LOOK_FIRST_NS = 1000000, VERDICT_GRACE_S = 10 };
 enum { CANCEL_GRACE_NS = 1000000000 }; /* for rank 0's earlier words to arrive */
-#define PLAN_MARK (UINT64_MAX - 1)     /* not a block: the digest of a rank's plan, and the rank */
 enum { COMMIT_S = 600 };               /* a cancelled rank's limit for a commit */
 
 static sw_status check_time(sw_saver *saver, const char *awaited, sw_error *err)
@@ -36,54 +36,8 @@ static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited
 {
     SW_TRY(check_time(saver, awaited, err));
     sw_thread_sleep_ns(*pause_ns);
-    *pause_ns = *pause_ns * 2 < LOOK_LAST_NS ? *pause_ns * 2 : LOOK_LAST_NS;
+    *pause_ns = *pause_ns * 2 < SW_SAVE_LOOK_NS ? *pause_ns * 2 : SW_SAVE_LOOK_NS;
     return SW_OK;
-}
-
-/* True if an existing name may be missing for a moment: a network file system's caches. */
-static bool is_of_a_moment(const sw_error *why)
-{
-    return why->status == SW_E_OS &&
-           (why->detail == ENOENT || why->detail == ESTALE || why->detail == EIO);
-}
-
-sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct, bool is_first_thread,
-                            int *fd, sw_error *err)
-{
-    int64_t until_ns = sw_clock_now_ns() + LATE_S * INT64_C(1000000000);
-    for (sw_error why = {0}, verdict;;) {
-        sw_status status = sw_file_open_write(path, direct, fd, &why);
-        if (status == SW_OK)
-            return SW_OK;
-        bool is_over =
-            sw_save_check(saver, NULL) != SW_OK ||
-            (is_first_thread && sw_channel_is_decided(saver->channel, saver->number, &verdict));
-        if (!is_of_a_moment(&why) || is_over || saver->channel->rank == 0 ||
-            sw_clock_now_ns() > until_ns) {
-            if (err)
-                *err = why;
-            return status;
-        }
-        sw_thread_sleep_ns(LOOK_LAST_NS);
-    }
-}
-
-static sw_status tallies_path(const sw_saver *saver, int host, char path[SW_PATH_BYTES],
-                              sw_error *err)
-{
-    char name[32];
-    snprintf(name, sizeof name, "TALLIES-%05d", host);
-    return sw_path_join(path, saver->partial, name, err);
-}
-
-/* Create a host's file of tallies; its carrier does. */
-static sw_status create_tallies(const sw_saver *saver, sw_error *err)
-{
-    char path[SW_PATH_BYTES];
-    int fd = -1;
-    SW_TRY(tallies_path(saver, saver->channel->host, path, err));
-    SW_TRY(sw_file_create(path, &fd, err));
-    return sw_file_close(&fd, path, err);
 }
 
 /* Open the folder on rank 0. */
@@ -100,7 +54,7 @@ static sw_status open_folder(sw_saver *saver, sw_error *err)
     SW_TRY(sw_plan_create_files(saver->shared_part.plan, saver->partial, err));
     if (saver->own_part.plan)
         SW_TRY(sw_plan_create_files(saver->own_part.plan, saver->partial, err));
-    return saver->channel->world_size > 1 ? create_tallies(saver, err) : SW_OK;
+    return saver->channel->world_size > 1 ? sw_save_create_tallies(saver, err) : SW_OK;
 }
 
 /* Wait until rank 0, and on another host the carrier too, has created the files. */
@@ -118,7 +72,7 @@ static sw_status await_folder(sw_saver *saver, sw_error *err)
             SW_FAIL(err, why.status, "%.480s", why.message);
         SW_TRY(look_again(saver, &pause_ns, "rank 0 to create the files", err));
     }
-    return asks_first ? create_tallies(saver, err) : SW_OK;
+    return asks_first ? sw_save_create_tallies(saver, err) : SW_OK;
 }
 
 sw_status sw_save_open(sw_saver *saver, sw_error *err)
@@ -129,55 +83,28 @@ sw_status sw_save_open(sw_saver *saver, sw_error *err)
     return SW_OK;
 }
 
-static sw_status append_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
+/* A carrier waits until the other ranks of its host have written. False: the save ends before that;
+ * sw_save_conclude finds out how. */
+static bool await_host(sw_saver *saver)
 {
-    (void)err;
-    sw_tally_list_append(context, block, tally);
-    return SW_OK;
-}
-
-static sw_status merge_tally(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    sw_saver *saver = context;
-    if (block != PLAN_MARK)
-        return sw_manifest_add_tally(&saver->manifest, block, tally, err);
-    if (tally.crc != saver->shared_part.plan->digest)
-        SW_FAIL(err, SW_E_STATE,
-                "rank %u would write other files than rank 0: names, shapes, dtypes or "
-                "max_file_bytes differ",
-                tally.cover);
-    return SW_OK;
-}
-
-static sw_status write_tallies(sw_saver *saver, const sw_tally_list *list, sw_error *err)
-{
-    char path[SW_PATH_BYTES];
-    int fd = -1;
-    struct iovec part = {.iov_base = list->data, .iov_len = list->size_bytes};
-    if (list->is_out_of_memory)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of %zu ranges", saver->range_count);
-    SW_TRY(tallies_path(saver, saver->channel->host, path, err));
-    SW_TRY(sw_save_open_late(saver, path, false, true, &fd, err));
-    uint64_t place = sw_channel_take_place(saver->channel, list->size_bytes);
-    sw_status status = sw_file_write_at(fd, path, &part, 1, place, err);
-    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    sw_error ignored;
+    long pause_ns = LOOK_FIRST_NS;
+    while (!sw_channel_have_others_written(saver->channel, saver->number))
+        if (sw_channel_is_decided(saver->channel, saver->number, &ignored) ||
+            sw_channel_is_gone(saver->channel, &ignored) ||
+            look_again(saver, &pause_ns, "the other ranks of its host", NULL) != SW_OK)
+            return false;
+    return true;
 }
 
 sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err)
 {
-    sw_tally_list list = {0};
-    if (saver->channel->rank == 0) {
-        SW_TRY(sw_save_each_tally(saver, merge_tally, saver, err));
-    } else {
-        sw_tally_list_append(
-            &list, PLAN_MARK,
-            (sw_tally){saver->shared_part.plan->digest, (uint16_t)saver->channel->rank});
-        sw_status status = sw_save_each_tally(saver, append_tally, &list, err);
-        if (status == SW_OK)
-            status = write_tallies(saver, &list, err);
-        sw_tally_list_fini(&list);
-        SW_TRY(status);
+    const sw_channel *channel = saver->channel;
+    SW_TRY(sw_save_tell_tallies(saver, err));
+    if (channel->rank != 0 && sw_channel_is_carrier(channel)) {
+        if (!await_host(saver))
+            return SW_OK;
+        SW_TRY(sw_save_merge_tallies(saver, err));
     }
     sw_channel_say_written(saver->channel, saver->number);
     return SW_OK;
@@ -196,45 +123,6 @@ static sw_status await_written(sw_saver *saver, sw_error *err)
     return SW_OK;
 }
 
-/* Read the tallies of a host whose ranks have all written; retry until they are complete here. */
-static sw_status read_tallies(sw_saver *saver, const char *path, uint64_t expected, char **data,
-                              sw_error *err)
-{
-    int64_t until_ns = sw_clock_now_ns() + LATE_S * INT64_C(1000000000);
-    for (sw_error why = {0};;) {
-        size_t size_bytes = 0;
-        sw_status status = sw_file_read_whole(path, expected, data, &size_bytes, &why);
-        if (status == SW_OK && size_bytes == expected)
-            return SW_OK;
-        if (status == SW_OK) {
-            free(*data);
-            status = sw_error_set(&why, SW_E_OS, EIO,
-                                  "'%.300s' has %zu bytes where %" PRIu64 " were written", path,
-                                  size_bytes, expected);
-        }
-        if (!is_of_a_moment(&why) || sw_clock_now_ns() > until_ns) {
-            *err = why;
-            return status;
-        }
-        SW_TRY(sw_save_check(saver, err));
-        sw_thread_sleep_ns(LOOK_LAST_NS);
-    }
-}
-
-/* Merge a host's tallies, and remove the file. */
-static sw_status collect_host(sw_saver *saver, int host, sw_error *err)
-{
-    char path[SW_PATH_BYTES];
-    char *data = NULL;
-    uint64_t bytes = sw_channel_tally_bytes(saver->channel, host);
-    SW_TRY(tallies_path(saver, host, path, err));
-    SW_TRY(read_tallies(saver, path, bytes, &data, err));
-    sw_status status =
-        sw_tally_list_read((const uint8_t *)data, (size_t)bytes, merge_tally, saver, err);
-    free(data);
-    return status == SW_OK ? sw_file_remove(path, err) : status;
-}
-
 /* The deadline ends here: once the others read this word they wait for the verdict. A rank that
  * gave up before has reported a failure. */
 static sw_status begin_commit(sw_saver *saver, sw_error *err)
@@ -247,8 +135,7 @@ static sw_status begin_commit(sw_saver *saver, sw_error *err)
 static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
 {
     SW_TRY(await_written(saver, err));
-    for (int host = 0; saver->channel->world_size > 1 && host < saver->channel->host_count; ++host)
-        SW_TRY(collect_host(saver, host, err));
+    SW_TRY(sw_save_collect_tallies(saver, err));
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
     SW_TRY(begin_commit(saver, err));
     return sw_commit(saver->partial, saver->folder, saver->replaces, &saver->manifest, err);
@@ -323,7 +210,7 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
             return;
         }
         sw_thread_sleep_ns(pause_ns);
-        pause_ns = pause_ns * 2 < LOOK_LAST_NS ? pause_ns * 2 : LOOK_LAST_NS;
+        pause_ns = pause_ns * 2 < SW_SAVE_LOOK_NS ? pause_ns * 2 : SW_SAVE_LOOK_NS;
     }
     /* Rank 0 abandoned the save: every rank removes once it has stopped writing, so the last one
      * leaves nothing. */

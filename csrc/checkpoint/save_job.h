@@ -8,7 +8,9 @@
  * save_sample.c    whether live memory has changed
  * save_warm.c      touches staging before it is needed
  * save_write.c     from chunks to files
- * save_agree.c     creation of files, tallies, the verdict
+ * save_late.c      files of other ranks
+ * save_tally.c     what each rank wrote, to rank 0
+ * save_agree.c     creation of files, the verdict
  *
  * `mutex` guards every field under "shared"; the others are set before the threads start. */
 #ifndef SW_CHECKPOINT_SAVE_JOB_H
@@ -23,6 +25,7 @@
 #include "platform/thread.h"
 
 enum { SW_SAVER_THREADS_MAX = 16, SW_SAVE_RUN_CHUNKS = 8, SW_SAVE_COPY_CHUNKS = 4 };
+enum { SW_SAVE_LOOK_NS = 20000000 }; /* the longest pause of a repeated look */
 
 typedef enum sw_chunk_state {
     SW_CHUNK_LIVE = 0, /* its bytes are the caller's memory */
@@ -156,10 +159,24 @@ void sw_save_end_warming(sw_saver *saver);
  * copies first, whenever the caller's thread does. */
 SW_MUST_USE sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err);
 
-/* save_agree.c: open a file that rank 0 has created, for writing. Retry for some seconds where a
+/* save_late.c: open a file that rank 0 has created, for writing. Retry for some seconds where a
  * network file system does not show it yet; the first thread also looks for a verdict. */
 SW_MUST_USE sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct,
                                         bool is_first_thread, int *fd, sw_error *err);
+/* Read a file whose writers have announced `expected` bytes; retry until they are here. */
+SW_MUST_USE sw_status sw_save_read_late(sw_saver *saver, const char *path, uint64_t expected,
+                                        char **data, sw_error *err);
+
+/* save_tally.c: a carrier creates its host's file of tallies. */
+SW_MUST_USE sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err);
+/* Append this rank's tallies to the file; on rank 0, add them to the manifest. */
+SW_MUST_USE sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err);
+/* A carrier, once its host's ranks have all done so: merge the file. */
+SW_MUST_USE sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err);
+/* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
+SW_MUST_USE sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err);
+
+/* save_agree.c */
 SW_MUST_USE sw_status sw_save_open(sw_saver *saver,
                                    sw_error *err); /* create folder and files, or wait for them */
 SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver,

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bytes.h"
 #include "checkpoint/save_job.h"
 
 typedef struct range_list {
@@ -27,29 +28,94 @@ static sw_status check_source(const sw_plan *plan, const sw_save_source *source,
     return SW_OK;
 }
 
-/* List the ranges of `part` that `rank` writes, ascending and as long as possible. */
-static sw_status list_files_ranges(const sw_save_part *part, int rank, int world_size,
-                                   range_list *list, sw_error *err)
+/* Find the first memory range of `source` that ends after `begin`. */
+static const sw_save_source *find_source(const sw_save_part *part, size_t source, uint64_t begin)
+{
+    size_t low = 0, high = part->source_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        const sw_save_source *found = &part->sources[middle];
+        if (found->source < source ||
+            (found->source == source && found->begin + found->size_bytes <= begin))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return &part->sources[low];
+}
+
+/* Check that bytes [begin, begin + size) of `source` are held here. */
+static sw_status check_held(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size,
+                            int rank, sw_error *err)
+{
+    const sw_save_source *found = find_source(part, source, begin),
+                         *end = part->sources + part->source_count;
+    for (; size > 0; ++found) {
+        if (found >= end || found->source != source || found->begin > begin)
+            SW_FAIL(err, SW_E_STATE,
+                    "rank %d does not hold byte %" PRIu64
+                    " of tensor number %zu, which it would write",
+                    rank, begin, source);
+        uint64_t left = found->begin + found->size_bytes - begin, piece = left < size ? left : size;
+        begin += piece;
+        size -= piece;
+    }
+    return SW_OK;
+}
+
+/* Check that the pieces of a range that this rank was given are held here. */
+static sw_status check_range(const sw_save_part *part, const sw_plan_range *range, int rank,
+                             sw_error *err)
 {
     const sw_plan *plan = part->plan;
-    SW_TRY(sw_plan_own_ranges(plan, rank, world_size, &list->ranges, &list->count, err));
-    sw_plan_range *grown =
-        realloc(list->ranges, (list->count + part->source_count + 1) * sizeof *grown);
-    if (!grown)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu ranges of a save", part->source_count);
-    list->ranges = grown;
+    const sw_plan_file *file = &plan->files[range->file];
+    uint64_t end = range->end, at = range->begin;
+    if (at < file->header_bytes)
+        at = end < file->header_bytes ? end : file->header_bytes;
+    for (size_t p = sw_plan_find_piece(plan, file, at); at < end; ++p) {
+        const sw_plan_piece *piece = &plan->pieces[p];
+        uint64_t stop =
+            piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
+        SW_TRY(check_held(part, piece->source, at - piece->begin, stop - at, rank, err));
+        at = stop;
+    }
+    return SW_OK;
+}
+
+/* Add the ranges that this rank holds in parts to those that it was given; `file`: of the source
+ * before, since sources mostly ascend as pieces do. */
+static sw_status add_held(const sw_save_part *part, range_list *list, sw_error *err)
+{
+    const sw_plan *plan = part->plan;
+    const sw_plan_file *file = plan->files;
     for (size_t i = 0; i < part->source_count; ++i) {
         const sw_save_source *source = &part->sources[i];
         SW_TRY(check_source(plan, source, err));
-        const sw_plan_piece *piece = &plan->pieces[plan->piece_of[source->source]];
+        size_t number = plan->piece_of[source->source];
+        const sw_plan_piece *piece = &plan->pieces[number];
         if (piece->holder != SW_HELD_IN_PARTS || source->size_bytes == 0)
             continue;
-        size_t file = (size_t)(sw_plan_file_of(plan, plan->piece_of[source->source]) - plan->files);
+        if (number - file->first_piece >= file->piece_count)
+            file = sw_plan_file_of(plan, number);
         uint64_t begin = piece->begin + source->begin;
-        list->ranges[list->count++] = (sw_plan_range){file, begin, begin + source->size_bytes};
+        list->ranges[list->count++] =
+            (sw_plan_range){(size_t)(file - plan->files), begin, begin + source->size_bytes};
     }
-    if (list->count)
-        qsort(list->ranges, list->count, sizeof *list->ranges, sw_plan_compare_ranges);
+    return SW_OK;
+}
+
+static void sort_ranges(range_list *list)
+{
+    for (size_t i = 1; i < list->count; ++i)
+        if (sw_plan_compare_ranges(&list->ranges[i - 1], &list->ranges[i]) > 0) {
+            qsort(list->ranges, list->count, sizeof *list->ranges, sw_plan_compare_ranges);
+            return;
+        }
+}
+
+/* Join ranges that continue one another. */
+static sw_status join_ranges(const sw_plan *plan, range_list *list, sw_error *err)
+{
     size_t used = 0;
     for (size_t i = 0; i < list->count; ++i) {
         sw_plan_range *last = used ? &list->ranges[used - 1] : NULL, next = list->ranges[i];
@@ -63,6 +129,24 @@ static sw_status list_files_ranges(const sw_save_part *part, int rank, int world
     }
     list->count = used;
     return SW_OK;
+}
+
+/* List the ranges of `part` that `rank` writes, ascending and as long as possible. What is held in
+ * parts is held here by definition; `speaker` is named if something else is not. */
+static sw_status list_files_ranges(const sw_save_part *part, int rank, int world_size, int speaker,
+                                   range_list *list, sw_error *err)
+{
+    SW_TRY(sw_plan_own_ranges(part->plan, rank, world_size, &list->ranges, &list->count, err));
+    size_t given = list->count;
+    sw_plan_range *grown = realloc(list->ranges, (given + part->source_count + 1) * sizeof *grown);
+    if (!grown)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu ranges of a save", part->source_count);
+    list->ranges = grown;
+    SW_TRY(add_held(part, list, err));
+    for (size_t i = 0; i < given; ++i)
+        SW_TRY(check_range(part, &list->ranges[i], speaker, err));
+    sort_ranges(list);
+    return join_ranges(part->plan, list, err);
 }
 
 static sw_status cut_at_blocks(sw_saver *saver, const sw_plan *plan, const range_list *list,
@@ -103,74 +187,42 @@ static uint32_t place_after(const sw_save_range *range, uint32_t used)
     return has_whole_page(range) ? used + (wanted + page - used % page) % page : used;
 }
 
-/* Distribute ranges [first, saver->range_count) to chunks of `part`. */
-static void fill_chunks(sw_saver *saver, const sw_save_part *part, size_t first)
+static sw_save_chunk *add_chunk(sw_saver *saver, size_t *capacity, sw_error *err)
+{
+    if (saver->chunk_count == *capacity) {
+        size_t larger = 2 * *capacity + 16;
+        sw_save_chunk *grown = realloc(saver->chunks, larger * sizeof *grown);
+        if (!grown) {
+            (void)sw_error_set(err, SW_E_MEMORY, -1, "no memory for the chunks of %zu ranges",
+                               saver->range_count);
+            return NULL;
+        }
+        saver->chunks = grown;
+        *capacity = larger;
+    }
+    return &saver->chunks[saver->chunk_count++];
+}
+
+/* Distribute ranges [first, end) to chunks of `part`. */
+static sw_status fill_chunks(sw_saver *saver, const sw_save_part *part, size_t first, size_t end,
+                             size_t *capacity, sw_error *err)
 {
     sw_save_chunk *chunk = NULL;
     uint32_t used = 0;
-    for (size_t i = first; i < saver->range_count; ++i) {
+    for (size_t i = first; i < end; ++i) {
         sw_save_range *range = &saver->ranges[i];
         range->at = place_after(range, used);
         if (!chunk || range->at + range->size_bytes > SW_BLOCK_BYTES ||
             range->is_eager != range[-1].is_eager) {
-            chunk = &saver->chunks[saver->chunk_count++];
+            chunk = add_chunk(saver, capacity, err);
+            if (!chunk)
+                return SW_E_MEMORY;
             *chunk = (sw_save_chunk){.part = part, .ranges = range};
             range->at = place_after(range, 0);
         }
         used = range->at + range->size_bytes;
         chunk->range_count++;
         chunk->size_bytes += range->size_bytes;
-    }
-}
-
-/* Find the first memory range of `source` that ends after `begin`. */
-static const sw_save_source *find_source(const sw_save_part *part, size_t source, uint64_t begin)
-{
-    size_t low = 0, high = part->source_count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        const sw_save_source *found = &part->sources[middle];
-        if (found->source < source ||
-            (found->source == source && found->begin + found->size_bytes <= begin))
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return &part->sources[low];
-}
-
-/* Check that bytes [begin, begin + size) of `source` are held here. */
-static sw_status check_held(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size,
-                            int rank, sw_error *err)
-{
-    const sw_save_source *found = find_source(part, source, begin),
-                         *end = part->sources + part->source_count;
-    for (; size > 0; ++found) {
-        if (found >= end || found->source != source || found->begin > begin)
-            SW_FAIL(err, SW_E_STATE,
-                    "rank %d does not hold byte %" PRIu64
-                    " of tensor number %zu, which it would write",
-                    rank, begin, source);
-        uint64_t left = found->begin + found->size_bytes - begin, piece = left < size ? left : size;
-        begin += piece;
-        size -= piece;
-    }
-    return SW_OK;
-}
-
-static sw_status check_range(const sw_save_part *part, const sw_save_range *range, int rank,
-                             sw_error *err)
-{
-    const sw_plan *plan = part->plan;
-    uint64_t at = range->offset, end = at + range->size_bytes;
-    if (at < range->file->header_bytes)
-        at = end < range->file->header_bytes ? end : range->file->header_bytes;
-    for (size_t p = sw_plan_find_piece(plan, range->file, at); at < end; ++p) {
-        const sw_plan_piece *piece = &plan->pieces[p];
-        uint64_t stop =
-            piece->begin + piece->size_bytes < end ? piece->begin + piece->size_bytes : end;
-        SW_TRY(check_held(part, piece->source, at - piece->begin, stop - at, rank, err));
-        at = stop;
     }
     return SW_OK;
 }
@@ -186,21 +238,19 @@ static bool touches_eager(const sw_plan *plan, const sw_save_range *range, const
     return false;
 }
 
-/* `is_eager`: a flag a source; NULL: all are. */
+/* `is_eager`: a flag a source; NULL: all are, or the save is not lazy. */
 static sw_status list_part(sw_saver *saver, const sw_save_part *part, int rank, int world_size,
                            const bool *is_eager, sw_error *err)
 {
     range_list list = {0};
     size_t first = saver->range_count;
-    sw_status status = list_files_ranges(part, rank, world_size, &list, err);
+    sw_status status = list_files_ranges(part, rank, world_size, saver->channel->rank, &list, err);
     if (status == SW_OK)
         status = cut_at_blocks(saver, part->plan, &list, err);
     free(list.ranges);
-    for (size_t i = first; status == SW_OK && i < saver->range_count; ++i) {
-        sw_save_range *range = &saver->ranges[i];
-        status = check_range(part, range, saver->channel->rank, err);
-        range->is_eager = !is_eager || touches_eager(part->plan, range, is_eager);
-    }
+    for (size_t i = first; status == SW_OK && i < saver->range_count; ++i)
+        saver->ranges[i].is_eager =
+            !is_eager || touches_eager(part->plan, &saver->ranges[i], is_eager);
     return status;
 }
 
@@ -243,8 +293,10 @@ static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_
 sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     bool *is_eager = NULL;
+    size_t capacity = 0;
     SW_TRY(copy_sources(saver, request, err));
-    SW_TRY(list_eager(request, &is_eager, err));
+    if (request->is_lazy)
+        SW_TRY(list_eager(request, &is_eager, err));
     sw_status status = list_part(saver, &saver->shared_part, saver->channel->rank,
                                  saver->channel->world_size, is_eager, err);
     free(is_eager);
@@ -252,14 +304,9 @@ sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request, s
     size_t own = saver->range_count;
     if (saver->own_part.plan)
         SW_TRY(list_part(saver, &saver->own_part, 0, 1, NULL, err));
-    saver->chunks = calloc(saver->range_count + 1, sizeof *saver->chunks);
-    if (!saver->chunks)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the chunks of %zu ranges", saver->range_count);
-    size_t all = saver->range_count;
-    saver->range_count = own;
-    fill_chunks(saver, &saver->shared_part, 0);
-    saver->range_count = all;
-    fill_chunks(saver, &saver->own_part, own);
+    SW_TRY(fill_chunks(saver, &saver->shared_part, 0, own, &capacity, err));
+    SW_TRY(fill_chunks(saver, &saver->own_part, own, saver->range_count, &capacity, err));
+    saver->chunks = sw_shrunk(saver->chunks, (saver->chunk_count + 1) * sizeof *saver->chunks);
     return SW_OK;
 }
 

@@ -1,4 +1,5 @@
-/* tally.c - a head of 16 bytes a run of blocks (first block, count), 8 bytes an entry. */
+/* tally.c - entries of (blocks left out since the last entry, checksum, cover). The first number
+ * has 7 bits a byte, lowest first, so an entry takes 7 bytes where few blocks are left out. */
 #include "checkpoint/tally.h"
 
 #include <stdlib.h>
@@ -6,7 +7,7 @@
 
 #include "kernels/crc32c.h"
 
-enum { HEAD_BYTES = 16, ENTRY_BYTES = 8, FIRST_CAPACITY = 4096 };
+enum { TALLY_BYTES = 6, ENTRY_BYTES_MAX = 10 + TALLY_BYTES, FIRST_CAPACITY = 4096 };
 
 /* Hash a place in a block. With a linear hash a hole and a byte written twice could cancel. */
 static uint16_t hash(uint32_t place)
@@ -31,43 +32,33 @@ uint16_t sw_tally_whole(uint32_t block_bytes)
     return (uint16_t)(hash(block_bytes) - hash(0));
 }
 
-static uint8_t *make_room(sw_tally_list *list, size_t bytes)
+static bool make_room(sw_tally_list *list, size_t bytes)
 {
     if (list->size_bytes + bytes > list->capacity) {
         size_t capacity = list->capacity ? 2 * list->capacity : FIRST_CAPACITY;
         uint8_t *grown = list->is_out_of_memory ? NULL : realloc(list->data, capacity);
-        if (!grown) {
-            list->is_out_of_memory = true;
-            return NULL;
-        }
+        list->is_out_of_memory = !grown;
+        if (!grown)
+            return false;
         list->data = grown;
         list->capacity = capacity;
     }
-    list->size_bytes += bytes;
-    return list->data + list->size_bytes - bytes;
+    return true;
 }
 
 void sw_tally_list_append(sw_tally_list *list, uint64_t block, sw_tally tally)
 {
-    uint64_t count = 0;
-    if (list->size_bytes == 0 || block != list->next_block) {
-        uint8_t *head = make_room(list, HEAD_BYTES);
-        if (!head)
-            return;
-        list->run_at = (size_t)(head - list->data);
-        memcpy(head, &block, sizeof block);
-        memcpy(head + 8, &count, sizeof count);
-    }
-    uint8_t *entry = make_room(list, ENTRY_BYTES);
-    if (!entry)
+    if (!make_room(list, ENTRY_BYTES_MAX))
         return;
-    memset(entry, 0, ENTRY_BYTES);
-    memcpy(entry, &tally.crc, sizeof tally.crc);
-    memcpy(entry + 4, &tally.cover, sizeof tally.cover);
-    uint8_t *head = list->data + list->run_at;
-    memcpy(&count, head + 8, sizeof count);
-    ++count;
-    memcpy(head + 8, &count, sizeof count);
+    uint8_t *to = list->data + list->size_bytes;
+    for (uint64_t gap = block - list->next_block; true; gap >>= 7) {
+        *to++ = (uint8_t)(gap < 128 ? gap : gap | 128);
+        if (gap < 128)
+            break;
+    }
+    memcpy(to, &tally.crc, sizeof tally.crc);
+    memcpy(to + sizeof tally.crc, &tally.cover, sizeof tally.cover);
+    list->size_bytes = (size_t)(to - list->data) + TALLY_BYTES;
     list->next_block = block + 1;
 }
 
@@ -77,27 +68,95 @@ void sw_tally_list_fini(sw_tally_list *list)
     *list = (sw_tally_list){0};
 }
 
+typedef struct reader {
+    const uint8_t *at, *end;
+    uint64_t block; /* of the last entry, then the tally of it */
+    sw_tally tally;
+    bool has_entry; /* false: the list is over */
+} reader;
+
+static reader read_list(const uint8_t *data, size_t size_bytes)
+{
+    return (reader){.at = data, .end = data + size_bytes, .block = UINT64_MAX};
+}
+
+static sw_status fail_damaged(const reader *r, sw_error *err)
+{
+    SW_FAIL(err, SW_E_INVALID, "a list of tallies is damaged or cut off %td bytes before its end",
+            r->end - r->at);
+}
+
+/* Take the next entry, or none at the end. */
+static sw_status next_entry(reader *r, sw_error *err)
+{
+    uint64_t gap = 0;
+    uint8_t digits = 128;
+    r->has_entry = r->at < r->end;
+    if (!r->has_entry)
+        return SW_OK;
+    for (unsigned shift = 0; digits >= 128; shift += 7) {
+        if (r->at == r->end || shift > 63)
+            return fail_damaged(r, err);
+        digits = *r->at++;
+        gap |= (uint64_t)(digits & 127) << shift;
+    }
+    if (r->end - r->at < TALLY_BYTES)
+        return fail_damaged(r, err);
+    memcpy(&r->tally.crc, r->at, sizeof r->tally.crc);
+    memcpy(&r->tally.cover, r->at + sizeof r->tally.crc, sizeof r->tally.cover);
+    r->at += TALLY_BYTES;
+    r->block += gap + 1;
+    return SW_OK;
+}
+
 sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes,
                              sw_status (*take)(void *context, uint64_t block, sw_tally tally,
                                                sw_error *err),
                              void *context, sw_error *err)
 {
-    size_t at = 0;
-    while (at < size_bytes) {
-        uint64_t first, count;
-        if (size_bytes - at < HEAD_BYTES)
-            SW_FAIL(err, SW_E_INVALID, "a list of tallies ends inside a run, at byte %zu", at);
-        memcpy(&first, data + at, sizeof first);
-        memcpy(&count, data + at + 8, sizeof count);
-        at += HEAD_BYTES;
-        if (count > (size_bytes - at) / ENTRY_BYTES)
-            SW_FAIL(err, SW_E_INVALID, "a list of tallies ends inside a run, at byte %zu", at);
-        for (uint64_t i = 0; i < count; ++i, at += ENTRY_BYTES) {
-            sw_tally tally;
-            memcpy(&tally.crc, data + at, sizeof tally.crc);
-            memcpy(&tally.cover, data + at + 4, sizeof tally.cover);
-            SW_TRY(take(context, first + i, tally, err));
+    reader r = read_list(data, size_bytes);
+    for (;;) {
+        SW_TRY(next_entry(&r, err));
+        if (!r.has_entry)
+            return SW_OK;
+        SW_TRY(take(context, r.block, r.tally, err));
+    }
+}
+
+static sw_status merge(sw_tally_list *to, reader *a, reader *b, sw_error *err)
+{
+    SW_TRY(next_entry(a, err));
+    SW_TRY(next_entry(b, err));
+    while (a->has_entry || b->has_entry) {
+        bool takes_a = a->has_entry && (!b->has_entry || a->block <= b->block);
+        bool takes_b = b->has_entry && (!a->has_entry || b->block <= a->block);
+        uint64_t block = takes_a ? a->block : b->block;
+        sw_tally sum = takes_a ? a->tally : (sw_tally){0};
+        if (takes_b) {
+            sum.crc ^= b->tally.crc;
+            sum.cover = (uint16_t)(sum.cover + b->tally.cover);
         }
+        sw_tally_list_append(to, block, sum);
+        if (takes_a)
+            SW_TRY(next_entry(a, err));
+        if (takes_b)
+            SW_TRY(next_entry(b, err));
     }
     return SW_OK;
+}
+
+sw_status sw_tally_list_merge(sw_tally_list *list, const uint8_t *data, size_t size_bytes,
+                              sw_error *err)
+{
+    sw_tally_list sum = {0};
+    reader a = read_list(list->data, list->size_bytes), b = read_list(data, size_bytes);
+    sw_status status = merge(&sum, &a, &b, err);
+    if (status == SW_OK && (sum.is_out_of_memory || list->is_out_of_memory))
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory to merge %zu bytes of tallies",
+                              list->size_bytes + size_bytes);
+    sw_tally_list *old = status == SW_OK ? list : &sum;
+    free(old->data);
+    if (status == SW_OK)
+        *list = sum;
+    return status;
 }

@@ -6,7 +6,8 @@
  * byte was written once; holes and bytes written twice give another sum, but for one case in
  * 65,536. Neither word depends on the order of ranges.
  *
- * A rank's tallies travel as runs: a head, then one entry a block.
+ * A rank's tallies travel as a list of entries, ascending by block in a save. A host's ranks append
+ * their lists, each behind a head, to one file, which the host's carrier merges.
  *
  * Thread rule: any. */
 #ifndef SW_CHECKPOINT_TALLY_H
@@ -30,23 +31,32 @@ void sw_tally_add(sw_tally *tally, uint32_t crc, uint32_t offset, uint32_t size_
 /* Return the second word of a whole block of `block_bytes`. */
 uint16_t sw_tally_whole(uint32_t block_bytes);
 
-/* Tallies of ascending blocks, as they travel. A failed allocation is recorded: check `data`
- * once. */
+/* Tallies as they travel. A failed allocation is recorded: check `is_out_of_memory` once. */
 typedef struct sw_tally_list {
     uint8_t *data; /* owned */
     size_t size_bytes, capacity;
-    size_t run_at;       /* offset of the open run in data */
-    uint64_t next_block; /* the block that would continue it */
+    uint64_t next_block; /* the block after that of the last entry */
     bool is_out_of_memory;
 } sw_tally_list;
 
 void sw_tally_list_append(sw_tally_list *list, uint64_t block, sw_tally tally);
 void sw_tally_list_fini(sw_tally_list *list);
 
+/* Add the entries of another list; both ascend. SW_E_INVALID: the bytes are no list. SW_E_MEMORY.
+ */
+SW_MUST_USE sw_status sw_tally_list_merge(sw_tally_list *list, const uint8_t *data,
+                                          size_t size_bytes, sw_error *err);
+
 /* Call `take` for each entry. SW_E_INVALID: the bytes are no list. */
 SW_MUST_USE sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes,
                                          sw_status (*take)(void *context, uint64_t block,
                                                            sw_tally tally, sw_error *err),
                                          void *context, sw_error *err);
+
+typedef struct sw_tally_head { /* of a list in a host's file */
+    uint64_t size_bytes;       /* of the list behind it */
+    uint32_t plan_digest;      /* of its writer's plan */
+    uint32_t rank;             /* its writer, or the carrier that merged */
+} sw_tally_head;
 
 #endif

@@ -21,7 +21,11 @@ static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *conf
     (void)!sw_nccl_library_init(&c->library, config->nccl_library, &c->nccl_missing);
     SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));
     const sw_device_ops *ops = c->device->ops;
-    SW_TRY(ops->stream_create(c->device, true, &c->stream, err));
+    c->shares_stream = config->beside != NULL;
+    if (c->shares_stream)
+        c->stream = config->beside->stream;
+    else
+        SW_TRY(ops->stream_create(c->device, true, &c->stream, err));
     SW_TRY(ops->event_create(c->device, &c->met, err));
     SW_TRY(ops->event_create(c->device, &c->marked, err));
     SW_TRY(ops->memory_alloc(c->device, sizeof(sw_norm_sum), &c->sum, err));
@@ -142,7 +146,8 @@ void sw_device_comm_destroy(sw_device_comm *c)
         ops->pinned_free(c->device, c->staged);
         ops->event_destroy(c->device, c->met);
         ops->event_destroy(c->device, c->marked);
-        ops->stream_destroy(c->device, c->stream);
+        if (!c->shares_stream)
+            ops->stream_destroy(c->device, c->stream);
         sw_kernel_set_fini(&c->kernels);
     }
     sw_nccl_library_fini(&c->library);

@@ -2,8 +2,9 @@
  * a borrowed one) and the one stream on which all of its collectives run.
  *
  * Idea: all reducers of a GPU share one stream and one communicator, so that every rank issues its
- * collectives in one order. Events alone order a caller's stream and ours (sw_device_comm_follow).
- * A function that waits on the host says so, and obeys the deadline.
+ * collectives in one order. Communicators of the rows and columns of a mesh may share that stream.
+ * Events alone order a caller's stream and ours (sw_device_comm_follow). A function that waits on
+ * the host says so, and obeys the deadline.
  *
  * Creation has two steps, because the first can fail on one rank alone and the second is
  * collective. Between them the ranks agree on the outcome of the first (over the process group),
@@ -29,7 +30,9 @@ typedef struct sw_device_comm_config {
     const char *nccl_library; /* NULL: the libnccl.so.2 that the process has loaded, if any */
     int ordinal;
     sw_image_places places;
-    sw_device_room room; /* frees device memory for allocations */
+    sw_device_room room;           /* frees device memory for allocations */
+    struct sw_device_comm *beside; /* borrowed, outlives it: its stream is used, so operations of
+                                      both have one order. NULL: a stream of its own */
     sw_comm *host; /* borrowed: the communicator of these ranks' hosts, or of more ranks; NULL:
                       failures of peers are neither looked up nor reported */
 } sw_device_comm_config;
@@ -41,6 +44,7 @@ typedef struct sw_device_comm {
     sw_error nccl_missing;      /* the reason */
     sw_peers *peers;            /* NULL before connect */
     sw_stream *stream;          /* every collective runs on it */
+    bool shares_stream;         /* it is borrowed */
     sw_event *met;              /* scratch of follow */
     sw_event *marked;           /* last event of mark */
     _Atomic int64_t marked_ns;  /* time of the last mark; 0: never marked, or seen complete */

@@ -11,10 +11,11 @@
 struct sw_device_region {
     sw_device_comm *comm; /* borrowed */
     void *memory;         /* owned */
-    void *registered;     /* NULL: it is not */
-    bool is_stuck;        /* deregistering failed: NCCL may use the memory at any time */
-    bool is_lost;         /* destroyed, but the wait failed: the memory stays */
-    sw_stream *user;      /* borrowed */
+    size_t size_bytes;
+    sw_registration registered;
+    bool is_stuck;   /* deregistering failed: NCCL may use the memory at any time */
+    bool is_lost;    /* destroyed, but the wait failed: the memory stays */
+    sw_stream *user; /* borrowed */
     atomic_bool is_dropped;
     sw_device_region *next;
 };
@@ -26,7 +27,12 @@ void *sw_device_region_memory(const sw_device_region *r)
 
 bool sw_device_region_is_registered(const sw_device_region *r)
 {
-    return r->registered && r->comm->peers && !sw_peers_has_failed(r->comm->peers);
+    return r->registered.handle && r->comm->peers && !sw_peers_has_failed(r->comm->peers);
+}
+
+bool sw_device_region_is_window(const sw_device_region *r)
+{
+    return sw_device_region_is_registered(r) && r->registered.is_window;
 }
 
 /* Wait on the host until `stream` has passed its work so far. On our stream, a failed peer or a
@@ -45,11 +51,11 @@ static sw_status pass(sw_device_comm *c, sw_stream *stream, const char *what, sw
 
 static sw_status require_own_nccl(const sw_device_comm *c, size_t size_bytes, sw_error *err)
 {
-    void *registered;
+    sw_registration registered;
     if (!c->peers)
         SW_FAIL(err, SW_E_STATE, "device region: the communicator is not connected");
     if (strcmp(c->peers->name, "nccl") != 0 || c->peers->is_borrowed) /* returns the reason */
-        return sw_peers_memory_register(c->peers, NULL, size_bytes, &registered, err);
+        return sw_peers_memory_register(c->peers, NULL, size_bytes, false, &registered, err);
     return SW_OK;
 }
 
@@ -77,15 +83,11 @@ sw_status sw_device_region_create(sw_device_comm *c, size_t size_bytes, sw_strea
         SW_FAIL(err, SW_E_MEMORY, "device region: no memory for %zu bytes", sizeof *made);
     made->comm = c;
     made->user = user;
-    size_bytes = (size_bytes + page_bytes - 1) / page_bytes * page_bytes;
+    made->size_bytes = size_bytes = (size_bytes + page_bytes - 1) / page_bytes * page_bytes;
     SW_TRY_GOTO(status,
                 sw_nccl_memory_alloc(&c->library, c->device, size_bytes, &made->memory, err),
                 free_region);
     SW_TRY_GOTO(status, check_page(made->memory, page_bytes, err), free_memory);
-    SW_TRY_GOTO(
-        status,
-        sw_peers_memory_register(c->peers, made->memory, size_bytes, &made->registered, err),
-        free_memory);
     made->next = c->regions;
     c->regions = made;
     *region = made;
@@ -97,18 +99,27 @@ free_region:
     return status;
 }
 
+sw_status sw_device_region_register(sw_device_region *r, bool as_window, sw_error *err)
+{
+    if (r->registered.handle || !r->comm->peers)
+        SW_FAIL(err, SW_E_STATE, "device region: %s",
+                r->comm->peers ? "it is registered already" : "its communicator was closed");
+    return sw_peers_memory_register(r->comm->peers, r->memory, r->size_bytes, as_window,
+                                    &r->registered, err);
+}
+
 sw_status sw_device_region_deregister(sw_device_region *r, sw_error *err)
 {
-    void *registered = r->registered;
-    if (!registered)
+    const sw_registration registered = r->registered;
+    if (!registered.handle)
         return SW_OK;
     if (!sw_device_region_is_registered(r)) { /* the communicator's end did it */
-        r->registered = NULL;
+        r->registered = (sw_registration){0};
         return SW_OK;
     }
     SW_TRY(pass(r->comm, r->comm->stream, "the last operation on registered memory", err));
-    r->registered = NULL;
-    sw_status status = sw_peers_memory_deregister(r->comm->peers, registered, err);
+    r->registered = (sw_registration){0};
+    sw_status status = sw_peers_memory_deregister(r->comm->peers, &registered, err);
     r->is_stuck = status != SW_OK && !sw_peers_has_failed(r->comm->peers);
     return status;
 }
@@ -140,7 +151,7 @@ void sw_device_region_destroy(sw_device_region *r)
         return;
     if (is_unused(r)) {
         sw_nccl_memory_free(&r->comm->library, r->comm->device, r->memory);
-    } else if (r->registered) { /* still to be deregistered, once the stream allows */
+    } else if (r->registered.handle) { /* still to be deregistered, once the stream allows */
         r->is_lost = true;
         sw_device_region_drop(r);
         return;
@@ -164,7 +175,7 @@ void sw_device_regions_collect(sw_device_comm *c)
             continue;
         if (!r->is_lost)
             sw_device_region_destroy(r);
-        else if (sw_device_region_deregister(r, NULL) == SW_OK || !r->registered)
+        else if (sw_device_region_deregister(r, NULL) == SW_OK || !r->registered.handle)
             forget(r);
     }
 }

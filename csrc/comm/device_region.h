@@ -15,17 +15,22 @@
 
 typedef struct sw_device_region sw_device_region;
 
-/* This rank alone; whole pages, of a connected communicator, which outlives it. peers.h says what
- * all ranks agree on before they use it. Contents are undefined. `user`: the stream of the caller's
- * last use before destroy. SW_E_UNSUPPORTED: the transport, or its NCCL, registers nothing;
- * SW_E_DEVICE. */
+/* This rank alone; whole pages, of a connected communicator, which outlives it. Nothing is
+ * registered yet. Contents are undefined. `user`: the stream of the caller's last use before
+ * destroy. SW_E_UNSUPPORTED: the transport, or its NCCL, registers nothing; SW_E_DEVICE. */
 SW_MUST_USE sw_status sw_device_region_create(sw_device_comm *comm, size_t size_bytes,
                                               sw_stream *user, sw_device_region **region,
                                               sw_error *err);
 
+/* Register it once: peers.h says what all ranks agree on before they use it, and which failures end
+ * the communicator. SW_E_STATE if it is registered. */
+SW_MUST_USE sw_status sw_device_region_register(sw_device_region *region, bool as_window,
+                                                sw_error *err);
+
 void *sw_device_region_memory(const sw_device_region *region);
 /* False once it was deregistered, or its communicator has ended. */
 bool sw_device_region_is_registered(const sw_device_region *region);
+bool sw_device_region_is_window(const sw_device_region *region);
 
 /* Keep the memory as plain memory. Waits for the communicator's stream. */
 SW_MUST_USE sw_status sw_device_region_deregister(sw_device_region *region, sw_error *err);

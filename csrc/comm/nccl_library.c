@@ -13,7 +13,7 @@ static const sw_library_symbol symbols[] = {
 
 static const sw_library_symbol newer_symbols[] = {
 #define SYMBOL(name, parameters) {#name, offsetof(sw_nccl_table, name)},
-    SW_NCCL_NEWER_FUNCTIONS(SYMBOL)
+    SW_NCCL_NEWER_FUNCTIONS(SYMBOL) SW_NCCL_NEWEST_FUNCTIONS(SYMBOL)
 #undef SYMBOL
 };
 

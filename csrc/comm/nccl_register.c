@@ -90,11 +90,33 @@ static sw_status decide(nccl_comm *comm, sw_nccl_result result, const char *what
     return result == SW_NCCL_SUCCESS ? SW_OK : refuse(comm, result, what, err);
 }
 
-/* One of the two calls: registers if `registered` is NULL. */
-static sw_status call(nccl_comm *comm, void *memory, size_t size_bytes, void *registered,
-                      void **made, sw_error *err)
+bool sw_nccl_has_windows(const sw_nccl_library *nccl)
 {
-    const char *what = registered ? "deregistering memory" : "registering memory";
+    return nccl->version >= SW_NCCL_WINDOW_VERSION && nccl->call.ncclCommWindowRegister &&
+           nccl->call.ncclCommWindowDeregister;
+}
+
+typedef struct request {
+    void *memory; /* to register; NULL: deregister */
+    size_t size_bytes;
+    sw_registration *made;
+} request;
+
+static sw_nccl_result issue(nccl_comm *comm, const request *r)
+{
+    const sw_nccl_table *nccl = &comm->library->call;
+    sw_registration *made = r->made;
+    if (made->is_window)
+        return r->memory ? nccl->ncclCommWindowRegister(comm->handle, r->memory, r->size_bytes,
+                                                        &made->handle, SW_NCCL_WIN_COLL_SYMMETRIC)
+                         : nccl->ncclCommWindowDeregister(comm->handle, made->handle);
+    return r->memory ? nccl->ncclCommRegister(comm->handle, r->memory, r->size_bytes, &made->handle)
+                     : nccl->ncclCommDeregister(comm->handle, made->handle);
+}
+
+static sw_status call(nccl_comm *comm, const request *r, sw_error *err)
+{
+    const char *what = r->memory ? "registering memory" : "deregistering memory";
     sw_device *device = comm->base.device;
     sw_device_visit visit;
     sw_nccl_result result = SW_NCCL_SUCCESS;
@@ -102,34 +124,49 @@ static sw_status call(nccl_comm *comm, void *memory, size_t size_bytes, void *re
     SW_TRY(device->ops->enter(device, &visit, err));
     bool is_there = enter(comm);
     if (is_there) {
-        result = registered
-                     ? comm->library->call.ncclCommDeregister(comm->handle, registered)
-                     : comm->library->call.ncclCommRegister(comm->handle, memory, size_bytes, made);
+        result = issue(comm, r);
         leave(comm);
     }
     device->ops->leave(device, &visit);
     return is_there ? decide(comm, result, what, err) : sw_ending_await(&comm->base.ending, err);
 }
 
-sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, void **registered,
-                           sw_error *err)
+/* Peers that wait in the collective get the reason for which this rank fails in it. */
+static sw_status make_window(sw_peers *peers, const request *r, sw_error *err)
 {
-    void *made = NULL;
+    sw_error reason;
+    sw_status status = call((nccl_comm *)(void *)peers, r, &reason);
+    if (status == SW_OK)
+        return SW_OK;
+    return sw_peers_fail(peers, &reason, err);
+}
+
+sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, bool as_window,
+                           sw_registration *made, sw_error *err)
+{
+    sw_registration found = {.is_window = as_window};
+    const request r = {.memory = memory, .size_bytes = size_bytes, .made = &found};
     if (peers->is_borrowed)
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "NCCL on rank %d of %d: memory cannot be registered with a borrowed communicator",
                 peers->rank, peers->world_size);
-    SW_TRY(call((nccl_comm *)(void *)peers, memory, size_bytes, NULL, &made, err));
-    if (!made)
+    if (as_window)
+        SW_TRY(make_window(peers, &r, err));
+    if (!found.handle) {
+        found.is_window = false;
+        SW_TRY(call((nccl_comm *)(void *)peers, &r, err));
+    }
+    if (!found.handle)
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "NCCL on rank %d of %d declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, or "
                 "peers that are reached by copies alone)",
                 peers->rank, peers->world_size, size_bytes);
-    *registered = made;
+    *made = found;
     return SW_OK;
 }
 
-sw_status sw_nccl_deregister(sw_peers *peers, void *registered, sw_error *err)
+sw_status sw_nccl_deregister(sw_peers *peers, const sw_registration *made, sw_error *err)
 {
-    return call((nccl_comm *)(void *)peers, NULL, 0, registered, NULL, err);
+    sw_registration given = *made;
+    return call((nccl_comm *)(void *)peers, &(request){.made = &given}, err);
 }

@@ -26,6 +26,11 @@
 
 typedef struct sw_peers sw_peers;
 
+typedef struct sw_registration {
+    void *handle; /* NULL: nothing is registered */
+    bool is_window;
+} sw_registration;
+
 typedef struct sw_peers_ops {
     /* Operations between begin and end are one operation of the stream, all of one stream. Each
      * begin that succeeded needs its end, also after a failure in between. */
@@ -62,11 +67,13 @@ typedef struct sw_peers_ops {
     /* This rank alone: later operations may read and write `memory` in place, without copies of the
      * transport. It is sw_nccl_memory_alloc's, and all ranks pass it to the same operations at the
      * same offset, or none does. SW_E_UNSUPPORTED if the transport cannot register. A failure
-     * leaves the transport unchanged. */
-    sw_status (*memory_register)(sw_peers *peers, void *memory, size_t size_bytes,
-                                 void **registered, sw_error *err);
+     * leaves the transport unchanged. `as_window`, a collective with one size on all ranks, makes a
+     * window, or registers plainly where no rank can have windows. Its failure ends the transport,
+     * because other ranks wait. */
+    sw_status (*memory_register)(sw_peers *peers, void *memory, size_t size_bytes, bool as_window,
+                                 sw_registration *made, sw_error *err);
     /* The host has waited for the last operation on it. On failure the memory stays in use. */
-    sw_status (*memory_deregister)(sw_peers *peers, void *registered, sw_error *err);
+    sw_status (*memory_deregister)(sw_peers *peers, const sw_registration *made, sw_error *err);
     /* Return its failure, if any, without waiting. */
     sw_status (*check)(sw_peers *peers, sw_error *err);
     /* Called after a failure, once its ranks' hosts are notified: release the waits on this GPU,
@@ -156,14 +163,16 @@ static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel
 }
 
 static inline sw_status sw_peers_memory_register(sw_peers *t, void *memory, size_t size_bytes,
-                                                 void **registered, sw_error *err)
+                                                 bool as_window, sw_registration *made,
+                                                 sw_error *err)
 {
-    return t->ops->memory_register(t, memory, size_bytes, registered, err);
+    return t->ops->memory_register(t, memory, size_bytes, as_window, made, err);
 }
 
-static inline sw_status sw_peers_memory_deregister(sw_peers *t, void *registered, sw_error *err)
+static inline sw_status sw_peers_memory_deregister(sw_peers *t, const sw_registration *made,
+                                                   sw_error *err)
 {
-    return t->ops->memory_deregister(t, registered, err);
+    return t->ops->memory_deregister(t, made, err);
 }
 
 static inline sw_status sw_peers_check(sw_peers *t, sw_error *err)

@@ -369,20 +369,21 @@ static void slot_destroy(sw_peers *base)
 }
 
 /* Slots are the only memory that peers reach. */
-static sw_status slot_memory_register(sw_peers *t, void *memory, size_t size_bytes,
-                                      void **registered, sw_error *err)
+static sw_status slot_memory_register(sw_peers *t, void *memory, size_t size_bytes, bool as_window,
+                                      sw_registration *made, sw_error *err)
 {
     (void)memory;
-    (void)registered;
+    (void)as_window;
+    (void)made;
     SW_FAIL(err, SW_E_UNSUPPORTED,
             "slots (%s): %zu bytes cannot be registered: slots copy all data, only NCCL uses "
             "registered memory",
             t->name, size_bytes);
 }
 
-static sw_status slot_memory_deregister(sw_peers *t, void *registered, sw_error *err)
+static sw_status slot_memory_deregister(sw_peers *t, const sw_registration *made, sw_error *err)
 {
-    (void)registered;
+    (void)made;
     SW_FAIL(err, SW_E_STATE, "slots (%s): nothing is registered", t->name);
 }
 

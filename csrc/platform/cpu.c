@@ -55,6 +55,13 @@ bool sw_cpu_has_avx2_f16c_fma(void)
     return has(LEAF1_ECX_AVX | LEAF1_ECX_F16C | LEAF1_ECX_FMA, LEAF7_EBX_AVX2, STATE_YMM);
 }
 
+bool sw_cpu_is_amd(void)
+{
+    uint32_t eax, ebx = 0, ecx = 0, edx = 0; /* "AuthenticAMD" */
+    return __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == 0x68747541u && edx == 0x69746e65u &&
+           ecx == 0x444d4163u;
+}
+
 bool sw_cpu_has_avx512(void)
 {
     uint32_t leaf7_ebx = LEAF7_EBX_AVX512VL | LEAF7_EBX_AVX2 | LEAF7_EBX_AVX512F |
@@ -70,6 +77,11 @@ bool sw_cpu_has_sse42(void)
 }
 
 bool sw_cpu_has_avx2_f16c_fma(void)
+{
+    return false;
+}
+
+bool sw_cpu_is_amd(void)
 {
     return false;
 }

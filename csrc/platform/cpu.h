@@ -17,6 +17,10 @@ bool sw_cpu_has_sse42(void);
 /* AVX2, F16C and FMA. */
 bool sw_cpu_has_avx2_f16c_fma(void);
 
+/* AMD's hardware prefetchers keep up with several streams, and software prefetches slow them down.
+ */
+bool sw_cpu_is_amd(void);
+
 /* AVX-512 F, BW, VL and DQ; implies sw_cpu_has_avx2_f16c_fma(). */
 bool sw_cpu_has_avx512(void);
 

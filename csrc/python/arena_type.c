@@ -32,7 +32,7 @@ static uint8_t dl_code(sw_dtype dtype)
 
 static void managed_delete(dl_managed_tensor *managed)
 {
-    if (Py_IsInitialized()) { /* else the process is ending: leave the pages to the kernel */
+    if (Py_IsInitialized()) { /* while the interpreter ends, the kernel frees the pages */
         PyGILState_STATE gil = PyGILState_Ensure();
         Py_DECREF((PyObject *)managed->context);
         PyGILState_Release(gil);
@@ -42,7 +42,7 @@ static void managed_delete(dl_managed_tensor *managed)
 
 static void capsule_delete(PyObject *capsule)
 {
-    /* A consumer renames the capsule when it takes the tensor over. */
+    /* A consumer renames the capsule when it takes ownership of the tensor. */
     if (PyCapsule_IsValid(capsule, "dltensor")) {
         dl_managed_tensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
         managed->deleter(managed);

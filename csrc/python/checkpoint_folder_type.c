@@ -1,4 +1,4 @@
-/* checkpoint_folder_type.c - shardwright._engine.CheckpointFolder: a checkpoint to read from. */
+/* checkpoint_folder_type.c - shardwright._engine.CheckpointFolder: an open checkpoint. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,7 +15,8 @@
 typedef struct folder_object {
     PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
-    sw_catalog catalog; /* of what is small; empty until it was read or received */
+    PyObject *files;    /* owned; path -> bytes, NULL until it is asked for */
+    sw_catalog catalog; /* the contents of small files; empty until read or received */
 } folder_object;
 
 static PyObject *fail(PyObject *op, const sw_error *err)
@@ -23,7 +24,7 @@ static PyObject *fail(PyObject *op, const sw_error *err)
     return sw_py_raise_checkpoint(sw_py_state_of(op), err);
 }
 
-/* Takes the manifest and the catalog over. */
+/* Takes ownership of the manifest and the catalog. */
 static PyObject *make_folder(PyTypeObject *type, const char *path, sw_manifest *manifest,
                              sw_catalog *catalog)
 {
@@ -118,12 +119,13 @@ static void folder_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     sw_manifest_fini(&self->manifest);
     sw_catalog_fini(&self->catalog);
+    Py_XDECREF(self->files);
     free(self->path);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
     Py_DECREF(type);
 }
 
-/* (path, begin, nbytes, address, undo) */
+/* Parses (path, begin, nbytes, address, undo). */
 static int parse_load_range(const folder_object *self, PyObject *item, sw_load_range *range)
 {
     const char *path;
@@ -177,7 +179,7 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Bytes [0, size) of a file in malloc'ed memory, out of the catalog where it has them. */
+/* Reads bytes [0, size) of a file into malloc'ed memory, from the catalog if it holds them. */
 static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes,
                            uint8_t **data, sw_error *err)
 {
@@ -210,7 +212,9 @@ static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
     size_t size_bytes = file ? (size_t)file->size_bytes : 0;
     Py_BEGIN_ALLOW_THREADS
-    status = read_part(self, path, size_bytes, &data, &err);
+    status = file ? sw_checkpoint_check_values(self->path, file, &err) : SW_OK;
+    if (status == SW_OK)
+        status = read_part(self, path, size_bytes, &data, &err);
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return fail(op, &err);
@@ -307,11 +311,9 @@ static PyObject *folder_tensors(PyObject *op, PyObject *args)
     return Py_BuildValue("(NN)", metadata, tensors);
 }
 
-static PyObject *folder_get_files(PyObject *op, void *unused)
+static PyObject *build_files(const sw_manifest *manifest)
 {
-    const sw_manifest *manifest = &((folder_object *)op)->manifest;
     PyObject *files = PyDict_New();
-    (void)unused;
     for (size_t i = 0; files && i < manifest->file_count; ++i) {
         PyObject *size = PyLong_FromUnsignedLongLong(manifest->files[i].size_bytes);
         if (!size || PyDict_SetItemString(files, manifest->files[i].path, size) < 0)
@@ -319,6 +321,17 @@ static PyObject *folder_get_files(PyObject *op, void *unused)
         Py_XDECREF(size);
     }
     return files;
+}
+
+/* Callers read it: loops over blocks ask for it in each turn. */
+static PyObject *folder_get_files(PyObject *op, void *unused)
+{
+    folder_object *self = (folder_object *)op;
+    (void)unused;
+    if (!self->files)
+        self->files = build_files(&self->manifest);
+    Py_XINCREF(self->files);
+    return self->files;
 }
 
 static PyObject *folder_checksums(PyObject *op, PyObject *args)
@@ -416,6 +429,22 @@ static PyObject *folder_identity(PyObject *type, PyObject *args)
     return PyUnicode_FromString(identity);
 }
 
+static PyObject *folder_find(PyObject *type, PyObject *args)
+{
+    const char *path;
+    char found[SW_PATH_BYTES];
+    bool stands;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "s:find", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    stands = sw_checkpoint_stands(path, found);
+    Py_END_ALLOW_THREADS
+    if (!stands)
+        Py_RETURN_NONE;
+    return PyUnicode_FromString(found);
+}
+
 static PyObject *folder_lock(PyObject *type, PyObject *args)
 {
     const char *path;
@@ -502,6 +531,10 @@ static PyMethodDef folder_methods[] = {
     {"catalog", folder_catalog, METH_VARARGS,
      "catalog($self, paths, /)\n--\n\nThe manifest, headers of safetensors files and other files "
      "whole."},
+    {"find", folder_find, METH_VARARGS | METH_CLASS,
+     "find($type, path, /)\n--\n\nReturn where the checkpoint `path` is, by the name of its "
+     "manifest: "
+     "there or under its replaced name; None for neither."},
     {"identity", folder_identity, METH_VARARGS | METH_CLASS,
      "identity($type, path, /)\n--\n\nReturn a text that identifies what lies there now; '' for "
      "nothing."},

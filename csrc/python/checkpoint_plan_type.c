@@ -1,5 +1,5 @@
-/* checkpoint_plan_type.c - shardwright._engine.CheckpointPlan: names, shapes and sizes in, files
- * and places out. */
+/* checkpoint_plan_type.c - shardwright._engine.CheckpointPlan: maps tensors' names, shapes and
+ * sizes to files and offsets. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,11 +9,11 @@
 #include "platform/file.h"
 #include "python/engine.h"
 
-typedef struct plan_input { /* what sw_plan_create() borrows while it runs; the strings live in
-                               Python objects */
+/* Borrowed by sw_plan_create() while it runs. Python objects own the strings. */
+typedef struct plan_input {
     sw_plan_group *groups;
     sw_plan_text *texts;
-    sw_plan_tensor **tensors; /* a list a group */
+    sw_plan_tensor **tensors; /* one list per group */
     size_t group_count, text_count;
 } plan_input;
 
@@ -186,7 +186,7 @@ static PyObject *plan_files(PyObject *op, PyObject *unused)
     return files;
 }
 
-/* Flags of the sources that ranges touch. */
+/* Sets the flag of each source that a range touches. */
 static void mark_needed(const sw_plan *plan, const sw_plan_range *ranges, size_t count,
                         bool *needed)
 {
@@ -250,7 +250,7 @@ static PyObject *plan_create_files(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* [(begin, nbytes)]; NULL with a Python error. */
+/* Parses [(begin, nbytes)]. Returns NULL with an exception. */
 static sw_write_range *read_ranges(PyObject *list)
 {
     Py_ssize_t count = PyList_Size(list);
@@ -319,7 +319,7 @@ static PyObject *plan_sync(PyObject *type, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* What ranks have written; -1 with a Python error, or *err set. */
+/* Merges the lists of what ranks wrote. Returns -1 with an exception, or sets *err. */
 static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
 {
     for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {

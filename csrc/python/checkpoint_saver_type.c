@@ -1,5 +1,5 @@
-/* checkpoint_saver_type.c - shardwright._engine.CheckpointSaver: arguments in, one call of the
- * saver, errors out. */
+/* checkpoint_saver_type.c - shardwright._engine.CheckpointSaver: parses arguments, calls the saver,
+ * raises its errors. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -12,13 +12,13 @@
 typedef struct saver_object {
     PyObject_HEAD sw_channel channel;
     sw_saver *saver;        /* owned; NULL once closed */
-    PyObject *arena;        /* owned; the channel's pages, NULL where there is one rank */
-    PyObject *shared, *own; /* owned plans of the present save */
+    PyObject *arena;        /* owned; the channel's pages; NULL at world size 1 */
+    PyObject *shared, *own; /* owned; plans of the current save */
     long owner_pid;
-    bool in_use; /* a thread is inside of a call that only one may be in */
+    bool in_use; /* a thread is inside a call that excludes others */
 } saver_object;
 
-typedef struct request_memory { /* what a request borrows; the strings live in Python objects */
+typedef struct request_memory { /* borrowed by a request; Python objects own the strings */
     sw_save_source *shared, *own;
     bool *is_eager;
     const char **stale, **retired;
@@ -56,7 +56,8 @@ static bool is_free(saver_object *self)
 
 enum { NAP_NS = 1000 * 1000 };
 
-/* Until the other thread's call has ended, or about that many naps. What ends it needs the GIL. */
+/* Waits until the other thread's call has ended, for at most about `naps` sleeps. Releases the GIL,
+ * which that call needs to end. */
 static void wait_until_free(const saver_object *self, int naps)
 {
     for (; self->in_use && naps > 0; --naps) {
@@ -66,7 +67,7 @@ static void wait_until_free(const saver_object *self, int naps)
     }
 }
 
-/* Of everything but progress and cancel; true: leave() follows. */
+/* Begins any call but progress and cancel. The caller calls leave() if it returns true. */
 static bool enter(saver_object *self)
 {
     if (!is_usable(self) || !is_free(self))
@@ -80,7 +81,7 @@ static void leave(saver_object *self)
     self->in_use = false;
 }
 
-/* Each rank's host; NULL with a Python error. */
+/* Reads each rank's host. Returns NULL with an exception. */
 static int *read_hosts(PyObject *list, int world_size)
 {
     if (!PyList_Check(list) || PyList_Size(list) != world_size) {
@@ -105,7 +106,7 @@ static int *read_hosts(PyObject *list, int world_size)
     return hosts;
 }
 
-/* The control pages of the ranks of this host; NULL with a Python error. */
+/* Finds the control pages of the ranks of this host. Returns NULL with an exception. */
 static uint8_t **read_pages(engine_state *state, PyObject *arena, int rank, int world_size)
 {
     const arena_object *memory = (arena_object *)arena;
@@ -176,8 +177,7 @@ static void close_saver(saver_object *self)
     sw_saver *saver = self->saver;
     self->saver = NULL;
     if (saver &&
-        getpid() ==
-            self->owner_pid) { /* a forked child has no such threads: it leaves the memory alone */
+        getpid() == self->owner_pid) { /* a forked child lacks its threads: it frees nothing */
         Py_BEGIN_ALLOW_THREADS
         sw_saver_destroy(saver);
         Py_END_ALLOW_THREADS
@@ -209,7 +209,7 @@ static PyObject *saver_close(PyObject *op, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* A list of (source, begin, nbytes, address, eager, on_device); `is_eager` may be NULL. */
+/* Parses a list of (source, begin, nbytes, address, eager, on_device). `is_eager` may be NULL. */
 static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eager)
 {
     Py_ssize_t count = PyList_Size(list);
@@ -264,7 +264,7 @@ static int read_strings(PyObject *list, const char ***strings)
 
 static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
 {
-    if (plan == Py_None && PyList_Size(sources) == 0) /* nothing of this rank's own */
+    if (plan == Py_None && PyList_Size(sources) == 0) /* this rank has no state of its own */
         return 0;
     if (Py_TYPE(plan) != state->plan_type) {
         PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
@@ -275,7 +275,7 @@ static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_
     return 0;
 }
 
-/* (DeviceStage, the stream that wrote what is on the device), or None. */
+/* Parses None, or (DeviceStage, the stream that wrote the sources on the device). */
 static int read_stage(engine_state *state, PyObject *pair, sw_save_request *request)
 {
     PyObject *stage, *stream;
@@ -367,7 +367,7 @@ static PyObject *saver_warm(PyObject *op, PyObject *args)
     unsigned long long bytes;
     if (!PyArg_ParseTuple(args, "K:warm", &bytes) || !is_usable(self))
         return NULL;
-    /* without it the first save takes longer, and that is all */
+    /* a failure costs only time in the first save */
     return PyBool_FromLong(sw_saver_warm(self->saver, bytes, NULL) == SW_OK);
 }
 
@@ -400,7 +400,7 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
         return NULL;
     if (!(timeout_s >= 0 && timeout_s <= 1e9))
         return PyErr_Format(PyExc_ValueError, "wait: timeout_s must be in [0, 1e9] seconds");
-    /* It looks and sleeps in turns: a step of another thread's may have to protect() meanwhile. */
+    /* The wait polls, so that another thread can enter protect() between two looks. */
     int64_t until_ns = sw_clock_now_ns() + (int64_t)(timeout_s * 1e9);
     for (bool was_free = false;; was_free = false) {
         if (!is_usable(self))
@@ -431,7 +431,7 @@ static PyObject *saver_fail(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !enter(self))
         return NULL;
     (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
-    Py_BEGIN_ALLOW_THREADS /* over hosts it may have to be said again */
+    Py_BEGIN_ALLOW_THREADS /* over hosts the message may have to be sent again */
     sw_saver_fail(self->saver, number, &reason);
     Py_END_ALLOW_THREADS
     leave(self);

@@ -1,5 +1,5 @@
-/* comm_join.c - how a HostComm joins its peers: connect() those of its host, extend() those of
- * other hosts, by a map of hosts and a wire between their carriers. */
+/* comm_join.c - how a HostComm joins its peers: connect() joins those of its host; extend() joins
+ * other hosts, given a map of hosts and a wire between their carriers. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -7,10 +7,10 @@
 #include "comm/shm.h"
 #include "python/engine.h"
 
-/* What connect() was given, read before anything is joined. */
+/* The arguments of connect(), all read before the rank joins. */
 typedef struct join_request {
-    PyObject *addresses, *hosts; /* owned lists, of the members */
-    const char **address;        /* owned; the texts belong to the list */
+    PyObject *addresses, *hosts; /* owned; one entry per member */
+    const char **address;        /* owned; the lists own the strings */
     int *members;                /* owned; NULL: all ranks */
     int count;
 } join_request;
@@ -23,7 +23,8 @@ static void join_request_fini(join_request *request)
     free(request->members);
 }
 
-/* `count` integers of a sequence; NULL with an exception. Owned by the caller. */
+/* Reads a sequence of integers into an array that the caller owns. Returns NULL with an exception.
+ */
 static int *read_numbers(PyObject *sequence, Py_ssize_t *count)
 {
     PyObject *list = PySequence_List(sequence);
@@ -41,7 +42,7 @@ static int *read_numbers(PyObject *sequence, Py_ssize_t *count)
     return made;
 }
 
-/* The ranks of this host: ascending, this rank among them. */
+/* Reads the ranks of this host, which are ascending and include this one. */
 static int read_members(join_request *request, int rank, int world_size, PyObject *members)
 {
     Py_ssize_t count;
@@ -88,7 +89,7 @@ static int read_addresses(join_request *request, PyObject *addresses, PyObject *
     return 0;
 }
 
-/* The host name of each rank, empty for ranks of other hosts. NULL with an exception. */
+/* Returns the host name of each rank, empty for ranks of other hosts; NULL with an exception. */
 static PyObject *hosts_by_rank(const join_request *request, int world_size)
 {
     if (!request->members) {
@@ -114,8 +115,8 @@ static void set_hosts(comm_object *self, PyObject *hosts)
     Py_XDECREF(before);
 }
 
-/* Joins the ranks of this host. No other thread sees the communicator while it joins: hooks may
- * run, and close() may ask for the end. */
+/* Joins the ranks of this host. No other thread can use the communicator meanwhile, but hooks may
+ * run, and close() may ask it to stop. */
 static sw_status join_host(comm_object *self, const join_request *request, const uint8_t *secret,
                            sw_error *err)
 {
@@ -178,7 +179,7 @@ PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)
     return finish_join(self, status, &err);
 }
 
-/* The host name of each rank, as the carriers introduced them. NULL with an exception. */
+/* Returns the host name of each rank as the carriers exchanged them; NULL with an exception. */
 static PyObject *introduced_hosts(const sw_comm *comm)
 {
     const sw_host_map *map = sw_hier_comm_map(comm);
@@ -198,7 +199,7 @@ static PyObject *introduced_hosts(const sw_comm *comm)
     return made;
 }
 
-/* Joins the other hosts: `wire` is given up. Nothing is left of the communicator on failure. */
+/* Joins the other hosts and takes ownership of `wire`. On failure the communicator is destroyed. */
 static sw_status join_hosts(comm_object *self, const int *host_of, const char *host,
                             const sw_wire *wire, sw_error *err)
 {
@@ -207,7 +208,7 @@ static sw_status join_hosts(comm_object *self, const int *host_of, const char *h
     sw_status status;
     snprintf(own.host, sizeof own.host, "%s", host);
     self->comm = NULL;
-    self->connected = false; /* close() beside it lets it go, as beside connect() */
+    self->connected = false; /* a concurrent close() stops it, as it stops connect() */
     Py_BEGIN_ALLOW_THREADS
     status =
         sw_hier_comm_create(inside, self->rank, self->world_size, host_of, &own, wire, &whole, err);
@@ -253,6 +254,6 @@ PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs)
     if (by_rank)
         set_hosts(self, by_rank);
     else
-        PyErr_Clear(); /* messages lack the names; a failure is raised below */
+        PyErr_Clear(); /* only messages lose the names; real failures are raised below */
     return finish_join(self, status, &err);
 }

@@ -1,4 +1,5 @@
-/* comm_type.c - shardwright._engine.HostComm: arguments in, one call of the engine, errors out. */
+/* comm_type.c - shardwright._engine.HostComm: parses arguments, calls the engine, raises its
+ * errors. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -9,7 +10,7 @@
 #include "comm/shm.h"
 #include "python/engine.h"
 
-/* Signals; and close() beside connect(), which nothing else would end. */
+/* Reports signals, and a close() beside connect(), which nothing else could stop. */
 static bool is_interrupted(void *context)
 {
     comm_object *self = context;
@@ -94,8 +95,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-/* The thread that is inside is let go, and the communicator ends when it is out; as it does at once
- * where none is. */
+/* Destroys the communicator once no thread is inside; a thread that waits inside is woken first. */
 static void close_comm(comm_object *self)
 {
     if (self->closed || (!self->comm && !self->in_use))
@@ -183,7 +183,8 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
     if (!made)
         self->comm->ops->arena_destroy(self->comm, arena);
-    sw_py_comm_leave(self); /* after it: the arena keeps a communicator that was closed meanwhile */
+    /* Last, since the arena keeps a communicator that was closed meanwhile alive. */
+    sw_py_comm_leave(self);
     return made;
 }
 
@@ -243,9 +244,9 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     return sw_py_comm_finish(self, status, &err);
 }
 
-/* Issues one all_gather a range, and waits for the last: ranges is a list of (offset_bytes,
- * nbytes). All of them are looked at before one is issued, which would go on reading what it
- * borrows when a later one is refused. -1 with an exception for a range that is none. */
+/* Issues one all_gather per (offset_bytes, nbytes) of `ranges` and waits for the last. Every range
+ * is checked before the first is issued: an operation under way would go on reading borrowed memory
+ * after a later range was refused. Returns -1 with an exception for an invalid range. */
 static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, sw_status *status,
                          sw_error *err)
 {
@@ -388,7 +389,7 @@ static PyObject *comm_broadcast(PyObject *op, PyObject *args)
     return sw_py_comm_finish(self, status, &err);
 }
 
-/* The first message carries the length and, where it fits, the data: short ones need no second. */
+/* The first message carries the length and as much data as fits, so short data needs no second. */
 enum { INLINE_BYTES = 1016 };
 
 typedef struct envelope {
@@ -398,7 +399,7 @@ typedef struct envelope {
 
 typedef struct gathered {
     envelope *envelopes;   /* owned, world_size */
-    uint8_t *padded, *all; /* owned; when some rank's data is longer than an envelope */
+    uint8_t *padded, *all; /* owned; used if some rank's data does not fit an envelope */
     size_t longest;
 } gathered;
 
@@ -476,7 +477,7 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
                  self->rank, text);
-    if (is_beside) { /* the thread that is inside is let go, and may close it meanwhile */
+    if (is_beside) { /* the thread inside is woken, and may close the communicator meanwhile */
         sw_py_comm_acquire(self);
         sw_comm_request_end(self->comm, &reason);
         sw_py_comm_release(self);
@@ -566,7 +567,7 @@ static PyObject *comm_get_end_reason(PyObject *op, void *unused)
     sw_error err;
     (void)unused;
     if (!sw_py_comm_is_own(
-            self)) /* nor is a lock asked for that a thread of the parent's may have held */
+            self)) /* a forked child asks for no lock that a thread of its parent may have held */
         return PyUnicode_FromString("this process was forked from the one that joined");
     if (!self->comm || self->closed || !self->connected ||
         self->comm->ops->look(self->comm, true, &err) == SW_OK)

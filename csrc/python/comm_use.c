@@ -25,14 +25,14 @@ void sw_py_comm_release(comm_object *self)
         return;
     self->comm = NULL;
     self->group = NULL;
-    Py_BEGIN_ALLOW_THREADS /* a carrier's last words need the GIL */
+    Py_BEGIN_ALLOW_THREADS /* the carrier's last message needs the GIL */
     comm->ops->destroy(comm);
     sw_local_group_destroy(group);
     Py_END_ALLOW_THREADS
 }
 
-/* A thread soon leaves a communicator that has ended. A caller that asks for the reason, like the
- * thread that watches a GPU, therefore waits and is no second user. */
+/* Waits for the thread inside a communicator that has failed, which leaves soon. A caller that asks
+ * for the reason, like the thread that watches a GPU, is then not a second user. */
 static void wait_for_leavers(const comm_object *self)
 {
     for (int look = 0; look < LEAVER_POLLS && self->in_use && !self->closed && self->comm &&
@@ -47,7 +47,7 @@ static void wait_for_leavers(const comm_object *self)
 static const char OTHER_THREAD[] =
     "another thread is inside the communicator; one thread a rank issues its collectives";
 
-/* `why` not NULL: an exception with it. */
+/* Raises an exception with the text `why` unless that is NULL. */
 static bool enter(comm_object *self, const char *why)
 {
     if (why) {
@@ -62,8 +62,7 @@ static bool enter(comm_object *self, const char *why)
 bool sw_py_comm_enter(comm_object *self)
 {
     const char *why = NULL;
-    if (sw_py_comm_is_own(
-            self)) /* a thread that was inside when this process was forked is not in it */
+    if (sw_py_comm_is_own(self)) /* a thread that was inside at the fork does not exist here */
         wait_for_leavers(self);
     if (!sw_py_comm_is_own(self))
         why = "this process was forked from the one that joined the group; the engine works in "

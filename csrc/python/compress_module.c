@@ -64,7 +64,8 @@ static PyObject *block_encode(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Owned array of addresses; *count of them. NULL with an exception. */
+/* Reads a sequence of addresses into an array that the caller owns. Returns NULL with an exception.
+ */
 static void **addresses_of(PyObject *sequence, Py_ssize_t *count)
 {
     *count = PySequence_Size(sequence);
@@ -183,7 +184,7 @@ static PyObject *half_decode(PyObject *module, PyObject *args)
 typedef struct matrices {
     sw_powersgd *at; /* owned */
     Py_ssize_t count;
-    void **p, **q; /* owned; one address a matrix, or NULL */
+    void **p, **q; /* owned; one address per matrix, or NULL */
 } matrices;
 
 static void matrices_fini(matrices *all)
@@ -230,7 +231,7 @@ static bool read_addresses(PyObject *sequence, const char *name, Py_ssize_t want
     return *out && count == wanted;
 }
 
-/* (matrices, p, q) with as many of them as `format` says. */
+/* Parses (matrices, p, q), or the first of them, as `format` says. */
 static bool matrices_init(PyObject *module, PyObject *args, const char *format, matrices *all)
 {
     PyObject *rows, *p = NULL, *q = NULL;
@@ -257,7 +258,7 @@ static bool matrices_init(PyObject *module, PyObject *args, const char *format, 
     return ok;
 }
 
-/* One function of the module: `call` on each matrix i. */
+/* Defines a function of the module that runs `call` on each matrix i. */
 #define POWERSGD_FUNCTION(name, format, call)               \
     static PyObject *name(PyObject *module, PyObject *args) \
     {                                                       \

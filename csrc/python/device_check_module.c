@@ -1,6 +1,4 @@
-/* device_check_module.c - the module's functions that compare a GPU's kernels with their
- * references.
- */
+/* device_check_module.c - the module's functions that compare GPU kernels with their references. */
 #include <string.h>
 
 #include "kernels/kernel_cases.h"
@@ -8,7 +6,7 @@
 #include "python/device_object.h"
 
 static const int64_t TIMEOUT_NS = INT64_C(30) * 1000000000;
-static const char NAME_PREFIX[] = "sw_"; /* of a kernel's function in the image */
+static const char NAME_PREFIX[] = "sw_"; /* the prefix of a kernel's name in the image */
 
 static const char *kernel_name(int kernel)
 {

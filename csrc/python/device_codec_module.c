@@ -1,6 +1,6 @@
-/* device_codec_module.c - the module's functions that make GPU gradients small
- * (compress/device_codec.h). Addresses are integers; each call is enqueued on the stream given, and
- * none waits. */
+/* device_codec_module.c - the module's functions that compress GPU gradients
+ * (compress/device_codec.h). Addresses are integers. Each call enqueues work on the given stream
+ * and returns. */
 #include <stdlib.h>
 
 #include "compress/device_codec.h"
@@ -11,7 +11,7 @@ typedef struct codec_call {
     sw_device_blocks blocks;
 } codec_call;
 
-/* false with an exception. */
+/* Checks the codec's settings and enters the communicator. Returns false with an exception. */
 static bool begin(PyObject *module, PyObject *comm, Py_ssize_t block, int bits,
                   unsigned long long stream, codec_call *call)
 {

@@ -1,9 +1,10 @@
-/* device_comm_type.c - shardwright._engine.DeviceComm: a rank's GPU as Python sees it. */
+/* device_comm_type.c - shardwright._engine.DeviceComm: Python's view of a rank's GPU. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "comm/device_watch.h"
+#include "comm/nccl_register.h"
 #include "python/device_object.h"
 
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
@@ -14,7 +15,7 @@ bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 
 /* ---- life ---- */
 
-/* Of these ranks' hosts; it lives as long as it is asked. false with an exception. */
+/* Keeps the host communicator, which tells whether peers live. Returns false with an exception. */
 static bool keep_host(device_comm_object *self, PyObject *host)
 {
     if (host == Py_None || self->host)
@@ -38,12 +39,12 @@ static void drop_host(device_comm_object *self)
     ENGINE_CLEAR(self->host);
 }
 
-/* GPU memory is short: torch's allocator may have some that it does not use. */
+/* Asks torch's allocator to release cached memory, since GPU memory is short. */
 static void make_room(void *context)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace); /* of a caller that has the GIL */
+    PyErr_Fetch(&kind, &value, &trace); /* the exception of a caller that already holds the GIL */
     PyObject *done = PyObject_CallNoArgs(context);
     if (!done)
         PyErr_WriteUnraisable(context);
@@ -52,26 +53,26 @@ static void make_room(void *context)
     PyGILState_Release(gil);
 }
 
-static bool keep_room(device_comm_object *self, PyObject *callable, sw_device_room *room)
+/* An argument that may be None. false with an exception unless it fits. */
+static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted)
 {
-    if (callable == Py_None)
+    if (value == Py_None)
         return true;
-    if (!PyCallable_Check(callable)) {
-        PyErr_SetString(PyExc_TypeError, "DeviceComm: make_room must be callable, or None");
+    if (!fits) {
+        PyErr_Format(PyExc_TypeError, "DeviceComm: %s, or None", wanted);
         return false;
     }
-    Py_INCREF(callable);
-    Py_XDECREF(self->make_room);
-    self->make_room = callable;
-    *room = (sw_device_room){.make = make_room, .context = callable};
+    Py_INCREF(value);
+    Py_XDECREF(*slot);
+    *slot = value;
     return true;
 }
 
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal", "libcuda",  "libnccl", "packaged",  "cache",
-                            "nvrtc",   "builtins", "host",    "make_room", NULL};
-    PyObject *host = Py_None, *room = Py_None;
+    static char *names[] = {"ordinal",  "libcuda", "libnccl",   "packaged", "cache", "nvrtc",
+                            "builtins", "host",    "make_room", "beside",   NULL};
+    PyObject *host = Py_None, *room = Py_None, *beside = Py_None;
     device_comm_object *self = (device_comm_object *)op;
     sw_device_comm_config config = {0};
     sw_error err;
@@ -81,11 +82,18 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "i|$zzzzzzOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
+            args, kwargs, "i|$zzzzzzOOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
             &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
-            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room) ||
-        !keep_host(self, host) || !keep_room(self, room, &config.room))
+            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room, &beside) ||
+        !keep_host(self, host) ||
+        !keep(&self->make_room, room, PyCallable_Check(room), "make_room must be callable") ||
+        !keep((PyObject **)&self->beside, beside,
+              PyObject_TypeCheck(beside, sw_py_state_of(op)->device_comm_type),
+              "beside must be a DeviceComm"))
         return -1;
+    if (self->make_room)
+        config.room = (sw_device_room){.make = make_room, .context = self->make_room};
+    config.beside = self->beside ? self->beside->comm : NULL;
     config.host = self->host ? self->host->comm : NULL;
     self->owner_pid = getpid();
     Py_BEGIN_ALLOW_THREADS
@@ -97,7 +105,7 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return -1;
 }
 
-/* false with an exception: `what` needs a communicator that is open, and no call inside it. */
+/* Returns false with an exception unless `self` is open and no thread is inside. */
 static bool is_open_and_free(device_comm_object *self, const char *what)
 {
     if (!sw_py_device_wait_for_watch(self))
@@ -162,8 +170,8 @@ static PyObject *device_borrow(PyObject *op, PyObject *args)
     return sw_py_device_finish(self, status, &err);
 }
 
-/* The parts of the arena that belong to `members`, ranks of its group in the order of this
- * communicator's. NULL with an exception. */
+/* Finds the parts of the arena that belong to `members`: ranks of the arena's group in the order of
+ * this communicator. Returns NULL with an exception. */
 static uint8_t **parts_of(PyObject *arena, PyObject *members, size_t part_bytes)
 {
     const sw_arena *memory = ((arena_object *)arena)->arena;
@@ -238,10 +246,16 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     Py_END_ALLOW_THREADS
     free(part);
     if (status == SW_OK)
-        self->arena = arena; /* there was none: it was not connected */
+        self->arena = arena; /* an unconnected communicator had none */
     else
         Py_DECREF(arena);
     return sw_py_device_finish(self, status, &err);
+}
+
+/* By a thread inside it, or inside the communicator that it is beside. */
+static bool is_used(const device_comm_object *self)
+{
+    return self->use != DEVICE_FREE || (self->beside && self->beside->use == DEVICE_USED);
 }
 
 static PyObject *device_close(PyObject *op, PyObject *unused)
@@ -252,7 +266,7 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
         Py_RETURN_NONE;
     if (!sw_py_device_wait_for_watch(self))
         return NULL;
-    if (self->closed || self->use != DEVICE_FREE)
+    if (self->closed || is_used(self))
         Py_RETURN_NONE;
     self->closed = true;
     sw_py_device_take(self, DEVICE_USED);
@@ -261,7 +275,7 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
     Py_END_ALLOW_THREADS
     sw_py_device_leave(self);
     Py_CLEAR(self->arena);
-    if (PyErr_Occurred()) /* a signal's, while it waited */
+    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
         return NULL;
     Py_RETURN_NONE;
 }
@@ -276,14 +290,15 @@ static void destroy_comm(void *comm)
     sw_device_comm_destroy(comm);
 }
 
-/* No thread can be inside. */
+/* The last reference is gone, so no thread can be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    bool is_abandoned = false; /* to a thread that still looks at the host's communicator */
-    if (self->comm && sw_py_device_is_own(self)) { /* a forked child has no context: its calls would
-                                                      fail */
+    /* An abandoned watch thread still reads the host communicator. */
+    bool is_abandoned = false;
+    /* A forked child has no CUDA context, so its calls would fail. */
+    if (self->comm && sw_py_device_is_own(self)) {
         sw_py_destroy_quietly(disconnect_comm, self->comm);
         is_abandoned = self->comm->is_abandoned;
         sw_py_destroy_quietly(destroy_comm, self->comm);
@@ -292,6 +307,7 @@ static void device_dealloc(PyObject *op)
     if (!is_abandoned)
         drop_host(self);
     Py_XDECREF(self->make_room);
+    Py_XDECREF(self->beside);
     PyObject_Free(op);
     Py_DECREF(type);
 }
@@ -303,53 +319,39 @@ typedef struct range_list {
     size_t count;
 } range_list;
 
-/* (address, numel, dtype) each. */
-static bool read_ranges(PyObject *sequence, range_list *out)
+static bool read_range(PyObject *item, void *out)
 {
-    PyObject *held = PySequence_Tuple(sequence);
-    Py_ssize_t count = held ? PyTuple_Size(held) : 0;
-    *out = (range_list){.range = calloc((size_t)count + 1, sizeof *out->range),
-                        .count = (size_t)count};
-    for (Py_ssize_t i = 0; held && out->range && i < count; ++i) {
-        PyObject *item = PyTuple_GetItem(held, i), *address;
-        const char *dtype;
-        Py_ssize_t numel;
-        if (!PyTuple_Check(item) ||
-            !PyArg_ParseTuple(item, "Ons;a range is (address, numel, dtype)", &address, &numel,
-                              &dtype))
-            break;
-        out->range[i] = (sw_device_range){.data = PyLong_AsVoidPtr(address),
-                                          .numel = (size_t)numel,
-                                          .dtype = sw_dtype_from_name(dtype)};
-        if (PyErr_Occurred())
-            break;
-        if (numel < 0 || out->range[i].dtype == SW_DTYPE_COUNT) {
-            PyErr_Format(PyExc_ValueError,
-                         "a range must have numel >= 0 and a dtype that the engine moves, not %zd "
-                         "of %s",
-                         numel, dtype);
-            break;
-        }
-    }
-    if (held && !out->range)
-        PyErr_NoMemory();
-    else if (held && !PyErr_Occurred() && PyTuple_Size(held) == count) {
-        Py_DECREF(held);
-        return true;
-    }
-    Py_XDECREF(held);
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_TypeError, "a range is a tuple (address, numel, dtype)");
-    free(out->range);
-    return false;
+    PyObject *address;
+    const char *dtype;
+    Py_ssize_t numel;
+    if (!PyArg_ParseTuple(item, "Ons;a range is (address, numel, dtype)", &address, &numel, &dtype))
+        return false;
+    sw_device_range *range = out;
+    *range = (sw_device_range){.data = PyLong_AsVoidPtr(address),
+                               .numel = (size_t)numel,
+                               .dtype = sw_dtype_from_name(dtype)};
+    if (!PyErr_Occurred() && (numel < 0 || range->dtype == SW_DTYPE_COUNT))
+        PyErr_Format(PyExc_ValueError,
+                     "a range must have numel >= 0 and a dtype that moves, not %zd of %s", numel,
+                     dtype);
+    return !PyErr_Occurred();
 }
 
-/* The arguments of operations on ranges; each operation reads its own. */
+static bool read_ranges(PyObject *sequence, range_list *out)
+{
+    PyObject *held = PySequence_List(sequence); /* another thread may change it later */
+    out->range = held ? sw_py_device_table(held, read_range, sizeof *out->range) : NULL;
+    out->count = held ? (size_t)PyList_Size(held) : 0;
+    Py_XDECREF(held);
+    return out->range != NULL;
+}
+
+/* The arguments of operations on ranges; each operation uses some of them. */
 typedef struct range_call {
     range_list ranges;
     sw_stream *stream;
     int root;
-    void *received;  /* of exchange */
+    void *received;  /* of the exchange operation */
     sw_norm_sum sum; /* the result of norm_sum */
     sw_device_clip clip;
 } range_call;
@@ -446,7 +448,7 @@ static sw_status clip(sw_device_comm *comm, range_call *given, sw_error *err)
                                given->stream, err);
 }
 
-/* The norm and the factor that clips it to max_norm become two float32 at `result`. */
+/* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
 static PyObject *device_clip(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -522,14 +524,14 @@ static bool read_segment(PyObject *item, void *out)
     return !PyErr_Occurred();
 }
 
-/* Whether `next` is its own target, as `segment` is, and begins where that ends. */
+/* Returns true if both segments are scaled in place and `next` begins where `segment` ends. */
 static bool goes_on(const sw_pack_segment *segment, const sw_pack_segment *next)
 {
     return segment->to == segment->from && next->to == next->from &&
            (const char *)segment->from + segment->size_bytes == (const char *)next->from;
 }
 
-/* SW_PACK_SEGMENT_MAX copies a launch; what is scaled in place side by side is one of them. */
+/* Launches PACK. Adjacent segments that are scaled in place count as one of its copies. */
 static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segments, size_t count,
                       sw_pack_args *args, sw_stream *stream, sw_error *err)
 {
@@ -555,7 +557,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     if (!sw_py_device_stream(stream_value, &stream))
         return NULL;
     sw_pack_segment *segments = sw_py_device_table(list, read_segment, sizeof *segments);
-    size_t count = (size_t)PyList_Size(list); /* another thread may change it later */
+    size_t count = (size_t)PyList_Size(list); /* read once: it may change */
     if (!segments || !sw_py_device_enter(self)) {
         free(segments);
         return NULL;
@@ -565,7 +567,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     return sw_py_device_finish(self, status, &err);
 }
 
-/* Copies (to, from, nbytes) on `stream`; unless *verdict, if there is one. */
+/* Enqueues copies (to, from, nbytes) on `stream`, which a *verdict that is set skips. */
 static PyObject *device_pack(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -587,8 +589,8 @@ static bool small_dtype(const char *name, int *dtype)
     return false;
 }
 
-/* The same, with a dtype at each end: each element times `scale`, or times the float32 at `factor`.
- */
+/* Enqueues copies that convert dtypes and multiply each element by `scale`, or by the float32 at
+ * `factor`. */
 static PyObject *device_convert(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -608,15 +610,15 @@ static PyObject *device_convert(PyObject *op, PyObject *args)
 
 /* ---- seeing, ending ---- */
 
-/* Without the GIL, since a call of the driver's may not return. Then only threads that need the
- * communicator wait for it. */
+/* Releases the GIL, since a driver call may never return. Then only threads that need the
+ * communicator wait. */
 static PyObject *device_watch(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
     sw_status status;
     (void)unused;
-    if (!sw_py_device_wait_for_watch(self)) /* what another one finds, this one raises, too */
+    if (!sw_py_device_wait_for_watch(self)) /* the other watcher's finding is raised here too */
         return NULL;
     if (self->use != DEVICE_FREE || self->closed || !self->comm || !self->comm->peers ||
         !sw_py_device_is_own(self))
@@ -640,12 +642,12 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    bool is_beside = self->use != DEVICE_FREE; /* another thread is inside, blocked perhaps */
+    bool is_beside = is_used(self); /* another thread is inside, and may be blocked */
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)
         sw_py_device_take(self, DEVICE_WATCHED);
-    Py_BEGIN_ALLOW_THREADS /* it may wait until other communicators are aborted, too */
+    Py_BEGIN_ALLOW_THREADS /* the call may wait until other communicators are aborted too */
     if (is_beside)
         sw_peers_request_end(peers, &reason);
     else
@@ -657,7 +659,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A thread that watches the communicator from now on, and ends it beside a call that is blocked. */
+/* Starts a thread that watches the communicator and can abort it while a call is blocked. */
 static PyObject *device_start_watch(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -678,13 +680,14 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
     const sw_device *device = comm->device;
     bool has_nccl = comm->library.handle != NULL;
     int version = has_nccl ? comm->library.version : 0;
-    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:s,s:s,s:z}", "ordinal", device->ordinal,
+    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:s,s:s,s:z,s:N}", "ordinal", device->ordinal,
                          "name", device->name, "address", device->address, "capability",
                          device->major, device->minor, "nccl", version / 10000,
                          version % 10000 / 100, version % 100, "nccl_missing",
                          has_nccl ? "" : comm->nccl_missing.message, "kernels",
                          sw_image_origin_name(comm->kernels.origin), "transport",
-                         comm->peers && !self->closed ? comm->peers->name : NULL);
+                         comm->peers && !self->closed ? comm->peers->name : NULL, "windows",
+                         PyBool_FromLong(has_nccl && sw_nccl_has_windows(&comm->library)));
 }
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
@@ -735,9 +738,8 @@ static PyMethodDef device_methods[] = {
      "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\nIn place of connect: over a "
      "communicator that stays its owner's."},
     {"give_back", device_give_back, METH_O,
-     "give_back($self, stream, /)\n--\n\nWhere it is borrowed: the stream's next operations come "
-     "after "
-     "ours."},
+     "give_back($self, stream, /)\n--\n\nWhere it is borrowed: the stream's next operations "
+     "come after ours."},
     {"refuse_capture", device_refuse_capture, METH_VARARGS,
      "refuse_capture($self, stream, what, /)\n--\n\nRaises when the stream is being captured into "
      "a graph."},
@@ -760,8 +762,7 @@ static PyMethodDef device_methods[] = {
      "launch."},
     {"convert", device_convert, METH_VARARGS,
      "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\nAs pack, "
-     "each element "
-     "scaled and rounded."},
+     "each element scaled and rounded."},
     {"start_watch", device_start_watch, METH_NOARGS,
      "start_watch($self, /)\n--\n\nWatch the communicator in a thread until it is closed."},
     {"watch", device_watch, METH_NOARGS,

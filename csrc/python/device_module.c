@@ -1,4 +1,4 @@
-/* device_module.c - the module's functions about GPUs: what the driver shows, the kernels' text and
+/* device_module.c - the module's functions about GPUs: device properties, kernel sources and
  * images. */
 #include <string.h>
 

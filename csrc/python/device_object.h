@@ -1,8 +1,7 @@
-/* device_object.h - the DeviceComm object, shared by its type and those of what is made with it;
- * and the DeviceOffload object, which optimizers step through.
+/* device_object.h - the DeviceComm object, shared by its type and the types of objects made from
+ * it; and the DeviceOffload object, through which optimizers step.
  *
- * Thread rule: with the GIL held.
- */
+ * Thread rule: with the GIL held. */
 #ifndef SW_PYTHON_DEVICE_OBJECT_H
 #define SW_PYTHON_DEVICE_OBJECT_H
 
@@ -10,22 +9,24 @@
 #include "python/engine.h"
 #include "zero/device_offload.h"
 
-/* A thread that is inside a call has given the GIL away, as a rule. */
+/* The thread that is inside a call has usually released the GIL. */
 typedef enum device_use {
     DEVICE_FREE = 0,
     DEVICE_USED,    /* by the program's thread */
-    DEVICE_WATCHED, /* by one that looks after it or ends it, which is soon out */
+    DEVICE_WATCHED, /* by a thread that watches or aborts it, and leaves soon */
 } device_use;
 
 typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
-    PyObject *arena;                    /* owned: the slots to the peers; NULL: none */
-    comm_object *host;                  /* owned, and acquired; NULL: none */
-    PyObject *make_room;                /* owned: called where GPU memory is short; NULL: none */
+    PyObject *arena;                    /* owned: the slots shared with peers, or NULL */
+    comm_object *host;                  /* owned, and acquired; or NULL */
+    PyObject *make_room;                /* owned: called when GPU memory is short, or NULL */
+    struct device_comm_object *beside;  /* owned: the communicator whose stream is used. A thread
+                                           inside that one may use this one. NULL: an own stream */
     long owner_pid;
     device_use use;
     unsigned long user; /* the thread that is inside */
-    int enders;         /* threads that end it beside that one */
+    int enders;         /* threads that abort it beside `user` */
     bool closed;
 } device_comm_object;
 
@@ -34,17 +35,18 @@ typedef struct device_offload_object {
     sw_device_offload *offload;             /* owned; NULL before init */
 } device_offload_object;
 
-/* Marks it as in use by this thread; false with an exception when it is not connected, closed, used
- * by another thread, or inherited by a forked child. */
+/* Marks the communicator as in use by this thread. Returns false with an exception if it is not
+ * connected, closed, in use by another thread, or inherited by a forked child. */
 bool sw_py_device_enter(device_comm_object *self);
 void sw_py_device_leave(device_comm_object *self);
-/* For its kernels alone, which need no peers and which any number of threads may launch at once,
- * each on its own stream: not marked as in use. The caller holds a reference meanwhile. false with
- * an exception when it is inherited by a forked child. */
+/* Checks that the caller may launch kernels. Launches need no peers, and any number of threads may
+ * launch at once, each on its own stream, so the communicator is not marked as in use. The caller
+ * holds a reference meanwhile. Returns false with an exception if a forked child inherited the
+ * communicator. */
 bool sw_py_device_lend_kernels(device_comm_object *self);
 
-/* status = expression, without the GIL: a call that enqueues blocks while the driver's queue is
- * full, until the GPU goes on or another thread lets it. */
+/* status = expression, without the GIL. A call that enqueues blocks while the driver's queue is
+ * full, until the GPU proceeds or another thread aborts. */
 #define SW_PY_WITHOUT_GIL(status, expression) \
     do {                                      \
         Py_BEGIN_ALLOW_THREADS(status)        \
@@ -52,38 +54,40 @@ bool sw_py_device_lend_kernels(device_comm_object *self);
         Py_END_ALLOW_THREADS                  \
     } while (0)
 
-/* The parts of it. The thread that looks after the communicator is out of it at once, unless a call
- * of the driver's does not return; false with an exception: interrupted, or too late. A forked
- * child waits for no thread: its next call is refused. */
+/* The two steps of sw_py_device_enter(). wait_for_watch waits for the watch thread, which leaves at
+ * once unless a driver call does not return. Returns false with an exception if a signal or the
+ * deadline ends the wait. A forked child does not wait; its next call is refused. */
 bool sw_py_device_wait_for_watch(device_comm_object *self);
 void sw_py_device_take(device_comm_object *self, device_use use);
 
-/* destroy(made) of what was made with it, without the GIL, and when no other thread is inside, if
- * that is soon. From a destructor: no exception comes of it, none is lost. */
+/* Calls destroy(made) for an object made from the communicator, without the GIL, once no other
+ * thread is inside; it does not wait long. For destructors: it raises no exception and keeps the
+ * current one. */
 typedef void sw_py_destroy_fn(void *made);
 void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, void *made);
-/* The first part of it, before sw_py_device_leave: false where this thread is inside, or another
- * for long. */
+/* The first step of it, ended by sw_py_device_leave(). Returns false if this thread is inside, or
+ * if another stays inside for long. */
 bool sw_py_device_enter_to_destroy(device_comm_object *self);
-/* The same where no thread can be inside. */
+/* Does the same when no thread can be inside. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made);
 
-/* Whether this process opened it, not one that it was forked from. */
+/* Returns true if this process opened the communicator, not a process that it was forked from. */
 bool sw_py_device_is_own(const device_comm_object *self);
 
-/* Sets the exception of `err`. What the driver has refused this rank alone ends the communicator,
- * for all. This thread is inside. */
+/* Sets the exception of `err`. An error of the driver on this rank aborts the communicator on all
+ * ranks. This thread is inside. */
 void sw_py_device_raise(device_comm_object *self, const sw_error *err);
-/* Leaves; None, or NULL with the exception of `err`. */
+/* Leaves the communicator. Returns None, or NULL with the exception of `err`. */
 PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err);
 
-/* A stream as torch gives it: its address as an integer. false with an exception. */
+/* Parses a stream given as torch gives it, an integer address. Returns false with an exception. */
 bool sw_py_device_stream(PyObject *value, sw_stream **stream);
 
-/* device_table.c. One row of a table; false with an exception. */
+/* device_table.c: reads one row of a table. Returns false with an exception. */
 typedef bool sw_py_row_fn(PyObject *row, void *out);
 
-/* Owned array of `row_bytes` a tuple of the list; NULL with an exception. */
+/* Reads a list of tuples into an array that the caller owns, `row_bytes` per row. Returns NULL with
+ * an exception. */
 void *sw_py_device_table(PyObject *list, sw_py_row_fn *read, size_t row_bytes);
 
 static inline void *sw_py_address(unsigned long long address)

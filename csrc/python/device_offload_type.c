@@ -1,6 +1,6 @@
-/* device_offload_type.c - shardwright._engine.DeviceOffload: what optimizers step through whose
- * state is in the host's memory while parameters are on a GPU. The step itself is adam_step's and
- * sgd_step's (optim_module.c). */
+/* device_offload_type.c - shardwright._engine.DeviceOffload: buffers of an optimizer whose state is
+ * in host memory while parameters are on a GPU. adam_step and sgd_step (optim_module.c) do the
+ * step. */
 #include "python/device_object.h"
 
 static int offload_init(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -41,7 +41,8 @@ static void destroy(void *offload)
     sw_device_offload_destroy(offload);
 }
 
-/* In a forked child everything stays: its calls would fail, the memory is the parent's. */
+/* A forked child frees nothing: its driver calls would fail, and the memory belongs to the parent.
+ */
 static void offload_dealloc(PyObject *op)
 {
     device_offload_object *self = (device_offload_object *)op;

@@ -1,13 +1,13 @@
 /* device_powersgd_module.c - the module's functions for PowerSGD on GPUs
  * (compress/device_powersgd.h), and the arithmetic of its messages: folds and casts. Addresses are
- * integers; each call is enqueued on the stream given, and none waits. */
+ * integers. Each call enqueues work on the given stream and returns. */
 #include <stdlib.h>
 
 #include "compress/device_powersgd.h"
 #include "kernels/kernels.h"
 #include "python/device_object.h"
 
-/* The communicator, entered; NULL with an exception. */
+/* Enters the communicator and returns it; NULL with an exception. */
 static device_comm_object *enter(PyObject *module, PyObject *comm)
 {
     if (!PyObject_TypeCheck(comm, ((engine_state *)PyModule_GetState(module))->device_comm_type)) {
@@ -18,7 +18,7 @@ static device_comm_object *enter(PyObject *module, PyObject *comm)
     return sw_py_device_enter(self) ? self : NULL;
 }
 
-/* One launch. */
+/* Launches one kernel. */
 static PyObject *launch(PyObject *module, PyObject *comm, sw_kernel kernel, const void *args,
                         unsigned long long stream)
 {

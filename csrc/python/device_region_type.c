@@ -1,5 +1,5 @@
-/* device_region_type.c - shardwright._engine.DeviceRegion: memory that is registered with a
- * communicator. Tensors over it own it (device_tensor), so it may outlive all that made it. */
+/* device_region_type.c - shardwright._engine.DeviceRegion: memory registered with a communicator.
+ * Tensors over the region own it (device_tensor), so it may outlive its creators. */
 #include "comm/device_region.h"
 #include "python/device_object.h"
 
@@ -42,7 +42,7 @@ static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_device_leave(self->comm);
     if (status == SW_OK)
         return 0;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* the ranks tell one another, and do without */
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* all ranks then go on without it */
     return -1;
 }
 
@@ -51,8 +51,8 @@ static void destroy_region(void *region)
     sw_device_region_destroy(region);
 }
 
-/* In a forked child everything stays: its calls would fail, the memory is the parent's. Beside
- * another thread's long call into the communicator it is left to that communicator. */
+/* A forked child frees nothing: its driver calls would fail, and the memory belongs to the parent.
+ * If another thread stays inside the communicator for long, the communicator frees the region. */
 static void region_dealloc(PyObject *op)
 {
     device_region_object *self = (device_region_object *)op;
@@ -70,8 +70,30 @@ static void region_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* Its tensors are used on, so a failure, on this rank alone, ends the communicator for all: else
- * some ranks would pass registered memory, and some would not. */
+static PyObject *region_register(PyObject *op, PyObject *args)
+{
+    device_region_object *self = (device_region_object *)op;
+    int as_window = 0;
+    sw_error err;
+    sw_status status;
+    if (!self->region) {
+        PyErr_SetString(PyExc_TypeError, "DeviceRegion: it was not initialised");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "|p:register", &as_window) || !sw_py_device_enter(self->comm))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_device_region_register(self->region, as_window != 0, &err);
+    Py_END_ALLOW_THREADS
+    sw_py_device_leave(self->comm);
+    if (status == SW_OK)
+        Py_RETURN_NONE;
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* ranks exchange it, and do without */
+    return NULL;
+}
+
+/* The region's tensors stay in use, so a failure on this rank aborts the communicator on all ranks:
+ * otherwise only some ranks would pass registered memory. */
 static PyObject *region_deregister(PyObject *op, PyObject *unused)
 {
     device_region_object *self = (device_region_object *)op;
@@ -108,7 +130,16 @@ static PyObject *region_get_registered(PyObject *op, void *unused)
     return PyBool_FromLong(self->region && sw_device_region_is_registered(self->region));
 }
 
+static PyObject *region_get_window(PyObject *op, void *unused)
+{
+    const device_region_object *self = (device_region_object *)op;
+    (void)unused;
+    return PyBool_FromLong(self->region && sw_device_region_is_window(self->region));
+}
+
 static PyMethodDef region_methods[] = {
+    {"register", region_register, METH_VARARGS,
+     "register($self, as_window=False, /)\n--\n\nWith NCCL; as a window: collective."},
     {"deregister", region_deregister, METH_NOARGS,
      "deregister($self, /)\n--\n\nThe memory stays; waits for the communicator's stream."},
     {NULL, NULL, 0, NULL},
@@ -118,6 +149,7 @@ static PyGetSetDef region_properties[] = {
     {"address", region_get_address, NULL, "of its first byte", NULL},
     {"nbytes", region_get_nbytes, NULL, "its size", NULL},
     {"is_registered", region_get_registered, NULL, "whether NCCL may reach it where it lies", NULL},
+    {"is_window", region_get_window, NULL, "whether it is registered as a window", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -126,8 +158,7 @@ static PyType_Slot region_slots[] = {
     {Py_tp_dealloc, region_dealloc},
     {Py_tp_methods, region_methods},
     {Py_tp_getset, region_properties},
-    {Py_tp_doc, "DeviceRegion(comm, nbytes, stream)\n--\n\nMemory of NCCL's, registered with a "
-                "communicator."},
+    {Py_tp_doc, "DeviceRegion(comm, nbytes, stream)\n--\n\nMemory of NCCL's, for a communicator."},
     {0, NULL},
 };
 

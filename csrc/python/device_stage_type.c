@@ -1,5 +1,5 @@
-/* device_stage_type.c - shardwright._engine.DeviceStage: what a CheckpointSaver brings a GPU's
- * memory down through. */
+/* device_stage_type.c - shardwright._engine.DeviceStage: the buffers through which a
+ * CheckpointSaver copies GPU memory to the host. */
 #include "python/device_stage_object.h"
 
 #include <unistd.h>
@@ -34,7 +34,8 @@ static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-/* In a forked child everything stays: its calls would fail, the memory is the parent's. */
+/* A forked child frees nothing: its driver calls would fail, and the memory belongs to the parent.
+ */
 static void stage_dealloc(PyObject *op)
 {
     device_stage_object *self = (device_stage_object *)op;

@@ -1,4 +1,4 @@
-/* device_table.c - lists of tuples as the tables that grouped launches take. */
+/* device_table.c - converts lists of tuples to the tables of grouped launches. */
 #include <stdlib.h>
 
 #include "python/device_object.h"

@@ -1,5 +1,5 @@
 /* device_units_type.c - shardwright._engine.DeviceUnits: units of parameters that are gathered into
- * a GPU's places. When, is Python's (parameters/prefetch.py). */
+ * places of GPU memory. parameters/prefetch.py decides when. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,7 +14,7 @@ typedef struct device_units_object {
 
 typedef struct spec_list {
     sw_device_unit_spec *spec; /* owned */
-    sw_device_unit_run **runs; /* owned, and each */
+    sw_device_unit_run **runs; /* owned, each element too */
     size_t count;
 } spec_list;
 
@@ -28,7 +28,7 @@ static void specs_fini(spec_list *list)
     free(list->spec);
 }
 
-/* (address, offset_bytes, nbytes, dtype of the slice, dtype in the unit). */
+/* Parses (address, offset_bytes, nbytes, dtype of the slice, dtype in the unit). */
 static int read_run(PyObject *item, sw_device_unit_run *run)
 {
     PyObject *slice;
@@ -56,7 +56,7 @@ static int read_run(PyObject *item, sw_device_unit_run *run)
     return -1;
 }
 
-/* (name, place, address, runs). */
+/* Parses (name, place, address, runs). */
 static int read_spec(PyObject *item, sw_device_unit_spec *spec, sw_device_unit_run **runs)
 {
     PyObject *list, *address;
@@ -148,7 +148,8 @@ static void destroy(void *units)
     sw_device_units_destroy(units);
 }
 
-/* In a forked child everything stays: its calls would fail, the memory is the parent's. */
+/* A forked child frees nothing: its driver calls would fail, and the memory belongs to the parent.
+ */
 static void units_dealloc(PyObject *op)
 {
     device_units_object *self = (device_units_object *)op;
@@ -162,7 +163,7 @@ static void units_dealloc(PyObject *op)
 
 /* ---- one unit ---- */
 
-/* The engine's number of a unit, and the engine entered; false with an exception. */
+/* Checks the unit's number and enters the communicator. Returns false with an exception. */
 static bool enter_unit(device_units_object *self, Py_ssize_t index)
 {
     if (!self->units) {

@@ -1,12 +1,12 @@
-/* device_use.c - which thread is inside a DeviceComm, how it gets in and out, and what a failure
- * there is to the others. */
+/* device_use.c - which thread is inside a DeviceComm, how it enters and leaves, and how its failure
+ * reaches other threads and ranks. */
 #include <unistd.h>
 
 #include "platform/clock.h"
 #include "platform/thread.h"
 #include "python/device_object.h"
 
-/* Where there is no deadline to go by. */
+/* The longest wait where the communicator has no deadline. */
 static const int64_t PATIENCE_NS = INT64_C(10) * 1000000000;
 
 bool sw_py_device_is_own(const device_comm_object *self)
@@ -36,7 +36,7 @@ static bool is_being_ended(const device_comm_object *self)
 bool sw_py_device_wait_for_watch(device_comm_object *self)
 {
     int64_t begun = sw_clock_now_ns(), waited = 0;
-    if (!sw_py_device_is_own(self)) /* that thread is the parent's */
+    if (!sw_py_device_is_own(self)) /* that thread exists only in the parent */
         return true;
     while (is_being_ended(self) && waited < patience_of(self)) {
         if (PyErr_CheckSignals() < 0)
@@ -102,7 +102,7 @@ bool sw_py_device_enter_to_destroy(device_comm_object *self)
     return true;
 }
 
-/* Without the GIL: the driver may wait, too, before memory is free. */
+/* Releases the GIL, since the driver may wait before it frees memory. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made)
 {
     PyObject *kind, *value, *trace;
@@ -110,7 +110,7 @@ void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made)
     Py_BEGIN_ALLOW_THREADS
     destroy(made);
     Py_END_ALLOW_THREADS
-    if (PyErr_Occurred()) /* a signal's, while it waited */
+    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
         PyErr_WriteUnraisable(NULL);
     PyErr_Restore(kind, value, trace);
 }
@@ -130,8 +130,8 @@ void sw_py_device_leave(device_comm_object *self)
         atomic_store(&self->comm->entered_ns, 0);
 }
 
-/* A call of the driver's has failed, on this rank alone, and peers wait for what it was part of:
- * that ends the communicator, for all. `err` gets the sentence that all get. */
+/* Aborts the communicator on all ranks after a driver call failed on this rank, since peers wait
+ * for its part. `err` gets the message that all ranks get. */
 static void end_for_all(device_comm_object *self, sw_error *err)
 {
     sw_peers *peers = self->comm->peers;

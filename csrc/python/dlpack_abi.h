@@ -29,7 +29,7 @@ typedef struct dl_tensor { /* DLTensor */
     uint64_t byte_offset;
 } dl_tensor;
 
-typedef struct dl_managed_tensor { /* DLManagedTensor, what a capsule "dltensor" holds */
+typedef struct dl_managed_tensor { /* DLManagedTensor, held by a capsule named "dltensor" */
     dl_tensor tensor;
     void *context;
     void (*deleter)(struct dl_managed_tensor *self);

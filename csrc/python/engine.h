@@ -1,11 +1,11 @@
-/* engine.h - what the files of the extension module share. Limited API of CPython 3.10 only.
+/* engine.h - declarations shared by the files of the extension module. CPython's limited API
+ * of 3.10 only.
  *
- * Idea: plain C first (csrc/reduce, csrc/comm), then the object, its methods, its slots; one type a
- * file. No global state: exceptions and types live in the module's state. The GIL is released
- * around whatever may wait.
+ * Idea: plain C first (csrc/reduce, csrc/comm), then the object, its methods, its slots; one type
+ * per file. No global state: exceptions and types live in the module's state. Calls that may wait
+ * release the GIL.
  *
- * Thread rule: with the GIL held, unless said.
- */
+ * Thread rule: with the GIL held, unless stated. */
 #ifndef SW_PYTHON_ENGINE_H
 #define SW_PYTHON_ENGINE_H
 
@@ -14,7 +14,7 @@
 
 #include <stdbool.h>
 
-/* PyType_Slot keeps functions in a void pointer: CPython's idiom, which ISO C has no words for. */
+/* PyType_Slot stores functions in void pointers: CPython's idiom, which ISO C does not define. */
 #pragma GCC diagnostic ignored "-Wpedantic"
 
 #include "base/status.h"
@@ -33,39 +33,40 @@ typedef struct engine_state {
     PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
     PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
     PyTypeObject *device_stage_type, *device_region_type;
-    struct comm_object *comms; /* not owned: all HostComms that live; fork.c */
+    struct comm_object *comms; /* borrowed: all live HostComms; fork.c */
 } engine_state;
 
 typedef struct comm_object {
-    PyObject_HEAD sw_comm *comm; /* owned; NULL while connect() has it, and once closed */
+    PyObject_HEAD sw_comm *comm; /* owned; NULL during connect() and once closed */
     sw_local_group *group;       /* owned; at world size 1 */
-    PyObject *log;               /* owned; NULL: none */
+    PyObject *log;               /* owned, or NULL */
     PyObject *hosts;             /* owned list of str; NULL before connect */
     char address[64];
-    int rank, world_size; /* as given */
+    int rank, world_size; /* as passed by the caller */
     long owner_pid;
     Py_ssize_t
-        users; /* arenas, reducers and calls that need comm: the last one ends what was closed */
-    bool connected, in_use, closed; /* in_use: a thread is inside, maybe without the GIL */
+        users; /* arenas, reducers and calls that need comm; the last destroys a closed one */
+    bool connected, in_use, closed; /* in_use: a thread is inside, possibly without the GIL */
     bool spans_hosts;               /* comm is over a map of hosts (comm/hier) */
     struct comm_object *next;       /* in engine_state.comms */
 } comm_object;
 
-typedef struct arena_object { /* memory with an owner: an arena, or the gradients of a reducer */
+typedef struct arena_object { /* an owner of memory: an arena, or the gradients of a reducer */
     PyObject_HEAD comm_object *owner; /* owned */
     sw_arena *arena;                  /* owned; or */
     sw_gradient_memory *memory;       /* owned */
 } arena_object;
 
-/* wire.c: `group` has send(rank, tag, address, nbytes) and receive(...), which return what
- * wait(work) takes; and close(gently), true when nothing moves any more. NULL with an exception.
- * Ends with release(). */
+/* wire.c: makes a wire from `group`, which has send(rank, tag, address, nbytes) and receive(...),
+ * both of which return a work for wait(work), and close(gently), which returns true once no
+ * transfer is under way. release() frees the wire. Returns NULL with an exception. */
 const sw_wire *sw_py_wire_new(PyObject *group);
 
-/* slices.c: None, or (of_rank, replica_of_rank). -1 with an exception, nothing to fini. */
+/* slices.c: parses None, or (of_rank, replica_of_rank). Returns -1 with an exception, and then
+ * needs no fini. */
 typedef struct sw_py_slices {
     sw_slices slices;
-    int *numbers; /* owned; NULL: a slice a rank */
+    int *numbers; /* owned; NULL: one slice per rank */
 } sw_py_slices;
 int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size);
 void sw_py_slices_fini(sw_py_slices *slices);
@@ -73,19 +74,19 @@ const sw_slices *sw_py_slices_get(const sw_py_slices *slices);
 
 /* errors.c */
 int sw_py_errors_init(PyObject *module, engine_state *state);
-/* Sets the Python exception for `err` and returns NULL. `comm` may be NULL: it names the peer's
- * host. */
+/* Sets the Python exception for `err` and returns NULL. `comm` names the peer's host, and may be
+ * NULL. */
 PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm);
 
-/* CheckpointError, with `errno` (None unless the system refused something); MemoryError as such.
- * Returns NULL. */
+/* Raises CheckpointError with `errno` (None unless a system call failed), or MemoryError. Returns
+ * NULL. */
 PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
 
 /* module_state.c */
-engine_state *sw_py_state_of(PyObject *self); /* of an instance of one of our types */
+engine_state *sw_py_state_of(PyObject *self); /* `self` is an instance of one of our types */
 
-/* self.name(), self.name(a) or self.name(a, b). PyObject_CallMethod is a private name of Python's
- * where lengths are Py_ssize_t, and the stable ABI is public names. */
+/* Calls self.name(), self.name(a) or self.name(a, b). PyObject_CallMethod expands to a private name
+ * where lengths are Py_ssize_t, and the stable ABI has public names only. */
 static inline PyObject *sw_py_call(PyObject *self, const char *name, PyObject *a, PyObject *b)
 {
     PyObject *method = PyObject_GetAttrString(self, name);
@@ -106,21 +107,21 @@ static inline PyObject *sw_py_call_at(PyObject *self, const char *name, size_t i
 extern PyType_Spec sw_py_comm_type_spec;
 
 /* comm_use.c */
-/* Marks the communicator as in use by this thread. False with an exception when it is closed, not
- * joined, used by another thread, or inherited by a forked child. A close() of another thread then
- * ends the call inside, and leaves the rest to sw_py_comm_leave. */
+/* Marks the communicator as in use by this thread. Returns false with an exception if it is closed,
+ * not joined, in use by another thread, or inherited by a forked child. A concurrent close() ends
+ * the call inside, and sw_py_comm_leave() destroys the communicator. */
 bool sw_py_comm_enter(comm_object *self);
 void sw_py_comm_leave(comm_object *self);
-/* The same before it has joined, for connect(). */
+/* Does the same before the rank has joined, for connect(). */
 bool sw_py_comm_enter_to_join(comm_object *self);
 void sw_py_comm_acquire(comm_object *self);
 void sw_py_comm_release(comm_object *self);
-/* Leaves; None, or NULL with the exception of `err`. */
+/* Leaves the communicator. Returns None, or NULL with the exception of `err`. */
 PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error *err);
-/* Whether this process made it, not one that it was forked from. */
+/* Returns true if this process made the communicator, not a process that it was forked from. */
 bool sw_py_comm_is_own(const comm_object *self);
 
-/* fork.c: what a forked child inherits. */
+/* fork.c: the communicators that a forked child inherits. */
 void sw_py_comm_link(engine_state *state, comm_object *self);
 void sw_py_comm_unlink(engine_state *state, const comm_object *self);
 int sw_py_fork_functions_add(PyObject *module);
@@ -131,18 +132,18 @@ PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* arena_type.c */
 extern PyType_Spec sw_py_arena_type_spec;
-/* Steals `arena` or `memory` on success. */
+/* Takes ownership of `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
-/* A DLPack capsule over elements at `address`; `owner` lives as long as its tensor. */
+/* Makes a DLPack capsule over elements at `address`. Its tensor keeps `owner` alive. */
 PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
                                    PyObject *strides);
-/* The same on GPU `ordinal`; -1: on the CPU. */
+/* Makes the same on GPU `ordinal`, or on the CPU if that is -1. */
 PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
                                   PyObject *shape, PyObject *strides);
 
-/* parameter_rows.c: a sequence of (name, numel, dtype, requires_grad); -1 with an exception, and
- * fini all the same. */
+/* parameter_rows.c: parses a sequence of (name, numel, dtype, requires_grad). Returns -1 with an
+ * exception; the caller calls fini in both cases. */
 typedef struct sw_py_rows {
     sw_layout_param *params; /* owned */
     const char **names;      /* owned */
@@ -151,21 +152,21 @@ typedef struct sw_py_rows {
 } sw_py_rows;
 int sw_py_rows_init(sw_py_rows *rows, PyObject *sequence);
 void sw_py_rows_fini(sw_py_rows *rows);
-/* "mean" or "sum"; -1 with a ValueError. */
+/* Parses "mean" or "sum". Returns -1 with a ValueError. */
 int sw_py_parse_reduce(const char *name, bool *sums);
 
 /* reducer_type.c, hook_type.c */
 extern PyType_Spec sw_py_reducer_type_spec;
 extern PyType_Spec sw_py_hook_type_spec;
 
-/* A hook's way to its reducer, which may go first. Counted by the GIL's holder. */
+/* A hook's link to its reducer, which may be freed first. The GIL guards the count. */
 typedef struct reducer_link {
     struct reducer_object *reducer; /* borrowed; NULL once it is gone */
     Py_ssize_t references;
 } reducer_link;
 void sw_py_reducer_link_release(reducer_link *link);
 PyObject *sw_py_hook_object_new(engine_state *state, reducer_link *link, size_t index);
-/* The body of a hook: parameter `index` has its gradient. -1 with an exception. */
+/* The body of a hook: takes the gradient of parameter `index`. Returns -1 with an exception. */
 int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObject *param);
 
 /* checkpoint_plan_type.c, checkpoint_saver_type.c, checkpoint_folder_type.c */
@@ -191,17 +192,18 @@ typedef struct tensor_view {
     uint8_t code, bits;
     const int64_t *shape, *strides; /* borrowed from the tensor */
 } tensor_view;
-/* torch's DLPack C exchange table, from type(tensor); NULL (no exception) where it does not exist.
- */
+/* Returns torch's DLPack C exchange table from type(tensor); NULL without an exception where torch
+ * has none. */
 const void *sw_py_tensor_exchange_table(PyObject *tensor);
-/* false, with no exception, when the tensor cannot be seen that way (sparse, ...). A lazy
- * conjugation or negation is not seen: the bytes are those before it. */
+/* Reads a tensor through the table. Returns false without an exception if the tensor has no such
+ * view (sparse, ...). A lazy conjugation or negation does not show: the bytes are those before it.
+ */
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
-/* The same with every way in: through `table` if it is not NULL, else through data_ptr(), shape and
- * stride(). False with an exception when the tensor has no such memory (sparse, ...), a dtype that
- * is not ours, or, unless `anywhere`, another device than the CPU: the sentence begins with `what`.
- * Shape and strides are borrowed from the tensor or from `out` itself. */
+/* Reads a tensor through `table` if that is not NULL, else through data_ptr(), shape and stride().
+ * Returns false with an exception that begins with `what` if the tensor has no such memory (sparse,
+ * ...), an unknown dtype, or, unless `anywhere`, a device other than the CPU. Shape and strides are
+ * borrowed from the tensor or from `out` itself. */
 enum { SW_PY_TENSOR_DIMS_MAX = 64 }; /* torch's own limit */
 typedef struct tensor_reading {
     void *data;
@@ -213,7 +215,7 @@ typedef struct tensor_reading {
 } tensor_reading;
 bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,
                        bool anywhere, tensor_reading *out);
-/* Same shape; same strides (of dimensions longer than one); one memory range without gaps or
+/* Same shape; same strides of dimensions longer than one; one memory range without gaps or
  * overlaps. */
 bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b);
@@ -221,8 +223,8 @@ bool sw_py_tensor_is_dense(const tensor_reading *a);
 
 /* state_file_type.c */
 typedef struct state_file_object {
-    PyObject_HEAD sw_offload offload; /* owned, if open */
-    bool is_open, in_use;             /* in_use: by a call without the GIL */
+    PyObject_HEAD sw_offload offload; /* owned while open */
+    bool is_open, in_use;             /* in_use: a call without the GIL uses it */
 } state_file_object;
 extern PyType_Spec sw_py_state_file_type_spec;
 
@@ -247,7 +249,7 @@ int sw_py_device_codec_functions_add(PyObject *module);
 int sw_py_device_powersgd_functions_add(PyObject *module);
 int sw_py_device_check_functions_add(PyObject *module);
 
-/* Drops *object into NULL first, so that a destructor cannot see it. */
+/* Clears *object before it drops the reference, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \
     do {                                              \
         PyObject *engine_old_ = (PyObject *)(object); \

@@ -46,8 +46,8 @@ int sw_py_errors_init(PyObject *module, engine_state *state)
     return PyObject_SetAttrString(state->checkpoint_error, "errno", Py_None);
 }
 
-/* Messages may quote names of any language, cut to fit: never a decoding error instead of the one
- * to tell. */
+/* Messages may quote names in any language, truncated to fit: a decoding error must not replace the
+ * error to report. */
 static PyObject *decode(const char *message)
 {
     return PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");

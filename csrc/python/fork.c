@@ -1,5 +1,5 @@
-/* fork.c - what a forked child does with the communicators that it inherits: it keeps what their
- * memory shows, and what it writes there from now on stays its own. */
+/* fork.c - a forked child's copies of the communicators: it keeps the bytes that their memory
+ * shows, and later writes stay private to it. */
 #include "python/engine.h"
 
 void sw_py_comm_link(engine_state *state, comm_object *self)

@@ -1,8 +1,8 @@
-/* gradient_place.c - how this rank's contribution comes out of a `.grad` into its bucket.
+/* gradient_place.c - copies this rank's contributions from `.grad` into buckets.
  *
- * The reducer below knows memory; this file keeps the promise that, whenever a bucket is sent, the
- * `.grad` of each of its parameters lies in it: as the view, by one copy, or as zeros when there is
- * none. On the host a gradient is copied as it comes; on a GPU those of a bucket are copied
+ * The reducer below knows memory. This file guarantees that each bucket holds the `.grad` of each
+ * of its parameters when it is sent: as the view, by one copy, or as zeros if there is none. On the
+ * host a gradient is copied when it arrives. On a GPU the gradients of a bucket are copied
  * together, and stay alive until the copies are launched. */
 #include "python/reducer_object.h"
 
@@ -18,7 +18,8 @@ static void *address_of(reducer_object *self, PyObject *tensor)
     return address;
 }
 
-/* Whether a view lies in our memory still: `p.grad.data = x` gives the same object other memory. */
+/* Returns true if a view still lies in our memory: `p.grad.data = x` gives the same object other
+ * memory. */
 static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
 {
     return sw_reducer_layout(self->reducer)->place[index].numel == 0 ||
@@ -26,7 +27,7 @@ static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
 }
 
 /* An old gradient that the program kept (the view has other references) keeps its values: it moves
- * to memory of its own, and a new view is made. */
+ * to its own memory, and a new view is made. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index)
 {
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
@@ -87,7 +88,7 @@ int sw_py_gradient_place(reducer_object *self, size_t index)
     if (grad && !ours)
         failed = take_other(self, index, grad);
     else if (grad && !sw_reducer_is_used(self->reducer, index))
-        failed = sw_py_gradient_keep(self, index); /* if no rank used it, it stays as it is */
+        failed = sw_py_gradient_keep(self, index); /* stays as it is if no rank used it */
     Py_XDECREF(grad);
     if (!failed)
         sw_reducer_place(self->reducer, index, false);
@@ -105,7 +106,7 @@ int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket)
     return 0;
 }
 
-/* What was held is launched. */
+/* Releases the held gradients, whose copies are launched. */
 static int let_go(reducer_object *self)
 {
     return self->held ? PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL) : 0;
@@ -131,7 +132,7 @@ int sw_py_gradient_advance(reducer_object *self)
     sw_error err;
     sw_status status;
     size_t bucket;
-    for (;;) { /* only what may fold or wait gives the GIL away */
+    for (;;) { /* only calls that may reduce or wait release the GIL */
         Py_BEGIN_ALLOW_THREADS
         status = sw_reducer_advance(self->reducer, &err);
         Py_END_ALLOW_THREADS
@@ -144,8 +145,8 @@ int sw_py_gradient_advance(reducer_object *self)
     }
 }
 
-/* What others are done with is looked after at each such gradient, since those that wait for their
- * place add up. */
+/* Frees what peers have finished with at each such gradient, since gradients that wait for a place
+ * add up. */
 int sw_py_gradient_make_room(reducer_object *self, size_t index)
 {
     bool held;

@@ -1,10 +1,10 @@
-/* gradient_round.c - when a round begins and ends: autograd's graph tasks become moves of the
- * reducer's state machine, whatever its memory. */
+/* gradient_round.c - the begin and end of rounds: maps autograd's graph tasks to moves of the
+ * reducer's state machine, on host and GPU alike. */
 #include <string.h>
 
 #include "python/reducer_object.h"
 
-/* Peers come to the end of their backward within a step, as a rule. */
+/* Peers usually end their backward within a step's time. */
 static const int64_t abandon_budget_ns = INT64_C(10000000000);
 
 static PyObject *none_or_null(int failed)
@@ -22,10 +22,10 @@ static int current_task(reducer_object *self, int64_t *task)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* ---- what goes wrong on a GPU ---- */
+/* ---- failures on a GPU ---- */
 
-/* Peers wait for this rank on their GPUs, where nothing can be taken back: the subclass ends the
- * communicators, with a sentence for all ranks, and raises it. */
+/* Peers wait for this rank on their GPUs, where enqueued work cannot be taken back: the subclass
+ * aborts the communicators with one message for all ranks, and raises it. */
 static int end_communicators(reducer_object *self, const sw_error *err)
 {
     PyObject *reason = PyUnicode_FromString(err->message);
@@ -44,7 +44,7 @@ static int end_communicators(reducer_object *self, const sw_error *err)
     return -1;
 }
 
-/* Whether ranks have differed in a round before. */
+/* Checks whether ranks differed in an earlier round. */
 static int check_tags(reducer_object *self)
 {
     sw_error err;
@@ -63,7 +63,7 @@ static int check_tags(reducer_object *self)
 
 /* ---- a round begins ---- */
 
-/* On a GPU: what is written on torch's current stream from now on comes behind the optimizer. */
+/* On a GPU, orders later writes on torch's current stream after the optimizer. */
 static int arrive(reducer_object *self)
 {
     sw_error err;
@@ -81,7 +81,7 @@ static int arrive(reducer_object *self)
 }
 
 /* Arranges that close() runs at the end of graph task `task`. Nothing is sent yet: a backward that
- * reaches no parameter (torch.autograd.grad, a loss apart) is not a round. */
+ * reaches no parameter (torch.autograd.grad, a separate loss) is not a round. */
 static int announce(reducer_object *self, int64_t task)
 {
     PyObject *result = PyObject_CallFunctionObjArgs(self->open, NULL);
@@ -94,7 +94,7 @@ static int announce(reducer_object *self, int64_t task)
     return arrive(self);
 }
 
-/* At the first gradient: in the announced graph task, or in one nested in it. */
+/* Opens a round at the first gradient of the announced graph task, or of one nested in it. */
 static int open_round(reducer_object *self, int64_t task)
 {
     sw_error err;
@@ -117,7 +117,7 @@ static bool bucket_takes_part(reducer_object *self, size_t bucket)
     return sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[bucket].first]);
 }
 
-/* Gives a bucket to the hook. */
+/* Calls the hook with a bucket. */
 static int run_callback(reducer_object *self, size_t bucket, bool is_early)
 {
     size_t after = bucket + 1, count = sw_reducer_layout(self->reducer)->bucket_count;
@@ -128,7 +128,7 @@ static int run_callback(reducer_object *self, size_t bucket, bool is_early)
                                                 is_early ? Py_True : Py_False));
 }
 
-/* Complete buckets, while the backward goes on. */
+/* Calls the hook with complete buckets while the backward goes on. */
 static int hand_over(reducer_object *self)
 {
     size_t bucket;
@@ -138,7 +138,7 @@ static int hand_over(reducer_object *self)
     return 0;
 }
 
-/* Waits for what the hook has begun. An exception that is set already stays the one. */
+/* Waits for the hook's operations. An exception that is already set is kept. */
 static int wait_for_callbacks(reducer_object *self)
 {
     PyObject *type, *value, *trace;
@@ -166,8 +166,8 @@ static int clear_bucket(reducer_object *self, size_t bucket)
     return reducer_raise(self, status, &err);
 }
 
-/* A hook's buckets share memory where they are sliced: each is filled as its turn comes. A rank
- * that contributes nothing fills it with zeros. */
+/* Sliced buckets of a hook share memory, so each is filled when its turn comes, with zeros on a
+ * rank that contributes nothing. */
 static int fill_for_hook(reducer_object *self, size_t bucket, bool contributes)
 {
     if (contributes && !self->sliced)
@@ -180,7 +180,7 @@ static int fill_for_hook(reducer_object *self, size_t bucket, bool contributes)
     return failed;
 }
 
-/* A user's hook reduces each bucket that takes part, in order. */
+/* Calls the user's hook with each participating bucket, in order. */
 static int run_callbacks(reducer_object *self, bool contributes)
 {
     size_t count = sw_reducer_layout(self->reducer)->bucket_count;
@@ -193,8 +193,8 @@ static int run_callbacks(reducer_object *self, bool contributes)
     return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
 }
 
-/* A round was abandoned by some rank. What one rank handed over before that waits for every other
- * rank's part: all reduce it, and nothing else. */
+/* Some rank abandoned the round. A bucket that one rank gave to the hook before that waits for
+ * every other rank: all ranks reduce those buckets, and no others. */
 static int run_crossed(reducer_object *self, bool contributes)
 {
     size_t count = sw_reducer_layout(self->reducer)->bucket_count;
@@ -212,9 +212,9 @@ static int run_crossed(reducer_object *self, bool contributes)
     return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
 }
 
-/* ---- gradients come ---- */
+/* ---- gradients arrive ---- */
 
-/* What is written on torch's current stream counts for the gradient. */
+/* Marks the gradient as written on torch's current stream. */
 static int produce(reducer_object *self, size_t index)
 {
     sw_error err;
@@ -227,7 +227,7 @@ static int produce(reducer_object *self, size_t index)
     return reducer_raise(self, status, &err);
 }
 
-/* The gradient of a parameter exists. The communicator is entered. */
+/* Takes the gradient of a parameter. The communicator is entered. */
 static int take(reducer_object *self, size_t index, int64_t task, PyObject *param)
 {
     bool due = false, early = false;
@@ -253,7 +253,7 @@ static int take(reducer_object *self, size_t index, int64_t task, PyObject *para
             sw_py_gradient_place(self, index) < 0)
             return -1;
     }
-    /* One that came early may complete a bucket that has become the next meanwhile. */
+    /* An early gradient may complete a bucket that has become the next one meanwhile. */
     if (!due && !early)
         return 0;
     return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
@@ -280,7 +280,7 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
 
 /* ---- a round ends ---- */
 
-/* After a round: the view becomes `.grad` of every parameter that some rank used. */
+/* Ends a round: the view becomes `.grad` of every parameter that some rank used. */
 static int publish(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
@@ -297,8 +297,7 @@ static int publish(reducer_object *self)
     return sw_py_gradient_restore(self);
 }
 
-/* After a round: ranks whose optimizers stepped with different hyperparameters say so, all of them.
- */
+/* Ends a round: raises on all ranks if optimizers stepped with different hyperparameters. */
 static int compare_steps(reducer_object *self)
 {
     bool unlike = !self->gpu && sw_reducer_take_unlike_steps(self->reducer);
@@ -307,7 +306,7 @@ static int compare_steps(reducer_object *self)
     return reducer_called(PyObject_CallFunctionObjArgs(self->unlike, NULL));
 }
 
-/* What ranks must agree on beside their steps. */
+/* Notes the digest that ranks must agree on besides their steps. */
 static int note_order(reducer_object *self)
 {
     if (!self->order)
@@ -321,7 +320,7 @@ static int note_order(reducer_object *self)
     return 0;
 }
 
-/* An end of a round, in which ranks also compare the order of their units. */
+/* Ends a round in which ranks also compare the order of their units. */
 static int end_in_order(reducer_object *self, sw_status (*end)(sw_reducer *, sw_error *))
 {
     sw_error err;
@@ -334,13 +333,13 @@ static int end_in_order(reducer_object *self, sw_status (*end)(sw_reducer *, sw_
     return reducer_raise(self, status, &err);
 }
 
-/* The use bits alone: a user's hook averages the buckets. */
+/* Exchanges the use bits alone, since a user's hook averages the buckets. */
 static int exchange_use(reducer_object *self)
 {
     return end_in_order(self, sw_reducer_exchange_use);
 }
 
-/* Before it: every gradient lies in its bucket, or ranks are told what stands. */
+/* Prepares for the hook: every gradient lies in its bucket, or ranks are told which means stand. */
 static int prepare_for_hook(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->bucket_count;
@@ -353,8 +352,8 @@ static int prepare_for_hook(reducer_object *self)
     return 0;
 }
 
-/* A user's hook owns the buckets: the use bits are exchanged first, then it is called for each, and
- * may use the communicator itself. */
+/* A user's hook owns the buckets. The use bits are exchanged first; then the hook is called with
+ * each bucket, and may use the communicator itself. */
 static int finish_with_callback(reducer_object *self)
 {
     PyObject *type, *value, *trace;
@@ -366,19 +365,19 @@ static int finish_with_callback(reducer_object *self)
         return -1;
     if (differ == 0)
         return run_callbacks(self, true);
-    /* the same sentence as if nothing had been handed over, once that is where it belongs */
+    /* the error of a round without a hook, once the hook's buckets are in place */
     PyErr_Fetch(&type, &value, &trace);
     if (run_crossed(self, true) == 0) {
         PyErr_Restore(type, value, trace);
         return -1;
     }
-    Py_XDECREF(type); /* the hook's own error is raised in its place */
+    Py_XDECREF(type); /* the hook's own error is raised instead */
     Py_XDECREF(value);
     Py_XDECREF(trace);
     return -1;
 }
 
-/* All buckets are sent, or what is left of them. */
+/* Sends all buckets that have not been sent. */
 static int send_rest(reducer_object *self)
 {
     sw_error err;
@@ -448,7 +447,7 @@ PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised)
     if (sync < 0 || reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
     if (task >= 0)
-        Py_RETURN_NONE; /* recomputed inside a backward: not a forward of its own */
+        Py_RETURN_NONE; /* a recomputation inside a backward is not a forward */
     if (check_tags(self) < 0)
         return NULL;
     self->announced_task = NO_TASK;
@@ -485,8 +484,8 @@ PyObject *sw_py_round_close(PyObject *op, PyObject *unused)
     return none_or_null(finish_round(self));
 }
 
-/* A backward ended without its callback: an exception is on its way to the caller. Peers are told
- * now, as long as that takes no time to speak of; the caller's next forward does the rest. */
+/* A backward ended without its callback, and an exception is on its way to the caller. Peers are
+ * told now if that is quick; the caller's next forward does the rest. */
 PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
@@ -495,7 +494,7 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
     (void)unused;
     if (reducer_check_ready(self) < 0)
         return NULL;
-    self->announced_task = NO_TASK; /* also where no gradient had come yet */
+    self->announced_task = NO_TASK; /* even if no gradient had arrived yet */
     if (!sw_reducer_get_traits(self->reducer)->can_abandon)
         return none_or_null(abandon(self));
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
@@ -509,7 +508,7 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
     return none_or_null(reducer_raise(self, status, &err));
 }
 
-/* With the gradients as they stand. */
+/* Runs a whole round with the gradients as they are. */
 static int run_whole_round(reducer_object *self)
 {
     sw_error err;
@@ -534,7 +533,7 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
                         "averaged: call it after backward() has returned");
         return NULL;
     }
-    /* an exception left the backward open, and the caller steps all the same */
+    /* an exception left the backward open, and the caller steps nevertheless */
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
@@ -544,8 +543,8 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
     return none_or_null(run_whole_round(self));
 }
 
-/* Whether `.grad` holds what no round has averaged, as far as can be seen: a tensor, but not a
- * standing mean of which this rank has a slice alone. 1, 0, or -1 with an exception. */
+/* Returns 1 if `.grad` appears to hold a gradient that no round has averaged: a tensor, but not a
+ * standing mean of which this rank has only a slice. Returns 0 if not, -1 with an exception. */
 static int holds_contribution(reducer_object *self, size_t index)
 {
     PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
@@ -561,7 +560,7 @@ static int holds_contribution(reducer_object *self, size_t index)
     return result;
 }
 
-/* A round that no backward announced: what stands in `.grad` are the contributions. */
+/* Runs a round that no backward announced: `.grad` holds the contributions. */
 PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
@@ -592,7 +591,8 @@ PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
 
 /* ---- ranks that ran out of inputs ---- */
 
-/* On a GPU a rank contributes by what a sum does not see; each bucket travels as ever. */
+/* On a GPU the rank contributes the neutral element of the sum, and each bucket is sent as usual.
+ */
 static int shadow_buckets(reducer_object *self)
 {
     sw_error err;
@@ -614,8 +614,8 @@ static int shadow_buckets(reducer_object *self)
     return finish_sent(self);
 }
 
-/* What stands, as ranks that train have said it: a byte a parameter. It stays where no rank uses a
- * parameter. */
+/* Takes the standing means that training ranks announced, one byte per parameter. A mean stays if
+ * no rank uses its parameter. */
 static int follow_standing(reducer_object *self, PyObject *standing)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
@@ -631,7 +631,7 @@ static int follow_standing(reducer_object *self, PyObject *standing)
     return list ? 0 : -1;
 }
 
-/* Means are written where gradients were: those that the program kept move away. */
+/* Means overwrite gradients, so gradients that the program kept move to other memory. */
 static int renew_views(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;

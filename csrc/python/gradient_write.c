@@ -1,10 +1,11 @@
-/* gradient_write.c - one parameter's contribution in its bucket: the elements of a gradient, zeros,
- * or, where this rank has not used the parameter, what the subclass keeps. */
+/* gradient_write.c - writes one parameter's contribution into its bucket: the elements of a
+ * gradient, zeros, or, if this rank has not used the parameter, what the subclass kept. */
 #include "python/reducer_object.h"
 
-/* Whether `grad` lies in memory just as its view does, so that its bytes can be copied as they are.
- * Lazily negated and conjugated tensors look the same from here: the first are views of complex
- * ones, so they have strides of their own unless they have one element; the second are complex. */
+/* Returns true if `grad` has the layout of its view, so that its bytes can be copied as they are.
+ * Lazily negated and conjugated tensors are excluded without a look at their flags: the former are
+ * views of complex tensors and so have other strides unless they have one element; the latter are
+ * complex. */
 static bool has_layout(const tensor_view *grad, const tensor_view *shape)
 {
     int64_t numel = 1;
@@ -25,7 +26,8 @@ static bool has_layout(const tensor_view *grad, const tensor_view *shape)
     return grad->strides && shape->strides;
 }
 
-/* On a GPU a copy of torch's would be a launch of its own: the subclass looks more closely. */
+/* On a GPU torch's copy would be another launch, so the subclass looks for an address to copy from.
+ */
 static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, void **from)
 {
     *from = NULL;

@@ -1,6 +1,5 @@
-/* hook_type.c - the post-accumulate-grad hook of one parameter: a small callable that knows its
- * reducer by a link, so that a hook which torch keeps on a tensor does not keep the engine alive.
- */
+/* hook_type.c - the post-accumulate-grad hook of one parameter: a small callable that reaches its
+ * reducer by a link, so that a hook that torch keeps on a tensor does not keep the engine alive. */
 #include <stdlib.h>
 
 #include "python/engine.h"
@@ -16,7 +15,7 @@ static PyObject *hook_call(PyObject *op, PyObject *param)
     PyObject *reducer = (PyObject *)self->link->reducer;
     if (!reducer)
         Py_RETURN_NONE;
-    Py_INCREF(reducer); /* another thread may drop the model while this one folds */
+    Py_INCREF(reducer); /* another thread may drop the model while this one reduces */
     int failed = sw_py_reducer_take_gradient((struct reducer_object *)reducer, self->index, param);
     Py_DECREF(reducer);
     if (failed < 0)

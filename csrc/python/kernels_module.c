@@ -126,7 +126,7 @@ static void *run_test_rank(void *argument)
     return NULL;
 }
 
-/* A rank without a thread: the others must not wait for it. */
+/* Aborts for a rank whose thread could not start, so that the others do not wait for it. */
 static void give_up(const test_rank *self, int cause, sw_error *err)
 {
     sw_comm *comm;
@@ -134,7 +134,7 @@ static void give_up(const test_rank *self, int cause, sw_error *err)
     sw_error_set(err, SW_E_OS, cause, "self_test: thread %d of %d could not be started: %s",
                  self->rank, SELF_TEST_RANKS, strerror(cause));
     if (sw_local_comm_create(self->group, self->rank, &comm, &told) != SW_OK)
-        return; /* which tells them, too */
+        return; /* which tells the other ranks too */
     comm->ops->abort(comm, err);
     comm->ops->destroy(comm);
 }

@@ -1,11 +1,11 @@
-/* module_state.c - from an instance of one of the module's types to the state of the module. */
+/* module_state.c - finds the module's state from an instance of one of its types. */
 #include "python/engine.h"
 
 engine_state *sw_py_state_of(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     engine_state *state = PyType_GetModuleState(type);
-    while (!state && type) { /* a subclass in Python is of another module */
+    while (!state && type) { /* a Python subclass belongs to another module */
         PyErr_Clear();
         type = PyType_GetSlot(type, Py_tp_base);
         state = type ? PyType_GetModuleState(type) : NULL;

@@ -1,9 +1,8 @@
 /* optim_module.c - the optimizers and the norm on lists of torch tensors.
  *
- * Idea: everything is read and checked first, with the GIL; runs are then made of addresses, and
- * the pass goes over them without it. Tuples hold the tensors meanwhile. Layouts that merely differ
- * are reported, not refused: the caller rearranges them and asks again.
- */
+ * Idea: all arguments are read and checked first, with the GIL; the pass then goes over runs of
+ * addresses without it. Tuples keep the tensors alive meanwhile. Layouts that merely differ are
+ * reported, not refused: the caller rearranges the tensors and calls again. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,20 +27,20 @@ enum {
 typedef struct step_call {
     const char *operation;
     const char *names[LIST_COUNT];
-    char full_names[LIST_COUNT][64]; /* "adam_step: grads", for sentences about one tensor */
-    PyObject *lists[LIST_COUNT];     /* owned tuples; NULL: not given */
+    char full_names[LIST_COUNT][64]; /* "adam_step: grads", for messages about one tensor */
+    PyObject *lists[LIST_COUNT];     /* owned tuples; NULL if not passed */
     Py_ssize_t count;
     sw_optim_run *runs;   /* owned */
     void **steps;         /* owned; address of each step scalar */
     bool *wide_steps;     /* owned; float64 rather than float32 */
     PyObject *mismatched; /* owned list of indices */
     const void *table;
-    state_file_object *file; /* borrowed; NULL: state is in memory */
-    device_comm_object *gpu; /* borrowed; NULL: all is on the CPU. Else steps alone are, or */
-    device_offload_object *offload; /* borrowed; NULL: none. Else gradients alone are on the GPU,
-                                       and copies, or parameters that have none */
+    state_file_object *file; /* borrowed; NULL if state is in memory */
+    device_comm_object *gpu; /* borrowed; NULL if all is on the CPU. Else only steps are, or */
+    device_offload_object *offload; /* borrowed, or NULL. If not, only gradients are on the GPU, and
+                                       copies, or parameters without copies */
     sw_stream *stream;
-    const void *clip; /* a float32 on the GPU that multiplies gradients first; NULL: none */
+    const void *clip; /* a float32 on the GPU by which gradients are first multiplied, or NULL */
 } step_call;
 
 static void step_call_fini(step_call *call)
@@ -73,8 +72,8 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
     return true;
 }
 
-/* Where the step runs: None for the CPU, (DeviceComm, stream), or (DeviceOffload, stream) for the
- * CPU while parameters are on a GPU. */
+/* Parses the place of the step: None for the CPU, (DeviceComm, stream), or (DeviceOffload, stream)
+ * for the CPU while parameters are on a GPU. */
 static bool read_place(step_call *call, PyObject *module, PyObject *place)
 {
     const engine_state *state = PyModule_GetState(module);
@@ -116,7 +115,7 @@ static bool read_clip(step_call *call, unsigned long long address)
     return false;
 }
 
-/* The arguments as tuples of one length. */
+/* Converts the arguments to tuples of equal length. */
 static bool step_call_init(step_call *call, PyObject *const *given)
 {
     for (int k = 0; k < LIST_COUNT; ++k) {
@@ -149,7 +148,7 @@ static bool step_call_init(step_call *call, PyObject *const *given)
     return call->mismatched != NULL;
 }
 
-/* Whether tensors of a list are on the GPU. */
+/* Returns true if tensors of a list are on the GPU. */
 static bool is_on_gpu(const step_call *call, int list)
 {
     if (!call->offload)
@@ -173,8 +172,8 @@ static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tenso
     return true;
 }
 
-/* Reads one more array of parameter `index`; false with an exception. Other strides only mark the
- * parameter. */
+/* Reads one more array of parameter `index`. Different strides only mark the parameter as
+ * mismatched. Returns false with an exception. */
 static bool read_like(const step_call *call, int list, Py_ssize_t index,
                       const tensor_reading *parameter, tensor_reading *out, bool *matches)
 {
@@ -313,14 +312,14 @@ static sw_status sgd_batch(const void *options, const sw_optim_run *runs, size_t
     return sw_sgd_step(options, runs, count, err);
 }
 
-typedef struct gpu_batch { /* of a step whose state is in a file and whose parameters are on a GPU
-                            */
+typedef struct gpu_batch { /* a step with state in a file and parameters on a GPU */
     const step_call *call;
     sw_offload_step_fn *step;
     const void *options;
 } gpu_batch;
 
-/* Runs whose state was read into the file's buffers: gradients come down, parameters go up. */
+/* Steps on runs whose state was read into the file's buffers: gradients are copied down, parameters
+ * up. */
 static sw_status step_through_gpu(const void *given, const sw_optim_run *runs, size_t count,
                                   sw_error *err)
 {
@@ -329,7 +328,7 @@ static sw_status step_through_gpu(const void *given, const sw_optim_run *runs, s
                                   count, batch->call->stream, err);
 }
 
-/* Without the GIL; options and runs are checked as a whole before a part of them is stepped on. */
+/* Steps without the GIL. All options and runs are checked before the first run is stepped on. */
 static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
                              const sw_sgd_options *sgd, sw_error *err)
 {
@@ -350,7 +349,7 @@ static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
     return step(options, call->runs, count, err);
 }
 
-/* Enqueue a step on the GPU. */
+/* Enqueues a step on the GPU. */
 static sw_status run_on_gpu(const step_call *call, const sw_adam_options *adam,
                             const sw_sgd_options *sgd, sw_error *err)
 {
@@ -368,7 +367,7 @@ static void mark_in_use(const step_call *call, bool in_use)
         call->file->in_use = in_use;
 }
 
-/* The step, wherever; false with an exception. */
+/* Runs the step where `call` says. Returns false with an exception. */
 static bool run_step(const step_call *call, PyObject *module, const sw_adam_options *adam,
                      const sw_sgd_options *sgd)
 {
@@ -407,7 +406,7 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
                       .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
                                 "steps", "copies"}};
     PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
-    /* What was not given is NaN, which the step refuses by name. */
+    /* An option that was not passed is NaN, which the step refuses by name. */
     sw_adam_options options = {NAN, NAN, NAN, NAN, NAN, .grad_scale = 1.0};
     unsigned long long clip = 0;
     int decoupled = 0, maximize = 0;

@@ -1,5 +1,5 @@
-/* parameter_rows.c - what a reducer is made from: (name, numel, dtype, requires_grad) a parameter,
- * and as a fifth, if it has one, the group whose buckets it shares. */
+/* parameter_rows.c - the rows that a reducer is made from: (name, numel, dtype, requires_grad) per
+ * parameter, with an optional fifth, the group whose buckets it shares. */
 #include <stdlib.h>
 #include <string.h>
 

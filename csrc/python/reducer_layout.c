@@ -1,5 +1,5 @@
-/* reducer_layout.c - the methods of shardwright._engine.Reducer that say where parameters and
- * buckets lie, and give tensors over that memory. */
+/* reducer_layout.c - the methods of shardwright._engine.Reducer that return where parameters and
+ * buckets lie, and tensors over that memory. */
 #include "python/reducer_object.h"
 
 int sw_py_reducer_read_index(reducer_object *self, PyObject *value, size_t *index)
@@ -42,8 +42,8 @@ static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bu
     return 0;
 }
 
-/* The owner of what lies at a bucket's address, or at this rank's slice of its mean; borrowed. And
- * the GPU that it is on; -1: the CPU. */
+/* Returns the borrowed owner of the memory of a bucket, or of this rank's slice of its mean, and
+ * sets *ordinal to its GPU, or to -1 for the CPU. */
 static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, int *ordinal)
 {
     *ordinal = -1;
@@ -65,7 +65,7 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     return owner;
 }
 
-/* A DLPack capsule over memory of bucket `index`, or of this rank's slice of its mean. */
+/* Makes a DLPack capsule over memory of bucket `index`, or of this rank's slice of its mean. */
 static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result, void *address,
                               PyObject *shape, PyObject *strides)
 {
@@ -77,7 +77,7 @@ static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result
                  : NULL;
 }
 
-/* The same, one-dimensional. */
+/* Makes a one-dimensional one. */
 static PyObject *flat_capsule_over(reducer_object *self, size_t index, bool is_result,
                                    void *address, size_t numel)
 {
@@ -99,7 +99,7 @@ PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args)
                         sw_reducer_address(self->reducer, index), shape, strides);
 }
 
-/* This rank's slice of a parameter's mean, one-dimensional. */
+/* Returns this rank's slice of a parameter's mean, one-dimensional. */
 PyObject *sw_py_reducer_result(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -146,7 +146,7 @@ PyObject *sw_py_reducer_bucket_dtype(PyObject *op, PyObject *position)
     return PyUnicode_FromString(sw_dtype_name(bucket->dtype));
 }
 
-/* (bucket, begin, numel) of a parameter. */
+/* Returns (bucket, begin, numel) of a parameter. */
 PyObject *sw_py_reducer_place(PyObject *op, PyObject *position)
 {
     reducer_object *self = (reducer_object *)op;
@@ -158,7 +158,7 @@ PyObject *sw_py_reducer_place(PyObject *op, PyObject *position)
                          (Py_ssize_t)place->numel);
 }
 
-/* (offset_bytes, numel, dtype, trainable) of a bucket. */
+/* Returns (offset_bytes, numel, dtype, trainable) of a bucket. */
 PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *position)
 {
     const sw_layout_bucket *bucket;

@@ -1,13 +1,12 @@
 /* reducer_object.h - the Reducer object, shared by its type (reducer_type.c, reducer_on_device.c),
- * by its rounds (gradient_round.c) and by how a contribution comes out of a `.grad`
- * (gradient_place.c; sliced_gradients.c where this rank keeps slices) and is written to its bucket
+ * its rounds (gradient_round.c), and the files that move a contribution from `.grad`
+ * (gradient_place.c; sliced_gradients.c where this rank keeps slices) into its bucket
  * (gradient_write.c).
  *
- * On a GPU the object is of a subclass in Python, which allocates and registers memory; a few
- * things of torch's that are no step's are its methods, named where they are called.
+ * On a GPU the object belongs to a Python subclass, which allocates and registers memory.
+ * Operations of torch that are not part of a step are its methods, named where they are called.
  *
- * Thread rule: with the GIL held.
- */
+ * Thread rule: with the GIL held. */
 #ifndef SW_PYTHON_REDUCER_OBJECT_H
 #define SW_PYTHON_REDUCER_OBJECT_H
 
@@ -18,48 +17,48 @@ typedef struct reducer_object {
     PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
     device_comm_object *gpu;         /* owned; NULL on the host */
     sw_reducer *reducer;             /* owned */
-    PyObject *memory; /* owned: the Arena that owns the reducer's memory; on a GPU a list of torch's
-                         tensors, one a bucket (sliced: its slice of the mean), None where it takes
-                         no part, and behind them tuples of the places and of those lent */
-    reducer_link *link; /* counted, shared with the hooks */
+    PyObject *memory;   /* owned: the Arena that owns the reducer's memory. On a GPU a list of
+                           tensors, one per bucket (sliced: its slice of the mean; None if it takes no
+                           part), followed by tuples of the places and of the lent ones */
+    reducer_link *link; /* reference-counted, shared with the hooks */
     PyObject *params,
-        *views; /* owned lists; NULL before attach. The list of views is the caller's own */
-    PyObject *hook_tables; /* owned list: where torch keeps the hooks of each parameter, or None */
-    PyObject *layouts; /* owned list of tensors laid out as gradients are, where parameters are not
-                          always; or None */
+        *views; /* owned lists; NULL before attach. The caller shares the list of views */
+    PyObject *hook_tables; /* owned list: torch's table of hooks of each parameter, or None */
+    PyObject *layouts; /* owned list of tensors with the layouts of gradients, where parameters may
+                          differ; or None */
     PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
-    PyObject *unlike, *describe; /* owned callables, or None: ranks have noted different steps; on a
-                                    GPU, what this one has */
+    PyObject *unlike, *describe; /* owned callables, or None: called if ranks noted different steps,
+                                    and on a GPU to describe this rank's */
     PyObject *stream;            /* owned callable: torch's current stream; NULL on the host */
-    PyObject *order;             /* owned callable: a digest that ranks must agree on; or NULL */
-    PyObject *announcer;         /* owned callable, told what stands as a round opens; or NULL */
-    PyObject *held;            /* owned list: gradients until their copies are launched. On a GPU */
-    PyObject *bucket_callback; /* owned, or NULL: what averages a bucket, in place of the engine */
-    PyObject *bucket_wait;     /* owned, or NULL: waits for what bucket_callback has begun. With it
-                                  buckets are given as soon as they are complete */
+    PyObject *order; /* owned callable that returns a digest that ranks must agree on; or NULL */
+    PyObject *announcer; /* owned callable, gets the standing means as a round opens; or NULL */
+    PyObject *held;      /* owned list: on a GPU, gradients until their copies are launched */
+    PyObject *bucket_callback; /* owned, or NULL: averages a bucket in place of the engine */
+    PyObject *bucket_wait; /* owned, or NULL: waits for operations of bucket_callback, which then
+                              gets buckets as soon as they are complete */
     bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
                     gradients */
     PyObject *grad_name;     /* owned: "grad" */
     const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */
-    Py_ssize_t *hook_counts; /* owned: hooks of each parameter when ours was the last */
-    size_t kept;             /* parameters of which the subclass keeps what may not be averaged */
+    Py_ssize_t *hook_counts; /* owned: number of hooks of each parameter when ours was the last */
+    size_t kept;             /* number of parameters whose unaveraged gradient the subclass keeps */
     unsigned long long copies;
-    int64_t announced_task; /* graph task whose end will call close(); NO_TASK: none */
+    int64_t announced_task; /* the graph task whose end calls close(), or NO_TASK */
     bool announced_sync;
     bool pending_forward;
 } reducer_object;
 
 enum { NO_TASK = -2 };
-/* On a GPU, entries of `memory` behind one a bucket. */
-enum { PLACES, LENT, EXTRAS };
+/* On a GPU, the entries of `memory` after those of the buckets. */
+enum { PLACES, LENT, ROW, COLUMN, EXTRAS };
 
 static inline engine_state *reducer_state_of(reducer_object *self)
 {
     return sw_py_state_of((PyObject *)self);
 }
 
-/* 0, or -1 with the exception of `err`. */
+/* Returns 0, or -1 with the exception of `err`. */
 static inline int reducer_raise(reducer_object *self, sw_status status, const sw_error *err)
 {
     if (status == SW_OK)
@@ -93,7 +92,7 @@ static inline int reducer_check_ready(reducer_object *self)
     return -1;
 }
 
-/* The communicator is this thread's until reducer_leave(). -1 with an exception. */
+/* Enters the communicator until reducer_leave(). Returns -1 with an exception. */
 static inline int reducer_enter(reducer_object *self)
 {
     bool entered = self->gpu ? sw_py_device_enter(self->gpu) : sw_py_comm_enter(self->comm);
@@ -108,8 +107,9 @@ static inline void reducer_leave(reducer_object *self)
         sw_py_comm_leave(self->comm);
 }
 
-/* Around a call that may enqueue on a GPU: a host that is ahead of its GPU blocks there, so the GIL
- * is released. On the host such a call is short and keeps it. The communicator is entered. */
+/* Surrounds a call that may enqueue on a GPU. A host that is ahead of its GPU blocks there, so the
+ * GIL is released. On the host such a call is short and keeps the GIL. The communicator is entered.
+ */
 #define REDUCER_BEGIN_ENQUEUE(self) \
     {                               \
         PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL;
@@ -118,18 +118,18 @@ static inline void reducer_leave(reducer_object *self)
         PyEval_RestoreThread(reducer_thread_); \
     }
 
-/* Counts a call's outcome: 0, or -1 with the exception that is set. */
+/* Drops a call's result. Returns 0, or -1 if the call raised. */
 static inline int reducer_called(PyObject *result)
 {
     Py_XDECREF(result);
     return result ? 0 : -1;
 }
 
-/* reducer_layout.c: -1 with an exception. */
+/* reducer_layout.c. Returns -1 with an exception. */
 int sw_py_reducer_read_index(reducer_object *self, PyObject *value, size_t *index);
 int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index);
 
-/* The same file: methods of the type. */
+/* reducer_layout.c: methods of the type. */
 PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_result(PyObject *op, PyObject *position);
 PyObject *sw_py_reducer_bucket(PyObject *op, PyObject *position);
@@ -138,12 +138,12 @@ PyObject *sw_py_reducer_bucket_dtype(PyObject *op, PyObject *position);
 PyObject *sw_py_reducer_place(PyObject *op, PyObject *position);
 PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *position);
 
-/* reducer_on_device.c: -1, or NULL, with an exception. */
+/* reducer_on_device.c. Returns -1 or NULL with an exception. */
 int sw_py_reducer_init_on_device(reducer_object *self);
-/* What is next comes in the order of torch's current stream. Nothing on the host. */
+/* Orders the next operations on torch's current stream. No-op on the host. */
 int sw_py_reducer_use_stream(reducer_object *self);
 
-/* Of it, methods. */
+/* reducer_on_device.c: methods of the type. */
 PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_lend(PyObject *op, PyObject *args);
@@ -152,40 +152,42 @@ PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *trains);
 PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *callable);
 PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *callable);
 
-/* gradient_write.c: -1 with an exception, the communicator entered. The
- * contribution becomes the elements of `grad`, which `like` is laid out as, or the sum of both.
- * 1 where its bytes cannot be copied as they are. */
+/* gradient_write.c. The communicator is entered. Writes the elements of `grad`, whose layout is
+ * that of `like`, as the contribution, or adds them to it. Returns 1 if the bytes cannot be copied
+ * as they are, -1 with an exception. */
 int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
                          bool add);
-/* The contribution of a parameter becomes zeros. */
+/* Sets the contribution of a parameter to zeros. */
 int sw_py_gradient_clear(reducer_object *self, size_t index);
-/* The subclass keeps what the mean may overwrite of a parameter that this rank has not used. */
+/* Lets the subclass save what the mean may overwrite of a parameter that this rank has not used. */
 int sw_py_gradient_keep(reducer_object *self, size_t index);
 
-/* gradient_place.c: -1 with an exception, the communicator entered. Takes this rank's contribution
- * out of `.grad`; all of a bucket that was reserved, what is placed left out. */
+/* gradient_place.c. The communicator is entered. Moves this rank's contribution from `.grad` into
+ * its bucket; of a reserved bucket, all contributions that are not placed yet. Returns -1 with an
+ * exception. */
 int sw_py_gradient_place(reducer_object *self, size_t index);
 int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket);
-/* The same of a bucket that is not reserved yet. */
+/* Does the same for a bucket that is not reserved yet. */
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
-/* Sends what can be sent without waiting. */
+/* Sends every bucket that can be sent without a wait. */
 int sw_py_gradient_advance(reducer_object *self);
-/* The view of a parameter, about to be overwritten while `.grad` is something else. Borrowed. */
+/* Returns the borrowed view of a parameter, which is about to be overwritten while `.grad` is
+ * another tensor. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);
-/* Whether a later hook than ours was registered on a parameter's gradient. */
+/* Returns true if a hook was registered after ours on a parameter's gradient. */
 bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index);
-/* The subclass gives back what it kept of parameters that no rank has used. */
+/* Lets the subclass restore the gradients of parameters that no rank has used. */
 int sw_py_gradient_restore(reducer_object *self);
-/* A sliced gradient has come before its slot was free: makes room, if that is soon. */
+/* A sliced gradient arrived before its slot was free: frees the slot if that does not take long. */
 int sw_py_gradient_make_room(reducer_object *self, size_t index);
 
-/* sliced_gradients.c: -1 with an exception. */
+/* sliced_gradients.c. Returns -1 with an exception. */
 int sw_py_sliced_place(reducer_object *self, size_t index);
-/* Says which contributions are on top of the standing mean, before they are placed. */
+/* Declares which contributions add to the standing mean, before they are placed. */
 int sw_py_sliced_declare_standing(reducer_object *self);
-/* The same to ranks that have joined, as a round opens. */
+/* Announces the same to ranks that have joined, as a round opens. */
 int sw_py_sliced_announce(reducer_object *self);
-/* After a round: every parameter that some rank used has its ShardedGradient. */
+/* Ends a round: every parameter that some rank used gets its ShardedGradient. */
 int sw_py_sliced_publish(reducer_object *self);
 
 /* gradient_round.c: methods. */

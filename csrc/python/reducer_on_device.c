@@ -1,5 +1,5 @@
-/* reducer_on_device.c - what a Reducer over a GPU has beside that over a host's memory: torch's
- * memory behind its buckets, torch's current stream, and which ranks still train. */
+/* reducer_on_device.c - what a Reducer on a GPU needs besides: torch's memory for its buckets,
+ * torch's current stream, and which ranks still train. */
 #include <string.h>
 
 #include "python/reducer_object.h"
@@ -17,7 +17,7 @@ static int check_gpu(reducer_object *self)
 int sw_py_reducer_use_stream(reducer_object *self)
 {
     sw_stream *stream;
-    if (!self->gpu || !self->stream) /* before attach() nothing is enqueued */
+    if (!self->gpu || !self->stream) /* nothing is enqueued before attach() */
         return 0;
     PyObject *value = PyObject_CallFunctionObjArgs(self->stream, NULL);
     bool read = value && sw_py_device_stream(value, &stream);
@@ -27,7 +27,7 @@ int sw_py_reducer_use_stream(reducer_object *self)
     return read ? 0 : -1;
 }
 
-/* Fills `memory`, once the reducer is made. */
+/* Fills `memory` once the reducer exists. */
 int sw_py_reducer_init_on_device(reducer_object *self)
 {
     self->memory = PyList_New(0);
@@ -74,7 +74,7 @@ PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args)
     return done;
 }
 
-/* Addresses and bytes of a tuple of at most two tensors. */
+/* Reads addresses and sizes from a tuple of at most two tensors. */
 static bool read_tensors(PyObject *tuple, void *addresses[2], size_t sizes_bytes[2], size_t *count)
 {
     *count = (size_t)PyTuple_Size(tuple);

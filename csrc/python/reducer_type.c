@@ -1,6 +1,5 @@
 /* reducer_type.c - shardwright._engine.Reducer: the object, its lifecycle and its methods, over a
- * HostComm or a DeviceComm (reducer_on_device.c has what only that takes). The rounds are in
- * gradient_round.c. */
+ * HostComm or a DeviceComm (reducer_on_device.c). gradient_round.c has the rounds. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -33,7 +32,7 @@ static int create_on_host(reducer_object *self, sw_py_rows *s, const sw_reducer_
     reducer_leave(self);
     if (reducer_raise(self, status, &err) < 0)
         return -1;
-    /* The Arena object becomes the memory's owner; the reducer goes on borrowing it. */
+    /* The Arena object takes ownership of the memory; the reducer goes on borrowing it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
     self->memory = sw_py_arena_object_new(reducer_state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
@@ -54,8 +53,8 @@ static int create_on_gpu(reducer_object *self, sw_py_rows *s, const sw_reducer_o
     return done ? sw_py_reducer_init_on_device(self) : -1;
 }
 
-/* Binds a HostComm or a DeviceComm, and tells its world size; 0 once it is closed, which create()
- * says. */
+/* Binds a HostComm or a DeviceComm and returns its world size, which is 0 once it is closed;
+ * create() then refuses it. */
 static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
 {
     const engine_state *state = reducer_state_of(self);
@@ -80,6 +79,32 @@ static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
     return 0;
 }
 
+/* A DeviceComm beside the reducer's, or None. false with an exception. */
+static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **side)
+{
+    *side = NULL;
+    if (value == Py_None)
+        return true;
+    if (!self->gpu || !PyObject_TypeCheck(value, reducer_state_of(self)->device_comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "Reducer: row and column must be DeviceComms beside the "
+                                         "DeviceComm given, or None");
+        return false;
+    }
+    *side = ((device_comm_object *)value)->comm;
+    return true;
+}
+
+/* Keeps row and column as long as the reducer. */
+static int keep_sides(reducer_object *self, PyObject *row, PyObject *column)
+{
+    Py_ssize_t first = (Py_ssize_t)reducer_bucket_count(self);
+    Py_INCREF(row);
+    if (PyList_SetItem(self->memory, first + ROW, row) < 0)
+        return -1;
+    Py_INCREF(column);
+    return PyList_SetItem(self->memory, first + COLUMN, column);
+}
+
 static int check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
 {
     if (cap <= 0)
@@ -94,20 +119,23 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
         "comm",  "parameters",      "bucket_cap_bytes", "transport", "reduce", "sliced", "slices",
-        "label", "first_cap_bytes", "deterministic",    "wire",      "lent",   NULL};
+        "label", "first_cap_bytes", "deterministic",    "wire",      "lent",   "row",    "column",
+        NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *comm, *parameters, *owners = Py_None;
+    PyObject *comm, *parameters, *owners = Py_None, *row = Py_None, *column = Py_None;
     sw_py_slices slices;
     Py_ssize_t cap = 25 * 1024 * 1024, first_cap = 0;
     const char *transport = "auto", *reduce = "mean", *wire = NULL;
     int sliced = 0, deterministic = 0, lent = 0, world_size;
     sw_reducer_options options = {.label = "model"};
     sw_py_rows s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsnpzp:Reducer", names, &comm,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsnpzpOO:Reducer", names, &comm,
                                      &parameters, &cap, &transport, &reduce, &sliced, &owners,
-                                     &options.label, &first_cap, &deterministic, &wire, &lent) ||
+                                     &options.label, &first_cap, &deterministic, &wire, &lent, &row,
+                                     &column) ||
         check_caps(cap, first_cap) < 0 || parse_transport(transport, &options.transport) < 0 ||
-        sw_py_parse_reduce(reduce, &options.sums) < 0 || bind_comm(self, comm, &world_size) < 0)
+        sw_py_parse_reduce(reduce, &options.sums) < 0 || bind_comm(self, comm, &world_size) < 0 ||
+        !read_side(self, row, &options.row) || !read_side(self, column, &options.column))
         return -1;
     self->announced_task = NO_TASK;
     self->sliced = sliced != 0;
@@ -131,7 +159,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
         result = self->gpu ? create_on_gpu(self, &s, &options) : create_on_host(self, &s, &options);
     sw_py_rows_fini(&s);
     sw_py_slices_fini(&slices);
-    return result;
+    return result == 0 && self->gpu ? keep_sides(self, row, column) : result;
 }
 
 static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
@@ -197,7 +225,8 @@ static void destroy_reducer(reducer_object *self)
             (void)sw_reducer_take_memory(self->reducer);
         sw_reducer_destroy(self->reducer);
     } else if (self->reducer && sw_py_device_is_own(self->gpu)) {
-        /* In a forked child all stays: its calls would fail, and the memory is the parent's. */
+        /* A forked child frees nothing: its driver calls would fail, and the memory belongs to the
+         * parent. */
         sw_py_device_destroy(self->gpu, destroy, self->reducer);
     }
 }
@@ -231,15 +260,15 @@ static void reducer_dealloc(PyObject *op)
  * -----------------------------------------------------------------------------------------------
  */
 
-/* Takes `*slot` over from a counted reference. */
+/* Stores a new reference to `value` in *slot. */
 static void keep(PyObject **slot, PyObject *value)
 {
     Py_INCREF(value);
     *slot = value;
 }
 
-/* The layout that the gradient of a parameter has in its memory; one that is never equal where that
- * is not known: such gradients always go through copy(). */
+/* Reads the layout of a parameter's gradient. An unknown layout is stored as one that equals no
+ * other, so that such gradients always go through copy(). */
 static void read_shape(reducer_object *self, Py_ssize_t index)
 {
     PyObject *models = self->sliced ? self->layouts : self->views;
@@ -309,8 +338,7 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-/* `table`: the dictionary in which torch keeps the gradient hooks of a parameter, ours the last of
- * them. */
+/* `table` is torch's dictionary of the gradient hooks of a parameter; ours is the last. */
 static PyObject *reducer_watch_hooks(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
@@ -454,7 +482,7 @@ static PyObject *reducer_averaged_in(PyObject *op, PyObject *position)
     return PyLong_FromUnsignedLongLong(sw_reducer_averaged_in(self->reducer, index));
 }
 
-/* Indices of the parameters whose `.grad` is a tensor other than our view. */
+/* Returns the indices of parameters whose `.grad` is a tensor other than our view. */
 static PyObject *reducer_foreign(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
@@ -483,12 +511,12 @@ static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
     sw_reducer_unfreeze(self->reducer, index);
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     const sw_layout_bucket *bucket = &layout->bucket[layout->place[index].bucket];
-    for (size_t k = 0; self->shapes && k < bucket->count; ++k) /* views may be new */
+    for (size_t k = 0; self->shapes && k < bucket->count; ++k) /* the views may be new */
         read_shape(self, (Py_ssize_t)layout->order[bucket->first + k]);
     Py_RETURN_NONE;
 }
 
-/* Of the whole GPU, since it was opened. */
+/* Adds the driver's counts since the GPU was opened, for all reducers on it. */
 static int add_driver_counts(reducer_object *self, PyObject *counts)
 {
     PyObject *driver = sw_py_call((PyObject *)self->gpu, "stats", NULL, NULL);
@@ -525,7 +553,7 @@ static PyObject *reducer_get(PyObject *op, void *which)
     if (!self->reducer)
         Py_RETURN_NONE;
     switch ((intptr_t)which) {
-    case GET_TRANSPORT: /* on a GPU the subclass has both */
+    case GET_TRANSPORT: /* on a GPU the subclass has both properties */
         return PyUnicode_FromString(
             self->gpu ? "" : sw_transport_name(sw_reducer_memory(self->reducer)->transport));
     case GET_REASON:

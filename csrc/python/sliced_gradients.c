@@ -1,12 +1,12 @@
-/* sliced_gradients.c - contributions to rounds in which this rank keeps its slices of the means
- * alone (zero >= 2).
+/* sliced_gradients.c - contributions to rounds in which this rank keeps only its slices of the
+ * means (zero >= 2).
  *
- * `.grad` is then None, a tensor of autograd's own, or the parameter's ShardedGradient, which has
- * no memory but may hold a pending tensor: what backwards have added since the last round. A
- * contribution is taken out of `.grad` into the bucket's slot as soon as the slot is free, and at
- * the latest when the bucket is sent; the ShardedGradient is put back when the round ends. A
- * gradient taken out of a ShardedGradient that was not cleared is marked as standing: the owners of
- * slices add the old mean to it. */
+ * `.grad` is then None, a tensor of autograd, or the parameter's ShardedGradient, which has no
+ * memory but may hold a pending tensor: the sum of backwards since the last round. A contribution
+ * moves from `.grad` into the bucket's slot as soon as the slot is free, and at the latest when the
+ * bucket is sent. The ShardedGradient is put back when the round ends. A gradient taken from a
+ * ShardedGradient that was not cleared is marked as standing: the owners of slices add the old mean
+ * to it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,11 +15,11 @@
 static bool is_pool(const reducer_object *self)
 {
     const sw_gradient_memory *memory = sw_reducer_memory(self->reducer);
-    return !memory || memory->transport == SW_TRANSPORT_POOL; /* on a GPU as in a pool */
+    return !memory || memory->transport == SW_TRANSPORT_POOL; /* a GPU behaves like a pool */
 }
 
-/* What changes nothing when a mean is added to it: -0.0, since -0.0 + x is x for every x, and 0.0 +
- * -0.0 is not. */
+/* Writes the neutral element of addition: -0.0 + x is x for every x, while 0.0 + -0.0 is not -0.0.
+ */
 static void write_negative_zeros(reducer_object *self, size_t index)
 {
     const sw_layout *layout = sw_reducer_layout(self->reducer);
@@ -45,7 +45,7 @@ static int place_nothing(reducer_object *self, size_t index, bool standing)
     return 0;
 }
 
-/* The contribution becomes `grad`, or (`add`) the sum of both. */
+/* Writes `grad` as the contribution, or adds it with `add`. */
 static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bool add)
 {
     PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
@@ -67,7 +67,7 @@ static int flag_of(PyObject *view, const char *name)
     return flag;
 }
 
-/* Whether the contribution of a parameter is on top of the mean that stands; -1 with an exception.
+/* Returns whether the contribution of a parameter adds to the standing mean; -1 with an exception.
  */
 static int stands(reducer_object *self, size_t index, bool *is_ours)
 {
@@ -80,12 +80,12 @@ static int stands(reducer_object *self, size_t index, bool *is_ours)
     return cleared < 0 ? -1 : !cleared;
 }
 
-/* What was taken is not in `.grad` any more. */
+/* Removes a contribution that was taken from `.grad`. */
 static int take_away(reducer_object *self, size_t index, bool is_ours, PyObject *source)
 {
     PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    bool used = sw_reducer_state(self->reducer) == SW_ROUND_CLOSED /* a hook's turn */
+    bool used = sw_reducer_state(self->reducer) == SW_ROUND_CLOSED /* during a hook */
                     ? sw_reducer_used_by_any(self->reducer, index)
                     : sw_reducer_is_used(self->reducer, index);
     if (source == Py_None)
@@ -107,11 +107,11 @@ int sw_py_sliced_place(reducer_object *self, size_t index)
             : PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)index), self->grad_name);
     if (!source)
         return -1;
-    /* A second gradient of one backward adds to the first; private buckets hold the standing mean
+    /* A second gradient in one backward adds to the first. Private buckets hold the standing mean
      * themselves. */
     bool add = sw_reducer_is_placed(self->reducer, index) || (standing && !pool);
     int failed = 0;
-    if (standing && !sw_reducer_is_used(self->reducer, index)) /* if no rank used it, it stays */
+    if (standing && !sw_reducer_is_used(self->reducer, index)) /* stays if no rank used it */
         failed = sw_py_gradient_keep(self, index);
     if (!failed && source != Py_None)
         failed = place_gradient(self, index, source, add);
@@ -163,8 +163,9 @@ int sw_py_sliced_announce(reducer_object *self)
     return failed;
 }
 
-/* After a round: every parameter that some rank used has its ShardedGradient. One that was not
- * `.grad` meanwhile (zero_grad, which makes that None) may hold what backwards added before. */
+/* Ends a round: every parameter that some rank used gets its ShardedGradient. One that was not
+ * `.grad` meanwhile, since zero_grad set that to None, may hold contributions of earlier backwards.
+ */
 int sw_py_sliced_publish(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;

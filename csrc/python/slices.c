@@ -1,5 +1,5 @@
-/* slices.c - which rank owns which slice, as Python says it: None, or (of_rank, replica_of_rank),
- * two sequences of world_size numbers. */
+/* slices.c - parses which rank owns which slice: None, or (of_rank, replica_of_rank), two sequences
+ * of world_size numbers. */
 #include <stdlib.h>
 
 #include "python/engine.h"
@@ -19,7 +19,7 @@ static int read_numbers(PyObject *sequence, int world_size, int *numbers, int *h
     return failed ? -1 : 0;
 }
 
-/* Whether every replica has every slice once. -1 with an exception. */
+/* Returns whether every replica has every slice exactly once; -1 with an exception. */
 static int is_complete(const int *slice_of, const int *replica_of, int world_size, int count,
                        int replicas)
 {

@@ -1,7 +1,7 @@
-/* state_file_type.c - shardwright._engine.StateFile: optimizer state in a file, seen as tensors.
+/* state_file_type.c - shardwright._engine.StateFile: optimizer state in a file, mapped as tensors.
  *
- * A tensor over it keeps an owner that the caller chose, and the owner the StateFile: its mapping
- * lives as long as the last of them. */
+ * A tensor over the file keeps an owner that the caller chose alive, and the owner keeps the
+ * StateFile alive: the mapping lives as long as the last tensor. */
 #include "python/engine.h"
 
 static PyObject *busy(void)

@@ -1,5 +1,5 @@
-/* tensor_access.c - where a torch tensor's data lies, without torch's headers: DLPack's C exchange
- * table, which torch puts on the tensor type from 2.10 on. Older torch has none, and callers fall
+/* tensor_access.c - finds a torch tensor's data without torch's headers, through DLPack's C
+ * exchange table, which torch puts on the tensor type from 2.10 on. With older torch callers fall
  * back to Python. */
 #include <string.h>
 
@@ -32,7 +32,7 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
     bool empty = false;
     for (int d = 0; d < seen.ndim; ++d)
         empty |= seen.shape[d] == 0;
-    if (!seen.data && !empty) /* a tensor without memory of its own */
+    if (!seen.data && !empty) /* the tensor has no memory of its own */
         return false;
     *view = (tensor_view){.data = (uint8_t *)seen.data + seen.byte_offset,
                           .ndim = seen.ndim,
@@ -44,9 +44,9 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
     return true;
 }
 
-/* ---- with the fallback ---- */
+/* ---- the fallback ---- */
 
-/* DLPack's and torch's names meet in ours: the floating dtypes only. */
+/* Maps DLPack's floating dtypes to ours. */
 static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
 {
     if (code == DL_BFLOAT && bits == 16)
@@ -59,7 +59,7 @@ static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
                         : SW_DTYPE_COUNT;
 }
 
-/* "grads[3] must be <wanted>, not <what attribute `name` of it says>". Always false. */
+/* Raises "grads[3] must be <wanted>, not <the value of attribute `name`>". Returns false. */
 static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const char *wanted,
                    const char *name)
 {
@@ -72,7 +72,7 @@ static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const c
     return false;
 }
 
-/* A tuple of integers into `into`; its length, or -1 with an exception. */
+/* Copies a tuple of integers to `into`. Returns its length, or -1 with an exception. */
 static int read_integers(PyObject *tuple, int64_t *into)
 {
     Py_ssize_t count = tuple ? PySequence_Size(tuple) : -1;
@@ -85,7 +85,7 @@ static int read_integers(PyObject *tuple, int64_t *into)
     return PyErr_Occurred() || count > SW_PY_TENSOR_DIMS_MAX ? -1 : (int)count;
 }
 
-/* "torch.float32", or NULL with an exception; `text` owns it. */
+/* Returns an attribute's text, like "torch.float32", owned by `text`; NULL with an exception. */
 static const char *attribute_text(PyObject *object, const char *name, PyObject **text)
 {
     PyObject *value = PyObject_GetAttrString(object, name);
@@ -182,7 +182,7 @@ bool sw_py_tensor_is_dense(const tensor_reading *a)
         left += a->shape[d] > 1;
     if (a->numel == 0)
         return true;
-    for (; left > 0; --left) { /* the dimension whose stride is what the inner ones cover */
+    for (; left > 0; --left) { /* find the next outer dimension */
         int found = a->ndim - 1;
         while (found >= 0 && (a->shape[found] <= 1 || a->strides[found] != expected))
             --found;

@@ -1,7 +1,7 @@
 /* units_type.c - shardwright._engine.Units: parameters that are gathered and released in units.
  *
- * A tensor over a unit's addresses keeps the Units, and they the arena of the slices: addresses are
- * never given to something else while a tensor has them. */
+ * A tensor over a unit's addresses keeps the Units object alive, which keeps the arena of the
+ * slices alive: no address is reused while a tensor refers to it. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -11,8 +11,8 @@
 
 typedef struct units_object {
     PyObject_HEAD sw_units *units; /* owned; NULL before __init__ */
-    PyObject *arena, *codes;       /* owned: where the slices are, and their records or NULL */
-    pid_t process;                 /* whose pages they are: a child would write into its parent's */
+    PyObject *arena, *codes;       /* owned: the arena of the slices, and its records or NULL */
+    pid_t process; /* the owner of the pages: a forked child would write into its parent's */
 } units_object;
 
 static int raise(units_object *self, sw_status status, const sw_error *err)
@@ -23,7 +23,7 @@ static int raise(units_object *self, sw_status status, const sw_error *err)
     return -1;
 }
 
-/* Fills specs[i] from (name, nbytes, runs); runs[i] is owned by the caller. */
+/* Fills *spec from (name, nbytes, runs). The caller owns *runs. */
 static int read_spec(PyObject *item, sw_unit_spec *spec, sw_unit_run **runs)
 {
     PyObject *list;
@@ -132,7 +132,7 @@ static void units_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* The number of a unit, or -1 with an exception. */
+/* Reads the number of a unit. Returns -1 with an exception. */
 static Py_ssize_t read_unit(const units_object *self, PyObject *position)
 {
     Py_ssize_t unit = PyLong_AsSsize_t(position);
@@ -146,7 +146,7 @@ static Py_ssize_t read_unit(const units_object *self, PyObject *position)
     return unit;
 }
 
-/* The number of a unit that is about to change, or -1 with an exception. */
+/* Reads the number of a unit that is about to change. Returns -1 with an exception. */
 static Py_ssize_t enter_unit(units_object *self, PyObject *position)
 {
     Py_ssize_t unit = read_unit(self, position);

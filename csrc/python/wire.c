@@ -1,10 +1,10 @@
-/* wire.c - torch's process group as a wire: the one place where a thread of the engine takes the
- * GIL, around the one call that moves bytes. Waiting inside torch gives it back. */
+/* wire.c - torch's process group as a wire: the only place where a thread of the engine takes the
+ * GIL, around the one call that moves bytes. A wait inside torch releases the GIL. */
 #include <stdlib.h>
 
 #include "python/engine.h"
 
-/* A sentence of the exception that is set, which is cleared. */
+/* Moves the current exception's text to *err and clears the exception. */
 static sw_status take_exception(sw_error *err)
 {
     PyObject *type, *value, *trace;
@@ -26,7 +26,7 @@ typedef struct py_wire {
     PyObject *group; /* owned */
 } py_wire;
 
-/* group.method(*arguments); the arguments are given up. */
+/* Calls group.method(*arguments) and drops the arguments. */
 static PyObject *call(void *context, const char *method, PyObject *arguments)
 {
     PyObject *group = ((py_wire *)context)->group;
@@ -41,7 +41,7 @@ static sw_status begin(void *context, const char *method, int rank, uint32_t tag
                        size_t size_bytes, void **work, sw_error *err)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type, *value, *trace; /* what this thread is about to raise: an interrupt */
+    PyObject *type, *value, *trace; /* what this thread is about to raise, such as an interrupt */
     PyErr_Fetch(&type, &value, &trace);
     PyObject *made =
         call(context, method,
@@ -55,8 +55,8 @@ static sw_status begin(void *context, const char *method, int rank, uint32_t tag
     return status;
 }
 
-/* A thread state of its own for the carrier's thread: it would be made and unmade, memory mapped
- * and unmapped, in each of its calls. */
+/* Gives the carrier's thread a lasting thread state: otherwise each call would create and destroy
+ * one, and map and unmap memory. */
 static void wire_enter(void *context, void **kept)
 {
     (void)context;
@@ -101,7 +101,7 @@ static bool wire_close(void *context, bool gently)
     PyErr_Fetch(&type, &value, &trace);
     PyObject *result = call(context, "close", Py_BuildValue("(O)", gently ? Py_True : Py_False));
     bool closed = result == Py_True;
-    PyErr_Clear(); /* whatever it was: it is not closed */
+    PyErr_Clear(); /* any error means: not closed */
     Py_XDECREF(result);
     PyErr_Restore(type, value, trace);
     PyGILState_Release(gil);

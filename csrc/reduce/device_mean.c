@@ -27,6 +27,29 @@ static sw_status create_pieces(sw_device_mean *m, const sw_slices *slices, sw_er
     return SW_OK;
 }
 
+/* Rows and columns must be those of the slices, where means are slices. */
+static sw_status bind_mesh(sw_device_mean *m, const sw_device_mean_config *config, sw_error *err)
+{
+    const sw_peers *all = config->comm->peers;
+    const sw_slices *slices = config->slices;
+    if (!config->row && !config->column)
+        return SW_OK;
+    if (!config->row || !config->column || !config->row->peers || !config->column->peers ||
+        config->row->stream != config->comm->stream ||
+        config->column->stream != config->comm->stream ||
+        config->row->peers->world_size * config->column->peers->world_size != all->world_size ||
+        (slices && (config->row->peers->world_size != slices->count ||
+                    config->row->peers->rank != slices->of_rank[all->rank])))
+        SW_FAIL(
+            err, SW_E_INVALID,
+            "device reducer: rank %d of %d must be in a row and a column of one mesh, connected "
+            "on one stream, with the slice of its place in the row",
+            all->rank, all->world_size);
+    m->row = config->row;
+    m->column = config->column;
+    return SW_OK;
+}
+
 sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *config, sw_error *err)
 {
     sw_device *device = config->comm->device;
@@ -39,7 +62,10 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
                           .bytes = config->bytes};
     SW_TRY(create_pieces(m, config->slices, err));
     bool is_compressed = m->wire != SW_DTYPE_COUNT;
-    m->folds = is_compressed || (world_size > 1 && (config->folds || m->slice_count < world_size));
+    bool is_shared = m->slice_count < world_size && !config->row;
+    m->folds = is_compressed || (world_size > 1 && (config->folds || is_shared));
+    if (!m->folds)
+        SW_TRY(bind_mesh(m, config, err));
     m->is_lent = config->is_lent;
     if (m->is_lent)
         return SW_OK;
@@ -89,16 +115,24 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
 
 /* ---- what all ways share ---- */
 
-/* Elements that a rank folds: a slice, or its piece of one that has several owners. */
+/* The transport reduces by rows and columns. */
+static bool goes_by_rows(const sw_device_mean *m)
+{
+    return m->row && !m->contributions;
+}
+
+/* Elements that a rank reduces: a slice, or its piece of one that has several owners. */
 static size_t piece_numel(const sw_device_mean *m, const sw_device_range *bucket)
 {
-    return bucket->numel / (size_t)m->comm->peers->world_size;
+    const sw_peers *peers = goes_by_rows(m) ? m->row->peers : m->comm->peers;
+    return bucket->numel / (size_t)peers->world_size;
 }
 
 static void *own_piece(const sw_device_mean *m, const sw_device_range *bucket)
 {
     size_t piece_bytes = piece_numel(m, bucket) * sw_dtype_size_bytes(bucket->dtype);
-    return (char *)bucket->data + (size_t)m->piece[m->comm->peers->rank] * piece_bytes;
+    int own = goes_by_rows(m) ? m->row->peers->rank : m->piece[m->comm->peers->rank];
+    return (char *)bucket->data + (size_t)own * piece_bytes;
 }
 
 static sw_status launch(const sw_device_mean *m, sw_kernel kernel, const void *args, sw_error *err)
@@ -236,7 +270,31 @@ static bool divides_sum(const sw_device_mean *m, sw_dtype dtype)
 bool sw_device_mean_is_one_call(const sw_device_mean *m, sw_dtype dtype)
 {
     return m->comm->peers->world_size > 1 && !m->contributions && !is_narrowed(m, dtype) &&
-           !divides_sum(m, dtype);
+           !divides_sum(m, dtype) && !goes_by_rows(m);
+}
+
+/* The own slice of the bucket, reduced in the row and then in the column, becomes `to`. */
+static sw_status reduce_by_rows(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
+                                void *to, sw_error *err)
+{
+    size_t numel = piece_numel(m, bucket);
+    if (!m->row->peers || !m->column->peers)
+        SW_FAIL(err, SW_E_STATE, "device reducer: the communicators of the mesh were closed");
+    SW_TRY(sw_peers_reduce_scatter(m->row->peers, bucket->data, to, numel, bucket->dtype, op,
+                                   m->comm->stream, err));
+    return sw_peers_all_reduce(m->column->peers, to, numel, bucket->dtype, op, m->comm->stream,
+                               err);
+}
+
+static sw_status reduce_whole(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
+                              sw_error *err)
+{
+    if (!goes_by_rows(m))
+        return sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype, op,
+                                   m->comm->stream, err);
+    SW_TRY(reduce_by_rows(m, bucket, op, own_piece(m, bucket), err));
+    return sw_peers_all_gather(m->row->peers, bucket->data, piece_numel(m, bucket), bucket->dtype,
+                               m->comm->stream, err);
 }
 
 /* The transport's own order. */
@@ -252,8 +310,7 @@ static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *
                            .dtype = (int)bucket->dtype,
                            .op = (int)SW_REDOP_MEAN,
                            .source_count = 1};
-    SW_TRY(sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype,
-                               is_own ? op : SW_REDOP_SUM, m->comm->stream, err));
+    SW_TRY(reduce_whole(m, bucket, is_own ? op : SW_REDOP_SUM, err));
     return is_own ? SW_OK : launch(m, SW_KERNEL_FOLD, &scaled, err);
 }
 
@@ -362,7 +419,8 @@ static int owner_count(const sw_device_mean *m)
 /* Where this rank's piece of a slice begins. */
 static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket)
 {
-    return (size_t)(m->piece[m->comm->peers->rank] % owner_count(m)) * piece_numel(m, bucket);
+    size_t piece = (size_t)(m->piece[m->comm->peers->rank] % owner_count(m));
+    return goes_by_rows(m) ? 0 : piece * piece_numel(m, bucket);
 }
 
 /* The transport reduces, or there is nothing to reduce, into the slice itself where nothing stands
@@ -398,6 +456,9 @@ sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range 
     }
     if (m->contributions)
         return exchange(m, bucket, err);
+    if (goes_by_rows(m))
+        return reduce_by_rows(m, bucket, transport_op(m, bucket->dtype),
+                              s.is_made ? s.piece : own_piece(m, bucket), err);
     if (m->comm->peers->world_size > 1)
         return sw_peers_reduce_scatter(
             m->comm->peers, bucket->data, s.is_made ? s.piece : own_piece(m, bucket), numel,
@@ -430,6 +491,8 @@ sw_status sw_device_mean_complete(const sw_device_mean *m, const sw_device_range
         at = end;
     }
     SW_TRY(make_run(&s, at, numel, false, err));
+    if (goes_by_rows(m)) /* the column has given every owner the slice */
+        return SW_OK;
     return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),
                                  m->owners, owner_count(m), m->comm->stream, err);
 }

@@ -9,6 +9,10 @@
  * 3. That fold with 16 bits an element, divided and rounded into memory of their own: the bits of
  *    the host's 16-bit compressors (docs/design/compress.md).
  *
+ * On a mesh form 1 may go by rows and columns (`row`, `column`): a reduce-scatter in the row, an
+ * all-reduce of the slice in the column, and where the mean is whole an all-gather in the row. If
+ * each row is one host, only a slice crosses between hosts. Every stage does the same additions.
+ *
  * One rank has nothing to reduce: its bucket is its mean, unless it is rounded by form 3.
  *
  * Each ends in the whole bucket, or in this rank's slice alone, which lies elsewhere and where the
@@ -41,12 +45,17 @@ typedef struct sw_device_mean_config {
     sw_dtype wire;           /* SW_DTYPE_COUNT: buckets travel in their own dtype */
     bool folds;              /* in rank order; implied by `wire` and shared slices */
     const sw_slices *slices; /* borrowed for the call; NULL: rank r owns slice r alone */
-    bool is_lent;            /* sw_device_mean_lend brings its memory */
-    size_t numel, bytes;     /* size of the largest buckets */
+    /* Borrowed, both or none, on the stream of `comm`: this rank among the ranks of its row, which
+     * are in the order of their slices, and among those of its column. Unused where the fold is
+     * ours. */
+    sw_device_comm *row, *column;
+    bool is_lent;        /* sw_device_mean_lend brings its memory */
+    size_t numel, bytes; /* size of the largest buckets */
 } sw_device_mean_config;
 
 typedef struct sw_device_mean {
-    sw_device_comm *comm; /* borrowed */
+    sw_device_comm *comm;         /* borrowed, as the next */
+    sw_device_comm *row, *column; /* NULL: one communicator, or the fold */
     sw_redop op;
     int divisor;     /* divisor of means */
     size_t bytes;    /* size of the largest bucket */

@@ -107,6 +107,8 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
                                   .wire = config->wire,
                                   .folds = folds,
                                   .slices = config->slices,
+                                  .row = config->row,
+                                  .column = config->column,
                                   .is_lent = config->is_lent,
                                   .numel = most,
                                   .bytes = largest};

@@ -75,8 +75,9 @@ typedef struct sw_device_reducer_config {
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
     bool sliced;
-    bool is_lent;            /* sw_device_reducer_lend brings memory, before the first step */
-    const sw_slices *slices; /* borrowed for the call; NULL: one a rank. Only with `sliced` */
+    bool is_lent;                 /* sw_device_reducer_lend brings memory, before the first step */
+    const sw_slices *slices;      /* borrowed for the call; NULL: one a rank. Only with `sliced` */
+    sw_device_comm *row, *column; /* borrowed, as `comm`: see sw_device_mean_config */
     sw_dtype wire; /* FLOAT16 or BFLOAT16: the dtype in which means of float32, float16 and bfloat16
                       travel. SW_DTYPE_COUNT: their own. MEAN only */
 } sw_device_reducer_config;

@@ -92,6 +92,8 @@ static sw_status create_all(device_rounds *d, const sw_layout_param *params,
                                        .sliced = options->sliced,
                                        .is_lent = options->is_lent,
                                        .slices = options->sliced ? options->slices : NULL,
+                                       .row = options->row,
+                                       .column = options->column,
                                        .wire = options->is_narrow ? options->wire : SW_DTYPE_COUNT};
     SW_TRY(sw_reducer_init(&d->base, params, names, param_count, options, d->base.world_size, err));
     d->buckets = calloc(d->base.layout.bucket_count + 1, sizeof *d->buckets);

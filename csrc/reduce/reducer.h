@@ -49,8 +49,9 @@ typedef struct sw_reducer_options {
     /* On a GPU, where `transport` and `first_cap_bytes` have no meaning: */
     bool deterministic; /* folds in rank order: the host's bits, not the transport's own mean */
     bool is_lent;       /* sw_reducer_lend brings memory for peers' contributions */
-    bool is_narrow;     /* means travel in `wire` */
-    sw_dtype wire;      /* FLOAT16 or BFLOAT16 */
+    sw_device_comm *row, *column; /* borrowed: see sw_device_mean_config */
+    bool is_narrow;               /* means travel in `wire` */
+    sw_dtype wire;                /* FLOAT16 or BFLOAT16 */
 } sw_reducer_options;
 
 /* Collective. `names`: one a parameter, copied. The tables must be equal on all ranks (checked by

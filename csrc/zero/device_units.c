@@ -152,18 +152,31 @@ static sw_status cast_run(sw_device_units *u, const sw_device_unit_run *run, cha
     return sw_kernel_launch(&u->comm->kernels, SW_KERNEL_CAST, &args, u->comm->stream, err);
 }
 
+/* Memory apart from the unit's place is not registered, so neither is what is sent to it: peers
+ * would pass other memory else. */
+static sw_status copy_run(sw_device_units *u, const sw_device_unit_run *run, char *data,
+                          sw_error *err)
+{
+    sw_device *device = u->comm->device;
+    return device->ops->copy_async(device, own_place(u, run, data), run->slice, run->slice_bytes,
+                                   u->comm->stream, err);
+}
+
 static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *data, size_t begin,
                              size_t end, sw_error *err)
 {
     sw_peers *peers = u->comm->peers;
     sw_status status = SW_OK;
+    bool is_apart = data != unit->data;
     for (size_t i = begin; i < end; ++i)
         if (is_cast(&unit->runs[i]))
             SW_TRY(cast_run(u, &unit->runs[i], data, err));
+        else if (is_apart)
+            SW_TRY(copy_run(u, &unit->runs[i], data, err));
     SW_TRY(sw_peers_group_begin(peers, err));
     for (size_t i = begin; i < end && status == SW_OK; ++i) {
         const sw_device_unit_run *run = &unit->runs[i];
-        const void *slice = is_cast(run) ? own_place(u, run, data) : run->slice;
+        const void *slice = is_cast(run) || is_apart ? own_place(u, run, data) : run->slice;
         status = sw_peers_gather_slices(peers, slice, data + run->offset_bytes, run->slice_bytes,
                                         u->comm->stream, err);
         u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .cli.describe import describe, stats
+    from .integrations import deepspeed
     from .optim.diloco import DiLoCo
     from .parallel.headroom import headroom
+    from .parallel.pipeline import PipelineStage
     from .parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "Int8",
     "NewerCheckpointError",
     "Options",
+    "PipelineStage",
     "PowerSGD",
     "Precision",
     "SyncBatchNorm",
@@ -61,6 +64,7 @@ __all__ = [
     "average_gradients",
     "checkpoint",
     "clip_grad_norm_",
+    "deepspeed",
     "describe",
     "full_gradients",
     "full_optimizer_state_dict",
@@ -90,6 +94,7 @@ _LAZY = {
     "DiLoCo": "optim.diloco",
     "headroom": "parallel.headroom",
     "load": "checkpoint",
+    "PipelineStage": "parallel.pipeline",
     "save": "checkpoint",
     "SyncBatchNorm": "parallel.sync_batch_norm",
 }
@@ -98,6 +103,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
+    if name == "deepspeed":
+        return import_module(f"{__name__}.integrations.deepspeed")
     if name in ("checkpoint", "hooks", "optim"):
         return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
@@ -110,4 +117,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "checkpoint", "hooks", "optim"})
+    return sorted({*globals(), *_LAZY, "checkpoint", "deepspeed", "hooks", "optim"})

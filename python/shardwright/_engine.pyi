@@ -348,8 +348,9 @@ class DeviceComm:
         builtins: str | None = None,
         host: HostComm | None = None,
         make_room: Callable[[], object] | None = None,
+        beside: DeviceComm | None = None,
     ) -> None:
-        """This rank alone. Libraries: None for those that torch has loaded; the rest as device_kernel_image(). `host`: is asked whether the
+        """Open this rank's GPU alone. `beside`: use the stream of that one. Libraries: None for those that torch has loaded; the rest as device_kernel_image(). `host`: is asked whether the
         ranks that this one waits for live, and ended when the GPU's communicator fails, with the same sentence, so that ranks that
         wait there learn it; None: nobody is asked or told. `make_room` is called, from any thread, where an allocation of GPU memory
         fails, before it is tried once more.
@@ -423,7 +424,7 @@ class DeviceComm:
 
 @final
 class DeviceRegion:
-    """Memory by ncclMemAlloc, registered with a communicator. See csrc/comm/device_region.h.
+    """Memory by ncclMemAlloc, for a communicator. See csrc/comm/device_region.h.
 
     What operations read or write of it they do on all ranks, at the same offsets, or on none. It is freed behind the last use on `stream`.
     """
@@ -433,8 +434,12 @@ class DeviceRegion:
     nbytes: int
     #: whether NCCL may reach it where it lies
     is_registered: bool
+    is_window: bool
+    def register(self, as_window: bool = False, /) -> None:
+        """Register with NCCL. NotImplementedError: it declined; Error: it failed. `as_window`: collective, and a failure ends the
+        communicator; plainly where no rank can have windows."""
     def __init__(self, comm: DeviceComm, nbytes: int, stream: int) -> None:
-        """This rank alone. NotImplementedError: what `comm` goes through registers nothing, or declined; Error: it failed."""
+        """This rank alone. NotImplementedError: what `comm` goes through registers nothing; Error: it failed."""
     def deregister(self) -> None:
         """The memory stays. Waits for the communicator's stream. Idempotent."""
 
@@ -649,6 +654,8 @@ class Reducer:
         deterministic: bool = False,
         wire: str | None = None,
         lent: bool = False,
+        row: DeviceComm | None = None,
+        column: DeviceComm | None = None,
     ) -> None:
         """`parameters`: (name, numel, dtype, requires_grad), and as a fifth a group: those of different groups share no bucket. `first_cap_bytes`: of the first bucket, after which caps double up to
         `bucket_cap_bytes`; 0: all alike. `transport`: "auto", "pool", "staged". `reduce`: "mean", "sum".
@@ -656,7 +663,7 @@ class Reducer:
         the engine takes, and `copy(index, grad, add)` writes or adds a gradient that it cannot read by itself. `slices`: which
         slice of a bucket each rank owns, and its replica, which owns all of them once; None: rank r owns slice r. Collective over a
         HostComm. Of a DeviceComm alone: `deterministic`, the fold in rank order; `wire`, "float16" or "bfloat16", in what means travel; `lent`,
-        lend() brings memory."""
+        lend() brings memory; `row` and `column`, beside it, of a mesh: the transport reduces in the one, then in the other."""
     transport: str
     transport_reason: str
     bucket_count: int
@@ -965,6 +972,10 @@ class CheckpointFolder:
     def catalog(self, paths: list[str], /) -> bytes:
         """The manifest, and of `paths` the headers of safetensors files and the others whole, checked. tensors() and read_bytes() of
         these files read nothing then."""
+    @classmethod
+    def find(cls, path: str, /) -> str | None:
+        """Return where the checkpoint `path` is, by the name of its manifest: there, or under its replaced name if that alone exists.
+        None: neither has one."""
     @classmethod
     def identity(cls, path: str, /) -> str:
         """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""

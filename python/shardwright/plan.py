@@ -71,7 +71,7 @@ def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
 
 
 def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
-    indices = {id(p): i for i, p in enumerate(replica.table.parameters)}
+    indices = {id(p): i for i, p in enumerate(replica.table.module_parameters)}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad:

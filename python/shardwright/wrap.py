@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
 from .comm.process_group import HostGroup, host_group, resolve_group
+from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
 from .optim.clip_grad import clip_in_step
 from .optim.device_clip import DeviceClip
@@ -29,9 +30,10 @@ from .options.options import Options
 from .parallel.ddp import DistributedDataParallel
 from .parallel.fully_shard import wrapper_of
 from .parallel.optimizer_agreement import agree, check_members, given_rows, watch_loading
-from .parallel.replica import Replica
+from .parallel.replica import Replica, live_replicas
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda
+from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.optimizers import step_hooks
 
 
@@ -226,6 +228,7 @@ def _agree_on_optimizer(
             check_sliceable(without_masters(optimizer), partition)
         if optimizer is not None:
             check_members(type(module).__name__, names, optimizer, all_of_them=bool(zero))
+            _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer)
     except (TypeError, ValueError, Error) as error:  # the peers get the error before they wait for this rank
@@ -259,6 +262,20 @@ def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         where = " of a module on a GPU" if offload == "cpu" else ""
         raise ValueError(f"offload={offload!r}{where} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
+
+
+def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, zero: int, partition: str) -> None:
+    """Raise ValueError for an optimizer that cannot step on DTensors, if the module has some."""
+    name = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
+    if name is not None and zero and partition == "tensor":
+        raise ValueError(
+            f"partition='tensor' steps on whole tensors, and parameter {name!r} is a DTensor, of which ranks hold shards"
+        )
+    if name is not None and not zero and has_own_masters(optimizer):
+        raise ValueError(
+            f"sw.optim.{type(optimizer).__name__} steps on DTensors, of which parameter {name!r} is one, at zero=1, 2 and 3; at zero=0 use "
+            f"torch.optim.{type(optimizer).__name__}"
+        )
 
 
 def _is_on_gpu(module: torch.nn.Module) -> bool:
@@ -307,7 +324,7 @@ def _state_bytes(
     replica: Replica, optimizer: Any, inner: Any, nbytes_of: Callable[[int, torch.dtype], int] = _exact_bytes
 ) -> int:
     """Return the bytes of state of `inner` once each parameter that trains was stepped on."""
-    indices, nbytes = {id(p): i for i, p in enumerate(replica.table.parameters)}, 0
+    indices, nbytes = {id(p): i for i, p in enumerate(replica.table.module_parameters)}, 0
     for group in optimizer.param_groups:
         for p in group["params"]:
             piece = optimizer.slice_of(indices[id(p)]) if replica.zero else p
@@ -348,7 +365,8 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
     >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
-    return copy.deepcopy(optimizer.state_dict())
+    made: dict[str, Any] = _copied(optimizer.state_dict(), {})
+    return made
 
 
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
@@ -382,22 +400,38 @@ def average_gradients(module: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def full_parameters(module: torch.nn.Module, *, writable: bool = False) -> Iterator[None]:
+def full_parameters(
+    module: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writable: bool = False
+) -> Iterator[None]:
     """Give every rank whole parameters inside. Collective.
 
     Parameters
     ----------
-    module : Module
-        A wrapped module, at any stage.
+    module : Module, Parameter or iterable of Parameter
+        A wrapped module, at any stage; or parameters of wrapped modules, which are then whole with all of their
+        module's.
     writable : bool
         True if they may be written. Each rank writes to its own; afterwards all ranks have rank 0's.
     """
-    wrapped = wrapper_of(module)
-    if wrapped is None:
-        raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
-    engine = wrapped._engine()
-    with engine.writable_parameters() if writable else engine.whole_parameters():
+    with contextlib.ExitStack() as stack:
+        for engine in _engines_of(module):
+            stack.enter_context(engine.writable_parameters() if writable else engine.access.whole())
         yield
+
+
+def _engines_of(module: Any) -> list[Replica]:
+    """Return the engine of a wrapped module, or those that hold the parameters, in order of wrapping."""
+    if isinstance(module, torch.nn.Module):
+        wrapped = wrapper_of(module)
+        if wrapped is None:
+            raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
+        return [wrapped._engine()]
+    asked = {id(each) for each in ([module] if isinstance(module, torch.Tensor) else module)}
+    owners = [(each, {id(p) for p in each.table.module_parameters}) for each in live_replicas()]
+    strange = len(asked.difference(*(members for _, members in owners)))
+    if strange:
+        raise Error(f"full_parameters needs parameters of wrapped modules, got {strange} of no wrapped module")
+    return [each for each, members in owners if members & asked]
 
 
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
@@ -406,7 +440,17 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     Cost: the parameters' bytes a rank.
     """
     with full_parameters(module):
-        return copy.deepcopy(unwrap(module).state_dict())
+        made, memo = unwrap(module).state_dict(), dict[int, Any]()
+        for name, value in made.items():
+            made[name] = _copied(value, memo)
+    return made
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a value; of a DTensor, also inside dictionaries, the whole tensor. Collective over its mesh."""
+    if type(value) is dict:
+        return {key: _copied(each, memo) for key, each in value.items()}
+    return whole_tensor(value).clone() if is_dtensor(value) else copy.deepcopy(value, memo)
 
 
 class UnmatchedNames(NamedTuple):
@@ -453,9 +497,10 @@ def load_full_state_dict(
     with full_parameters(module, writable=True):
         verdict = _load_state(bare, state, strict) if group.rank == 0 else ("", [], [])
         failure, missing, unexpected = json.loads(group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)[0])
-        known = {id(p) for p in wrapped._engine().table.parameters}
+        known = {id(p) for p in wrapped._engine().table.module_parameters}
         tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         others = {n: v for n, v in tensors.items() if id(v) not in known}  # buffers, and ignored parameters
+        others = {n: held_tensor(v) if is_dtensor(v) else v for n, v in others.items()}
         stay = {name for name, value in others.items() if not has_memory(value)}
         lost = sorted(stay - set(missing))
         if lost:
@@ -475,7 +520,7 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, l
     if not isinstance(state, Mapping):
         return f"state must be a mapping of names to tensors on rank 0, got {type(state).__name__}", [], []
     try:
-        found = bare.load_state_dict(state, strict=False)
+        found = bare.load_state_dict(as_dtensors(state, bare.state_dict(keep_vars=True)), strict=False)
     except Exception as error:  # any error: the peers wait for the answer
         return str(error) or type(error).__name__, [], []
     missing, unexpected = list(found.missing_keys), list(found.unexpected_keys)
@@ -491,6 +536,12 @@ def load_full_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """Load a result of full_optimizer_state_dict(), at any stage and world size; `state` is the same on every rank."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not isinstance(optimizer, ShardedOptimizer) and any(map(is_dtensor, parameters)):
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        own = dict(zip(numbers, parameters))
+        states = {n: as_dtensors(each, dict.fromkeys(each, own.get(n))) for n, each in state["state"].items()}
+        state = {**state, "state": states}
     optimizer.load_state_dict(state)
 
 

@@ -1,4 +1,5 @@
-/* check.h - counted expectations. Thread rule: any. */
+/* check.h - counted expectations. With SW_CHECK_FIRST in the environment the first that fails ends
+ * the program. Thread rule: any. */
 #ifndef SW_TEST_CHECK_H
 #define SW_TEST_CHECK_H
 

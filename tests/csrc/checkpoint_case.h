@@ -22,6 +22,7 @@
 #include "platform/file.h"
 
 enum { CASE_TENSORS = 6, CASE_WORLD_MAX = 5, CASE_NAMES_MAX = 16, CASE_LINE_BYTES = 64 };
+enum { CASE_DEADLINE_S = 120 }; /* no save comes near it, on a machine that has work for 40 */
 
 typedef struct case_tensor {
     const char *name, *dtype;
@@ -167,7 +168,7 @@ static inline void *case_save(void *argument)
                                .stale_count = self->stale_count,
                                .retired = self->retired,
                                .retired_count = self->retired_count,
-                               .timeout_ns = 20000000000};
+                               .timeout_ns = CASE_DEADLINE_S * INT64_C(1000000000)};
     self->status = sw_saver_begin(saver, &request, &self->err);
     if (self->status == SW_OK && sw_saver_protect(saver, &self->err) == SW_OK)
         for (size_t i = 0; i < CASE_TENSORS; ++i)

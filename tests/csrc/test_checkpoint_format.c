@@ -3,6 +3,7 @@
  * byte, or made of random pieces. */
 #include <inttypes.h>
 
+#include "checkpoint/catalog.h"
 #include "checkpoint/json.h"
 #include "checkpoint_case.h"
 #include "kernels/crc32c.h"
@@ -253,6 +254,31 @@ static char *print_case(size_t *size)
     return text.data;
 }
 
+/* A file of values is refused before it is read, and before it is written; one for all ranks may
+ * be large. */
+static void values_are_bounded(void)
+{
+    sw_manifest manifest = {.step = 1, .world_size = 1, .nonce = "n"};
+    sw_catalog catalog = {0};
+    sw_plan *plan = NULL;
+    sw_error err = {0};
+    const char *paths[] = {"state.json"};
+    sw_plan_text texts[] = {{"ranks/all.jsonl", UINT64_C(1) << 40, SW_HELD_IN_PARTS},
+                            {"state.json", SW_VALUES_MAX_BYTES, SW_HELD_BY_ALL}};
+    check(sw_manifest_add_file(&manifest, "state.json", SW_VALUES_MAX_BYTES + 1, &err) == SW_OK,
+          "add", err.message);
+    check(sw_catalog_read("/nowhere", &manifest, paths, 1, &catalog, &err) == SW_E_INVALID &&
+              strstr(err.message, "'/nowhere/state.json' has 268435457 bytes"),
+          "a file to read", err.message);
+    sw_manifest_fini(&manifest);
+    check(sw_plan_create(NULL, 0, texts, 2, &plan, &err) == SW_OK, "a plan", err.message);
+    sw_plan_destroy(plan);
+    texts[1].size_bytes++;
+    check(sw_plan_create(NULL, 0, texts, 2, &plan, &err) == SW_E_INVALID &&
+              strstr(err.message, "'state.json' would have 268435457 bytes"),
+          "a file to write", err.message);
+}
+
 /* What may not become a manifest. */
 static void incomplete_manifests(void)
 {
@@ -289,6 +315,7 @@ static void incomplete_manifests(void)
 typedef struct sum { /* of one block's tallies */
     sw_tally total;
     uint64_t block;
+    size_t count;
 } sum;
 
 static sw_status add_to_sum(void *context, uint64_t block, sw_tally tally, sw_error *err)
@@ -296,6 +323,7 @@ static sw_status add_to_sum(void *context, uint64_t block, sw_tally tally, sw_er
     sum *to = context;
     (void)err;
     if (block == to->block) {
+        to->count++;
         to->total.crc ^= tally.crc;
         to->total.cover = (uint16_t)(to->total.cover + tally.cover);
     }
@@ -316,6 +344,7 @@ static void tallies(void)
         uint32_t cuts[CUTS + 1] = {0};
         sw_tally total = {0};
         sw_tally_list list = {0};
+        bool is_end[2 * CUTS * 16 + 1] = {false}; /* of an entry */
         for (int i = 1; i < CUTS; ++i)
             cuts[i] = cuts[i - 1] + (uint32_t)chance((size - cuts[i - 1]) / 2 + 1);
         cuts[CUTS] = size;
@@ -327,8 +356,10 @@ static void tallies(void)
                 continue;
             sw_tally_add(&one, sw_crc32c(0, data + cuts[c], cuts[c + 1] - cuts[c]), cuts[c],
                          cuts[c + 1] - cuts[c], size);
-            sw_tally_list_append(&list, 7 + i % 2, one); /* two lists' worth: blocks 7 and 8 */
+            sw_tally_list_append(&list, 7 + i % 2, one); /* in any order */
+            is_end[list.size_bytes] = true;
             sw_tally_list_append(&list, 20, one);
+            is_end[list.size_bytes] = true;
             total.crc ^= one.crc;
             total.cover = (uint16_t)(total.cover + one.cover);
         }
@@ -340,9 +371,9 @@ static void tallies(void)
                       SW_OK &&
                   read.total.crc == total.crc && read.total.cover == total.cover,
               "a list", "");
-        for (size_t end = 1; end < list.size_bytes; end += 1 + chance(40))
-            check(end % 8 == 0 ||
-                      sw_tally_list_read(list.data, end, add_to_sum, &read, NULL) != SW_OK,
+        for (size_t end = 1; end < list.size_bytes; ++end)
+            check((sw_tally_list_read(list.data, end, add_to_sum, &read, NULL) == SW_OK) ==
+                      is_end[end],
                   "a list that is cut off", "");
         sw_tally_list_fini(&list);
         for (int i = 0; i < 20 && size > 64; ++i, ++tried) {
@@ -363,6 +394,45 @@ static void tallies(void)
     }
     check(missed <= tried / 1000, "holes and bytes twice are seen", "");
     free(data);
+}
+
+/* Law: a merged list has each block of either list once, and reads as both do. */
+static void merged_tallies(void)
+{
+    enum { LISTS = 4, BLOCKS = 700 };
+    for (int round = 0; round < 40; ++round) {
+        sw_tally expected[BLOCKS] = {{0}};
+        sw_tally_list merged = {0};
+        sw_error err = {0};
+        size_t blocks = 0;
+        for (int l = 0; l < LISTS; ++l) {
+            sw_tally_list list = {0};
+            size_t step = 1 + chance(round % 2 ? 3 : 200);
+            for (uint64_t block = chance(BLOCKS); block < BLOCKS; block += step) {
+                sw_tally one = {(uint32_t)rand_r(&seed), (uint16_t)rand_r(&seed)};
+                sw_tally_list_append(&list, block, one);
+                expected[block].crc ^= one.crc;
+                expected[block].cover = (uint16_t)(expected[block].cover + one.cover);
+            }
+            check(sw_tally_list_merge(&merged, list.data, list.size_bytes - 1, &err) ==
+                      SW_E_INVALID,
+                  "a list that is cut off", err.message);
+            check(sw_tally_list_merge(&merged, list.data, list.size_bytes, &err) == SW_OK, "merge",
+                  err.message);
+            sw_tally_list_fini(&list);
+        }
+        for (size_t block = 0; block < BLOCKS; ++block) {
+            sum read = {.block = block};
+            check(sw_tally_list_read(merged.data, merged.size_bytes, add_to_sum, &read, NULL) ==
+                          SW_OK &&
+                      read.count <= 1 && read.total.crc == expected[block].crc &&
+                      read.total.cover == expected[block].cover,
+                  "a block of both", "");
+            blocks += read.count;
+        }
+        check(merged.size_bytes <= 8 * blocks, "few bytes a block", "");
+        sw_tally_list_fini(&merged);
+    }
 }
 
 static bool is_manifest(const char *text, size_t size, sw_manifest *found)
@@ -640,7 +710,9 @@ int main(void)
     safetensors_headers();
     manifests();
     incomplete_manifests();
+    values_are_bounded();
     tallies();
+    merged_tallies();
     plans();
     fuzz(getenv("SW_TEST_LONG") ? 2000000 : 100000);
     return failed ? 1 : 0;

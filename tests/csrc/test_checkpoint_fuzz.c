@@ -49,7 +49,7 @@ static void try_tallies(const uint8_t *data, size_t size)
     exact = shorter ? shorter : exact;
     memcpy(exact, data, size);
     (void)!sw_tally_list_read(exact, size, count_tally, &count, NULL);
-    require(count <= size / 8, "more tallies than there are bytes for");
+    require(count <= size / 7, "more tallies than there are bytes for");
     free(exact);
 }
 

@@ -227,9 +227,9 @@ static void check_ending_beside_a_registration(void)
 {
     sw_peers *peers = connect(NULL, INT64_C(20000) * MS);
     int64_t begun = sw_clock_now_ns();
-    void *registered;
+    sw_registration registered;
     sw_error err;
-    check(sw_peers_memory_register(peers, &gpu, 1, &registered, &err) == SW_E_COMM &&
+    check(sw_peers_memory_register(peers, &gpu, 1, false, &registered, &err) == SW_E_COMM &&
               strstr(err.message, "rank 2 has died"),
           "%s", err.message);
     check(sw_clock_now_ns() - begun < INT64_C(5000) * MS, "a registration waited on");

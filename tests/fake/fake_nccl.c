@@ -185,6 +185,45 @@ static bool matches(const clique *c)
     return true;
 }
 
+/* ---- bytes between nodes ---- */
+
+static int node_of[SIM_DEVICE_MAX];
+static double sent_across[SIM_DEVICE_MAX];
+
+/* For tests: the node of the calling rank; 0 at first. */
+SIM_API void sim_nccl_set_node(int node)
+{
+    sim_lock();
+    node_of[sim_current_rank()] = node;
+    sim_leave();
+}
+
+/* For tests: the bytes that the calling rank has sent to other nodes. A ring of NCCL's leaves each
+ * node once, and the ranks of a node share out the rings. */
+SIM_API double sim_nccl_sent_across(void)
+{
+    sim_lock();
+    double sent = sent_across[sim_current_rank()];
+    sim_leave();
+    return sent;
+}
+
+static double sent_by(const clique *c, const nccl_group *own, const nccl_call *call)
+{
+    double bytes = (double)(call->count * element_bytes[dtype_of(call->dtype)]), beside = 0;
+    double world_size = c->world_size;
+    for (int r = 0; r < c->world_size; ++r)
+        beside += c->comm[r]->first->node == own->node;
+    if (call->kind == SEND)
+        return c->comm[call->peer]->first->node == own->node ? 0 : bytes;
+    if (call->kind == RECEIVE || beside == world_size)
+        return 0;
+    double turns = call->kind == ALL_REDUCE  ? 2 * (world_size - 1) / world_size
+                   : call->kind == BROADCAST ? 1
+                                             : world_size - 1;
+    return bytes * turns / beside;
+}
+
 static void run_reference(const char *name, const void *args)
 {
     for (int k = 0; k < sim.contract_count; ++k)
@@ -282,6 +321,8 @@ static void execute(const clique *c)
     unsigned char *out[SIM_DEVICE_MAX][CALL_MAX];
     for (int r = 0; r < c->world_size; ++r)
         for (int i = 0; is_here(c, r) && i < c->comm[r]->first->call_count; ++i) {
+            sent_across[c->comm[r]->first->stream->rank] +=
+                sent_by(c, c->comm[r]->first, &c->comm[r]->first->call[i]);
             out[r][i] = malloc(nccl_written_bytes(&c->comm[r]->first->call[i], c->world_size) + 1);
             if (c->comm[r]->first->call[i].kind != SEND)
                 compute(c, r, i, out[r][i]);
@@ -334,6 +375,7 @@ static int enqueue_group(const nccl_group *group)
     nccl_group *g = malloc(sizeof *g);
     *g = *group;
     g->next = NULL;
+    g->node = node_of[sim_current_rank()];
     sim_op *op = sim_op_new(OP_COLLECTIVE, kind_name[g->call[0].kind]);
     op->group = g;
     sim_tick(g->stream);
@@ -380,9 +422,10 @@ SIM_API long sim_nccl_settlements(void)
 static bool is_settled(sw_nccl_comm comm, const char *call)
 {
     sim_site site = sim_here(call);
-    if (comm->unsettled)
+    bool settled = !comm->unsettled && !comm->window_out;
+    if (!settled)
         sim_report("unsettled communicator", call, &site, NULL);
-    return !comm->unsettled;
+    return settled;
 }
 
 static size_t sent_bytes;
@@ -566,9 +609,10 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
         comm->error = SW_NCCL_REMOTE_ERROR;
     if (comm->finalizing && comm->first)
         sim_drive(comm->first->stream, NULL, 0);
+    is_done = nccl_window_done(comm) && is_done;
     bool is_busy = !all || !is_done || (comm->finalizing && comm->first);
     *result = comm->error ? comm->error : is_busy ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
-    if (!all)
+    if (!all || comm->window_out)
         sim_yield();
     LEAVE(SW_NCCL_SUCCESS);
 }

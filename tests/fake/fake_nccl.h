@@ -31,6 +31,7 @@ typedef struct nccl_group {
     sw_nccl_comm comm;
     sw_cu_stream stream;
     bool dropped;
+    int node;                /* of the rank that made it: sim_nccl_set_node */
     struct nccl_group *next; /* the next group of its communicator */
 } nccl_group;
 
@@ -58,13 +59,16 @@ struct ncclComm {
     clique *clique;
     int rank;
     sw_nccl_result error;
-    bool blocks;         /* calls return when they are done, as on torch's own communicator */
-    int unsettled;       /* state queries still needed before it takes another call */
-    bool finalizing;     /* ranks are processes: enqueued groups have yet to run */
-    unsigned char order; /* written by each operation: two unordered ones are a race */
+    bool blocks;              /* calls return when they are done, as on torch's own communicator */
+    int unsettled;            /* state queries still needed before it takes another call */
+    bool finalizing;          /* ranks are processes: enqueued groups have yet to run */
+    unsigned char order;      /* written by each operation: two unordered ones are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
     registration *registered; /* list */
-    sw_nccl_comm next;        /* the next communicator of this process */
+    int windows;              /* calls of ncclCommWindowRegister, each a collective */
+    void **window_out;        /* filled once all ranks have made theirs; NULL: filled */
+    registration *window;
+    sw_nccl_comm next; /* the next communicator of this process */
 };
 extern sw_nccl_comm nccl_comms;
 
@@ -86,6 +90,8 @@ void nccl_registered_note(nccl_call *call, sw_nccl_comm comm);
 void nccl_registered_use(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream);
 /* Report if `other`, a call of another rank or the other end of a send, breaks the rule. */
 void nccl_registered_compare(const nccl_call *call, const nccl_call *other, const sim_site *site);
+/* Finish a window that all ranks have asked for. False if some have not. */
+bool nccl_window_done(sw_nccl_comm comm);
 /* End the communicator; `orderly`: nothing may be registered any more. */
 void nccl_registered_end(sw_nccl_comm comm, bool orderly);
 
@@ -108,5 +114,8 @@ bool nccl_files_ready(nccl_group *g);
 /* Move on after the loaded group has run. */
 void nccl_files_next(clique *c);
 void nccl_files_leave(clique *c);
+/* Announce this rank's n-th window; count the ranks that have announced theirs. */
+void nccl_files_window(const clique *c, int n);
+int nccl_files_windows(const clique *c, int n);
 
 #endif

@@ -1,8 +1,9 @@
 /* fake_nccl_files.c - collectives between processes: each rank's part of a group is a file.
  *
  *   <folder>/here.<rank>       the rank has joined
- *   <folder>/<n>.<rank>        its part of group n: call_count, the calls, then the bytes that each
- *                              call reads
+ *   <folder>/<n>.<rank>        its part of group n: its node, call_count, the calls, then the bytes
+ *                              that each call reads
+ *   <folder>/window<n>.<rank>  the rank has asked for its n-th window
  *   <folder>/ends.<rank>       the rank begins to end the communicator
  *   <folder>/gone.<rank>       the rank has ended the communicator
  *
@@ -87,6 +88,7 @@ static void post(const nccl_group *g)
     FILE *file = fopen(hidden, "wb");
     if (!file)
         return;
+    fwrite(&g->node, sizeof g->node, 1, file);
     fwrite(&g->call_count, sizeof g->call_count, 1, file);
     fwrite(g->call, sizeof *g->call, (size_t)g->call_count, file);
     for (int i = 0; i < g->call_count; ++i)
@@ -108,6 +110,7 @@ static nccl_group *load(const clique *c, int rank, const nccl_group *own)
     nccl_group *g = calloc(1, sizeof *g + (size_t)info.st_size);
     unsigned char *bytes = (unsigned char *)(g + 1);
     bool whole =
+        fread(&g->node, sizeof g->node, 1, file) == 1 &&
         fread(&g->call_count, sizeof g->call_count, 1, file) == 1 &&
         fread(g->call, sizeof *g->call, (size_t)g->call_count, file) == (size_t)g->call_count;
     size_t rest = whole ? fread(bytes, 1, (size_t)info.st_size, file) : 0;
@@ -174,13 +177,14 @@ static void help_one(clique *c)
 
 static void *help(void *unused)
 {
-    const struct timespec nap = {.tv_nsec = 500000};
+    struct timespec nap = {.tv_nsec = 500000};
     (void)unused;
     for (;;) {
         nanosleep(&nap, NULL);
         sim_lock();
         for (clique *c = joined; c; c = c->next_joined)
             help_one(c);
+        nap.tv_nsec = joined ? 500000 : 20000000; /* a rank outlives its simulations */
         sim_leave();
     }
     return NULL;
@@ -220,6 +224,23 @@ int nccl_files_gone(const clique *c)
         if (r != c->own_rank && exists(c, "gone", -1, r) && !exists(c, "", c->sequence, r))
             return r;
     return -1;
+}
+
+void nccl_files_window(const clique *c, int n)
+{
+    char name[32];
+    snprintf(name, sizeof name, "window%d", n);
+    touch(c, name);
+}
+
+int nccl_files_windows(const clique *c, int n)
+{
+    char name[32];
+    int count = 0;
+    snprintf(name, sizeof name, "window%d", n);
+    for (int r = 0; r < c->world_size; ++r)
+        count += exists(c, name, -1, r);
+    return count;
 }
 
 void nccl_files_leave(clique *c)

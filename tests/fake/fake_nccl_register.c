@@ -115,33 +115,82 @@ SIM_API int ncclMemFree(void *memory)
                : SW_NCCL_UNHANDLED_CUDA_ERROR;
 }
 
-/* Only whole memory of ncclMemAlloc is accepted: other data in a page would be registered, too. */
-SIM_API int ncclCommRegister(sw_nccl_comm comm, void *memory, size_t bytes, void **registered)
+/* Only whole memory of ncclMemAlloc is accepted: other data in a page would be registered, too.
+ * *made is NULL where NCCL declines. */
+static int add(sw_nccl_comm comm, void *memory, size_t bytes, const char *call, registration **made)
 {
-    ENTER("ncclCommRegister");
-    sim_site site = sim_here("ncclCommRegister");
+    sim_site site = sim_here(call);
     const char *wanted = getenv("NCCL_LOCAL_REGISTER");
     const sim_block *block = sim_block_of(memory);
+    *made = NULL;
     if (nccl_group_depth() != 0)
         sim_report("registration in a group", "", &site, NULL);
     if (!comm || !block || block->freed || block->foreign || block->memory != memory ||
         block->size_bytes != bytes || registration_of(comm, memory, bytes))
-        LEAVE(SW_NCCL_INVALID_ARGUMENT);
-    *registered = NULL;
+        return SW_NCCL_INVALID_ARGUMENT;
     if (wanted && strcmp(wanted, "0") == 0)
-        LEAVE(SW_NCCL_SUCCESS);
-    registration *made = calloc(1, sizeof *made);
-    made->begin = memory;
-    made->end = made->begin + bytes;
-    made->next = comm->registered;
-    comm->registered = made;
-    *registered = made;
-    LEAVE(SW_NCCL_SUCCESS);
+        return SW_NCCL_SUCCESS;
+    *made = calloc(1, sizeof **made);
+    (*made)->begin = memory;
+    (*made)->end = (*made)->begin + bytes;
+    (*made)->next = comm->registered;
+    comm->registered = *made;
+    return SW_NCCL_SUCCESS;
 }
 
-SIM_API int ncclCommDeregister(sw_nccl_comm comm, void *registered)
+SIM_API int ncclCommRegister(sw_nccl_comm comm, void *memory, size_t bytes, void **registered)
 {
-    ENTER("ncclCommDeregister");
+    ENTER("ncclCommRegister");
+    registration *made;
+    int result = add(comm, memory, bytes, "ncclCommRegister", &made);
+    *registered = made;
+    LEAVE(result);
+}
+
+static int windows;
+
+/* For tests: the windows that this process has made. */
+SIM_API int sim_nccl_windows(void)
+{
+    return windows;
+}
+
+/* A collective: the handle is there once all ranks have come. */
+SIM_API int ncclCommWindowRegister(sw_nccl_comm comm, void *memory, size_t bytes,
+                                   sw_nccl_window *window, int flags)
+{
+    ENTER("ncclCommWindowRegister");
+    *window = NULL;
+    int result = flags == SW_NCCL_WIN_COLL_SYMMETRIC
+                     ? add(comm, memory, bytes, "ncclCommWindowRegister", &comm->window)
+                     : SW_NCCL_INVALID_ARGUMENT;
+    if (result != SW_NCCL_SUCCESS || !comm->window)
+        LEAVE(result);
+    comm->windows++;
+    windows++;
+    comm->window_out = window;
+    if (comm->clique->in_files)
+        nccl_files_window(comm->clique, comm->windows);
+    LEAVE(SW_NCCL_IN_PROGRESS);
+}
+
+bool nccl_window_done(sw_nccl_comm comm)
+{
+    const clique *c = comm->clique;
+    int arrived = c->in_files && comm->window_out ? nccl_files_windows(c, comm->windows) : 0;
+    if (!comm->window_out)
+        return true;
+    for (int r = 0; !c->in_files && r < c->world_size; ++r)
+        arrived += c->comm[r] && c->comm[r]->windows >= comm->windows;
+    if (arrived < c->world_size)
+        return false;
+    *comm->window_out = comm->window;
+    comm->window_out = NULL;
+    return true;
+}
+
+static int end_registration(sw_nccl_comm comm, void *registered)
+{
     sim_site site = sim_here("ncclCommDeregister");
     const sim_rank *rank = &sim.rank[sim_current_rank()];
     registration **at = &comm->registered;
@@ -149,14 +198,26 @@ SIM_API int ncclCommDeregister(sw_nccl_comm comm, void *registered)
         at = &(*at)->next;
     registration *found = *at;
     if (!found)
-        LEAVE(SW_NCCL_INVALID_USAGE);
+        return SW_NCCL_INVALID_USAGE;
     if (nccl_group_depth() != 0)
         sim_report("registration in a group", "", &site, NULL);
     if (rank->clock.at[found->actor] < found->time)
         sim_report("deregistered in use", "", &site, NULL);
     *at = found->next;
     free(found);
-    LEAVE(SW_NCCL_SUCCESS);
+    return SW_NCCL_SUCCESS;
+}
+
+SIM_API int ncclCommDeregister(sw_nccl_comm comm, void *registered)
+{
+    ENTER("ncclCommDeregister");
+    LEAVE(end_registration(comm, registered));
+}
+
+SIM_API int ncclCommWindowDeregister(sw_nccl_comm comm, sw_nccl_window window)
+{
+    ENTER("ncclCommWindowDeregister");
+    LEAVE(end_registration(comm, window));
 }
 
 void nccl_registered_end(sw_nccl_comm comm, bool orderly)

@@ -31,9 +31,11 @@ typedef enum scene {
 } scene;
 
 static const char *const expected[SCENES] = {
-    [ONE_IS_PLAIN] = "mixed registration", [OFFSETS_DIFFER] = "mixed registration",
+    [ONE_IS_PLAIN] = "mixed registration",
+    [OFFSETS_DIFFER] = "mixed registration",
     [RECEIVER_IS_PLAIN] = "mixed registration",
-    [FREED] = "registered memory freed", [LEFT] = "left registered",
+    [FREED] = "registered memory freed",
+    [LEFT] = "left registered",
     [IN_USE] = "deregistered in use",
 };
 
@@ -42,9 +44,14 @@ typedef struct life {
     scene scene;
     sw_stream *user;
     sw_device_region *region;
-    void *plain, *other; /* device memory; `other` from ncclMemAlloc */
-    void *registered;    /* the registration of `other` */
+    void *plain, *other;        /* device memory; `other` from ncclMemAlloc */
+    sw_registration registered; /* of `other` */
 } life;
+
+static bool gpu_has_windows(const gpu_rank *self)
+{
+    return sw_nccl_has_windows(&self->all->library);
+}
 
 static sw_status all_reduce(life *l, void *memory)
 {
@@ -82,11 +89,11 @@ static sw_status register_other(life *l)
     sw_device_comm *c = l->self->all;
     sw_error *err = &l->self->err;
     SW_TRY(sw_nccl_memory_alloc(&c->library, c->device, BYTES, &l->other, err));
-    SW_TRY(sw_peers_memory_register(c->peers, l->other, BYTES, &l->registered, err));
+    SW_TRY(sw_peers_memory_register(c->peers, l->other, BYTES, false, &l->registered, err));
     SW_TRY(c->device->ops->fill_async(c->device, l->other, 0, BYTES, c->stream, err));
     if (l->scene == IN_USE) {
         SW_TRY(all_reduce(l, l->other));
-        SW_TRY(sw_peers_memory_deregister(c->peers, l->registered, err));
+        SW_TRY(sw_peers_memory_deregister(c->peers, &l->registered, err));
     }
     return SW_OK;
 }
@@ -98,6 +105,9 @@ static sw_status prepare(life *l)
     SW_TRY(device->ops->stream_create(device, false, &l->user, err));
     SW_TRY(device->ops->memory_alloc(device, BYTES, &l->plain, err));
     SW_TRY(sw_device_region_create(l->self->all, REGION_BYTES, l->user, &l->region, err));
+    SW_TRY(sw_device_region_register(l->region, gpu_has_windows(l->self), err));
+    check(sw_device_region_is_window(l->region) == gpu_has_windows(l->self),
+          "a window is not what NCCL offers");
     check(sw_device_region_is_registered(l->region), "a new region is not registered");
     SW_TRY(device->ops->fill_async(device, l->plain, 0, BYTES, l->self->all->stream, err));
     return device->ops->fill_async(device, sw_device_region_memory(l->region), 0, REGION_BYTES,
@@ -174,7 +184,8 @@ static bool fail_at_the_end(gpu_rank *self)
     self->sim->fail_call(self->rank, 0, 0);
     l.region = NULL;
     (void)!self->device->ops->event_record(self->device, self->all->met, l.user, NULL);
-    (void)!self->device->ops->event_wait(self->device, self->all->met, TIMEOUT_NS, "the test", NULL);
+    (void)!self->device->ops->event_wait(self->device, self->all->met, TIMEOUT_NS, "the test",
+                                         NULL);
     end(&l);
     gpu_rank_close(self);
     return true;
@@ -198,6 +209,39 @@ static void check_failing_ends(void)
     check(has_stayed, "memory that could not be deregistered was freed");
 }
 
+/* ---- a window that one rank cannot make ---- */
+
+/* The peer that waits for it is released when this rank ends the communicator: at its deadline
+ * without hosts. */
+static bool fail_in_window(gpu_rank *self)
+{
+    sw_device_region *region = NULL;
+    sw_status status = gpu_rank_open(self, TIMEOUT_NS / 4);
+    if (status == SW_OK)
+        status = sw_device_region_create(self->all, REGION_BYTES, self->all->stream, &region,
+                                         &self->err);
+    if (!check(status == SW_OK, "a window: %s", self->err.message))
+        return false;
+    if (self->rank == 1) /* the first call asks for the state of the communicator */
+        self->sim->fail_call(self->rank, self->sim->calls(self->rank) * 0 + 2, FAILURE);
+    status = sw_device_region_register(region, true, &self->err);
+    if (self->rank == 1)
+        check(strcmp(self->sim->failed_call(), "ncclCommWindowRegister") == 0, "%s failed",
+              self->sim->failed_call());
+    check(status == (self->rank == 1 ? SW_E_DEVICE : SW_E_TIMEOUT), "rank %d: %s", self->rank,
+          self->err.message);
+    check(sw_peers_has_failed(self->comm), "rank %d: the transport lives on", self->rank);
+    sw_device_region_destroy(region);
+    gpu_rank_close(self);
+    return true;
+}
+
+static void check_window_that_fails(void)
+{
+    gpu_ranks_run(2, SIM_EAGER, 1, fail_in_window, NULL);
+    gpu_expect_clean("a window that fails");
+}
+
 /* ---- memory that cannot be registered ---- */
 
 typedef struct refusal {
@@ -210,7 +254,12 @@ static bool refuse(gpu_rank *self)
     sw_device_region *region;
     sw_status status = gpu_rank_open(self, TIMEOUT_NS);
     if (status == SW_OK)
-        status = sw_device_region_create(self->all, REGION_BYTES, NULL, &region, &self->err);
+        status = sw_device_region_create(self->all, REGION_BYTES, self->all->stream, &region,
+                                         &self->err);
+    if (status == SW_OK) {
+        status = sw_device_region_register(region, gpu_has_windows(self), &self->err);
+        sw_device_region_destroy(region);
+    }
     check(status == SW_E_UNSUPPORTED && strstr(self->err.message, r->sentence), "%s: %s",
           r->sentence, self->err.message);
     check(self->comm && !sw_peers_has_failed(self->comm), "%s: the transport ended", r->sentence);
@@ -241,6 +290,15 @@ int main(int argc, char **argv)
                 gpu_expect_clean("a region");
         }
     check_failing_ends();
+    setenv("SIM_NCCL_VERSION", "22703", 1);
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy) {
+        scene alike = ALIKE;
+        gpu_ranks_run(2, (sim_policy)policy, 1, live, &alike);
+        gpu_expect_clean("a window");
+    }
+    check_refusal((refusal){"NCCL_LOCAL_REGISTER", "0", "declined to register 4096 bytes"});
+    check_window_that_fails();
+    unsetenv("SIM_NCCL_VERSION");
     check_refusal((refusal){"SIM_NCCL_VERSION", "21803", "2.19 or newer, not 2.18.3"});
     check_refusal((refusal){"NCCL_LOCAL_REGISTER", "0", "declined to register 4096 bytes"});
     gpu_ranks_slots = (gpu_slots){4096, SW_SLOTS_ON_HOST};

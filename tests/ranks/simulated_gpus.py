@@ -279,6 +279,7 @@ class SimulatedGpus:
         self._nccl.sim_nccl_averages.restype = ctypes.c_long
         self._nccl.sim_nccl_settlements.restype = ctypes.c_long
         self._nccl.sim_nccl_sent_bytes.restype = ctypes.c_size_t
+        self._nccl.sim_nccl_sent_across.restype = ctypes.c_double
         self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_memory_in_use.restype = ctypes.c_uint64
@@ -557,6 +558,11 @@ class SimulatedGpus:
         found: int = self._nccl.sim_nccl_registrations()
         return found
 
+    def windows(self) -> int:
+        """Windows that this process has made with NCCL so far."""
+        found: int = self._nccl.sim_nccl_windows()
+        return found
+
     def averages(self) -> int:
         """Reductions with ncclAvg that this process has asked NCCL for."""
         found: int = self._nccl.sim_nccl_averages()
@@ -565,6 +571,15 @@ class SimulatedGpus:
     def sent_bytes(self) -> int:
         """Bytes that this process has sent by NCCL's operations, as rings do."""
         found: int = self._nccl.sim_nccl_sent_bytes()
+        return found
+
+    def set_node(self, node: int) -> None:
+        """NCCL takes this rank to be on that node from now on."""
+        self._nccl.sim_nccl_set_node(node)
+
+    def sent_across(self) -> float:
+        """Bytes that this process has sent to other nodes through NCCL. A ring leaves each node once."""
+        found: float = self._nccl.sim_nccl_sent_across()
         return found
 
     def settlements(self) -> int:

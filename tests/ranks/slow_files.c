@@ -1,6 +1,7 @@
 /* slow_files.c - to be preloaded: a file system that is slow, or that remembers missing names.
  *
  * SLOW_FSYNC_MS, SLOW_UNLINK_MS: what each fsync and each removal of a name takes at least.
+ * SYNCED: a file to which the path of each file and folder that was synced is appended.
  * SLOW_MISSING_S: a name in SLOW_FOLDER that was not there stays missing for this long to the
  * process that looked, unless it makes the name itself, as a client of a network file system
  * remembers it.
@@ -16,6 +17,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { NAMES_MAX = 4096, PATH_BYTES = 1024 };
 
@@ -133,10 +135,28 @@ int rename(const char *from, const char *to)
     return result;
 }
 
+static void note(int fd)
+{
+    char link[64], path[PATH_BYTES];
+    const char *log = getenv("SYNCED");
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = log ? readlink(link, path, sizeof path - 1) : -1;
+    int to = length > 0 ? REAL(open)(log, O_WRONLY | O_CREAT | O_APPEND, 0666) : -1;
+    if (to < 0)
+        return;
+    path[length] = '\n';
+    if (write(to, path, (size_t)length + 1) != length + 1)
+        abort();
+    close(to);
+}
+
 int fsync(int fd)
 {
     rest("SLOW_FSYNC_MS");
-    return REAL(fsync)(fd);
+    int result = REAL(fsync)(fd);
+    if (result == 0)
+        note(fd);
+    return result;
 }
 
 int unlinkat(int folder, const char *name, int flags)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness import LONG, run_programs
 from peer import PEER, sw
+from shardwright.cli import main
 from test_checkpoint_survives_kill_at_any_moment import fill, training, values_of
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 
@@ -52,7 +53,9 @@ def save_and_restore(rank, world_size, directory, shape):
             fill(model, optimizer, 99)
             assert checkpoints.restore() == SAVES
             assert values_of(model, optimizer) == {float(SAVES)}
-        print("waited", *waits)
+    if rank == 0 and "SYNCED" in os.environ:
+        assert main(["ckpt", "export", f"{directory}/step-{SAVES:06d}", f"{directory}.exported"]) == 0
+    print("waited", *waits)
 
 
 def run(world_size, tmp_path, library, shape=None, **settings):
@@ -84,6 +87,11 @@ def test_an_fsync_of_150_ms(tmp_path, library):
 
 @pytest.mark.timeout(120)
 def test_the_verdict_does_not_wait_for_what_is_removed(tmp_path, library):
-    waits = run(3, tmp_path, library, SLOW_UNLINK_MS=REMOVING_MS)
+    """Then an export syncs each file that it wrote, their folder, and the folder that holds its name."""
+    waits = run(3, tmp_path, library, SLOW_UNLINK_MS=REMOVING_MS, SYNCED=tmp_path / "synced")
+    synced = [Path(line) for line in (tmp_path / "synced").read_text().splitlines()]
+    made = [path for path in synced if path.parent.name.startswith("c.exported.")]
+    assert {path.name for path in made} == set(os.listdir(tmp_path / "c.exported"))
+    assert synced[-2:] == [made[0].parent, tmp_path.resolve()]
     for last in (waits[1][-1], waits[2][-1]):
         assert last < waits[0][-1] - 2 * REMOVING_MS / 1000, waits  # rank 0 removes the folder of the save before

@@ -42,19 +42,19 @@ CLIPPED: dict[int, tuple[int, ...]] = {
 class Block(nn.Module):
     """Nine parameters."""
 
-    def __init__(self, extra: int = 0) -> None:
+    def __init__(self, extra: int = 0, width: int = WIDTH) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.full((WIDTH,), 0.1 * (k + 1)) for k in range(9 + extra))
+        self.weights = nn.ParameterList(torch.full((width,), 0.1 * (k + 1)) for k in range(9 + extra))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(torch.stack([x * weight for weight in self.weights]).sum(0))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, blocks: int = UNITS - 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(UNITS - 2))
-        self.ends = nn.ModuleList([Block(-1), Block(-2)])
+        self.blocks = nn.ModuleList(Block(0, width) for _ in range(blocks))
+        self.ends = nn.ModuleList([Block(-1, width), Block(-2, width)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.ends[0](x)
@@ -72,14 +72,28 @@ def test_a_steps_operations(teams: Any, paths: dict[str, str], zero: int, clips:
 def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, clips: bool) -> None:
     model = Model()
     assert len(list(model.parameters())) == PARAMETERS and len(model.blocks) + len(model.ends) == UNITS
-    module = gpus.adopt_module(model)
     options: dict[str, Any] = {"units": [Block]} if zero == 3 else {}
     if clips:
         options["clip_grad_norm"] = 0.01
-    wrapped, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), zero=zero, **options)
+    found, taken = count(gpus, rank, model, WIDTH, zero=zero, **options)
+    if rank == 0:
+        names = (*COUNTED, "calls", "settlements")
+        print(
+            f"zero={zero}, clips={clips}:",
+            ", ".join(f"{n} {name}" for n, name in zip(found, names)),
+            f"{1e3 * taken:.0f} ms",
+        )
+    bounds = (CLIPPED if clips else BOUNDS)[zero]
+    assert all(n <= bound for n, bound in zip(found, bounds, strict=True)), f"zero={zero}, {found}"
+
+
+def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: Any) -> tuple[tuple[int, ...], float]:
+    """Counts of a step, and its seconds."""
+    module = gpus.adopt_module(model)
+    wrapped, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), **options)
 
     def step() -> None:
-        wrapped(torch.ones(WIDTH) * (rank + 1)).backward()
+        wrapped(torch.ones(width) * (rank + 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -92,15 +106,24 @@ def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, clips: b
     taken, calls, after = time.perf_counter() - begin, gpus.calls() - calls, stats(wrapped)
     found = (*(after[name] - before[name] for name in COUNTED), calls, gpus.settlements() - settlements)
     gpus.synchronize()
-    if rank == 0:
-        names = (*COUNTED, "calls", "settlements")
-        print(
-            f"zero={zero}, clips={clips}:",
-            ", ".join(f"{n} {name}" for n, name in zip(found, names)),
-            f"{1e3 * taken:.0f} ms",
-        )
-    bounds = (CLIPPED if clips else BOUNDS)[zero]
     gathers = wrapped._engine().stats().get("gathers", 0) // 3
     # of zero=3 twice a unit, but for the last one of the forward, and what the first forward gathered
-    assert gathers >= 2 * (UNITS - 2) if zero == 3 else gathers == 0, gathers
-    assert all(n <= bound for n, bound in zip(found, bounds, strict=True)), f"zero={zero}, {found}"
+    assert gathers >= 2 * len(model.blocks) if options["zero"] == 3 else gathers == 0, gathers
+    assert gpus.registrations() == (2 if options.get("communicator") == "register" else 0)
+    return found, taken
+
+
+def test_registered_units_add_a_launch_a_bucket(teams: Any, paths: dict[str, str]) -> None:
+    """Registered memory of a round is folded into slices; gathers of registered units add nothing."""
+    run(teams, 2, paths, registered, policy="on demand")
+
+
+def registered(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    blocks, width = 4, 64  # parameters that are released
+    plain, found = (
+        count(gpus, rank, Model(width, blocks), width, zero=3, units=[Block], communicator=communicator)[0]
+        for communicator in ("own", "register")
+    )
+    folds = blocks + 2
+    expected = tuple(n + folds * (name in ("launches", "calls")) for n, name in zip(plain, (*COUNTED, "calls", "")))
+    assert all(n <= bound for n, bound in zip(found, expected, strict=True)), (found, plain)

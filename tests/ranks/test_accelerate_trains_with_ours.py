@@ -8,6 +8,7 @@ import importlib.util
 import io
 import itertools
 import os
+import pickle
 import tempfile
 
 import pytest
@@ -22,7 +23,8 @@ accelerate = pytest.importorskip("accelerate", reason="an optional extra")
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 if PEER != "torch":
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
     from shardwright.integrations.accelerate import Accelerator, CompressionHandler
 
 
@@ -88,7 +90,7 @@ SCRIPTS = [(name, zero) for name in ("test_script", "test_ops") for zero in (0, 
 SCRIPTS += [
     ("external_deps.test_metrics", zero) for zero in ((0, 1, 2, 3) if LONG else (0, 3))
 ]  # its imports take seconds
-SCRIPTS += [("test_sync", 0), ("test_sync", 1)]  # it compares .grad, which is sliced at zero >= 2
+SCRIPTS += [("test_sync", zero) for zero in ((0, 1, 2, 3) if LONG else (0, 3))]
 
 
 @pytest.mark.parametrize(("name", "zero"), SCRIPTS)
@@ -347,6 +349,63 @@ def test_a_compression_handler_serves_the_stock_class_and_ours(rank, world_size,
         assert same_everywhere([*gradients[-1]])
     for stock, ours in zip(*gradients, strict=True):
         assert torch.allclose(stock, ours, rtol=0.05, atol=0.02), name
+
+
+@on_every_rank(at_least=2)
+@launches
+def test_a_launch_on_gpus_is_admitted_and_trains_alike(rank, world_size):
+    """The launch is accelerate's as it is with GPUs; the tensors stay on the CPU."""
+    found = []
+    for zero, kind in [(0, "MULTI_CPU"), (0, "MULTI_GPU"), (2, "MULTI_GPU"), (3, "MULTI_GPU")]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType[kind]
+        accelerator = Accelerator(zero=zero, gradient_accumulation_steps=2)
+        assert accelerator.distributed_type.value == kind
+        model, optimizer, scheduler = prepare(accelerator, "mos")
+        assert isinstance(model, sw.DistributedDataParallel)
+        train(accelerator, model, optimizer, scheduler, rank, range(4))
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            pass
+        found.append(parameters_of(model))
+    for each in found[1:]:
+        assert_same(each, found[0])
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+    stock = accelerate.Accelerator.__new__(accelerate.Accelerator)
+    stock.state, stock._models, stock._optimizers = AcceleratorState(), [], []
+    with pytest.raises(NotImplementedError, match="FSDP is not supported.*on CUDA GPUs"):
+        Accelerator.of_stock(stock, zero=1)
+    gather(None)
+
+
+@on_every_rank()
+@launches
+def test_an_accelerator_is_pickled_with_its_settings_alone(rank, world_size):
+    for zero in (0, 3):
+        accelerator = fresh(zero, gradient_accumulation_steps=2)
+        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2)
+        model, optimizer, scheduler = prepare(accelerator, "mos")
+        accelerator.prepare(loader)
+        train(accelerator, model, optimizer, scheduler, rank, range(2))
+        other = pickle.loads(pickle.dumps(accelerator))
+        assert (other.zero, other.gradient_accumulation_steps) == (zero, 2)
+        assert other.state.__dict__ == accelerator.state.__dict__
+        assert not other._models + other._optimizers + other._schedulers + other._wrappers
+        train(accelerator, model, optimizer, scheduler, rank, range(2))
+    gather(None)
+
+
+@on_every_rank(at_least=2)
+@launches
+def test_an_iterable_loader_that_cannot_be_uneven_is_a_warning(rank, world_size):
+    accelerator = fresh(0)
+    model = accelerator.prepare(nn.Linear(3, 3))
+    accelerator._dataloaders = [torch.utils.data.DataLoader(iter([1]), batch_size=None)]
+    with pytest.warns(UserWarning, match="only supported for map-style datasets"):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            pass
 
 
 # ---------------------------------------------------------------- refusals

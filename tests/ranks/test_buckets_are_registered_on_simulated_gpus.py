@@ -79,7 +79,7 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
         model = training(gpus, {"communicator": "register", **CASES[number]})[1]
     assert not lines
     sharing = world_size > 1
-    memories = 1 + (CASES[number].get("zero") == 1 or CASES[number].get("zero") == 2)
+    memories = 1 + (CASES[number].get("zero", 0) > 0)  # parameters, or units
     assert gpus.registrations() == sharing * memories
     text = " bytes registered; kernels" if sharing else ", nothing registered: there is nothing to share"
     assert text in reason_of(model)
@@ -133,6 +133,36 @@ def falling_back(gpus: SimulatedGpus, rank: int, world_size: int, sentence: str)
         assert re.search(sentence, told[0]), told
         gpus.synchronize()
         gc.collect()
+
+
+@at_least_two
+def test_units_lie_in_a_window_where_all_ranks_can(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, in_windows)
+
+
+def in_windows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """With NCCL 2.27 on all ranks; else they are registered plainly. One that fails in the collective is everybody's error."""
+    last = world_size - 1
+    expected = trained(gpus, rank, zero=3)
+    for oldest in ("22703", "22605"):
+        with pytest.MonkeyPatch.context() as patch:
+            gpus._close_groups()  # the version is asked as the GPU is opened
+            patch.setenv("SIM_NCCL_VERSION", oldest if rank == last else "22703")
+            before = gpus.windows()
+            for _ in range(2):  # the communicator's second is registered plainly
+                found = trained(gpus, rank, communicator="register", zero=3)
+                assert gpus.windows() - before == (oldest == "22703")
+        assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        gpus._close_groups()
+        patch.setenv("SIM_NCCL_VERSION", "22703")
+        if rank == last:
+            gpus.fail_next("ncclCommWindowRegister", FAILURE)
+        with pytest.raises(sw.Error, match=f"NCCL on rank {last} of {world_size}: registering memory failed"):
+            training(gpus, {"communicator": "register", "zero": 3})
+    gather(None)
+    gc.collect()
+    trained(gpus, rank, communicator="register", zero=3)  # nothing is left of it
 
 
 @at_least_two

@@ -4,6 +4,7 @@ command line and dcp.load read; what we write, dcp.load reads; plain and FSDP2 s
 import contextlib
 import io
 import json
+import logging
 import os
 
 import pytest
@@ -163,3 +164,89 @@ def test_a_tensor_of_another_dtype_is_cast_as_torch_does(rank, world_size):
         dcp.load(found, storage_reader=sw.checkpoint.StorageReader(folder))
         for name, value in found["model"].items():
             assert torch.equal(value, bare[name].to(dtype)), name
+
+
+class Notes(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@on_every_rank()
+def test_arguments_of_torchs_storage_classes_are_taken_or_refused_with_a_sentence(rank, world_size):
+    folder = shared_folder(rank) + "/a"
+    writer_of, reader_of = sw.checkpoint.StorageWriter, sw.checkpoint.StorageReader
+    if rank == 0:
+        os.mkdir(folder)  # torch takes an empty folder, also where it must not overwrite
+    gather(None)
+    state = {"w": torch.arange(600_000.0), "v": torch.ones(3, 4), "nested": [{"b": 2}, torch.zeros(2)]}
+    writer = writer_of(folder, True, True, 3, 10_000_000, False, False, None)
+    dcp.save(state, storage_writer=writer)
+    with pytest.raises(dcp.api.CheckpointException, match="Checkpoint already exists and self.overwrite=False"):
+        dcp.save(state, storage_writer=writer_of(folder, overwrite=False))
+
+    reader = reader_of(folder, None)
+    meta = reader.read_metadata().storage_meta
+    assert str(meta.checkpoint_id) == folder == writer.path and meta.load_id == reader.load_id
+    assert meta.save_id == gather(writer.save_id)[0]
+    dcp.save(state, storage_writer=writer_of(folder, overwrite=True))
+    assert reader.read_metadata().storage_meta.save_id != meta.save_id
+    gather(None)
+
+    logger, notes = logging.getLogger("shardwright"), Notes()
+    level = logger.level
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    try:
+        writer_of(folder, single_file_per_rank=False, sync_files=False, serialization_format="safetensors")
+        reader_of(folder, object())
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(level)
+    assert [text.partition("=")[0].rpartition(" ")[2] for text in notes.texts] == [
+        "single_file_per_rank",
+        "sync_files",
+        "_extension_registry",
+    ]
+    assert all("has no effect: " in text for text in notes.texts)
+    with pytest.raises(ValueError, match=r"_extensions must be empty, got \['object'\]"):
+        writer_of(folder, _extensions=[object()])
+    for count in (0, True, "2"):
+        with pytest.raises(ValueError, match=r"thread_count must be an integer in \[1, 256\], got"):
+            writer_of(folder, thread_count=count)
+    if hasattr(dcp, "AsyncCheckpointerType"):  # as new as the argument
+        with pytest.raises(dcp.api.CheckpointException, match="use_collectives=False would make a checkpoint a rank"):
+            dcp.save(state, storage_writer=writer_of(folder), use_collectives=False)
+    gather(None)
+
+
+@on_every_rank()
+def test_staged_memory_is_used_again_and_streams_and_nesting_come_back(rank, world_size):
+    folder, file = shared_folder(rank) + "/a", f"{shared_folder(rank)}/{rank}.pt"
+    writer = sw.checkpoint.StorageWriter(folder, cache_staged_state_dict=True)
+    live = torch.zeros(5)
+    for value in (1.0, 2.0):
+        live.fill_(value)
+        state = {"model": {"a.b": live}, "log": io.BytesIO(b"lines"), "deep": [{"n": 3}, [4, live]]}
+        future = dcp.async_save(state, storage_writer=writer)
+        live.fill_(0)
+        getattr(future, "upload_completion", future).result()
+        gather(None)
+        found = {"model": {"a.b": torch.zeros(5)}, "log": io.BytesIO(), "deep": [{"n": 0}, [0, torch.zeros(5)]]}
+        dcp.load(found, storage_reader=sw.checkpoint.StorageReader(folder))
+        assert torch.equal(found["model"]["a.b"], torch.full((5,), value))
+        assert found["log"].getvalue() == b"lines" and found["deep"][0] == {"n": 3}
+        gather(None)
+    sw.checkpoint.dcp_to_torch_save(folder, file)
+    whole = torch.load(file, weights_only=False)
+    assert list(whole["model"]) == ["a.b"] and whole["deep"][0] == {"n": 3} and whole["log"].getvalue() == b"lines"
+    again = {"model": {"a.b": whole["model"]["a.b"]}, "step": 7, "list": [1, torch.ones(2)]}
+    torch.save(again, file)
+    sw.checkpoint.torch_save_to_dcp(file, f"{folder}{rank}")
+    sw.checkpoint.dcp_to_torch_save(f"{folder}{rank}", file + "2")
+    found = torch.load(file + "2", weights_only=True)
+    assert torch.equal(found["model"]["a.b"], torch.full((5,), 2.0)) and found["step"] == 7 and found["list"][0] == 1
+    gather(None)

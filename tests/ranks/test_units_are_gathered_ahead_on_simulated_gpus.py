@@ -79,9 +79,8 @@ def ahead(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert found[0] == [0, 1, 2, 3] and found[1] == [1, 2, 3] and found[3] == [3, 4], found
     assert all(bits_equal(a, b) for each in results.values() for a, b in zip(each, results[0], strict=True))
     for refused, sentence in (
-        (lambda: module.set_requires_all_reduce(False), "inside no_sync"),
+        (lambda: module.set_requires_all_reduce(False), "set_requires_gradient_sync"),
         (lambda: module.set_gradient_divide_factor(2.5), "reduce='sum'"),
-        (lambda: module.set_reshard_after_forward(False), "before the first run"),
         (lambda: module[0].set_modules_to_forward_prefetch([nn.Tanh()]), "fully_shard was called on, got a Tanh"),
     ):
         with pytest.raises((NotImplementedError, ValueError, sw.Error), match=sentence):

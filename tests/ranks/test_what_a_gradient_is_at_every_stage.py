@@ -48,6 +48,25 @@ def test_inside_no_sync_it_is_a_local_tensor_or_keeps_the_local_sum_beside_its_s
     gather(None)
 
 
+@sliced_gradients
+@on_every_rank()
+def test_it_is_compared_as_the_tensor_that_torchs_wrapper_has(rank, world_size, zero):
+    model, _ = wrap(zero)
+    plain, _ = wrap(0)
+    for each in (model, plain):
+        backward(each, rank)
+        with each.no_sync():  # adds to the average on this rank alone
+            backward(each, rank, 1)
+    for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(whole.grad, mine.grad) is True and torch.allclose(mine.grad, whole.grad + 1) is False
+    for each in (model, plain):
+        each.zero_grad(set_to_none=False)
+        backward(each, rank, 2)
+    for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, whole.grad) and not torch.equal(whole.grad + 1, mine.grad)
+    gather(None)
+
+
 @on_every_rank()
 def test_local_sums_on_a_standing_average_agree_to_rounding(rank, world_size):
     found = []

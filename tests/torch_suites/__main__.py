@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import logging
 import os
 import re
 import sys
-import time
 import unittest
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +26,13 @@ os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import stand_in  # noqa: E402
+from outcomes import read_differences, run_all, run_case  # noqa: E402
 
 DIFFERENCES = Path(__file__).with_name("ddp_differences.txt")
 LIMIT_S = 60.0
 #: tests that train or compile for long
 LONG_LIMITS_S = {"test_ddp_uneven_inputs": 180.0, "test_ddp_compile_static_graph": 300.0}
 _NAMES_DDP = re.compile(r"DistributedDataParallel|ddp_model|_ddp\b|DDP\(")
-
-
-def read_differences(text: str) -> dict[str, str]:
-    """Return name to reason; a reason goes on in lines that are indented."""
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.startswith("#") or not line.strip():
-            continue
-        if line[0].isspace():
-            name = next(reversed(found))
-            found[name] += " " + line.strip()
-        else:
-            name, _, reason = line.partition(":")
-            found[name.strip()] = reason.strip()
-    return found
 
 
 def ddp_tests(source: str) -> list[str]:
@@ -120,20 +103,6 @@ def _without_devices(wrapper: type) -> type:
     return DistributedDataParallel
 
 
-def run_one(case: type[unittest.TestCase], name: str) -> tuple[str, str]:
-    """Return the outcome of a test, "passed", "skipped" or "failed", and what it said."""
-    output = io.StringIO()
-    result = unittest.TestResult()
-    with redirect_stdout(output), redirect_stderr(output):
-        unittest.TestSuite([case(name)]).run(result)
-    wrong = [text for _, text in (*result.errors, *result.failures)]
-    if wrong:
-        return "failed", "\n".join(wrong)
-    if result.skipped:
-        return "skipped", result.skipped[0][1]
-    return "passed", ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/torch_suites", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="tests to run; all if none")
@@ -148,40 +117,9 @@ def main() -> int:
         return 0
     expected = {} if options.stock else read_differences(DIFFERENCES.read_text())
     unknown = sorted(set(expected) - set(names)) if not options.names else []
-    counts = {"passed": 0, "expected": 0, "unexpected": len(unknown)}
-    for name in unknown:
-        print(
-            f"UNEXPECTED {name}: the table names it, and torch has no such test of DistributedDataParallel", flush=True
-        )
-    for name in names:
-        start = time.monotonic()
-        outcome, why = run_one(case, name)
-        seconds = time.monotonic() - start
-        kind = (
-            ("passed" if outcome == "passed" else "expected")
-            if (outcome == "passed") != (name in expected)
-            else "unexpected"
-        )
-        counts[kind] += 1
-        shown = expected[name] if kind == "expected" else why if options.verbose else _last_line(why)
-        if kind == "unexpected" and outcome == "passed":
-            shown = "passes, and the table expects a difference: " + expected[name]
-        print(
-            f"{kind.upper() if kind == 'unexpected' else kind:10} {outcome:7} {seconds:5.1f} s  {name}  {shown}",
-            flush=True,
-        )
-    print(
-        f"torch's tests of DistributedDataParallel: {counts['passed']} of {len(names)} passed, "
-        f"{counts['expected']} expected differences, {counts['unexpected']} unexpected"
+    return run_all(
+        "DistributedDataParallel", names, lambda name: run_case(case(name)), expected, unknown, verbose=options.verbose
     )
-    return 1 if counts["unexpected"] else 0
-
-
-def _last_line(text: str) -> str:
-    """Return the error in a trace of a rank."""
-    lines = [line for line in text.strip().splitlines() if re.match(r"^[\w.]*(Error|Exception|Warning|Failed)\b", line)]
-    found = [line for line in lines if not line.startswith("RuntimeError: Process")]
-    return (found or lines or text.strip().splitlines() or [""])[-1][:300]
 
 
 if __name__ == "__main__":

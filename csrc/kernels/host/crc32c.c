@@ -22,14 +22,40 @@ static const uint32_t POLYNOMIAL = UINT32_C(0x82f63b78);
 
 /* Written once, under pthread_once; constant afterwards. */
 static uint32_t step_table[8][256];
+static uint32_t power_table[8][256]; /* [i][n]: the map over n * 256^i bytes of zeros */
 static uint32_t carry_one[4][256], carry_two[4][256]; /* over one and two streams of zeros */
 static bool has_instruction;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static uint32_t carry_slowly(uint32_t crc, size_t zeros)
+/* Return the product of two polynomials modulo ours. The highest bit is x^0. */
+static uint32_t multiply(uint32_t a, uint32_t b)
 {
-    for (size_t i = 0; i < zeros; ++i)
-        crc = (crc >> 8) ^ step_table[0][crc & 255];
+    uint32_t product = 0;
+    for (int bit = 0; bit < 32; ++bit, a <<= 1) {
+        product ^= b & (0 - (a >> 31));
+        b = (b >> 1) ^ (POLYNOMIAL & (0 - (b & 1)));
+    }
+    return product;
+}
+
+/* To carry a checksum over a byte of zeros is to multiply by x^8. */
+static void fill_powers(void)
+{
+    uint32_t unit = UINT32_C(1) << 23;
+    for (int i = 0; i < 8; ++i) {
+        power_table[i][0] = UINT32_C(1) << 31;
+        for (int n = 1; n < 256; ++n)
+            power_table[i][n] = multiply(power_table[i][n - 1], unit);
+        unit = multiply(power_table[i][255], unit);
+    }
+}
+
+/* Return `crc` carried over `zeros` bytes: one product a digit of base 256. */
+static uint32_t carry_over(uint32_t crc, uint64_t zeros)
+{
+    for (int digit = 0; zeros > 0; ++digit, zeros >>= 8)
+        if (zeros & 255)
+            crc = multiply(power_table[digit][zeros & 255], crc);
     return crc;
 }
 
@@ -39,7 +65,7 @@ static void fill_carry(uint32_t table[4][256], size_t zeros)
     for (unsigned byte = 0; byte < 4; ++byte) {
         table[byte][0] = 0;
         for (unsigned bit = 0; bit < 8; ++bit) {
-            uint32_t image = carry_slowly(UINT32_C(1) << (8 * byte + bit), zeros);
+            uint32_t image = carry_over(UINT32_C(1) << (8 * byte + bit), zeros);
             for (unsigned low = 0; low < 1u << bit; ++low)
                 table[byte][(1u << bit) | low] = table[byte][low] ^ image;
         }
@@ -58,6 +84,7 @@ static void prepare(void)
         for (uint32_t i = 0; i < 256; ++i)
             step_table[t][i] =
                 (step_table[t - 1][i] >> 8) ^ step_table[0][step_table[t - 1][i] & 255];
+    fill_powers();
     fill_carry(carry_one, STREAM_BYTES);
     fill_carry(carry_two, 2 * STREAM_BYTES);
     has_instruction = sw_cpu_has_sse42();
@@ -202,25 +229,8 @@ uint32_t sw_crc32c_copy(uint32_t crc, void *destination, const void *source, siz
     return ~copy_plainly(crc, to, from, size_bytes);
 }
 
-/* Return the product of two polynomials modulo ours. The highest bit is x^0. */
-static uint32_t multiply(uint32_t a, uint32_t b)
-{
-    uint32_t product = 0;
-    for (int bit = 31; bit >= 0; --bit) {
-        if (a >> bit & 1)
-            product ^= b;
-        b = (b >> 1) ^ (b & 1 ? POLYNOMIAL : 0);
-    }
-    return product;
-}
-
 uint32_t sw_crc32c_join(uint32_t a, uint32_t b, uint64_t b_bytes)
 {
-    uint32_t shift = UINT32_C(1) << 31, power = UINT32_C(1) << 23; /* x^0 and x^8 */
-    for (; b_bytes > 0; b_bytes >>= 1) {
-        if (b_bytes & 1)
-            shift = multiply(shift, power);
-        power = multiply(power, power);
-    }
-    return multiply(shift, a) ^ b;
+    pthread_once(&once, prepare);
+    return carry_over(a, b_bytes) ^ b;
 }

@@ -23,6 +23,7 @@
 #include <string.h>
 
 #include "kernels/host/half_body.h"
+#include "kernels/host/prefetch.h"
 #include "kernels/host/stream_body.h"
 #include "kernels/optim_kernels.h"
 
@@ -279,13 +280,15 @@ NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *
     norm_doubles high[NORM_VECTORS] = {start, start, start, start},
                  low[NORM_VECTORS] = {{0}, {0}, {0}, {0}};
     const size_t stride_bytes = NORM_STRIDE * (dtype == SW_DTYPE_FLOAT32 ? 4u : 2u);
+    const bool prefetches = sw_prefetches();
     norm_words least = ~(norm_words){0};
     norm_halves least_half = ~(norm_halves){0};
     for (size_t i = 0; i < count; i += NORM_STRIDE) {
         const char *at = (const char *)x + i / NORM_STRIDE * stride_bytes;
         norm_floats narrow[NORM_VECTORS];
         norm_halves halves;
-        stream_ask(at, stride_bytes);
+        if (prefetches)
+            stream_ask(at, stride_bytes);
         if (dtype == SW_DTYPE_BFLOAT16) {
             memcpy(&halves, at, sizeof halves);
             least_half = smaller_halves(least_half, halves + halves - (uint16_t)1);

@@ -18,9 +18,10 @@
 
 #include "kernels/host/half_body.h"
 #include "kernels/host/optim_tables.h"
+#include "kernels/host/prefetch.h"
 #include "kernels/host/stream_body.h"
 
-enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 32 };
+enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 64 };
 
 #if defined(__clang__)
 #define OPTIM_LANES _Pragma("clang loop vectorize(assume_safety)")
@@ -107,15 +108,18 @@ OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count, uin
 OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
 {
     uint16_t narrow[OPTIM_CHUNK_NUMEL];
+    const bool prefetches = sw_prefetches();
     const bool streamed = form.half_copy && stream_pays(at->copy, at->count * sizeof *at->copy);
     size_t i = 0;
     for (; i + OPTIM_CHUNK_NUMEL <= at->count; i += OPTIM_CHUNK_NUMEL) {
         const size_t wide_bytes = OPTIM_CHUNK_NUMEL * sizeof(float);
         const size_t element_bytes = form.half_gradient ? sizeof *narrow : sizeof(float);
-        stream_ask(at->p + i, wide_bytes);
-        stream_ask(at->m + i, wide_bytes);
-        stream_ask(at->v + i, wide_bytes);
-        stream_ask((const char *)at->g + i * element_bytes, OPTIM_CHUNK_NUMEL * element_bytes);
+        if (prefetches) {
+            stream_ask(at->p + i, wide_bytes);
+            stream_ask(at->m + i, wide_bytes);
+            stream_ask(at->v + i, wide_bytes);
+            stream_ask((const char *)at->g + i * element_bytes, OPTIM_CHUNK_NUMEL * element_bytes);
+        }
         uint16_t *copy = form.half_copy ? at->copy + i : NULL;
         adam_elements(at, i, OPTIM_CHUNK_NUMEL, streamed ? narrow : copy, with, form);
         if (streamed)

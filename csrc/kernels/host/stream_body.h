@@ -18,7 +18,7 @@
 enum { STREAM_LEAST_BYTES = 1024 * 1024, STREAM_AHEAD_BYTES = 2048 };
 
 /* Prefetch the bytes that a loop will read STREAM_AHEAD_BYTES later. A loop of many instructions an
- * element does not hide the latency of memory, and not every processor prefetches by itself. */
+ * element does not hide the latency of memory. */
 static inline void stream_ask(const void *from, size_t size_bytes)
 {
     for (size_t line = 0; line < size_bytes; line += 64)

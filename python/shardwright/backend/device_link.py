@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
 from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
@@ -84,6 +84,8 @@ class DeviceLink:
         The link of the whole group. A failure of either link ends both.
     borrows : bool
         Use torch's NCCL communicator of the group instead of one of our own.
+    beside : bool
+        Use the stream of `main`: operations of both have one order.
 
     Attributes
     ----------
@@ -113,6 +115,7 @@ class DeviceLink:
         rows: Sequence[Sequence[int]] | None = None,
         main: DeviceLink | None = None,
         borrows: bool = False,
+        beside: bool = False,
     ) -> None:
         self._main = main
         # links of which this one is the main; a tuple, since the watching thread iterates over it while the program's
@@ -123,7 +126,10 @@ class DeviceLink:
         self._was_left = False
         self._measured: list[torch.Tensor] = []  # copies that kernels of the last clip() read
         self._failure: str | None = None
+        #: True once memory was registered as a window of this communicator: see Registration
+        self.had_window = False
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
+        self.comm: DeviceComm
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)
         #: Return torch's current stream in this thread.
         self.current_stream: Callable[[], int] = cuda.runtime.stream_reader(ordinal)
@@ -132,7 +138,7 @@ class DeviceLink:
 
         def open_own() -> dict[str, Any]:
             libraries.update(cuda.runtime.libraries())
-            self.comm = cuda.open_gpu(ordinal, libraries, self.host)
+            self.comm = cuda.open_gpu(ordinal, libraries, self.host, main.comm if main and beside else None)
             return device_transport.offer_of(self.comm)
 
         offers = _tell(group, open_own, "opening the GPUs")
@@ -330,16 +336,32 @@ def device_link(
     timeout_s: float,
     rows: Sequence[Sequence[int]] | None = None,
     borrows: bool = False,
+    beside: bool = False,
 ) -> DeviceLink:
     """Return the link of a group's GPUs, made at its first use (collective then) and shared afterwards.
 
-    `rows` asks for the link inside this rank's row, which has a stream and a communicator of its own, also where the
-    one row is the group. `borrows` asks for torch's communicator of the group.
+    `rows` asks for the link inside this rank's row, which has a communicator of its own, also where the one row is the
+    group, and a stream of its own; `beside`: the group's stream. `borrows` asks for torch's communicator of the group.
     """
     ordinal = cuda.runtime.ordinal(tensor)
-    key = (ordinal, None if rows is None else tuple(map(tuple, rows)), borrows)
+    key = (ordinal, None if rows is None else tuple(map(tuple, rows)), borrows, beside)
     found: DeviceLink | None = group.links.get(key)
     if found is None:
         main = None if rows is None else device_link(group, tensor, timeout_s, borrows=borrows)
-        found = group.links[key] = DeviceLink(group, ordinal, timeout_s, rows, main, borrows and rows is None)
+        found = group.links[key] = DeviceLink(group, ordinal, timeout_s, rows, main, borrows and rows is None, beside)
     return found
+
+
+def mesh_links(
+    group: HostGroup, tensor: torch.Tensor, timeout_s: float, rows: Sequence[Sequence[int]], borrows: bool = False
+) -> tuple[DeviceLink, DeviceLink] | None:
+    """Return the links of this rank's row and column in which means are reduced, on the group's stream. Collective.
+
+    None where the group's transport is slots, which fold anyway and stay inside one host.
+    """
+    if device_link(group, tensor, timeout_s, borrows=borrows).comm.describe()["transport"] != "nccl":
+        return None
+    row, column = (
+        device_link(group, tensor, timeout_s, each, borrows, beside=True) for each in (rows, [*zip(*rows, strict=True)])
+    )
+    return row, column

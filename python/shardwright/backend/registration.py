@@ -1,19 +1,19 @@
 """Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu_communication.md.
 
-NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks try
-and exchange the outcome over the hosts' communicator. Then all ranks keep the memory, or all go on with torch's memory
-and one line in the log.
+NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks
+allocate, and exchange the outcome over the hosts' communicator; then they register, and exchange that. Then all ranks
+keep the memory, or all go on with torch's memory and one line in the log.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .._engine import DeviceRegion
+from .._engine import DeviceRegion, Error
 from ..torch_compat import cuda
 from .device_link import DeviceLink, alias
 
@@ -35,6 +35,8 @@ class Registration:
         A tensor on the same GPU.
     what : str
         A name for the line of the log.
+    adds : bool
+        NCCL adds in this memory, so it gets no window, whose kernels have an order of sums of their own.
 
     Attributes
     ----------
@@ -49,7 +51,10 @@ class Registration:
     current stream has passed the work that it was given. `record_stream` has no effect on it.
     """
 
-    def __init__(self, link: DeviceLink, sizes: Sequence[int], like: torch.Tensor, what: str) -> None:
+    def __init__(
+        self, link: DeviceLink, sizes: Sequence[int], like: torch.Tensor, what: str, *, adds: bool = True
+    ) -> None:
+        self._link = link
         begins, nbytes = [], 0
         for size in sizes:
             begins.append(nbytes)
@@ -59,7 +64,11 @@ class Registration:
         self.reason = "there is nothing to share"
         if link.world_size == 1 or not sizes:
             return
-        self.reason = _agree(link, self._try(link, nbytes), list(sizes))
+        # NCCL places a window by those that exist, and ranks free memory at times of their own: so there is one at most.
+        windows = not adds and not link.had_window and link.comm.describe()["windows"]
+        self.reason, windows = _agree(link, _try(lambda: self._allocate(nbytes)), list(sizes), windows)
+        if not self.reason:
+            self.reason, _ = _agree(link, _try(lambda: self._register(windows)), [], windows)
         if self.reason:
             _logger.warning("%s: not registered with NCCL: %s", what, self.reason)
             # The region gives the memory back. Where that fails the memory stays unused, and the communicator lives.
@@ -67,15 +76,15 @@ class Registration:
             return
         region = self._region
         assert region is not None
+        link.had_window = link.had_window or region.is_window
         self.buffers = [_over(region, begin, size, link, like) for begin, size in zip(begins, sizes)]
 
-    def _try(self, link: DeviceLink, nbytes: int) -> str:
-        """Return the reason why this rank cannot register; empty if it has."""
-        try:
-            self._region = DeviceRegion(link.comm, nbytes, link.current_stream())
-        except Exception as error:  # any error: the peers must not wait for this rank
-            return str(error) or type(error).__name__
-        return ""
+    def _allocate(self, nbytes: int) -> None:
+        self._region = DeviceRegion(self._link.comm, nbytes, self._link.current_stream())
+
+    def _register(self, as_window: bool) -> None:
+        assert self._region is not None
+        self._region.register(as_window)
 
     @property
     def nbytes(self) -> int:
@@ -83,23 +92,42 @@ class Registration:
         return self._region.nbytes if self._region is not None and self._region.is_registered else 0
 
     def end(self, reason: str) -> None:
-        """Stop registering on all ranks; the buffers stay. Waits for the communicator's stream."""
+        """Stop registering on all ranks, because some later messages lie outside of the region; the buffers stay.
+
+        Between two rounds. Waits for the communicator's stream.
+        """
+        if not self.nbytes:
+            return
         region, self._region = self._region, None
         self.reason = self.reason or reason
-        if region is not None:
+        assert region is not None
+        try:
             region.deregister()
+        except Error as error:
+            self._link.fail(f"rank {self._link.host.rank}: {error}")
+            raise
 
 
-def _agree(link: DeviceLink, failure: str, sizes: list[int]) -> str:
-    """Return the reason why not all ranks have registered the same; the same sentence on all of them."""
-    said = json.dumps([failure, sizes]).encode()
-    answers = [json.loads(each) for each in link.host.all_gather_bytes(said, "registering buckets with NCCL")]
-    for rank, (why, theirs) in enumerate(answers):
-        if why:
-            return f"rank {rank}: {why}"
-        if theirs != answers[0][1]:
-            return f"rank {rank}: its buckets have other sizes than rank 0's"
+def _try(act: Callable[[], None]) -> str:
+    """Return the reason why this rank cannot; empty if it has."""
+    try:
+        act()
+    except Exception as error:  # any error: the peers must not wait for this rank
+        return str(error) or type(error).__name__
     return ""
+
+
+def _agree(link: DeviceLink, failure: str, sizes: list[int], windows: bool) -> tuple[str, bool]:
+    """Return the reason why not all ranks have done the same, the same sentence on all of them; and whether all can
+    have windows."""
+    said = json.dumps([failure, sizes, windows]).encode()
+    answers = [json.loads(each) for each in link.host.all_gather_bytes(said, "registering memory with NCCL")]
+    for rank, (why, theirs, _) in enumerate(answers):
+        if why:
+            return f"rank {rank}: {why}", False
+        if theirs != answers[0][1]:
+            return f"rank {rank}: its buckets have other sizes than rank 0's", False
+    return "", all(each for _, _, each in answers)
 
 
 def _over(region: DeviceRegion, begin: int, size: int, link: DeviceLink, like: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,26 @@ from .checkpointer import Checkpointer
 from .files import load, save
 
 if TYPE_CHECKING:
-    from .dcp import StorageReader, StorageWriter
+    from .dcp import StorageReader, StorageWriter, dcp_to_torch_save, torch_save_to_dcp
 
-__all__ = ["CheckpointError", "Checkpointer", "StorageReader", "StorageWriter", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "StorageReader",
+    "StorageWriter",
+    "dcp_to_torch_save",
+    "load",
+    "save",
+    "torch_save_to_dcp",
+]
+
+
+#: imported when asked for: few programs need torch.distributed.checkpoint
+_OF_DCP = ("StorageReader", "StorageWriter", "dcp_to_torch_save", "torch_save_to_dcp")
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("StorageReader", "StorageWriter"):  # lazy: few programs need torch.distributed.checkpoint
+    if name in _OF_DCP:
         from . import dcp
 
         return getattr(dcp, name)

@@ -283,6 +283,17 @@ def set_random_state(states: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
+def try_random_state(states: Mapping[str, Any]) -> None:
+    """Raise an error if set_random_state() would. Generators of no use take the states, but those of CUDA."""
+    random.Random().setstate(states["python"])
+    torch.Generator().set_state(states["torch"])
+    numpy = sys.modules.get("numpy")  # a load without it needs no state of it
+    if numpy and states.get("numpy") is not None:
+        numpy.random.RandomState().set_state(states["numpy"])
+    if not all(each.dtype == torch.uint8 and each.ndim == 1 for each in states.get("cuda") or ()):
+        raise CheckpointError("the state of a CUDA generator is no tensor of bytes")
+
+
 def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Encode the state of an object with state_dict(), of a list, tuple or dict of such, or a dict of plain values."""
     if value is None:
@@ -315,6 +326,19 @@ def holds_shards(value: Any) -> bool:
     return is_dtensor(value)
 
 
+def unlike_stateful(value: Any, state: Any, name: str) -> str:
+    """Return the reason why load_stateful() cannot distribute a decoded state; "" if it can."""
+    if value is None or state is None or hasattr(value, "load_state_dict"):
+        return ""
+    if not isinstance(value, (list, tuple)):
+        return "" if isinstance(state, dict) else f"{name}: the checkpoint holds no dict"
+    if not isinstance(state, list) or len(value) != len(state):
+        count = len(state) if isinstance(state, list) else "no list of"
+        return f"{name}: the checkpoint holds {count} objects, this program has {len(value)}"
+    reasons = (unlike_stateful(item, of_it, f"{name}.{index}") for index, (item, of_it) in enumerate(zip(value, state)))
+    return next(filter(None, reasons), "")
+
+
 def load_stateful(value: Any, state: Any, name: str) -> None:
     """Load a decoded state of stateful_tree() into `value`."""
     if value is None or state is None:
@@ -322,8 +346,6 @@ def load_stateful(value: Any, state: Any, name: str) -> None:
     if hasattr(value, "load_state_dict"):
         value.load_state_dict(_with_counters(value, state))
     elif isinstance(value, (list, tuple)):
-        if len(value) != len(state):
-            raise CheckpointError(f"{name}: the checkpoint holds {len(state)} objects, this program has {len(value)}")
         for index, (item, item_state) in enumerate(zip(value, state)):
             load_stateful(item, item_state, f"{name}.{index}")
     else:

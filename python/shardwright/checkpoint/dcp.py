@@ -8,17 +8,21 @@ coordinator joins them. The ranks need no exchange and no process group. The eng
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import io
+import logging
 import os
 import secrets
 import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,6 +37,7 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     SavePlan,
     SavePlanner,
+    WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -42,6 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ..torch_compat.state_dicts import load_everything
 from . import tree
 from .content import IN_PARTS, Group
 from .files import MAX_FILE_BYTES, absolute_path, check_step, in_words, why_not_there
@@ -52,8 +58,18 @@ from .retention import find, remove
 from .slices import Sliced, box_ranges
 from .stored import Stored, stored_tensors
 
+_logger = logging.getLogger("shardwright")
 _BLOCK_BYTES = 1 << 20
+_THREADS_MAX = 256
 _READERS = 2
+#: arguments of FileSystemWriter that change nothing here: its default, and the reason
+_WITHOUT_EFFECT = {
+    "single_file_per_rank": (True, "files hold whole tensors, of any rank"),
+    "sync_files": (True, "a checkpoint is durable before it has its name"),
+    "per_thread_copy_ahead": (10_000_000, "tensors on a GPU are copied one at a time"),
+    "enable_consolidation": (False, "files hold whole tensors at every save"),
+    "_extension_registry": (None, "no stream of this format is transformed"),
+}
 #: the place of a tensor: file, first byte in it, bytes of the file, first block of the file
 Place = tuple[str, int, int, int]
 
@@ -81,6 +97,18 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     ----------
     path : path-like
         The folder. The writer removes left-overs of killed saves to it.
+    thread_count : int
+        Threads that write this rank's tensors. Each may hold a copy of one.
+    cache_staged_state_dict : bool
+        As in torch's FileSystemWriter: async_save stages into the same memory each time.
+    overwrite : bool
+        Replace a checkpoint at `path`, as save(overwrite=True) does. As there, a folder is replaced only if it is empty, or
+        holds nothing but a checkpoint. torch raises its CheckpointException around our CheckpointError.
+    single_file_per_rank, sync_files, per_thread_copy_ahead, enable_consolidation, serialization_format
+        FileSystemWriter's, without effect: files are safetensors with whole tensors. The log has the reason for a value
+        other than the default.
+    _extensions : sequence
+        FileSystemWriter's. Must be empty.
     model : str or None
         The key of the model's tensors in the state dict; they become model.safetensors. None: all tensors are the model's.
     optimizer : str
@@ -89,10 +117,13 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         Completed steps, for the manifest.
     max_file_bytes : int
         As in save().
-    overwrite : bool
-        As in save(). Where save() refuses, torch raises its CheckpointException around our CheckpointError.
-    cache_staged_state_dict, type_check : bool
+    type_check : bool
         As in torch's BlockingAsyncStager: this object stages for async_save.
+
+    Attributes
+    ----------
+    save_id : str
+        The nonce of the next save, or of the last one once it is over.
 
     Notes
     -----
@@ -103,27 +134,61 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     def __init__(
         self,
         path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
         *,
+        enable_consolidation: bool = False,
         model: str | None = "model",
         optimizer: str = "optim",
         step: int = 0,
         max_file_bytes: int = MAX_FILE_BYTES,
-        overwrite: bool = True,
-        cache_staged_state_dict: bool = False,
         type_check: bool = False,
     ) -> None:
         step = check_step(step)
+        if isinstance(thread_count, bool) or not isinstance(thread_count, int) or not 1 <= thread_count <= _THREADS_MAX:
+            raise ValueError(
+                f"StorageWriter: thread_count must be an integer in [1, {_THREADS_MAX}], got {thread_count!r}"
+            )
+        if _extensions:
+            raise ValueError(
+                f"StorageWriter: _extensions must be empty, got {[type(each).__name__ for each in _extensions]}: every reader of "
+                "this format finds plain safetensors; FileSystemWriter transforms streams"
+            )
+        _log_without_effect(
+            "StorageWriter",
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            enable_consolidation=enable_consolidation,
+        )
         BlockingAsyncStager.__init__(self, cache_staged_state_dict, type_check)
         self.checkpoint_id: str | os.PathLike[str] = path
+        self.thread_count = thread_count
+        self.overwrite = overwrite
+        self.save_id = _new_id()
+        self._is_saved = False
         self._keys = (model, optimizer)
         self._step = step
         self._max_file_bytes = max_file_bytes
-        self._overwrite = overwrite
         self._replaces = ""
         self._layout: _Layout | None = None
 
+    @property
+    def path(self) -> str | os.PathLike[str]:
+        """The folder, under the name that FileSystemWriter has for it."""
+        return self.checkpoint_id
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state_dict`. Before torch 2.5, super() returns the caller's own CPU tensors."""
+        if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.cuda.is_available():
+            # torch would pin the cache's memory, which needs a GPU
+            self.state_dict_cache = BlockingAsyncStager(False, self.type_check).stage(state_dict)
         live: set[int] = set()
         _each_tensor(state_dict, lambda tensor: live.add(_storage_of(tensor)))
         with torch.no_grad():
@@ -133,65 +198,61 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         return staged
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
+        if checkpoint_id:
             self.checkpoint_id = checkpoint_id
+        self.save_id, self._is_saved = _new_id(), False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._layout = None  # drops the layout and the folder of a save that failed on another rank
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError(
+                "StorageWriter: use_collectives=False would make a checkpoint a rank: all ranks write one, which needs "
+                "use_collectives=True"
+            )
+        if self._is_saved:
+            self.save_id, self._is_saved = _new_id(), False
         self._replaces = CheckpointFolder.identity(self._folder()) if is_coordinator else ""
-        refusal = why_not_there(self._folder(), self._overwrite) if is_coordinator else ""
+        refusal = self._refusal() if is_coordinator else ""
         if refusal:  # torch raises it on all ranks
             raise CheckpointError(refusal)
+
+    def _refusal(self) -> str:
+        taken = None if self.overwrite else find(self._folder())
+        if taken is not None:  # torch's words, which programs look for
+            return f"Checkpoint already exists and self.overwrite=False: '{taken}'"
+        return why_not_there(self._folder(), overwrite=True)
 
     def _folder(self) -> str:
         return absolute_path("path", self.checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
+        return isinstance(checkpoint_id, (str, os.PathLike)) and "://" not in os.fspath(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Allocate every file with its header on the coordinator; return plans with the places of all boxes."""
-        self._layout = _Layout(self._folder(), plans, self._keys, self._max_file_bytes)
+        self._layout = _Layout(self._folder(), self.save_id, plans, self._keys, self._max_file_bytes)
         self._layout.create()
         weakref.finalize(self._layout, _remove, self._layout.partial, self._layout.lock, os.getpid())
         return [dataclasses.replace(plan, storage_data=(self._layout.partial, self._layout.places)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        partial, places = plan.storage_data
         results: list[WriteResult] = []
-        written: set[str] = set()
-        tensors: dict[str, torch.Tensor]
+        paths = {os.path.join(plan.storage_data[0], plan.storage_data[1][i.index.fqn][0]) for i in _boxes(plan)}
         try:
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
-                    node = tree.encode(_object(planner, item), item.index.fqn, tensors := {})
-                    if tensors:
-                        raise CheckpointError(
-                            f"'{item.index.fqn}' holds tensors or arrays that torch did not plan separately"
-                        )
-                    results.append(WriteResult(item.index, 0, node))
-                    continue
-                tensor, data = planner.resolve_data(item), item.tensor_data
-                assert isinstance(tensor, torch.Tensor) and data is not None
-                check_savable(item.index.fqn, tensor)
-                memory = plain(tensor)
-                path, begin, *of_file = places[item.index.fqn]
-                path = os.path.join(partial, path)
-                ranges = _ranges(
-                    tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype
-                )
-                ranges = [(begin + first, nbytes) for first, nbytes in ranges]
-                results.append(WriteResult(item.index, memory.nbytes, _write(path, of_file, ranges, memory)))
-                written.add(path)
-                del memory, tensor  # frees a possible copy before the next one
-            for path in sorted(written):
+                    results.append(WriteResult(item.index, 0, _encoded(_object(planner, item), item.index.fqn)))
+            write = functools.partial(_write_box, planner, *plan.storage_data)
+            with concurrent.futures.ThreadPoolExecutor(self.thread_count) as pool:
+                results += (pool.map if self.thread_count > 1 else map)(write, _boxes(plan))
+            for path in sorted(paths):
                 CheckpointPlan.sync(path)
         except BaseException:
             self._layout = None
@@ -205,13 +266,16 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         assert self._layout is not None
         tallies: list[bytes] = []
         objects: dict[str, Any] = {}
+        streams: list[str] = []
         for each in (result for of_rank in results for result in of_rank):
-            if each.index.fqn in self._layout.places:
+            name = each.index.fqn
+            if name in self._layout.places:
                 tallies.append(each.storage_data)
             else:
-                objects[each.index.fqn] = each.storage_data
-        self._layout.commit(tallies, objects, self._step, len(results), self._replaces)
-        self._layout = None
+                objects[name], is_stream = each.storage_data
+                streams += [name] * is_stream
+        self._layout.commit(tallies, objects, streams, self._step, len(results), self._replaces)
+        self._layout, self._is_saved = None, True
 
 
 class StorageReader(TorchStorageReader):
@@ -220,6 +284,8 @@ class StorageReader(TorchStorageReader):
     Parameters
     ----------
     path : path-like
+    _extension_registry : ExtensionRegistry, optional
+        FileSystemReader's, without effect.
     model, optimizer : str or None
         As in StorageWriter: the keys of the state dict, for a folder that save() or a Checkpointer wrote.
     verify : bool
@@ -230,21 +296,29 @@ class StorageReader(TorchStorageReader):
     def __init__(
         self,
         path: str | os.PathLike[str],
+        _extension_registry: Any = None,
         *,
         model: str | None = "model",
         optimizer: str = "optim",
         verify: bool = True,
     ) -> None:
+        _log_without_effect("StorageReader", _extension_registry=_extension_registry)
         self.checkpoint_id: str | os.PathLike[str] = path
+        self.load_id = _new_id()
         self._keys = (model, optimizer)
         self._verify = verify
         self._folder: CheckpointFolder | None = None
-        self._tensors: dict[str, Stored] = {}
-        self._objects: dict[str, Any] = {}
+        self._found = _Found({}, {}, {}, frozenset())
+
+    @property
+    def path(self) -> str | os.PathLike[str]:
+        """The folder, under the name that FileSystemReader has for it."""
+        return self.checkpoint_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
+        if checkpoint_id:
             self.checkpoint_id = checkpoint_id
+        self.load_id = _new_id()
         self._folder = None
 
     @classmethod
@@ -252,18 +326,20 @@ class StorageReader(TorchStorageReader):
         return find(os.fspath(checkpoint_id)) is not None
 
     def read_metadata(self, *args: Any) -> Metadata:
-        self._open()
-        found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._objects}
-        for name, stored in self._tensors.items():
+        self._folder = None  # another checkpoint may be there now
+        folder = self._open()
+        found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._found.objects}
+        for name, stored in self._found.tensors.items():
             shape = torch.Size(stored.shape if stored.complex_dtype is None else stored.shape[:-1])
             chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             found[name] = TensorStorageMetadata(TensorProperties(dtype=stored.torch_dtype), shape, [chunk])
-        return Metadata(found)
+        meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=folder.nonce, load_id=self.load_id)
+        return Metadata(found, planner_data=self._found.paths, storage_meta=meta)
 
     def _open(self) -> CheckpointFolder:
         if self._folder is None:
-            self._folder = CheckpointFolder(absolute_path("path", self.checkpoint_id))
-            self._tensors, self._objects = _names(self._folder, self._keys)
+            folder = CheckpointFolder(absolute_path("path", self.checkpoint_id))
+            self._found, self._folder = _names(folder, self._keys), folder
         return self._folder
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -288,7 +364,7 @@ class StorageReader(TorchStorageReader):
         found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
         for item in plan.items:
             if item.type != LoadItemType.BYTE_IO:
-                stored = self._tensors[item.storage_index.fqn]
+                stored = self._found.tensors[item.storage_index.fqn]
                 ranges = _stored_ranges(stored, item.storage_offsets, item.lengths)
                 found[stored.path] += [(stored.begin + begin, nbytes) for begin, nbytes in ranges]
         return found
@@ -301,12 +377,12 @@ class StorageReader(TorchStorageReader):
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                data = io.BytesIO()
-                torch.save(tree.decode(self._objects[name], {}), data)
+                value, data = tree.decode(self._found.objects[name], {}), io.BytesIO()
+                torch.save(io.BytesIO(value) if name in self._found.streams else value, data)
                 data.seek(0)
                 planner.load_bytes(item, data)
                 continue
-            stored, target = self._tensors[name], planner.resolve_tensor(item).detach()
+            stored, target = self._found.tensors[name], planner.resolve_tensor(item).detach()
             of_stored_dtype = target
             if target.dtype != stored.torch_dtype:  # torch casts
                 of_stored_dtype = torch.empty(target.shape, dtype=stored.torch_dtype, device="cpu")
@@ -336,9 +412,9 @@ class _Layout:
     """The files of a save that torch has planned, on the coordinator."""
 
     def __init__(
-        self, folder: str, plans: Sequence[SavePlan], keys: tuple[str | None, str], max_file_bytes: int
+        self, folder: str, nonce: str, plans: Sequence[SavePlan], keys: tuple[str | None, str], max_file_bytes: int
     ) -> None:
-        self.folder, self.nonce = folder, "d" + secrets.token_hex(12)
+        self.folder, self.nonce = folder, nonce
         self.partial = f"{folder}.{self.nonce}.partial"
         self.lock: PartialLock | None = None
         self._keys = keys
@@ -355,7 +431,10 @@ class _Layout:
         self._stored: dict[str, tuple[str, str]] = {}
         groups: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "state": {}}
         for name in sorted(shapes, key=lambda each: order.get(each, len(order))):
-            group, stored_name = self._stored[name] = self._place(name)
+            group, stored_name = self._place(name)
+            if stored_name in groups[group]:  # {"a.b": {"c": x}, "b": {"c.a": y}} of an optimizer: both are c.a.b
+                group, stored_name = "state", name
+            self._stored[name] = group, stored_name
             groups[group][stored_name] = shapes[name]
         self._groups = [
             Group("model", groups["model"], {"format": "pt"}, max_file_bytes=max_file_bytes),
@@ -398,10 +477,16 @@ class _Layout:
             raise os_error(f"'{self.folder}' cannot be written: {in_words(error)}", error.errno) from error
 
     def commit(
-        self, tallies: list[bytes], objects: Mapping[str, Any], step: int, world_size: int, replaces: str
+        self,
+        tallies: list[bytes],
+        objects: Mapping[str, Any],
+        streams: list[str],
+        step: int,
+        world_size: int,
+        replaces: str,
     ) -> None:
         """Write the texts and rename the partial folder. `tallies`: the ranks' reports of the bytes they wrote."""
-        texts = {"state.json": tree.dumps(self._state(objects, step))}
+        texts = {"state.json": tree.dumps(self._state(objects, streams, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
         plan = self._make_plan(texts)
@@ -425,12 +510,18 @@ class _Layout:
             file.truncate(len(text))
         return _write(path, (len(text), first_block), [(0, len(text))], memory)
 
-    def _state(self, objects: Mapping[str, Any], step: int) -> dict[str, Any]:
+    def _state(self, objects: Mapping[str, Any], streams: list[str], step: int) -> dict[str, Any]:
         extra = {name: node for name, node in objects.items() if self._path(name)[0] != self._keys[1]}
         extra |= {name: {"$tensor": name} for name, (group, _) in self._stored.items() if group == "state"}
+        known = {
+            "tensors": {name: list(place) for name, place in self._stored.items()},
+            "objects": dict(objects),
+            "paths": {name: list(path) for name, path in self._paths.items() if tuple(path) != (name,)},
+            "streams": streams,
+        }
         return {
             "step": step, "scheduler": None, "scaler": None, "user_state": None, "model_extra_state": {}, "extra": extra,
-            "dcp": {"tensors": {name: list(place) for name, place in self._stored.items()}, "objects": dict(objects)},
+            "dcp": known,
         }  # fmt: skip
 
     def _path(self, name: str) -> Sequence[Any]:
@@ -479,7 +570,43 @@ def _stored_ranges(stored: Stored, offsets: Sequence[int], sizes: Sequence[int])
     return _ranges(shape, offsets, sizes, stored.torch_dtype)
 
 
-def _object(planner: SavePlanner, item: Any) -> Any:
+def _log_without_effect(name: str, **given: Any) -> None:
+    for argument, value in given.items():
+        default, reason = _WITHOUT_EFFECT[argument]
+        if value != default:
+            _logger.info("%s: %s=%r has no effect: %s", name, argument, value, reason)
+
+
+def _new_id() -> str:
+    return "d" + secrets.token_hex(12)
+
+
+def _boxes(plan: SavePlan) -> list[WriteItem]:
+    return [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+
+
+def _write_box(planner: SavePlanner, partial: str, places: Mapping[str, Place], item: WriteItem) -> WriteResult:
+    tensor, data = planner.resolve_data(item), item.tensor_data
+    assert isinstance(tensor, torch.Tensor) and data is not None
+    check_savable(item.index.fqn, tensor)
+    memory = plain(tensor)
+    path, begin, *of_file = places[item.index.fqn]
+    ranges = _ranges(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype)
+    ranges = [(begin + first, nbytes) for first, nbytes in ranges]
+    return WriteResult(item.index, memory.nbytes, _write(os.path.join(partial, path), of_file, ranges, memory))
+
+
+def _encoded(value: Any, name: str) -> tuple[Any, bool]:
+    """Return (the tree of an object, True if it is a stream, whose bytes the tree holds)."""
+    tensors: dict[str, torch.Tensor] = {}
+    is_stream = isinstance(value, io.BytesIO)
+    node = tree.encode(value.getvalue() if is_stream else value, name, tensors)
+    if tensors:
+        raise CheckpointError(f"'{name}' holds tensors or arrays that torch did not plan separately")
+    return node, is_stream
+
+
+def _object(planner: SavePlanner, item: WriteItem) -> Any:
     if hasattr(planner, "lookup_object"):
         return planner.lookup_object(item.index)
     data = planner.resolve_data(item)
@@ -487,29 +614,69 @@ def _object(planner: SavePlanner, item: Any) -> Any:
     return torch.load(data, weights_only=True)
 
 
-def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """Return the tensors and objects of a folder by torch's names."""
+class _Found(NamedTuple):
+    """The content of a folder, by torch's names."""
+
+    tensors: dict[str, Stored]
+    objects: dict[str, Any]
+    #: torch's planner_data: the keys that lead to a value in the nested state dict
+    paths: dict[str, tuple[Any, ...]]
+    #: objects that were io.BytesIO
+    streams: frozenset[str]
+
+
+def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> _Found:
     state = tree.loads(folder.read_bytes("state.json"))
     stored = {stem: stored_tensors(folder, stem) for stem in ("model", "optimizer", "state")}
     known = state.get("dcp")
     if known is not None:
-        return {n: stored[group][0][name] for n, (group, name) in known["tensors"].items()}, known["objects"]
-    prefix = "" if keys[0] is None else f"{keys[0]}."
-    tensors, tied = stored["model"]
-    found = {prefix + name: each for name, each in tensors.items()}
-    found |= {prefix + name: tensors[kept] for name, kept in tied.items() if kept in tensors}
-    objects = dict(state["extra"]) if isinstance(state["extra"], dict) and "$dict" not in state["extra"] else {}
-    objects = {name: node for name, node in objects.items() if not tree.tensor_names(node)}
+        tensors = {n: stored[group][0][name] for n, (group, name) in known["tensors"].items()}
+        paths = known.get("paths", {})
+        names = [*tensors, *known["objects"]]
+        return _Found(
+            tensors,
+            known["objects"],
+            {name: tuple(paths.get(name, (name,))) for name in names},
+            frozenset(known.get("streams", ())),
+        )
+    model, optimizer = keys
+    made = _Found({}, {}, {}, frozenset())
+
+    def add(node: Any, *path: Any) -> None:
+        name = ".".join(map(str, path))
+        (made.tensors if isinstance(node, Stored) else made.objects)[name] = node
+        made.paths[name] = path
+
+    weights, tied = stored["model"]
+    for name in (*weights, *(name for name, kept in tied.items() if kept in weights)):
+        add(weights[tied.get(name, name)], *(() if model is None else (model,)), name)
+    if isinstance(state["extra"], dict) and "$dict" not in state["extra"]:
+        for name, node in state["extra"].items():
+            if not tree.tensor_names(node):
+                add(node, name)
     if "optimizer.json" in folder.files:
-        body = tree.loads(folder.read_bytes("optimizer.json"))
-        entries = {
-            **{f"state.{p}.{k}": node for p, values in body["state"].items() for k, node in values.items()},
-            **{f"param_groups.{i}.{k}": node for i, group in enumerate(body["groups"]) for k, node in group.items()},
-        }
-        for name, node in entries.items():
+        body, moments = tree.loads(folder.read_bytes("optimizer.json")), stored["optimizer"][0]
+        entries = [((optimizer, "state", p, k), node) for p, each in body["state"].items() for k, node in each.items()]
+        groups = enumerate(body["groups"])
+        entries += [((optimizer, "param_groups", i, k), node) for i, group in groups for k, node in group.items()]
+        for path, node in entries:
             tensor = node.get("$tensor") if isinstance(node, dict) else None
-            if tensor is None:
-                objects[f"{keys[1]}.{name}"] = node
-            else:
-                found[f"{keys[1]}.{name}"] = stored["optimizer"][0][tensor]
-    return found, objects
+            add(node if tensor is None else moments[tensor], *path)
+    return made
+
+
+def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint of this format as one file of torch.save: torch's function of this name, for our folders.
+
+    Not collective: one process reads everything.
+    """
+    torch.save(load_everything(StorageReader(dcp_checkpoint_dir)), torch_save_path)
+
+
+def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write a file of torch.save as a checkpoint of this format: torch's function of this name, for our folders.
+
+    Not collective. The file is loaded with weights_only=True, which runs none of its code.
+    """
+    state = torch.load(torch_save_path, weights_only=True, map_location="cpu")
+    torch.distributed.checkpoint.save(state, storage_writer=StorageWriter(dcp_checkpoint_dir), no_dist=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +19,7 @@ _BLOCK_BYTES = 1 << 20
 _READERS, _READERS_ALONE = 2, 4  # some wait for the disk while another computes checksums and copies
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A range of a file, the address it is read to, and the address that keeps the old values."""
 
     path: str
@@ -138,7 +136,7 @@ class Filler:
 
     def _load(self, pieces: Sequence[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
         readers = _READERS_ALONE if self._turn[1] == 1 else _READERS
-        self._folder.load([dataclasses.astuple(piece) for piece in pieces], readers, direct, turn)
+        self._folder.load([*pieces], readers, direct, turn)
 
 
 def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Stored, int]]:

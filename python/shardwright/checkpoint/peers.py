@@ -48,7 +48,14 @@ class Peers:
     """
 
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
-        if process_group is None and isinstance(model, TorchDDP):
+        wrapped = wrapper_of(model)
+        replica = None if wrapped is None else wrapped._replica
+        #: this rank's number among those that hold equal shards of the model's DTensors, and their count
+        self.replicas = (0, 1)
+        if replica is not None and replica.model_ranks is not None:
+            self.replicas = replica.group.rank, replica.group.world_size
+            process_group = process_group or replica.model_ranks.with_group(replica.group)
+        elif process_group is None and isinstance(model, TorchDDP):
             process_group = model.process_group
         options = getattr(model, "_options", None)
         timeout_s = getattr(options, "timeout_s", timeout_s)

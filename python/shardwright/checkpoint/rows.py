@@ -22,6 +22,8 @@ from .stored import Stored
 
 LINES, TENSORS = "ranks/all.jsonl", "ranks/all"
 _LINE_ALIGNMENT = 4096
+#: bytes of a rank's line at most, as of a file of values (csrc/checkpoint/plan.h)
+VALUES_MAX_BYTES = 256 << 20
 
 #: (name, dtype, shape) of a rank's tensors
 Structure = Sequence[tuple[str, str, Sequence[int]]]
@@ -52,6 +54,11 @@ class Rows:
     def over(cls, of_all: Sequence[tuple[Structure, int]], rank: int) -> Rows:
         """Make the rows from every rank's (structure, bytes of its line)."""
         longest = max(nbytes for _, nbytes in of_all)
+        if longest > VALUES_MAX_BYTES // 2:  # a line has room to grow
+            raise CheckpointError(
+                f"a rank's own values would take {longest} bytes, at most {VALUES_MAX_BYTES // 2} can be saved: save large values as "
+                "tensors or arrays"
+            )
         line_bytes = -(-(longest + longest // 8 + 2) // _LINE_ALIGNMENT) * _LINE_ALIGNMENT
         tables = [{name: (dtype, tuple(shape)) for name, dtype, shape in structure} for structure, _ in of_all]
         entries: dict[str, tuple[str, tuple[int, ...], int | None]] = {}
@@ -102,7 +109,7 @@ def has_rows(folder: CheckpointFolder) -> bool:
 def read_line(folder: CheckpointFolder, rank: int) -> Any:
     """Return a rank's tree from a folder that has_rows()."""
     nbytes, rest = divmod(folder.files[LINES], folder.world_size)
-    if rest:
+    if rest or nbytes > VALUES_MAX_BYTES:
         raise CheckpointError(f"'{folder.path}/{LINES}' has {folder.files[LINES]} bytes for {folder.world_size} lines")
     memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     folder.load([(LINES, rank * nbytes, nbytes, memory.data_ptr(), 0)])

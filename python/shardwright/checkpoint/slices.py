@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from .._engine import CheckpointError
+from ..layout.local_parameters import module_parameter
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.fully_shard import wrapper_of
 from ..parameters.released import ReleasedParameters
 from ..torch_compat import cuda
+from ..torch_compat.dtensor import local_box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -135,29 +137,38 @@ class Boxes:
     ----------
     members : sequence of int
         The ranks that save together, as ranks of torch's default group.
+    replicas : (int, int)
+        This rank's number among ranks outside a DTensor's mesh that hold the same part, and their count.
     """
 
-    def __init__(self, members: Sequence[int]) -> None:
-        self._members = frozenset(members)
+    def __init__(self, members: Sequence[int], replicas: tuple[int, int] = (0, 1)) -> None:
+        self._members, self._replicas = frozenset(members), replicas
         self._found: dict[Any, _Box] = {}
 
     def of(self, tensor: Any) -> _Box:
         key = (id(tensor.device_mesh), tuple(tensor.placements), tuple(tensor.shape))
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = _Box(*_local_box(tensor), _turn_of(tensor, self._members))
+            (mine, same), (index, count) = _turn_of(tensor, self._members), self._replicas
+            found = self._found[key] = _Box(*local_box(tensor), (index * same + mine, count * same))
         return found
 
 
-def _local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    except ImportError:  # before torch 2.5
-        from torch.distributed._tensor._utils import (  # type: ignore[import-not-found, no-redef, unused-ignore]
-            compute_local_shape_and_global_offset,
-        )
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape), tuple(offsets)
+def placed_parts(parameter: Any, first: int, memory: torch.Tensor) -> tuple[tuple[int, torch.Tensor], ...]:
+    """Return a run of this rank's elements of a parameter as runs of the whole tensor: of a DTensor, through its box.
+
+    `first` is the run's first element, in row-major order, of what the rank has of the parameter.
+    """
+    if not is_dtensor(parameter):
+        return ((first, memory),)
+    shape, offsets = local_box(parameter)
+    done, end, parts = 0, first + memory.numel(), []
+    for begin, numel in box_ranges(parameter.shape, offsets, shape):
+        low, high = max(first, done), min(end, done + numel)
+        if low < high:
+            parts.append((begin + low - done, memory[low - first : high - first]))
+        done += numel
+    return tuple(parts)
 
 
 def _turn_of(tensor: Any, members: frozenset[int]) -> tuple[int, int]:
@@ -260,9 +271,12 @@ def sliced_state(
     found: dict[torch.Tensor, dict[str, Any]] = {}
     slicing = optimizer.replica.slicing
     turn = slicing.replica_of_rank[slicing.rank], max(slicing.replica_of_rank) + 1
+    mesh = optimizer.replica.table.model_mesh
     for number, parameter in enumerate(_parameters(optimizer)):
         if number not in described:
             continue
+        speaks = mesh is None or mesh.speaks(parameter)
+        begins = speaks and not (is_dtensor(parameter) and any(local_box(parameter)[1]))
         if not is_row_major(optimizer.layout_of(parameter)):
             found[parameter] = optimizer.gathered_state(parameter)
             continue
@@ -273,9 +287,14 @@ def sliced_state(
                 entries[key] = values.get(number, {}).get(key)
                 continue
             held: tuple[torch.Tensor, ...] = ()
-            if key in state and (kind == CUT or (piece is not None and first == 0)):
+            if key in state and (speaks if kind == CUT else begins and piece is not None and first == 0):
                 held = (state[key],)
-            parts = tuple((first, each.detach().resolve_conj().contiguous().reshape(-1)) for each in held)
+            flat = [each.detach().resolve_conj().contiguous().reshape(-1) for each in held]
+            parts = tuple(
+                part
+                for each in flat
+                for part in (placed_parts(parameter, first, each) if kind == CUT else ((0, each),))
+            )
             whole = tuple(parameter.shape) if kind == CUT else shape
             entries[key] = Sliced(getattr(torch, dtype), whole, parts, held, None, turn)
     return found
@@ -320,15 +339,16 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
             piece = memory.slice(index) if is_released else memory.flat(index)[low:high].detach()
             piece = parameter.new_empty(0) if piece is None else piece.detach()
             copy = torch.empty(piece.shape, dtype=piece.dtype, device="cpu") if cuda.runtime.holds(piece) else None
-            held = (low, piece if copy is None else copy)
             live = parameter if copy is None and not is_released else piece
-            slices[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), (held,), (live,), copy)
-    with replica.writing():
+            own = module_parameter(parameter)
+            parts = placed_parts(own, low, piece if copy is None else copy)
+            slices[id(own)] = Sliced(parameter.dtype, tuple(own.shape), parts, (live,), copy)
+    with replica.access.writing():
         try:
             yield slices
         finally:  # after a failed load too: the other ranks publish
             memory.publish_all()
-            replica.count_writes(replica.table.parameters)
+            replica.access.count_writes(replica.table.module_parameters)
 
 
 def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
@@ -336,7 +356,7 @@ def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
     slices, _ = released_slices(model)
     whole = sum(p.nbytes for p in model.parameters() if id(p) not in slices and not is_dtensor(p))
     own = sum(memory.nbytes for each in slices.values() for _, memory in each.parts)
-    own += sum(p.to_local().nbytes for p in model.parameters() if is_dtensor(p))
+    own += sum(p.to_local().nbytes for p in model.parameters() if is_dtensor(p) and id(p) not in slices)
     for state in [] if optimizer is None else optimizer.state.values():
         for value in state.values() if isinstance(state, Mapping) else ():
             if is_dtensor(value):
@@ -354,7 +374,7 @@ def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
     replica = engine_of(model)
     if replica is None or not replica.releases_parameters:
         return {}, set()
-    memory, slicing = replica.parameters(), replica.slicing
+    memory, slicing, mesh = replica.parameters(), replica.slicing, replica.table.model_mesh
     assert isinstance(memory, ReleasedParameters)
     turn = slicing.replica_of_rank[slicing.rank], max(slicing.replica_of_rank) + 1
     found, others = {}, set()
@@ -362,10 +382,13 @@ def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
         if not memory.is_released(index):
             continue
         if not is_row_major(memory.like(index)):
-            others.add(id(parameter))
+            others.add(id(module_parameter(parameter)))
             continue
         piece, (low, _) = memory.slice(index), memory.own_run(index)
-        parts = () if piece is None else ((low, piece.detach()),)
+        own = module_parameter(parameter)
+        if mesh is not None and not mesh.speaks(own):
+            piece = None
+        parts = () if piece is None else placed_parts(own, low, piece.detach())
         live = () if piece is None else (piece,)
-        found[id(parameter)] = Sliced(parameter.dtype, tuple(parameter.shape), parts, live, None, turn)
+        found[id(own)] = Sliced(parameter.dtype, tuple(own.shape), parts, live, None, turn)
     return found, others

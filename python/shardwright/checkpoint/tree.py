@@ -9,7 +9,7 @@ import base64
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the value of a tree: the inverse of encode()."""
     if isinstance(node, list):
-        return [decode(item, tensors) for item in node]
+        return [decode(item, tensors) if type(item) in (dict, list) else item for item in node]
     if not isinstance(node, dict):
         return node
     if len(node) == 1:
@@ -119,7 +119,7 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
             raise CheckpointError(f"the checkpoint names a tensor '{item}' that it does not hold")
         return tensors[item] if key == "$tensor" else tensors[item].numpy()
     if key == "$tuple":
-        return tuple(decode(entry, tensors) for entry in item)
+        return tuple(decode([*item], tensors))
     if key == "$set":
         return {_hashable(decode(entry, tensors)) for entry in item}
     if key == "$dict":
@@ -155,13 +155,21 @@ def _hashable(value: Any) -> Any:
 
 def tensor_names(node: Any) -> list[str]:
     """Return the names of the tensors that a tree refers to, in its order."""
-    if isinstance(node, list):
-        return [name for item in node for name in tensor_names(item)]
-    if isinstance(node, dict):
-        if len(node) == 1 and next(iter(node)) in ("$tensor", "$numpy"):
-            return [next(iter(node.values()))]
-        return [name for item in node.values() for name in tensor_names(item)]
-    return []
+    names: list[str] = []
+    _add_names([node], names)
+    return names
+
+
+def _add_names(nodes: Iterable[Any], names: list[str]) -> None:
+    for node in nodes:
+        kind = type(node)  # no call a leaf: the state of a generator has hundreds
+        if kind is list:
+            _add_names(node, names)
+        elif kind is dict:
+            if len(node) == 1 and next(iter(node)) in ("$tensor", "$numpy"):
+                names += node.values()
+            else:
+                _add_names(node.values(), names)
 
 
 def dumps(node: Any) -> bytes:

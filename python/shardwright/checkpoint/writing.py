@@ -202,7 +202,7 @@ class Writer:
         self._spoiled = ""  # the reason why the beginning save must be cancelled
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
-        self._boxes = Boxes(peers.global_ranks)
+        self._boxes = Boxes(peers.global_ranks, peers.replicas)
         self._layout: _Layout | None = None
         self._warned: set[str] = set()
         self._board = board

@@ -123,7 +123,7 @@ def _model(replica: Any) -> dict[str, Any]:
         **replica.parameter_plan(),
         **memory_plan(replica),
         **_offload(replica),
-        **({"write_guard": replica.write_guard} if replica.write_guard else {}),
+        **({"write_guard": replica.access.write_guard} if replica.access.write_guard else {}),
         **({} if replica.backend.capabilities.rank_order_only else {"deterministic": replica.deterministic}),
         "transport": reducer.transport,
         "transport_reason": reducer.transport_reason,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from .._engine import Error, HostComm, norm_sum, norm_value
+import torch
 
-__all__ = ["gather_answers", "norm_over_ranks"]
+from .._engine import Error, HostComm, norm_sum
+
+__all__ = ["NORM_SUM_BYTES", "added_sums", "gather_answers", "sums_over_ranks"]
+
+#: bytes of an exact sum of squares
+NORM_SUM_BYTES = len(norm_sum([]))
 
 _ANSWER, _REFUSAL = b"\0", b"\1"
 
@@ -63,11 +68,15 @@ def gather_answers(
     return [each[1:] for each in said]
 
 
-def norm_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> float:
-    """The exact 2-norm of what all ranks hold together. Collective.
+def sums_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> bytes:
+    """Return exact sums of squares of all ranks together. Collective.
 
-    `sums` gives this rank's, as norm_sum() does, one behind the other: 1,112 bytes each. Where it raises Error on some rank, all raise.
+    `sums` gives this rank's, as norm_sum() does, one behind the other. Where it raises Error on some rank, all raise.
     """
-    size = len(norm_sum([]))
-    sums_of_all = b"".join(gather_answers(comm, sums, f"norm of the gradients of {label}"))
-    return norm_value([sums_of_all[at : at + size] for at in range(0, len(sums_of_all), size)])
+    return added_sums(gather_answers(comm, sums, f"norm of the gradients of {label}"))
+
+
+def added_sums(sums: Iterable[bytes]) -> bytes:
+    """Add exact sums of squares, of equally many each: integers, digit by digit."""
+    rows = [torch.frombuffer(bytearray(each), dtype=torch.int64) for each in sums]
+    return bytes(torch.stack(rows).sum(0).view(torch.uint8).numpy().tobytes())

@@ -384,6 +384,11 @@ def _group_of_mesh(device_mesh: Any) -> Any:
             f"this rank, {dist.get_rank()}, is not part of the device_mesh given, which has ranks "
             f"{', '.join(map(str, ranks))}: wrap the module on those only"
         )
+    return group_over(ranks)
+
+
+def group_over(ranks: tuple[int, ...]) -> Any:
+    """Return the group over ascending global ranks, this one among them. Collective over them where there is none yet."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     made = _mesh_groups.setdefault(dist.group.WORLD, {})
@@ -474,6 +479,12 @@ def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, .
     rows[dist.get_rank(group)] = row
     dist.all_reduce(rows, group=group)
     return rows.unbind()
+
+
+def max_over_mesh(value: torch.Tensor, mesh: Any) -> None:
+    """Set `value` to its maximum over the ranks of a mesh. Collective."""
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
 
 
 def describe_group() -> str:

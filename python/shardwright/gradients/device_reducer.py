@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error, Reducer
+from .._engine import Reducer
 from ..backend.device_link import DeviceLink
 from ..backend.registration import Registration
 from ..layout.memory import address_of
@@ -46,6 +46,8 @@ class DeviceReducer(Reducer):
         In what the mean travels.
     registers : bool
         What travels lies in memory that is registered with NCCL, where all ranks can.
+    mesh : (DeviceLink, DeviceLink), optional
+        The links of this rank's row and column, over which NCCL reduces.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class DeviceReducer(Reducer):
         slicing: Slicing,
         wire: str | None = None,
         registers: bool = False,
+        mesh: tuple[DeviceLink, DeviceLink] | None = None,
     ) -> None:
+        row, column = mesh or (None, None)
         lent = registers and (deterministic or sliced or wire is not None)
         super().__init__(
             link.comm,
@@ -75,7 +79,10 @@ class DeviceReducer(Reducer):
             slices=slicing.for_engine() if sliced else None,
             lent=lent,
             label=label,
+            row=None if row is None else row.comm,
+            column=None if column is None else column.comm,
         )
+        self._bucket_link = row or link  # on a mesh slices go on over the column
         self._link, self._label, self._like, self.wire = link, label, like, wire
         self._sliced, self._slice_count = sliced, slicing.count if sliced else 1
         self._has_hook = False
@@ -102,7 +109,7 @@ class DeviceReducer(Reducer):
         travelling: list[int] = []
         if self.wire is None:
             travelling = self._sizes_of_places(trainable) if self._sliced else list(map(self._nbytes, trainable))
-        self._registration = Registration(self._link, lent + travelling, self._like, f"buckets of {self._label}")
+        self._registration = Registration(self._bucket_link, lent + travelling, self._like, f"buckets of {self._label}")
         buffers = self._registration.buffers
         self._registered = buffers[len(lent) :]
         if lent:
@@ -147,13 +154,8 @@ class DeviceReducer(Reducer):
     def _end_registration(self, reason: str) -> None:
         """End the registration, because some later messages lie outside of the region. On all ranks, between two
         rounds."""
-        if self._registration is None or not self._registration.nbytes:
-            return
-        try:
+        if self._registration is not None:
             self._registration.end(reason)
-        except Error as error:
-            self._link.fail(f"rank {self._link.rank}: {error}")
-            raise
 
     def attach(self, parameters: Any, views: Any, *, renew: Callable[[int], None], **others: Any) -> None:
         """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""
@@ -249,6 +251,7 @@ class DeviceReducer(Reducer):
         places = {"shm": "slots in the host's memory", "ipc": "slots in the GPUs' memory"}
         whose = ", torch's communicator" if self._link.borrows else ""
         way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}{whose}")
+        way += ", means by rows and columns" * (self._bucket_link is not self._link)
         why = f" ({self._link.transport_reason})" if self._link.transport_reason else ""
         return f"GPU {found['ordinal']}, {found['name']}; {way}{why}{self._registration_text()}; kernels {found['kernels']}"
 

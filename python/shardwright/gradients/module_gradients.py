@@ -14,7 +14,8 @@ from torch.utils.dlpack import from_dlpack
 
 from .._engine import Error
 from ..backend.base import Backend
-from ..comm.agreement import gather_answers, norm_over_ranks
+from ..comm.agreement import gather_answers, sums_over_ranks
+from ..layout.local_parameters import local_of, whole_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import memory_order
@@ -86,6 +87,7 @@ class ModuleGradients:
         self._board: GradientBoard | None = None
         if zero >= 2:
             self._board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
+            self._board.whole_of = weakref.WeakMethod(self._gathered)
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
         self.closed_without_backward = False
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -211,7 +213,7 @@ class ModuleGradients:
         self, optimizer: torch.optim.Optimizer, indices: Sequence[int]
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield those of the parameters, with their gradients, that `optimizer` steps on."""
-        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        members = {id(local_of(p)) for group in optimizer.param_groups for p in group["params"]}
         for index in indices:
             parameter = self._table.parameters[index]
             if id(parameter) in members and parameter.requires_grad and parameter.grad is not None:
@@ -230,20 +232,27 @@ class ModuleGradients:
         """The board at zero >= 2, else None."""
         return self._board
 
-    def norm_of(self, slices: Callable[[], Sequence[torch.Tensor | None]]) -> float:
-        """Return the exact 2-norm of what all ranks hold together, of which `slices` gives this rank's. Collective.
+    def squares_of(self, slices: Callable[[], Sequence[torch.Tensor | None]], *, over_ranks: bool = True) -> bytes:
+        """Return the exact sums of squares of what all ranks hold together, of which `slices` gives this rank's.
+        Collective `over_ranks`.
+
+        There is one sum for each set of dimensions of the model mesh over which parameters are sharded.
 
         Raises
         ------
         Error
             On all ranks, where `slices` raises it on some.
         """
+        kinds = self._table.sharded_kinds
 
         def sums() -> bytes:
             found = slices()
-            return self._backend.norm_sums([each for each in found if each is not None] if self._slicing.speaks else [])
+            speaks = self._slicing.speaks or not over_ranks
+            held = [(kind, each) for kind, each in zip(kinds, found, strict=True) if each is not None and speaks]
+            kept = sorted(set(kinds))
+            return b"".join(self._backend.norm_sums([each for of, each in held if of == kind]) for kind in kept)
 
-        return norm_over_ranks(self._group.comm, sums, self._label)
+        return sums_over_ranks(self._group.comm, sums, self._label) if over_ranks else sums()
 
     def agree_on_clipping(self, max_norm: float) -> list[torch.Tensor]:
         """Return this rank's part of what all ranks clip together to `max_norm`. Collective between hosts.
@@ -297,17 +306,21 @@ class ModuleGradients:
             if gradient is not None and self._reducer.is_used(index):
                 raise Error(_NOT_AVERAGED)
             if not isinstance(gradient, ShardedGradient):
-                found[name] = gradient
+                found[name] = None if gradient is None else whole_of(parameter, gradient)
                 continue
-            piece = gradient.averaged_piece()
-            data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
-            flat = parameter.new_empty(parameter.numel(), dtype=gradient.dtype)
-            for rank, each in enumerate(self._group.comm.all_gather_bytes(data, f"gradient of {name}")):
-                low, high = self._storage.run(index, rank)
-                if low < high and each:
-                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            found[name] = flat.as_strided(parameter.shape, self._storage.like(index).stride())
+            found[name] = whole_of(parameter, self._gathered(index, gradient.averaged_piece()))
         return found
+
+    def _gathered(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """Return the whole of which each rank has a slice of a gradient. Collective."""
+        parameter, name = self._table.parameters[index], self._table.names[index]
+        data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
+        flat = parameter.new_empty(parameter.numel(), dtype=piece.dtype)
+        for rank, each in enumerate(self._group.comm.all_gather_bytes(data, f"gradient of {name}")):
+            low, high = self._storage.run(index, rank)
+            if low < high and each:
+                flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+        return flat.as_strided(parameter.shape, self._storage.like(index).stride())
 
     def _agree(self) -> None:
         """Raise Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors."""

@@ -1,8 +1,8 @@
 """ShardedGradient: the `.grad` at zero >= 2, where a rank keeps only its slice of each averaged gradient.
 
 It has its parameter's shape and dtype and no memory of its own. It supports the operations of training loops: norms
-(torch's clip_grad_norm_), clamping (its clip_grad_value_), scaling by a number, GradScaler's unscaling, zeroing, and the
-next backward's accumulation. Every other operation raises and names sw.full_gradients: a slice must never be taken for
+(torch's clip_grad_norm_), clamping (its clip_grad_value_), scaling by a number, GradScaler's unscaling, zeroing, the
+next backward's accumulation, and comparison with a tensor (torch.allclose, torch.equal; collective). Every other operation raises and names sw.full_gradients: a slice must never be taken for
 the whole.
 """
 
@@ -16,6 +16,8 @@ import torch
 
 from .._engine import Error, HostComm, Reducer
 from ..comm.agreement import gather_answers
+from ..comm.process_group import max_over_mesh
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 
 aten = torch.ops.aten
 
@@ -44,6 +46,8 @@ class GradientBoard:
         self._norms: dict[float, dict[int, float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
         self._factor: tuple[torch.Tensor, int, float] | None = None
+        #: (index, slice) -> the whole average, gathered; weak, since gradients hold the board
+        self.whole_of: Callable[[], Callable[[int, torch.Tensor], torch.Tensor] | None] = lambda: None
         self.announce: Callable[..., None] = lambda *_: (
             None
         )  # tells joined ranks which collective comes; see parallel/join.py
@@ -195,6 +199,15 @@ class ShardedGradient(torch.Tensor):
             )
         return torch.zeros_like(self.piece) if self._cleared else self.piece
 
+    def as_on_this_rank(self) -> torch.Tensor:
+        """Return the whole gradient, with what this rank added since it was averaged. Collective."""
+        gather = self._board.whole_of()
+        if gather is None:
+            raise Error("this gradient's module is no longer wrapped, and no rank has the others' slices")
+        whole = gather(self._index, self.piece)
+        whole = torch.zeros_like(whole) if self._cleared else whole
+        return whole if self._pending is None else whole + self._pending
+
     def clipped(self, max_norm: float) -> torch.Tensor:
         """Return the memory of an averaged gradient that a GPU's kernels are about to clip, and note that they do.
 
@@ -342,6 +355,8 @@ def _each(name: str) -> Callable[..., Any]:
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    mesh = next((grad.device_mesh for grad in grads if is_dtensor(grad)), None)
+    grads = [held_tensor(grad) if is_dtensor(grad) else grad for grad in grads]
     sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
     board = sliced[0]._board
 
@@ -357,6 +372,16 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
     board.announce("vote")
     if board.any_rank(overflowed):
         found_inf.fill_(1.0)
+    if mesh is not None:  # plain gradients beside DTensors: torch leaves it to us
+        max_over_mesh(found_inf, mesh)
+
+
+def _compared(function: Any) -> Callable[..., bool]:
+    def compare(*tensors: Any, **tolerance: Any) -> bool:
+        whole = [each.as_on_this_rank() if isinstance(each, ShardedGradient) else each for each in tensors]
+        return bool(function(*whole, **tolerance))
+
+    return compare
 
 
 def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
@@ -378,6 +403,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.clamp_max_.default: _clamp_max,
     aten._foreach_clamp_min_.Scalar: _each("clamp_min_"),
     aten._foreach_clamp_max_.Scalar: _each("clamp_max_"),
+    aten.allclose.default: _compared(aten.allclose.default),
+    aten.equal.default: _compared(aten.equal.default),
     aten.zero_.default: _zero,
     aten.fill_.Scalar: _fill,
     aten.linalg_vector_norm.default: _norm,

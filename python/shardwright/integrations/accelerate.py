@@ -4,8 +4,7 @@
     accelerator = Accelerator(zero=2)                      # the rest of the program stays unchanged
 
 `Accelerator` wraps models with shardwright instead of torch's DistributedDataParallel. It slices each optimizer once
-both the optimizer and its model are prepared. save_state() writes what the stock class writes, at every stage. It
-supports CPU processes of one host and refuses GPUs.
+both the optimizer and its model are prepared. save_state() writes what the stock class writes, at every stage.
 
 Needs the optional extra: pip install shardwright[accelerate].
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -28,15 +28,20 @@ from torch.distributed.algorithms.join import Join
 
 from ..comm.exchange import group_exchange
 from ..compress.make import make_hook
+from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.master_weights import MasterOptimizer
 from ..optim.sharded import ShardedOptimizer
 from ..options.compressors import Compressor, check_compressor
 from ..parallel.ddp import DistributedDataParallel
 from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
-from .whole import copied, whole_parameters
+from .settings import chosen
+from .whole import whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
+
+#: launches of several processes whose gradients are averaged
+_TOGETHER = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 @dataclasses.dataclass
@@ -89,8 +94,9 @@ class Accelerator(accelerate.Accelerator):
     ----------
     *args, **kwargs
         Arguments of accelerate's Accelerator. `kwargs_handlers` may hold a CompressionHandler.
-    zero : {0, 1, 2, 3}
-        The stage: the parts of the training state that are sliced over ranks; see wrap.
+    zero : {0, 1, 2, 3}, optional
+        The stage: the parts of the training state that are sliced over ranks; see wrap. None: this and what is not
+        given of the rest are those of the variable SHARDWRIGHT_OPTIONS (see settings.py), or 0.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
         See wrap.
     partition : {"auto", "flat", "tensor"}
@@ -101,8 +107,8 @@ class Accelerator(accelerate.Accelerator):
     Raises
     ------
     NotImplementedError
-        If the launch is neither one process nor several on the CPU. Also if several ranks were launched but accelerate
-        would train each by itself, as it does under torchrun on a host without GPUs: set ACCELERATE_USE_CPU=1, or pass
+        If the launch is neither one process nor several on CPUs or on CUDA GPUs. Also if several ranks were launched but
+        accelerate would train each by itself, as it does under torchrun on a host without GPUs: set ACCELERATE_USE_CPU=1, or pass
         cpu=True.
 
     Notes
@@ -128,24 +134,25 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self,
         *args: Any,
-        zero: int = 0,
+        zero: int | None = None,
         compress: Compressor | None = None,
         partition: str = "auto",
         wrap_options: Mapping[str, Any] | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_stage(zero, partition)
+        stage = chosen("", zero, compress=compress, partition=partition, wrap_options=wrap_options)
+        _check_stage(stage["zero"], stage["partition"])
         handlers = list(kwargs_handlers or ())
         compressing = [handler for handler in handlers if isinstance(handler, CompressionHandler)]
-        if len(compressing) + (compress is not None) > 1:
+        if len(compressing) + (stage["compress"] is not None) > 1:
             raise ValueError(
                 "compress was given more than once: as an argument and by a CompressionHandler, or by two handlers"
             )
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
         _check_launch(self)
-        self._begin(zero, compress, partition, wrap_options, compressing)
+        self._begin(**stage, compressing=compressing)
 
     @classmethod
     def of_stock(
@@ -168,7 +175,7 @@ class Accelerator(accelerate.Accelerator):
         _check_launch(accelerator)
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
-        accelerator._begin(zero, compress, partition, wrap_options, [])
+        accelerator._begin(zero, compress, partition, wrap_options, compressing=[])
         return accelerator
 
     def _begin(
@@ -198,6 +205,11 @@ class Accelerator(accelerate.Accelerator):
 
     def _compressor(self) -> Compressor | None:
         return self.compress or getattr(self.ddp_handler, "compress", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out models, optimizers and schedulers: a copy for another process has the settings and has prepared none."""
+        prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers", "_references")}
+        return {**self.__dict__, **prepared}
 
     # preparing ----------------------------------------------------------------------------------------------------
 
@@ -230,11 +242,13 @@ class Accelerator(accelerate.Accelerator):
         return result
 
     def _wraps(self, model: torch.nn.Module) -> bool:
-        return self.distributed_type == DistributedType.MULTI_CPU and any(p.requires_grad for p in model.parameters())
+        return self.distributed_type in _TOGETHER and any(p.requires_grad for p in model.parameters())
 
     def _wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = dict(self.ddp_handler.to_kwargs()) if self.ddp_handler is not None else {}
-        wrapper = DistributedDataParallel(model, zero=self.zero, **{**options, **self.wrap_options})
+        device = next(model.parameters()).device
+        device_ids = [device] if device.type == "cuda" else None
+        wrapper = DistributedDataParallel(model, device_ids, zero=self.zero, **{**options, **self.wrap_options})
         if self.compress is not None:
             wrapper.compress_gradients(self.compress)
         elif self.ddp_handler is not None:
@@ -316,6 +330,11 @@ class Accelerator(accelerate.Accelerator):
         found: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
         samplers = [each for each in found if even_batches is not None and hasattr(each, "even_batches")]
         before = [sampler.even_batches for sampler in samplers]
+        if even_batches is not None and len(samplers) < len(self._dataloaders):
+            warnings.warn(  # accelerate's, on GPUs
+                "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable",
+                stacklevel=3,
+            )
         for sampler in samplers:
             sampler.even_batches = even_batches
         enable = not (self.even_batches if even_batches is None else even_batches)
@@ -368,9 +387,10 @@ class Accelerator(accelerate.Accelerator):
 
 def _check_launch(accelerator: accelerate.Accelerator) -> None:
     kind = accelerator.distributed_type
-    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU):
+    if kind not in (DistributedType.NO, *_TOGETHER):
         raise NotImplementedError(
-            f"distributed_type={kind.value} is not supported: shardwright trains CPU processes here, pass cpu=True or set ACCELERATE_USE_CPU=1"
+            f"distributed_type={kind.value} is not supported: shardwright trains processes on CPUs (pass cpu=True or set "
+            "ACCELERATE_USE_CPU=1) or on CUDA GPUs (accelerate launch --multi_gpu), without accelerate's FSDP, DeepSpeed or Megatron plugin"
         )
     launched = int(os.environ.get("WORLD_SIZE") or 1) if "RANK" in os.environ else 1
     if accelerator.num_processes == 1 and launched > 1:

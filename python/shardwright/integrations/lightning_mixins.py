@@ -16,11 +16,12 @@ from typing import Any, cast
 import torch
 
 from .._engine import Error
+from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
 from ..wrap import keep_optimizer, shard_optimizer, unwrap
-from .whole import copied, whole_parameters
+from .whole import whole_parameters
 
 #: hooks in which callbacks that average weights read parameters, and those in which they write them
 _READING = ("on_train_batch_end", "on_train_epoch_end")

@@ -3,6 +3,10 @@
     from shardwright.integrations.transformers import Trainer
     trainer = Trainer(model=model, args=args, train_dataset=data, zero=2)       # the rest of the program stays unchanged
 
+or, with the stage on the command line, `--shardwright zero2`:
+
+    from shardwright.integrations.transformers import Trainer, TrainingArguments
+
 The Trainer creates its accelerator itself; it is turned into shardwright's before it prepares anything. Saving and
 loading read and write whole parameters and full optimizer states, so checkpoints are those of the stock class at every
 stage. `TrainerMixin` serves other Trainers, TRL's for example; name it first: `class Ours(TrainerMixin,
@@ -14,6 +18,7 @@ Needs transformers and the optional extra: pip install shardwright[accelerate] t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +27,19 @@ import transformers
 from ..options.compressors import Compressor
 from ..parallel.fully_shard import wrapper_of
 from .accelerate import Accelerator
+from .settings import chosen
 from .whole import whole_parameters
 
-__all__ = ["Trainer", "TrainerMixin"]
+__all__ = ["ArgumentsMixin", "Trainer", "TrainerMixin", "TrainingArguments"]
+
+
+@dataclasses.dataclass
+class ArgumentsMixin:
+    """A mixin that adds --shardwright to the class of arguments named after it, trl.SFTConfig for example."""
+
+    shardwright: str = dataclasses.field(
+        default="", metadata={"help": "zero0 to zero3, or options of sw.wrap: zero=3,compress=int8; or a file of such"}
+    )
 
 
 class TrainerMixin:
@@ -35,7 +50,7 @@ class TrainerMixin:
     *args, **kwargs
         Arguments of the Trainer.
     zero, compress, partition, wrap_options
-        See Accelerator.
+        See Accelerator. Without `zero` those of the arguments' `shardwright`, or of SHARDWRIGHT_OPTIONS.
 
     Notes
     -----
@@ -46,18 +61,15 @@ class TrainerMixin:
     def __init__(
         self,
         *args: Any,
-        zero: int = 0,
+        zero: int | None = None,
         compress: Compressor | None = None,
         partition: str = "auto",
         wrap_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._stage: dict[str, Any] = {
-            "zero": zero,
-            "compress": compress,
-            "partition": partition,
-            "wrap_options": wrap_options,
-        }
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        text = getattr(arguments, "shardwright", "")
+        self._stage = chosen(text, zero, compress=compress, partition=partition, wrap_options=wrap_options)
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -93,3 +105,8 @@ class TrainerMixin:
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """transformers' Trainer with `zero`, `compress`, `partition` and `wrap_options`."""
+
+
+@dataclasses.dataclass
+class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
+    """transformers' TrainingArguments with `shardwright`, or --shardwright on a command line."""

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import torch
-
-from ..layout.memory import address_of
 from ..parallel.ddp import DistributedDataParallel
 from ..wrap import full_parameters
 
@@ -21,18 +17,3 @@ def whole_parameters(wrapper: DistributedDataParallel | None, *, writable: bool 
         return
     with full_parameters(wrapper, writable=writable):
         yield
-
-
-def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with copies of its tensors; tied entries stay tied."""
-    copies: dict[int, torch.Tensor] = {}  # keyed by address
-    return {name: _copied(value, copies) for name, value in state.items()}
-
-
-def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    place = address_of(value) or id(value)
-    if place not in copies or copies[place].shape != value.shape:
-        copies[place] = value.clone()
-    return copies[place]

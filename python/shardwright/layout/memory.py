@@ -6,13 +6,14 @@ tensors whose storage was freed have elements and no memory: data_ptr() is 0, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
 from .._engine import Error
 
-__all__ = ["address_of", "check_sendable", "has_memory", "without_memory"]
+__all__ = ["address_of", "check_sendable", "copied", "has_memory", "without_memory"]
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -43,3 +44,18 @@ def check_sendable(tensors: Iterable[torch.Tensor], label: str) -> None:
     for tensor in tensors:
         if not has_memory(tensor):
             raise Error(f"{label}: {without_memory(tensor)}; its bytes cannot be sent to the other ranks")
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with copies of its tensors; tied entries stay tied."""
+    copies: dict[int, torch.Tensor] = {}  # keyed by address
+    return {name: _copied(value, copies) for name, value in state.items()}
+
+
+def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    place = address_of(value) or id(value)
+    if place not in copies or copies[place].shape != value.shape:
+        copies[place] = value.clone()
+    return copies[place]

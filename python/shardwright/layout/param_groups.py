@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..options.units import unit_types
+from .local_parameters import module_parameter
 from .param_table import ParameterTable
 
 _MIB = 1024 * 1024
@@ -133,7 +134,7 @@ def cut(
         owners.setdefault(id(parameter), []).append(around)
     members: dict[int, list[int]] = {}
     for index, parameter in enumerate(table.parameters):
-        chains = owners[id(parameter)]
+        chains = owners[id(module_parameter(parameter))]
         common = [each for each in chains[0] if all(any(each is other for other in chain) for chain in chains)]
         members.setdefault(id(common[-1]), []).append(index)
     plans = []
@@ -165,7 +166,7 @@ def _first_of_each(module: torch.nn.Module, chosen: Collection[int]) -> dict[int
 def _choose(module: torch.nn.Module, table: ParameterTable, units: Any) -> set[int]:
     """Return the identities of the modules that are units, without the outermost."""
     if units == "auto":
-        held = {id(p) for p in table.parameters}
+        held = {id(p) for p in table.module_parameters}
         marked = {
             id(each)
             for each in module.modules()

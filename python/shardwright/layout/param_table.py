@@ -7,16 +7,20 @@ compared first (32 bytes a rank); only ranks that disagree exchange their tables
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .._engine import Error
 from ..torch_compat import cuda
+from ..torch_compat.dtensor import held_tensor, is_dtensor
+from .local_parameters import LocalParameter, module_parameter
 from .memory import has_memory, without_memory
+from .model_mesh import ModelMesh, find_model_mesh, placed
 from .views import dense_strides, dtype_name
 
 
@@ -29,15 +33,30 @@ class ParameterTable:
     names : tuple of str
         Bare names, as in the module's own `named_parameters()`.
     parameters : tuple of Parameter
+        The tensors that are trained: a LocalParameter where the module has a DTensor.
     buffers : dict of str to Tensor
+        Local tensors where the module has DTensors.
     sparse : frozenset of int
         Parameters whose gradients stay sparse, outside of the buckets.
+    module_parameters : tuple of Parameter
+        The module's own.
+    model_mesh : ModelMesh, optional
+        The mesh of its DTensors.
     """
 
     names: tuple[str, ...]
     parameters: tuple[torch.nn.Parameter, ...]
     buffers: dict[str, torch.Tensor]
     sparse: frozenset[int] = frozenset()
+    module_parameters: tuple[torch.nn.Parameter, ...] = ()
+    model_mesh: ModelMesh | None = None
+
+    @functools.cached_property
+    def sharded_kinds(self) -> list[tuple[bool, ...]]:
+        """Return, for each parameter, over which dimensions of the model mesh it is sharded."""
+        if self.model_mesh is None:
+            return [()] * len(self.parameters)
+        return [self.model_mesh.sharded(p) for p in self.module_parameters]
 
     @property
     def is_on_gpu(self) -> bool:
@@ -45,10 +64,14 @@ class ParameterTable:
         return bool(cuda.runtime.holds(self.parameters[0]))
 
     @classmethod
-    def of(cls, module: torch.nn.Module, ignored: frozenset[str]) -> ParameterTable:
-        """Raise for tensors that cannot take part, by name."""
-        pairs = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-        buffers = {name: b for name, b in module.named_buffers() if name not in ignored}
+    def of(cls, module: torch.nn.Module, ignored: frozenset[str], ranks: Sequence[int] = ()) -> ParameterTable:
+        """Raise for tensors that cannot take part, by name. `ranks`: global numbers of the ranks that train together."""
+        own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        mesh = find_model_mesh(own, ranks)
+        pairs = [(name, LocalParameter.of(p) if is_dtensor(p) else p) for name, p in own]
+        buffers = {
+            name: held_tensor(b) if is_dtensor(b) else b for name, b in module.named_buffers() if name not in ignored
+        }
         for name, parameter in pairs:
             _check_kind("parameter", name, parameter)
         for name, buffer in buffers.items():
@@ -58,7 +81,8 @@ class ParameterTable:
                 "no parameter of this module requires a gradient: there is nothing to average, use the module as it is"
             )
         _check_one_device([*pairs, *buffers.items()])
-        return cls(tuple(name for name, _ in pairs), tuple(p for _, p in pairs), buffers)
+        names, parameters = tuple(name for name, _ in pairs), tuple(p for _, p in pairs)
+        return cls(names, parameters, buffers, module_parameters=tuple(p for _, p in own), model_mesh=mesh)
 
     def check_apart(self) -> None:
         """Raise Error where a parameter shares elements with another tensor of the module.
@@ -102,10 +126,6 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
     if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
         raise Error(
             f"{what} {name!r} has no shape yet: run one forward before wrapping, so that lazy modules are initialised"
-        )
-    if type(tensor).__name__ == "DTensor":
-        raise NotImplementedError(
-            f"{what} {name!r} is a DTensor: data parallelism over sharded tensors is not there yet"
         )
     if tensor.is_meta:
         raise Error(
@@ -168,6 +188,7 @@ def _sentence(name: str, tensor: torch.Tensor, *, with_gradient: bool) -> str:
     strides = dense_strides(tensor)
     if strides is not None and not tensor.is_contiguous():
         text += f" strides {strides}"
+    text += placed(module_parameter(tensor))
     return text if tensor.requires_grad else text + " frozen"
 
 

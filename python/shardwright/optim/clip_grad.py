@@ -13,6 +13,8 @@ import torch
 
 from .. import _engine
 from ..backend.device_link import DeviceLink
+from ..comm.agreement import added_sums, sums_over_ranks
+from ..comm.process_group import host_group, resolve_group
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.views import as_real
 from ..parallel.fully_shard import wrapper_of
@@ -23,21 +25,25 @@ from .fused import global_norm
 
 
 def clip_grad_norm_(
-    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[torch.nn.Module],
     max_norm: float,
     *,
     error_if_nonfinite: bool = False,
+    pp_mesh: Any = None,
 ) -> torch.Tensor:
     """Scale averaged gradients so that their 2-norm is at most `max_norm`. Collective at zero >= 1.
 
     Parameters
     ----------
-    module_or_parameters : Module, Tensor or iterable of Tensor
-        A wrapped module at any stage; or a bare module, a parameter, or several, whose gradients are not sliced.
+    module_or_parameters : Module, Tensor, iterable of Tensor or iterable of Module
+        A wrapped module at any stage; or a bare module, a parameter, or several, whose gradients are not sliced. Several
+        wrapped modules are the pipeline stages of this rank, and one model.
     max_norm : float
         At least 0.
     error_if_nonfinite : bool
         Raise on every rank, instead of scaling by a norm that is infinite or NaN.
+    pp_mesh : DeviceMesh, optional
+        The pipeline dimension of a mesh: the norm is that of all its ranks' modules. Collective over it.
 
     Returns
     -------
@@ -61,6 +67,11 @@ def clip_grad_norm_(
     join(), and for float64 and complex gradients. If no wrapped module of this process uses a GPU, its gradients are
     copied to the host for the norm.
     """
+    if isinstance(module_or_parameters, Iterable) and not isinstance(module_or_parameters, torch.Tensor):
+        module_or_parameters = list(module_or_parameters)
+    stages = _stages_of(module_or_parameters)
+    if pp_mesh is not None or len(stages) > 1:
+        return _clip_stages(stages, max_norm, error_if_nonfinite, pp_mesh)
     return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False)
 
 
@@ -79,7 +90,7 @@ def _clip(
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
     if replica is not None:
-        replica.close_pending()
+        replica.rounds.close_pending()
     parameters = _parameters_of(module_or_parameters, replica)
     link = None if error_if_nonfinite else _link_of(parameters, replica)
     if link is None:
@@ -113,8 +124,10 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
 
     At zero >= 1 the answer is the same on all ranks.
     """
+    if replica is not None and replica.model_ranks is not None:
+        return None
     if replica is not None and replica.zero:
-        fits = not replica.is_joining and all(each.dtype in SCALED_DTYPES for each in parameters)
+        fits = not replica.join_link.is_on and all(each.dtype in SCALED_DTYPES for each in parameters)
         return replica.link if fits else None
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not all(type(each) is torch.Tensor and each.dtype in SCALED_DTYPES for each in gradients):
@@ -130,10 +143,43 @@ def _clip_through_host(
     parameters: list[torch.Tensor], replica: Replica | None, max_norm: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if replica is not None and replica.zero:
-        norm = _norm_of_slices(replica)
+    if replica is not None and (replica.zero or replica.model_ranks is not None):
+        norm = _engine.norm_value([_squares_of(replica)])
     else:
         norm = _norm_of_whole(gradients, replica)
+    return _clip_to(norm, gradients, max_norm, error_if_nonfinite)
+
+
+def _stages_of(given: Any) -> list[torch.nn.Module]:
+    """Return the modules that were given: one, or several; none for parameters."""
+    if isinstance(given, torch.nn.Module):
+        return [given]
+    several = isinstance(given, list) and bool(given) and all(isinstance(each, torch.nn.Module) for each in given)
+    return given if several else []
+
+
+def _clip_stages(
+    stages: list[torch.nn.Module], max_norm: float, error_if_nonfinite: bool, pp_mesh: Any
+) -> torch.Tensor:
+    """Clip the gradients of the pipeline stages of this rank by the norm of all stages of `pp_mesh`."""
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
+    replicas = [_replica_of(stage) for stage in stages]
+    if not stages or None in replicas:
+        raise TypeError("clip_grad_norm_: pipeline stages must be wrapped modules")
+    known = [replica for replica in replicas if replica is not None]
+    for replica in known:
+        replica.rounds.close_pending()
+    squares = added_sums([_squares_of(replica) for replica in known])
+    if pp_mesh is not None:
+        over_stages = host_group(resolve_group(None, pp_mesh), known[0].group.comm.timeout_s).comm
+        squares = sums_over_ranks(over_stages, lambda: squares, "all pipeline stages")
+    gradients = [p.grad for replica in known for p in replica.table.parameters if p.grad is not None]
+    return _clip_to(_engine.norm_value([squares]), gradients, max_norm, error_if_nonfinite)
+
+
+def _clip_to(norm: float, gradients: list[torch.Tensor], max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """Scale gradients of this norm, and return it."""
     if error_if_nonfinite and not abs(norm) < float("inf"):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped")
     scale = max_norm / (norm + 1e-6)
@@ -165,12 +211,20 @@ def _replica_of(module: Any) -> Replica | None:
     return None if wrapped is None else wrapped._engine()
 
 
-def _norm_of_slices(replica: Replica) -> float:
-    if replica.zero == 1 and replica.is_joining:  # a joined rank keeps no gradients; here they are not sliced
-        replica.gradients.slices()  # raises where they are not averaged
-        return _norm_of_whole([p.grad for p in replica.table.parameters if p.grad is not None], replica)
-    replica.announce("norm")
-    return replica.gradients.norm_of(replica.gradients.slices)
+def _squares_of(replica: Replica) -> bytes:
+    """Return the exact sum of squares of a wrapped module's gradients. Collective at zero >= 1, and over a model mesh."""
+    gradients = replica.gradients
+    if replica.zero == 0 or (replica.zero == 1 and replica.join_link.is_on):  # a joined rank keeps no gradients
+        if replica.zero:
+            gradients.slices()  # raises where they are not averaged
+        whole = [p.grad for p in replica.table.parameters]
+        real = [None if each is None else _real(each) for each in whole]
+        squares = gradients.squares_of(lambda: real, over_ranks=False)
+    else:
+        replica.join_link.announce("norm")
+        squares = gradients.squares_of(gradients.slices)
+    ranks = replica.model_ranks
+    return squares if ranks is None else ranks.add_squares(squares, replica.table.sharded_kinds, replica.label)
 
 
 def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:

@@ -107,6 +107,8 @@ class SlicedParameters(WholeParameters):
                 f"{type(inner_optimizer).__name__}"
             )
         table = self._replica.table
+        if table.model_mesh is not None:
+            raise NotImplementedError("DiLoCo is not there for modules with DTensor parameters")
         indices = {id(parameter): index for index, parameter in enumerate(table.parameters)}
         trained = [
             (name, parameter)
@@ -165,7 +167,7 @@ class SlicedParameters(WholeParameters):
     def check_step(self) -> None:
         if self._replica.retired:
             raise Error("DiLoCo: the model has been wrapped again: create a DiLoCo of the newer wrapper and optimizer")
-        if self._replica.is_joining:
+        if self._replica.join_link.is_on:
             raise Error(
                 "DiLoCo over a mesh cannot step inside join(): ranks that ran out of inputs take no part in outer steps; give the "
                 "ranks of a row the same number of inputs"
@@ -188,9 +190,9 @@ class SlicedParameters(WholeParameters):
                 raise Error(f"DiLoCo: rank {rank} of this replica could not exchange its slices: {each}")
 
     def publish(self) -> None:
-        with self._replica.writing():  # the write guard takes what the outer step wrote
+        with self._replica.access.writing():  # the write guard takes what the outer step wrote
             self._replica.parameters().publish()
-            self._replica.count_writes(self._parameters)
+            self._replica.access.count_writes(self._parameters)
 
 
 def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:

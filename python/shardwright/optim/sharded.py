@@ -21,14 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
+from ..layout.local_parameters import part_of, whole_of
 from ..layout.shard_runs import memory_order
 from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from ..parallel.optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, plain, rows_of
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
+from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .sliced_state import MARK, SlicedState
+from .whole_state import StateNames, with_state
 
 if TYPE_CHECKING:
     from .device_clip import DeviceClip
@@ -79,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self.replica = self._replica = replica
         self._memory: Any = replica.parameters()
-        self._index = {id(p): i for i, p in enumerate(replica.table.parameters)}
+        self._index = {id(p): i for i, p in enumerate(replica.table.module_parameters)}
         self._masters = None if has_own_masters(optimizer) else Masters()
         self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
@@ -87,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._versions: dict[int, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until it changes
+        self._state_names: dict[int, list[str]] | None = None  # by index, the same on all ranks, until state changes
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -97,7 +101,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.state.clear()
-        self.state = optimizer.state
         for parameter, state in whole.items():
             self._take_state(self._index[id(parameter)], state)
         #: the number of rounds at its last step
@@ -126,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_members(_members(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
         super().add_param_group(param_group)
-        self._consolidated = None
+        self._consolidated = self._state_names = None
         self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
 
     def __getstate__(self) -> Any:
@@ -134,6 +137,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__getstate__()
+
+    @property
+    def state(self) -> Any:
+        """The state of this rank's slices, keyed by slice; for torch.distributed.checkpoint.state_dict the names of state."""
+        return StateNames(self._names_of_state) if asked_by_torchs_functions() else self._inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignore the empty state of torch's constructor."""
 
     # stepping -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The write history of parameters is lost, so a master that does not round to its parameter is rebuilt.
         """
-        self._consolidated = None
+        self._consolidated = self._state_names = None
         with self._on_slices():
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
         if self._masters is not None:
@@ -253,13 +265,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._replica.close_pending()
+            self._replica.rounds.close_pending()
         check_groups(self, self._inner)
-        self._replica.announce("step", self._position, [hyperparameters(group) for group in self.param_groups])
-        if self._replica.zero == 1 and self._replica.is_joining:
+        self._replica.join_link.announce(
+            "step", self._position, [hyperparameters(group) for group in self.param_groups]
+        )
+        if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            states = {p: state_of(p.grad) for group in self.param_groups for p in group["params"]}
+            held, index = self._replica.table.parameters, self._index
+            states = {p: state_of(held[index[id(p)]].grad) for group in self.param_groups for p in group["params"]}
         self._step_together(self._own_gradient, states)
         return loss
 
@@ -271,7 +286,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         It steps on its slices with announced hyperparameters and gradients. `states`: see state_of, for every parameter
         of the module.
         """
-        self._replica.before_writes()
+        self._replica.access.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             _adopt(group, theirs)
         check_groups(self, self._inner)
@@ -284,7 +299,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Step on this rank's slices and publish them. `states`: see state_of, for this optimizer's parameters.
         Collective.
         """
-        self._consolidated = None
+        self._consolidated = self._state_names = None
         refusal: Exception | None = None
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
@@ -293,7 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refusal = error
         self._agree(refusal, states)
         self.rounds_at_step = self._replica.reducer.stats()["rounds"]
-        with self._replica.writing():
+        with self._replica.access.writing():
             failure = self._step_on_slices()
             outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
         self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
@@ -336,7 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
-        self._replica.count_writes(stepped)
+        self._replica.access.count_writes(stepped)
         with unguarded():
             self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
@@ -369,6 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         low, high = self._replica.parameters().run(index, self._replica.group.rank)
         kept: dict[str, Any] = {}
         for key, value in state.items():
+            value = part_of(self._replica.table.parameters[index], value)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = memory_order(value, parameter)[low:high].clone()
             elif (
@@ -399,12 +415,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
         Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
-        Torch's ordinary format is returned where this rank has the whole state: where nothing is sliced (one rank, or rows of one
-        rank), and after consolidate_state_dict() until the next step.
+        Torch's ordinary format is returned where this rank has the whole state. It has if nothing is sliced (one rank, or rows of
+        one rank), and from consolidate_state_dict() to the next step. torch.distributed.checkpoint.state_dict's functions,
+        which every rank calls, get it too: gathered, as by full_state_dict().
         """
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
-        if self._consolidated is not None:
+        if asked_by_torchs_functions():
+            with with_state(self):
+                made = self.full_state_dict()
+        elif self._consolidated is not None:
             made = self._in_torchs_format(self._consolidated.__getitem__)
         elif self._replica.slicing.count == 1:
             made = self._in_torchs_format(self._whole_state)
@@ -588,10 +608,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the parameter's full state. Collective."""
         return self._gather_state(self._index[id(parameter)])
 
-    def load_held_state(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
+    def load_held_state(
+        self,
+        groups: list[dict[str, Any]],
+        states: Mapping[torch.Tensor, Mapping[str, Any]],
+        *,
+        keep_others: bool = False,
+    ) -> None:
+        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates.
+
+        `keep_others`: parameters that `states` lacks keep their state.
+        """
         self._load_groups(groups, "params")
-        self._inner.state.clear()
+        if not keep_others:
+            self._inner.state.clear()
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None
@@ -599,14 +629,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._inner.state[piece] = self._placed(self._index[id(parameter)], kept, piece)
         self._loaded()
 
-    def _gather_state(self, index: int) -> dict[str, Any]:
-        comm, memory = self._replica.group.comm, self._replica.parameters()
-        parameter = self._replica.layout_of(index)
+    def _names_of_state(self, parameter: torch.Tensor) -> list[str]:
+        """Return the names of a parameter's state. The first call after a change is collective."""
+        if self._state_names is None:
+            with with_state(self):
+                self._state_names = {index: list(self._described(index)[1]) for index in self._positions()}
+        return self._state_names[self._index[id(parameter)]]
+
+    def _described(self, index: int) -> tuple[Mapping[str, Any], dict[str, Any], str]:
+        """Return (this rank's state of a parameter, the form of each entry on the ranks that have it, the operation's
+        label). Collective."""
         piece = self.slice_of(index)
         mine = self._inner.state.get(piece, {}) if piece is not None else {}
         label = f"optimizer state of {self._replica.table.names[index]}"
-        owners = [json.loads(each) for each in comm.all_gather_bytes(_describe(mine, piece).encode(), label)]
-        described: dict[str, Any] = next((each for each in owners if each), {})
+        said = self._replica.group.comm.all_gather_bytes(_describe(mine, piece).encode(), label)
+        return mine, next((each for each in map(json.loads, said) if each), {}), label
+
+    def _gather_state(self, index: int) -> dict[str, Any]:
+        comm, memory = self._replica.group.comm, self._replica.parameters()
+        parameter = self._replica.layout_of(index)
+        mine, described, label = self._described(index)
         whole: dict[str, Any] = {}
         for key, (kind, dtype, value) in described.items():
             if kind != "sliced":
@@ -621,7 +663,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 low, high = memory.run(index, rank)
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            whole[key] = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+            result = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+            whole[key] = whole_of(self._replica.table.parameters[index], result)
         return whole
 
 

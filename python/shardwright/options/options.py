@@ -70,7 +70,8 @@ class Options:
         tokens.
     deterministic : bool
         On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it
-        always holds.
+        always holds. On a mesh the transport's mean is made by rows and columns, alike at every stage; the fold sends
+        more between nodes.
     communicator : {"own", "borrow", "register"}
         On GPUs: the NCCL communicator. "own": one of our own. "borrow": that of torch's process group, found by
         ProcessGroupNCCL._comm_ptr; an error with SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. It saves a communicator's
@@ -78,8 +79,8 @@ class Options:
         called inside a backward. A failing rank or a passed deadline ends torch's communicator, too, by its abort().
         "register": one of our own that reads and writes buckets in place. It takes memory for buckets from NCCL (2.19
         or newer) and registers it on all ranks; or on none, with a line in the log that names the rank and NCCL's
-        reason. Bits are those of "own". torch's allocator does not count the memory, and `record_stream` has no effect
-        on it.
+        reason. Bits are those of "own". At zero=3 units are registered, too, as a window with NCCL 2.27 or newer. torch's
+        allocator does not count the memory, and `record_stream` has no effect on it.
     transport : {"auto", "pool", "staged"}
         The place of gradient memory: shared between ranks, or private and staged through slots. The bits are the same.
     share_parameters : {"auto", True, False}

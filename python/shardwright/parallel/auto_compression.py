@@ -44,7 +44,7 @@ def begin_auto(wrapped: _Wrapper) -> None:
             f"none, because a compressor computes the mean over ranks, and reduce is {wrapped._options.reduce!r}",
         )
     else:
-        replica.watcher = AutoCompression(wrapped)
+        replica.rounds.watcher = AutoCompression(wrapped)
 
 
 class AutoCompression:
@@ -74,7 +74,7 @@ class AutoCompression:
         self.steps.append(now_s - self._ended_s)
         self._ended_s = now_s
         if self._rounds - self._first >= _ROUNDS:
-            wrapped._engine().watcher = None
+            wrapped._engine().rounds.watcher = None
             if not wrapped._comm_hooks:
                 self._decide(wrapped)
 

@@ -12,7 +12,7 @@ import torch
 
 from .._engine import Reducer
 from ..backend.base import Capabilities, Request
-from ..backend.device_link import DeviceLink, alias, device_link
+from ..backend.device_link import DeviceLink, alias, device_link, mesh_links
 from ..backend.registration import Registration
 from ..comm.levels import Lease, Levels
 from ..comm.process_group import HostGroup
@@ -52,6 +52,10 @@ class CudaBackend:
         if request.zero and (request.plans is not None or request.slicing.is_replicated):
             # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
             self.row = device_link(group, self._like, self._timeout_s, request.slicing.rows(), borrows)
+        #: links of this rank's row and column, over which NCCL reduces on a mesh
+        self._mesh: tuple[DeviceLink, DeviceLink] | None = None
+        if request.slicing.is_replicated and _reduces_by_rows(request):
+            self._mesh = mesh_links(group, self._like, self._timeout_s, request.slicing.rows(), borrows)
 
     @staticmethod
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
@@ -82,6 +86,7 @@ class CudaBackend:
             slicing=request.slicing,
             wire=wire_of(request.compress, request.table),
             registers=self._registers,
+            mesh=self._mesh,
         )
 
     def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> CudaBuckets:
@@ -188,6 +193,13 @@ def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
                 f"communicator='borrow' with {type(part).__name__} {name!r}: it exchanges over torch's communicator of the same ranks "
                 "inside forward and backward, beside gradients: pass communicator='own', or give it a process_group of its own"
             )
+
+
+def _reduces_by_rows(request: Request) -> bool:
+    """Return False where means are folds or a compressor's. A sum is a fold at zero >= 2, so it is none by rows at any
+    stage."""
+    options = request.options
+    return not options.deterministic and options.reduce == "mean" and request.compress is None
 
 
 def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:

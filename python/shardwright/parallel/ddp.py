@@ -25,6 +25,7 @@ from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..compress.make import make_hook
 from ..compress.state import CompressionState
+from ..layout.memory import copied
 from ..layout.param_groups import check_marks, comparable
 from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
@@ -34,6 +35,7 @@ from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .ddp_compat import (
     ReducerFacade,
     apply_mixed_precision,
@@ -310,7 +312,9 @@ class DistributedDataParallel(TorchDDP):
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)
-        self._drift = self._replica.watch(self.module, frozenset(self.parameters_to_ignore))
+        self._drift = self._replica.access.watch(
+            self.module, frozenset(self.parameters_to_ignore), pinned=bool(self._zero)
+        )
         self._retire = weakref.finalize(self, self._replica.retire)
         self._retire.atexit = False
         if init_sync:
@@ -360,8 +364,9 @@ class DistributedDataParallel(TorchDDP):
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
         replica.arrange_hooks(is_compiling)
-        if replica.is_joining:
-            replica.announce("forward")
+        announcer = replica.join_link.announcer
+        if announcer is not None and announcer.is_on:
+            announcer.announce("forward", 0, None)
         elif self._join_config.enable:
             work = Join.notify_join_context(self)
             if work is not None:
@@ -374,7 +379,7 @@ class DistributedDataParallel(TorchDDP):
             if training:
                 replica.before_forward(self.require_backward_grad_sync)
             else:
-                replica.before_evaluation()
+                replica.access.before_evaluation()
         except Error as error:
             self.logger.set_error_and_log(str(error))  # type: ignore[union-attr]
             raise
@@ -390,10 +395,11 @@ class DistributedDataParallel(TorchDDP):
             self.require_forward_param_sync = synchronises
         if training and self._replica is not None:
             replica = self._replica
-            replica.after_forward()
-            _hooks.hook_outputs(
-                output, replica.on_output_gradient if synchronises else replica.on_local_output_gradient
-            )
+            replica.forwards.end()
+            if replica.access.guard is not None:
+                replica.access.guard.check("after a forward")
+            rounds = replica.rounds
+            _hooks.hook_outputs(output, rounds.on_output_gradient if synchronises else rounds.on_local_output_gradient)
         return output
 
     _pre_forward = _hooks.disable_compile(_before_forward)
@@ -550,8 +556,8 @@ class DistributedDataParallel(TorchDDP):
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
                 state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
-        if replica.sparse is not None and not is_ours:
-            replica.sparse.user_hook = state, hook
+        if replica.rounds.sparse is not None and not is_ours:
+            replica.rounds.sparse.user_hook = state, hook
         self._comm_hooks.append((hook, state))
 
     def compress_gradients(self, compress: Compressor) -> None:
@@ -608,6 +614,24 @@ class DistributedDataParallel(TorchDDP):
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an optimizer inside the backward is not there: call optimizer.step() after it")
+
+    # state dicts, torch's own, as long as parameters are whole ------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions get copies of whole
+        parameters, collectively."""
+        if self._zero < 3 or not asked_by_torchs_functions():
+            return super().state_dict(*args, **kwargs)
+        with self._engine().access.whole():
+            return copied(super().state_dict(*args, **kwargs))
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions write whole parameters,
+        collectively."""
+        if self._zero < 3 or not asked_by_torchs_functions():
+            return super().load_state_dict(*args, **kwargs)
+        with self._engine().writable_parameters():
+            return super().load_state_dict(*args, **kwargs)
 
     # copies: weights without an engine, which is made collectively at the copy's first forward with gradients -------
 

@@ -91,6 +91,13 @@ class Mark:
             )
 
 
+class Gathered:
+    """The handle of an unshard() that has ended."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
 def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
     """Return the precision options of fully_shard for `module` and the modules inside it."""
     marks = {name: mark_of(each) for name, each in module.named_modules()}
@@ -126,10 +133,14 @@ class FullySharded(torch.nn.Module):
         assert place is not None
         return place
 
-    def unshard(self) -> None:
-        """Gather this module's unit until reshard(). For an inner unit the outermost module's engine must exist."""
+    def unshard(self, async_op: bool = False) -> Gathered | None:
+        """Gather this module's unit until reshard(). For an inner unit the outermost module's engine must exist.
+
+        With `async_op` return an object with wait(), as FSDP2 does; the unit is whole already.
+        """
         schedule, unit = self._placed()
         schedule.pin(unit)
+        return Gathered() if async_op else None
 
     def reshard(self) -> None:
         """Release this module's unit, now or once no module runs in it."""
@@ -158,25 +169,37 @@ class FullySharded(torch.nn.Module):
         """Gather the units of `modules` while this module's backward runs. See set_modules_to_forward_prefetch."""
         self._shardwright_mark.look_ahead("backward", _marks_of(modules, "set_modules_to_backward_prefetch"))
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set if units are released between forward and backward: this module's, and with `recurse` those inside it.
-        Before the first run, which gives a unit that stays whole memory of its own."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
-        marks = [mark for each in (self.modules() if recurse else (self,)) if (mark := mark_of(each)) is not None]
-        if any(mark.place() is not None for mark in marks):
-            raise Error("set_reshard_after_forward() is called before the first run, which makes the units' memory")
-        for mark in marks:
-            mark.reshard_after_forward = reshard_after_forward
-
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing: a backward's gradients are averaged when it ends, and steps wait for that in the stream's order."""
+        """Accept FSDP2's call: what ends a step is set_requires_gradient_sync()."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Accept FSDP2's call: units are released after each backward."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set if this unit, and with `recurse` those inside it, are released between forward and backward. The outermost
+        unit is not."""
+        for each in self.modules() if recurse else (self,):
+            mark = mark_of(each)
+            if mark is None:
+                continue
+            mark.reshard_after_forward = reshard_after_forward
+            place = mark.place()
+            if place is not None and not place[1].is_outermost:
+                for form in filter(None, (place[1], place[1].compute_form)):
+                    form.reshard_after_forward = reshard_after_forward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accept True, which holds anyway. Raise NotImplementedError for False: no_sync() adds up gradients locally."""
+        """Accept True, FSDP2's default.
+
+        Raises
+        ------
+        NotImplementedError
+            For False: gradients are averaged over all ranks of a mesh at once.
+        """
         if not requires_all_reduce:
             raise NotImplementedError(
-                "set_requires_all_reduce(False): a round averages over all ranks of a mesh at once: run such backwards inside no_sync()"
+                "set_requires_all_reduce(False) is not there: a mesh of (replicate, shard) averages over all its ranks at once; use "
+                "set_requires_gradient_sync(False)"
             )
 
     def set_gradient_divide_factor(self, factor: float) -> None:

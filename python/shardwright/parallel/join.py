@@ -50,13 +50,13 @@ class ShadowHook(JoinHook):
         wrapper._divide_by_initial_world_size = divide_by_initial_world_size
         replica = wrapper._engine()
         replica.reducer.set_divide_by(not divide_by_initial_world_size)
-        replica.join_through(Announcer(wrapper))
+        replica.join_link.connect(Announcer(wrapper))
         wrapper.logger._set_uneven_input_join()
         _remember(wrapper)
 
     def main_hook(self) -> None:
         """Shadow one iteration of the training ranks; at zero >= 1 one announced operation."""
-        announcer = self._wrapper._engine().announcer
+        announcer = self._wrapper._engine().join_link.announcer
         assert announcer is not None
         if not announcer.is_on:
             _shadow_forward(self._wrapper)
@@ -71,12 +71,12 @@ class ShadowHook(JoinHook):
         """Take the model of the last rank that joined, on all ranks; among several, of the highest."""
         wrapper = self._wrapper
         replica = wrapper._engine()
-        replica.join_through(None)
-        replica.gather_anew()
+        replica.join_link.connect(None)
+        replica.parameters().gather_anew()
         _forget(wrapper)
         root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
         wrapper._authoritative_rank = root
-        replica.before_writes()
+        replica.access.before_writes()
         wrapper._assign_modules_buffers()
         replica.broadcast_state(root, wrapper.modules_buffers if wrapper.forward_sync_buffers else ())
         replica.reducer.set_divide_by(False)
@@ -90,8 +90,8 @@ def _shadow_forward(wrapper: _Wrapper) -> None:
         wrapper._sync_buffers(candidate=False)
     synchronises = wrapper._agree_on_sync(False, trains=False)
     wrapper.require_forward_param_sync = synchronises
-    if synchronises and not wrapper._engine().announces_rounds:
-        wrapper._engine().shadow()
+    if synchronises and not wrapper._engine().join_link.announces_rounds:
+        wrapper._engine().rounds.shadow()
 
 
 #: wrappers whose join hook was made and has not ended, in that order: those of one Join are adjacent
@@ -220,7 +220,7 @@ class Announcer:
                     f"({heard['number']:g}, {other['number']:g})"
                 )
         for each in members:
-            announcer = each._engine().announcer
+            announcer = each._engine().join_link.announcer
             if announcer is not None:
                 announcer.joined = [rank for rank, text in enumerate(said) if not text]
                 announcer.lowest = lowest
@@ -230,7 +230,7 @@ class Announcer:
 def _check_ended(wrapper: _Wrapper, kind: str) -> None:
     """Raise Error where a round that joined ranks wait in has not ended."""
     replica = wrapper._engine()
-    owed = replica.announcer.owes if replica.announcer is not None else None
+    owed = replica.join_link.announcer.owes if replica.join_link.announcer is not None else None
     if owed is None or replica.reducer.stats()["rounds"] != owed:
         return
     message = (
@@ -278,7 +278,7 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
 
 def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
     replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.norm_of(lambda: _own_slices(replica, heard["gradients"]))
+    replica.gradients.squares_of(lambda: _own_slices(replica, heard["gradients"]))
 
 
 def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
@@ -303,11 +303,11 @@ def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
 
 
 def _shadow_round(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.shadow(heard["groups"])
+    replica.rounds.shadow(heard["groups"])
 
 
 def _shadow_unit(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gather_beside(int(heard["number"]))
+    replica.parameters().gather_beside(int(heard["number"]))
 
 
 _SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
@@ -329,7 +329,7 @@ def exchange_slices(
     elements on which a rank steps. A joined rank gets back the gradients with which it steps. Cost: the bytes of the
     joined ranks' slices; on GPUs through their hosts, which wait for them.
     """
-    announcer = replica.announcer
+    announcer = replica.join_link.announcer
     assert announcer is not None
     if not announcer.joined:
         return []

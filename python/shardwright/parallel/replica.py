@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
-import logging
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from .._engine import Error, Reducer
+from .._engine import Error
 from ..backend.base import Backend, Capabilities, Request
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
+from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, group_ranks
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
 from ..gradients.module_gradients import ModuleGradients
+from ..gradients.rounds import Rounds
 from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
+from ..gradients.traffic import wire_bytes
+from ..layout.model_mesh import placed
 from ..layout.param_groups import check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
@@ -33,26 +32,22 @@ from ..layout.views import dtype_name
 from ..options.compressors import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
+from ..parameters.access import ParameterAccess
 from ..parameters.drift import DriftCheck
 from ..parameters.storage import ParameterMemory
-from ..parameters.write_guard import ReadOnlyParameters, SampledParameters
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .backends import choose_backend
+from .forward_watch import ForwardWatch
+from .join_link import JoinLink
 from .step_in_backward import adopt as adopt_steps_in_backward
 from .steppers import Steppers
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink
     from ..parameters.mixed_precision import PrecisionPlan
-    from .ddp_logging import IterationTimes
 
-_logger = logging.getLogger("shardwright")
 _serials = itertools.count()
-_UNENDED_FORWARD = (
-    "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks pair "
-    "their backwards by counting them: unless the other ranks leave this batch out too, or it is repeated here, they average it with "
-    "the next one of this rank from now on"
-)
 _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
@@ -94,9 +89,14 @@ class Replica:
         self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
         self.settings = settings
         self._module = weakref.ref(module)
+        #: the ranks of the mesh of the module's DTensors
+        self.model_ranks: ModelRanks | None = None
+        self._has_agreed = False
         refusal = None
         try:
             self.table = self._table_of(module, ignored, options)
+            if self.table.model_mesh is not None:
+                self.model_ranks = ModelRanks(self.table.model_mesh, options.timeout_s)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
             self._supersede(module)
@@ -109,6 +109,11 @@ class Replica:
             refusal, description = error, [["failure", str(error)]]
         try:
             verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
+            self._agree_over_mesh(None)
+        except (Error, NotImplementedError) as error:
+            if not self._has_agreed:
+                self._agree_over_mesh(error)
+            raise
         finally:
             refusal = None  # its traceback holds this frame, and so the module
         make_backend = choose_backend(self.table)
@@ -135,7 +140,9 @@ class Replica:
             raise
         #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
         self.arrange_hooks: Callable[[bool], None] = self._storage.arrange_hooks
-        self._guard = self._make_guard(options.write_guard)
+        self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
+        self.rounds = Rounds(self.table, self.reducer, self.label, zero)
+        self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group)
         try:
             self._attach(synchronises)
@@ -143,27 +150,27 @@ class Replica:
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
-        self._drift: weakref.ref[DriftCheck] | None = None
-        self._identities = frozenset(map(id, self.table.parameters))
-        self.on_output_gradient = _output_hook(self.reducer)
-        self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
-        #: True while the outputs of a forward inside no_sync() open a round
-        self.opens_locally = False
-        self._has_begun = self._ends_backward = False
-        self.iterations = 0  # forwards that synchronise
-        self.begin_iteration: Callable[[int], IterationTimes | None] | None = None
-        self.times: IterationTimes | None = None
-        self._forward_range: torch.profiler.record_function | None = None
-        self._in_forward = self._warned_of_forward = False
+        self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
+        self._identities = frozenset(map(id, self.table.module_parameters))
+        self._has_begun = False
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
-        self.announcer: Any = None
-        self.watcher: Any = None
-        #: called after each round to which this rank contributes, in a backward as a rule
-        self.after_round: list[Callable[[], None]] = []
-        self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
+
+    def _agree_over_mesh(self, failure: Exception | None) -> None:
+        """Tell the ranks of the model mesh whether wrapping failed, and compare what must be equal there. Collective."""
+        self._has_agreed = True
+        if self.model_ranks is None:
+            return
+        place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
+        place += [["rank among them", str(self.group.rank)]]
+        lines = [
+            [name, f"{tuple(p.shape)}{placed(p)}"] for name, p in zip(self.table.names, self.table.module_parameters)
+        ]
+        self.model_ranks.agree(place + lines, self.label, failure)
+        if self.settings.get("init_sync"):
+            self.model_ranks.check_replicated(self.table, self.group, self.label)
 
     def _compute_dtypes(self, precision: PrecisionPlan | None) -> dict[int, torch.dtype]:
         """Return the 16-bit dtypes in which modules compute with wider parameters."""
@@ -173,8 +180,13 @@ class Replica:
         return {index: dtype for index, dtype in dtypes.items() if dtype in LOW_DTYPES and wide[index]}
 
     def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
-        table = ParameterTable.of(module, ignored)
+        table = ParameterTable.of(module, ignored, group_ranks(self.group.torch_group))
         is_cast = self.settings.get("precision") not in (None, "None")
+        if table.model_mesh is not None and is_cast:
+            raise NotImplementedError(
+                f"precision= is not there for DTensor parameters, which {self.label} has: cast the module with .to(torch.bfloat16), of "
+                "which optimizers keep float32 masters"
+            )
         if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
             return table
         return dataclasses.replace(table, sparse=find_sparse(module, table))
@@ -190,26 +202,6 @@ class Replica:
     def link(self) -> DeviceLink | None:
         """Return the link of a GPU."""
         return self.backend.link
-
-    def _make_guard(self, kind: str | None) -> SampledParameters | ReadOnlyParameters | None:
-        memory = self._storage
-        if kind is None or not memory.shared:
-            return None
-        if kind == "auto" and len(self.group.sharers(self.slicing)) == 1:
-            return None  # no rank shares the parameters
-        if kind != "read-only":
-            return SampledParameters(memory, self.table.names, self.group.comm)
-        return ReadOnlyParameters(memory)
-
-    @property
-    def write_guard(self) -> str | None:
-        """Return facts for describe()."""
-        return None if self._guard is None else self._guard.kind
-
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
-        self._storage.settle()
-        return self._guard.writing() if self._guard is not None else contextlib.nullcontext()
 
     def layout_of(self, index: int) -> torch.Tensor:
         """Return a tensor with the strides of a parameter, which itself may be released. It must not be read."""
@@ -227,7 +219,7 @@ class Replica:
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else _weakly(gradients.write_contribution),
-            open=_opener(weakref.ref(self), synchronises),
+            open=self.rounds.opener(synchronises),
             renew=_weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
@@ -235,14 +227,15 @@ class Replica:
             describe=_weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []
-        self.sparse: SparseGradients | None = None
+        sparse: SparseGradients | None = None
         if self.table.sparse:
-            self.sparse = SparseGradients(
+            sparse = SparseGradients(
                 self.table, self.group.comm, self.reducer, self._request.options.reduce, self.label
             )
+        self.rounds.attach(gradients, sparse)
         for index, parameter in enumerate(self.table.parameters):
-            if self.sparse is not None and index in self.table.sparse:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self.sparse.hook(index)))
+            if sparse is not None and index in self.table.sparse:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(sparse.hook(index)))
             elif parameter.requires_grad:
                 self._hook(index)
 
@@ -283,7 +276,7 @@ class Replica:
     def _supersede(self, module: torch.nn.Module) -> None:
         """Retire an older replica of this very module; raise for one of another module that shares a parameter."""
         for other in live_replicas():
-            shared = next((n for n, p in zip(self.table.names, self.table.parameters) if other.holds(p)), None)
+            shared = next((n for n, p in zip(self.table.names, self.table.module_parameters) if other.holds(p)), None)
             if shared is None:
                 continue
             if not other.wraps(module):
@@ -309,87 +302,34 @@ class Replica:
         if hooks is not None:
             self.reducer.watch_hooks(index, hooks)
 
-    def watch(self, module: torch.nn.Module, ignored: frozenset[str]) -> DriftCheck:
-        """Check the module from now on, for as long as the caller keeps the result.
-
-        The wrapper keeps it. The end of the wrapper calls retire(). A reference from here to the module would hold the
-        hooks of its submodules, which may hold the wrapper, and nothing would end.
-        """
-        storage = self._storage
-        drift = DriftCheck(
-            module, self.table, ignored, pinned=bool(self.zero), shared=storage.shared, places=storage.places()
-        )
-        self._drift = weakref.ref(drift)
-        return drift
-
-    def _drift_check(self) -> DriftCheck | None:
-        return self._drift() if self._drift is not None else None
-
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
         self._storage.adopt(index)
-        drift = self._drift_check()
+        drift = self.access.drift
         if self.zero and drift is not None:
             drift.forget_address(index)
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
         """Prepare a forward with gradients, before it. Raise Error if the module is not the one that was wrapped."""
-        self._notice_unended_forward()
-        if _hooks.profiler_enabled() or self._forward_range is not None:
-            self._begin_forward_range()
+        self.forwards.begin()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
-        if self._guard is not None:
-            self._guard.check("before a forward")
+        if self.access.guard is not None:
+            self.access.guard.check("before a forward")
         self.backend.check()
         if drift is not None and drift.is_stateless and drift.none_in_place():
             return  # no gradient will come to a parameter
         if not self._has_begun:
             self._has_begun = True
             adopt_steps_in_backward(self)
-        if synchronises:
-            self.iterations += 1
-            if self.begin_iteration is not None:
-                self.times = self.begin_iteration(self.iterations - 1)
-        self.reducer.forward(synchronises)
+        self.rounds.forward(synchronises)
         # behind the end of a round that a failed backward left open: peers sent no bucket for these parameters in it
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
 
-    def before_evaluation(self) -> None:
-        """Prepare a forward without gradients, before it."""
-        self._storage.settle()
-        if self._guard is not None:
-            self._guard.check("before a forward")
-
-    def after_forward(self) -> None:
-        """Count a forward with gradients that ended without an exception."""
-        self._in_forward = False
-        if self._forward_range is not None:
-            self._forward_range.__exit__(None, None, None)
-            self._forward_range = None
-        if self._guard is not None:
-            self._guard.check("after a forward")
-
-    def _begin_forward_range(self) -> None:
-        """Begin torch's range of a profile for a forward, and end that of a forward that an exception ended."""
-        if self._forward_range is not None:
-            self._forward_range.__exit__(None, None, None)
-        self._forward_range = torch.profiler.record_function("DistributedDataParallel.forward")
-        self._forward_range.__enter__()
-
-    def _notice_unended_forward(self) -> None:
-        # recomputed inside a backward, which may break off once it has the values it needs
-        if _hooks.graph_task_id() >= 0:
-            return
-        if self._in_forward and not self._warned_of_forward and self.group.world_size > 1:
-            self._warned_of_forward = True
-            _logger.warning(_UNENDED_FORWARD, self.group.rank, self.label)
-        self._in_forward = True
-
     def _check_drift(self) -> DriftCheck | None:
-        module, drift = self._module(), self._drift_check()
+        module, drift = self._module(), self.access.drift
         if module is None or drift is None:
             return None
         try:
@@ -422,63 +362,25 @@ class Replica:
         return {**plan, "parameters_reason": storage.reason} if storage.reason else plan
 
     def stats(self) -> dict[str, Any]:
-        """Return the reducer's counts, those of units, and the bytes sent to peers: in all, a step, and a bucket of the
-        last round.
-
-        A compressor's bytes are counted where they are handed over. Plain buckets fold in place: a rank reads W - 1
-        slices (and at zero 0 and 1 writes as many).
-        """
-        counts = {**self.reducer.stats(), **self._storage.stats()}
-        name, exchange = self.compression or ("", None)
-        if exchange is None:
-            halves = self.compression is not None  # between GPUs: replaces the wider types
-            world, shots = self.group.world_size, 1 if self.zero >= 2 else 2
-            slices = self.slicing.count if self.zero >= 2 else world
-            shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
-            sizes = [
-                numel * (2 if halves else getattr(torch, dtype).itemsize)
-                for _, numel, dtype, trains in shapes
-                if trains
-            ]
-            buckets = tuple(shots * (world - 1) * (size // slices) for size in sizes)
-            total = sum(buckets) * counts["rounds"] if halves else shots * (world - 1) * (counts["bytes"] // slices)
-            wire = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
-            return {**counts, **({"compress": name} if halves else {}), **wire}
-        buckets = exchange.bucket_wire_bytes
-        wire = {"wire_bytes": exchange.wire_bytes, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
-        return {**counts, "compress": name, **wire}
+        """Return the reducer's counts, those of units, and the bytes sent to peers."""
+        sent = wire_bytes(self.reducer, self.group.world_size, self.slicing.count, self.zero, self.compression)
+        return {**self.reducer.stats(), **self._storage.stats(), **sent}
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2."""
-        self.close_pending()
+        self.rounds.close_pending()
         return self.gradients.whole()
 
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
-        if self.sparse is not None:
-            self.sparse.use_all()
-        self._end_round(self.reducer.average)
-        self._in_forward = False
-
-    def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
-        """Have `hook()` called before parameters are written in another way than by a step of this rank.
-
-        That is full_parameters(writable=True), and shadowed steps of training ranks, in which their hooks are not
-        called.
-        """
-        handle = RemovableHandle(self._before_writes)
-        self._before_writes[handle.id] = hook
-        return handle
-
-    def before_writes(self) -> None:
-        for hook in list(self._before_writes.values()):
-            hook()
+        self.rounds.average()
+        self.forwards.is_inside = False
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
         """Return a context in which each rank writes to whole parameters. See full_parameters."""
-        self.before_writes()
+        self.access.before_writes()
         if not self.zero:
             try:
                 yield
@@ -486,10 +388,10 @@ class Replica:
                 self.broadcast_state(0, ())
             return
         try:
-            with self.writing(), self._storage.writable():
+            with self.access.writing(), self._storage.writable():
                 yield
         finally:
-            self.count_writes(self.table.parameters)
+            self.access.count_writes(self.table.module_parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Have modules compute with the memory that has parameters in their compute dtypes, where there is such."""
@@ -500,60 +402,6 @@ class Replica:
         """Return True if parameters are whole only while they are used."""
         releases: bool = self._storage.releases
         return releases
-
-    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which parameters are whole. See full_parameters."""
-        self._storage.settle()
-        if self._guard is not None:
-            self._guard.check("before all parameters are read")
-        whole: contextlib.AbstractContextManager[None] = self._storage.whole()
-        return whole
-
-    # uneven inputs, see parallel/join.py -------------------------------------------------------------------------------------
-
-    def join_through(self, announcer: Any) -> None:
-        """Announce collectives of training ranks to joined ranks, inside join at zero >= 1."""
-        self.announcer = announcer
-        board = self.gradients.sliced_board
-        if board is not None:
-            board.announce = self.announce if announcer is not None else lambda *_: None
-        if self.announces_rounds:
-            self.reducer.set_announcer(announcer.announce_round if announcer is not None else None)
-        if not self.backend.capabilities.free_unit_order:
-            self._storage.announce_units(announcer.announce_unit if announcer is not None else None)
-
-    @property
-    def announces_rounds(self) -> bool:
-        """Return True if opening a round must be announced to joined ranks."""
-        return self.zero >= 2 and not self.backend.capabilities.tells_standing
-
-    def gather_beside(self, unit: int) -> None:
-        """Take part, as a joined rank on GPUs, in a gather of the training ranks."""
-        self.parameters().gather_beside(unit)
-
-    def gather_anew(self) -> None:
-        """Gather units as after a step at the end of a join. Collective on GPUs at zero=3."""
-        self._storage.gather_anew()
-
-    @property
-    def is_joining(self) -> bool:
-        return self.announcer is not None and self.announcer.is_on
-
-    def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
-        """Announce an operation to joined ranks inside join; do nothing outside."""
-        if self.announcer is not None and self.announcer.is_on:
-            self.announcer.announce(kind, number, groups)
-
-    def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Bump the versions of parameters that were written through other tensors, for autograd and other readers of
-        versions.
-        """
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)
-        drift = self._drift_check()
-        if drift is not None:
-            drift.accept_writes()
-        self._storage.accept_writes()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare the step of an optimizer that holds one of our parameters, before it."""
@@ -569,16 +417,16 @@ class Replica:
                 "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
             )
         self._check_drift()
-        if self._guard is not None:
-            self._guard.check("before a step")
-        if not self._ends_backward:
-            self.close_pending()
+        if self.access.guard is not None:
+            self.access.guard.check("before a step")
+        if not self.rounds.runs_callbacks:
+            self.rounds.close_pending()
         if not self.zero:
             self._check_gradients(optimizer)
         if not self.zero and self.group.world_size > 1:
             self.reducer.note_step(self.steppers.note(optimizer))
         self.reducer.count_step()
-        self._in_forward = False  # a step has its round, with or without a forward's
+        self.forwards.is_inside = False  # a step has its round, with or without a forward's
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.
@@ -593,63 +441,6 @@ class Replica:
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
 
-    # rounds, by whatever way they end --------------------------------------------------------------------------------
-
-    def close(self, local: bool = False) -> None:
-        """Close the round at the end of a backward."""
-        times = None if local else self.times
-        if times is not None:
-            times.backward_end = time.perf_counter_ns()
-        self._end_round(self.reducer.close)
-        if times is not None:
-            times.close_end = time.perf_counter_ns()
-
-    def close_pending(self) -> None:
-        """Close a synchronised forward that no backward followed, before gradients are used."""
-        was_pending = self.reducer.pending_forward
-        self._end_round(self.reducer.close_pending)
-        if was_pending:
-            self.gradients.closed_without_backward = True
-
-    def shadow(self, standing: Sequence[int] | None = None) -> None:
-        """Run a round of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
-        end = self.reducer.shadow if standing is None else functools.partial(self.reducer.shadow, standing)
-        self._end_round(end, contributes=False)
-
-    def _end_round(self, end: Callable[[], None], *, contributes: bool = True) -> None:
-        begin_s = time.perf_counter()
-        looks = self.sparse is not None or bool(self.after_round)
-        before = self.reducer.stats()["rounds"] if looks else 0
-        if _hooks.profiler_enabled():
-            with self._range():
-                end()
-        else:
-            end()
-        if looks and (not contributes or self.reducer.stats()["rounds"] != before):
-            self._follow_round(contributes)
-        if self.watcher is not None:
-            self.watcher.after_round(time.perf_counter() - begin_s)
-
-    def _follow_round(self, contributes: bool) -> None:
-        """Do what follows a round that averaged: sparse gradients, and optimizers that step in the backward."""
-        if self.sparse is not None:
-            self.sparse.exchange(contributes=contributes)
-        self._ends_backward = True
-        try:
-            for call in self.after_round if contributes else ():
-                call()
-        finally:
-            self._ends_backward = False
-
-    def _range(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a profiler's range for the end of a round, which waits for the averages."""
-        numel = sum(p.numel() for p in self.table.parameters if p.requires_grad)
-        dtypes = {dtype_name(p.dtype): None for p in self.table.parameters if p.requires_grad}
-        kind = "reduce_scatter" if self.zero >= 2 else "all_reduce"
-        return torch.profiler.record_function(
-            f"shardwright:{kind}", f"{self.label} numel={numel} dtype={','.join(dtypes)}"
-        )
-
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Broadcast parameters and `buffers` of rank `root`. Collective."""
         parameters = (
@@ -659,6 +450,7 @@ class Replica:
 
     def broadcast(self, tensors: list[torch.Tensor], root: int, label: str) -> None:
         """Broadcast values of rank `root`. Collective."""
+        tensors = [held_tensor(each) if is_dtensor(each) else each for each in tensors]
         if not _hooks.profiler_enabled():
             self.backend.broadcast(tensors, root, label)
             return
@@ -695,30 +487,6 @@ def live_replicas() -> list[Replica]:
     return sorted(_live, key=lambda replica: replica.serial)
 
 
-def _opener(replica: weakref.ref[Replica], synchronises: Callable[[], bool]) -> Callable[[], bool]:
-    """Return the callback for the opening of a round. It is weak: the reducer holds it, and the replica holds the
-    reducer."""
-
-    def open_round() -> bool:
-        alive = replica()
-        if alive is None:
-            return False
-        local = not synchronises() or (alive.opens_locally and not alive.reducer.pending_forward)
-        if alive.sparse is not None:
-            alive.sparse.is_local = local
-        close = alive.reducer.close
-        if alive.after_round or alive.sparse is not None or alive.times is not None or _hooks.profiler_enabled():
-            close = functools.partial(alive.close, local)
-            if alive.times is not None:
-                alive.times.backward_start = time.perf_counter_ns()
-        elif alive.watcher is not None:
-            close = alive.close
-        _hooks.queue_at_end(close, alive.reducer.fail)
-        return not local
-
-    return open_round
-
-
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
     """Return `method` without its object, which the reducer must not hold; it becomes `otherwise` once the object is
     gone."""
@@ -729,29 +497,3 @@ def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., 
         return otherwise if alive is None else alive(*arguments)
 
     return call
-
-
-def _local_output_hook(replica: weakref.ref[Replica]) -> Callable[[torch.Tensor], None]:
-    """Return the hook for outputs of a forward inside no_sync(): their backward is local, unless a forward outside of it
-    waits for a backward, too."""
-
-    def on_output_gradient(_: torch.Tensor) -> None:
-        alive = replica()
-        if alive is None:
-            return
-        alive.opens_locally = True
-        try:
-            alive.reducer.open_round()
-        finally:
-            alive.opens_locally = False
-
-    return on_output_gradient
-
-
-def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
-    open_round = reducer.open_round
-
-    def on_output_gradient(_: torch.Tensor) -> None:
-        open_round()
-
-    return on_output_gradient

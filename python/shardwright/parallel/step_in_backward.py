@@ -31,7 +31,7 @@ def adopt(replica: Any) -> None:
     Error
         At zero >= 1, where steps are on slices.
     """
-    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.parameters) if optimizers_of(p)]
+    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
     if not stepped:
         return
     if replica.zero:
@@ -42,7 +42,7 @@ def adopt(replica: Any) -> None:
         )
     parameters = [parameter for _, parameter in stepped]
     take_hooks(parameters)
-    replica.after_round.append(_Stepper(parameters))
+    replica.rounds.after_round.append(_Stepper(parameters))
 
 
 class _Stepper:

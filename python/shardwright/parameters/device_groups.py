@@ -21,6 +21,7 @@ import torch
 
 from .._engine import DeviceUnits, Reducer
 from ..backend.device_link import DeviceLink, alias
+from ..backend.registration import Registration
 from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import itemsize_of, make_dense
 from ..layout.views import dtype_name
@@ -121,9 +122,13 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         super().__init__(backend, reducer, request, shared=False)
         for index in self._released:
             make_dense(table.parameters[index])
+        self._depth = depth_of(plans, request.options.prefetch)
+        self._plan_places(plans, members)
+        self._registration: Registration | None = None
+        if request.options.communicator == "register":
+            self._register()
         self._slices = {index: self._slice(index) for index in sorted(self._released)}
         self._write_slices()
-        self._depth = depth_of(plans, request.options.prefetch)
         engine = self._make_units(plans, members)
         self._places = Places(engine, link.current_stream, weakref.WeakMethod(self._make_apart))
         self._places.update()
@@ -146,8 +151,19 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._pieces[bucket] = cuda.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
         return self._pieces[bucket][first : first + count]
 
-    def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
-        """Return the units, and behind them the compute forms, whose places those units have not."""
+    def _register(self) -> None:
+        """Register one region for all that gathers into places read and write: slices and places."""
+        shapes = {bucket: self._reducer.bucket_shape(bucket) for at in self._at for bucket in at}
+        pieces = [shape[1] // self._slicing.count * itemsize_of(shape[2]) for shape in shapes.values()]
+        what = f"units of {self._label}"
+        self._registration = Registration(self._row, pieces + self._spans, self._like, what, adds=False)
+        if self._registration.buffers:
+            self._memory_of_places[:] = self._registration.buffers[len(pieces) :]
+            for (bucket, shape), memory in zip(shapes.items(), self._registration.buffers):
+                self._pieces[bucket] = memory.view(getattr(torch, shape[2]))
+
+    def _plan_places(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> None:
+        """Plan the forms of units and the places in which they lie."""
         computed = [number for number, indices in enumerate(members) if self._cast_to.keys() & indices]
         #: the plan of each form, and whether it is a compute form
         self._forms = [(number, False) for number in range(len(plans))] + [(number, True) for number in computed]
@@ -161,10 +177,15 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         spans = [0] * (max(self._numbers) + 1)
         for place, size in zip(self._numbers, sizes):
             spans[place] = max(spans[place], size)
-        self._unit_bytes = sum(spans)
-        like = self._table.parameters[0].data
-        self._like = cuda.runtime.zeros(0, torch.uint8, like)
-        memory = [cuda.runtime.zeros(span, torch.uint8, like) for span in spans]
+        self._unit_bytes, self._spans, self._computed = sum(spans), spans, computed
+        self._like = cuda.runtime.zeros(0, torch.uint8, self._table.parameters[0].data)
+        self._memory_of_places: list[torch.Tensor] = []
+
+    def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
+        """Return the units, and behind them the compute forms, whose places those units have not."""
+        zeros = cuda.runtime.zeros
+        memory = self._memory_of_places or [zeros(span, torch.uint8, self._like) for span in self._spans]
+        computed = self._computed
         specs = []
         for form, (number, is_computed_with) in enumerate(self._forms):
             place = self._numbers[number]
@@ -173,7 +194,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             tensors.update(zip(members[number], self._tensors(form, memory[place])))
             address = 0 if number in computed and not is_computed_with else memory[place].data_ptr()
             specs.append((plans[number].name or self._label, place, address, self._runs_of(form)))
-        return DeviceUnits(self._row.comm, len(spans), specs)
+        return DeviceUnits(self._row.comm, len(self._spans), specs)
 
     def _plan_forms(self) -> None:
         self._at: list[dict[int, tuple[int, str]]] = []  # of each form: bucket -> first byte, and its dtype there
@@ -276,7 +297,12 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._places.announce = announce
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join: have `announce` called with a unit before it is gathered."""
+        """Inside a join: have `announce` called with a unit before it is gathered.
+
+        There one rank gathers a unit into its place and another into separate memory, so registration ends.
+        """
+        if announce is not None and self._registration is not None:
+            self._registration.end("a rank may gather units into separate memory inside a join")
         self._places.announce = announce
 
     def gather_beside(self, unit: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..layout.local_parameters import is_local
 from ..layout.param_table import ParameterTable
 from ..torch_compat.autograd import inside_functional_call, unguarded
 
@@ -56,6 +57,9 @@ class DriftCheck:
         self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
         self._addresses = self._read_addresses()
+        self._local = [
+            (name, p, tuple(p.owner.placements)) for name, p in zip(table.names, table.parameters) if is_local(p)
+        ]
         self._versions = self._read_versions() if shared else None
         #: True while other tensors stand in the places of some parameters for the time of a call
         self.is_stateless = False
@@ -90,6 +94,11 @@ class DriftCheck:
             self.is_stateless = self._is_swapped()
             if not self.is_stateless:
                 self._compare_names(module)
+        for name, local, placements in self._local:
+            if not local.is_in_place() or tuple(local.owner.placements) != placements:
+                raise Error(
+                    f"parameter {name!r} is a DTensor whose local tensor or placements were replaced after the module was wrapped; {_REMEDY}"
+                )
         addresses = self._read_addresses()
         if self._places is not None:
             self._addresses = self._places()
@@ -124,14 +133,14 @@ class DriftCheck:
     def none_in_place(self) -> bool:
         """Return True if no parameter of the table is in its place, which is_stateless says of some."""
         present = {id(each) for each in chain.from_iterable(self._views)}
-        return not any(id(parameter) in present for parameter in self._table.parameters)
+        return not any(id(parameter) in present for parameter in self._table.module_parameters)
 
     def _read_addresses(self) -> list[int]:
         with unguarded():
             return list(map(torch.Tensor.data_ptr, self._table.parameters))
 
     def _compare_names(self, module: torch.nn.Module) -> None:
-        known = dict(zip(self._table.names, self._table.parameters))
+        known = dict(zip(self._table.names, self._table.module_parameters))
         found = {name: p for name, p in module.named_parameters() if name not in self._ignored}
         for name, parameter in found.items():
             if name not in known:

@@ -38,7 +38,9 @@ class StepGathers:
 
     def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:
         self._link, self._reducer, self._table, self._label = link, reducer, request.table, request.label
-        self._plans: Sequence[UnitPlan] = request.forwards if _hooks.CAN_BE_UNGUARDED and not link.borrows else ()
+        # A DTensor's local tensor is read in C, past a guard.
+        may_wait = _hooks.CAN_BE_UNGUARDED and not link.borrows and request.table.model_mesh is None
+        self._plans: Sequence[UnitPlan] = request.forwards if may_wait else ()
         self._guard = WaitGuard(self._table.names, self._table.parameters, _weakly(self))
         self._engine: DeviceUnits | None = None
         self._planned: list[int] = []  # buckets

@@ -21,9 +21,11 @@ from typing import Any, NoReturn, cast
 import torch
 
 from .._engine import Error, sample_crc32c
+from ..layout.local_parameters import module_parameter
 from ..layout.memory import address_of
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import ReadGuard
 
 _NO_TASK = -1
@@ -75,8 +77,10 @@ class Unit:
         self.indices = [index for index, _, _, _ in members]
         self.names = [name for _, name, _, _ in members]
         self.parameters = [parameter for _, _, parameter, _ in members]
+        self.module_parameters = [module_parameter(parameter) for parameter in self.parameters]
         self.whole = [whole for _, _, _, whole in members]
-        self._guard = ReadGuard(self.names, self.parameters)
+        self._has_dtensors = any(map(is_dtensor, self.module_parameters))
+        self._guard = ReadGuard(self.names, self.module_parameters)
         self.compute_form: ComputeForm | None = None
         self.forms: list[Unit] = []
         self.running: list[int] = []
@@ -103,27 +107,29 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if `tensor` is in this unit's pages."""
+        if self._has_dtensors and is_dtensor(tensor):
+            tensor = held_tensor(tensor)
         address = address_of(tensor) if self.whole else 0
         return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
 
     def show_whole(self) -> None:
         """Make the parameters whole and readable."""
-        self._guard.lower(self.parameters)
+        self._guard.lower(self.module_parameters)
         for parameter, each in zip(self.parameters, self.whole):
             parameter.data = each
 
     def show_released(self) -> None:
         """Make the parameters NaN, so that reading them raises an error."""
-        self._guard.lower(self.parameters)
+        self._guard.lower(self.module_parameters)
         for parameter, each in zip(self.parameters, self.placeholders):
             parameter.data = each
-        self._guard.raise_(self.parameters)
+        self._guard.raise_(self.module_parameters)
 
     def give_up(self, *, whole: bool = True) -> None:
         """Stop managing the parameters: they are readable, or released for the last time."""
         self._guard.is_orphan = True
         if whole:
-            self._guard.lower(self.parameters)
+            self._guard.lower(self.module_parameters)
 
     def data_pointers(self) -> list[int]:
         """Return the current address of each parameter's data."""
@@ -341,7 +347,7 @@ class UnitSchedule:
                 last.move_to_end(after)
 
     def _hook_states(self, module: torch.nn.Module) -> None:
-        released = {id(p): unit.number for unit in self._plain for p in unit.parameters}
+        released = {id(p): unit.number for unit in self._plain for p in unit.module_parameters}
         for each in module.modules():
             numbers = {released[id(p)] for p in each.parameters(recurse=False) if id(p) in released}
             for number in sorted(numbers):
@@ -352,7 +358,7 @@ class UnitSchedule:
         """Hook modules with parameters of the outermost unit, which may be called by themselves: an encoder before its
         decoder.
         """
-        members = {id(p) for p in self.units[0].parameters}
+        members = {id(p) for p in self.units[0].module_parameters}
         for each in module.modules():
             if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
                 hook = _ModuleHook(self, UnitSchedule._before_holder, 0)

@@ -122,9 +122,11 @@ def _cache_folder() -> str | None:
     return str(parent / "shardwright")
 
 
-def open_gpu(ordinal: int, libraries: dict[str, str | None], host: Any = None) -> DeviceComm:
+def open_gpu(
+    ordinal: int, libraries: dict[str, str | None], host: Any = None, beside: DeviceComm | None = None
+) -> DeviceComm:
     """Open a GPU for this rank alone. If GPU memory is short, ask torch's allocator to free its unused blocks."""
-    return DeviceComm(ordinal, host=host, make_room=lambda: runtime.make_room(ordinal), **libraries)
+    return DeviceComm(ordinal, host=host, make_room=lambda: runtime.make_room(ordinal), beside=beside, **libraries)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:

@@ -1,0 +1,34 @@
+"""`shardwright run OPTIONS program.py`: a program of accelerate or of the Trainer, unchanged, with our classes.
+
+accelerate launch --multi_gpu --num_processes 2 -m shardwright run zero2 program.py
+torchrun --nproc-per-node 2 -m shardwright run options.yaml program.py --its arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "run",
+        help="run an unchanged program of accelerate or of transformers' Trainer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("options", help="zero2, or zero=3,compress=int8, or a file .yaml or .json of such names")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="program.py or -m module, and its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the program in this process."""
+    from ..integrations.stock_programs import run_program
+
+    if not options.program or options.program == ["-m"]:
+        print("shardwright run: needs a program, as in `shardwright run zero2 program.py`")
+        return 2
+    run_program(options.options, options.program)
+    return 0

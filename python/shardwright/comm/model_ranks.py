@@ -1,0 +1,156 @@
+"""The ranks of a model mesh: agreements and exact sums beside the group whose ranks average gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Error, norm_sum, norm_value
+from ..layout.model_mesh import ModelMesh
+from ..layout.param_table import ParameterTable, verify
+from .agreement import NORM_SUM_BYTES, added_sums, gather_answers
+from .process_group import HostGroup, group_over, group_ranks, host_group
+
+__all__ = ["ModelRanks"]
+
+_DIGEST_BYTES = 8
+
+
+class ModelRanks:
+    """The ranks with which this one shares the model of a module: one communicator a dimension. Collective.
+
+    Parameters
+    ----------
+    mesh : ModelMesh
+    timeout_s : float
+    """
+
+    def __init__(self, mesh: ModelMesh, timeout_s: float) -> None:
+        self._mesh = mesh
+        self._groups = [host_group(each, timeout_s) for each in mesh.groups()]
+        self._together: tuple[int, ...] | None = None
+
+    def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:
+        """Raise on all ranks if one has a `failure`, or another description. Collective."""
+        for dimension, group in zip(self._mesh.dimensions, self._groups):
+            lines = description if failure is None else [["failure", str(failure)]]
+            what = f"the wrapped {label} along mesh dimension {dimension!r}"
+            try:
+                verify(lines, group.comm.all_gather_bytes, what, failure)
+            except (Error, NotImplementedError) as error:
+                failure = error
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                failure = None  # its traceback holds this frame
+
+    def with_group(self, group: HostGroup) -> Any:
+        """Return torch's group over the ranks of `group` and those of the mesh. Collective at first use."""
+        if self._together is None:
+            ranks = set(group_ranks(group.torch_group))
+            for each in self._groups:
+                mine = json.dumps(sorted(ranks)).encode()
+                for said in each.comm.all_gather_bytes(mine, "ranks of a model"):
+                    ranks.update(json.loads(said))
+            self._together = tuple(sorted(ranks))
+        return group_over(self._together)
+
+    def check_replicated(self, table: ParameterTable, group: HostGroup, label: str) -> None:
+        """Raise Error on all ranks if a parameter that is not sharded over a dimension differs along it. Collective.
+
+        Rank 0's values of the `group` count, which are those that its ranks begin with. Cost: 8 bytes a parameter.
+        """
+        digests = b"".join(map(_digest, table.parameters)) if group.rank == 0 else b""
+        digests = group.comm.all_gather_bytes(digests, f"values of {label}")[0]
+
+        def differing(said: Sequence[bytes], dimension: int) -> str:
+            for index, (name, sharded) in enumerate(zip(table.names, table.sharded_kinds)):
+                at = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
+                other = next((rank for rank, each in enumerate(said) if each[at] != said[0][at]), None)
+                if other is not None and not sharded[dimension]:
+                    return (
+                        f"parameter {name!r} is not sharded over {self._between(dimension, other)} have other values of it: make it on equal seeds, "
+                        "load equal values, or shard it"
+                    )
+            return ""
+
+        sentence = ""
+        try:
+            self._exchange(lambda: digests, differing, f"values of {label}")
+        except Error as error:
+            sentence = str(error)
+        told = group.comm.all_gather_bytes(sentence.encode(), f"values of {label}")
+        if any(told):
+            raise Error(next(each for each in told if each).decode())
+
+    def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
+        """Return the exact sum of squares of all ranks of the mesh. Collective.
+
+        Parameters
+        ----------
+        squares : bytes
+            This rank's sums (ModuleGradients.squares_of): one for each of the sorted, distinct `kinds`.
+
+        Raises
+        ------
+        Error
+            On all ranks, if gradients that are not sharded over a dimension have other sums along it.
+        """
+        sums = _cut(squares)
+
+        def differing(said: Sequence[bytes], dimension: int) -> str:
+            rows = [_cut(each) for each in said]
+            problem = ""
+            for position, kind in enumerate(sorted(set(kinds))):
+                column = [row[position] for row in rows]
+                if kind[dimension]:
+                    sums[position] = added_sums(column)
+                    continue
+                norms = [repr(norm_value([each])) for each in column]
+                other = next((rank for rank, each in enumerate(norms) if each != norms[0]), None)
+                if other is not None:
+                    problem = (
+                        f"the gradients of {label} that are not sharded over {self._between(dimension, other)} have other gradients, of norm "
+                        f"{norms[0]} and {norms[other]}: these ranks no longer train one model"
+                    )
+            return problem
+
+        self._exchange(lambda: b"".join(sums), differing, f"norm of the gradients of {label}")
+        return added_sums(sums) if sums else norm_sum([])
+
+    def _between(self, dimension: int, other: int) -> str:
+        ranks = group_ranks(self._groups[dimension].torch_group)
+        return f"mesh dimension {self._mesh.dimensions[dimension]!r}, and ranks {ranks[0]} and {ranks[other]}"
+
+    def _exchange(self, mine: Callable[[], bytes], judge: Callable[[Sequence[bytes], int], str], label: str) -> None:
+        """Give `judge` the answers of each dimension's ranks in turn. Raise its sentence on all ranks of the mesh."""
+        failure: Error | None = None
+
+        def answer() -> bytes:
+            if failure is not None:
+                raise failure
+            return mine()
+
+        for dimension, group in enumerate(self._groups):
+            try:
+                problem = judge(gather_answers(group.comm, answer, label), dimension)
+                failure = Error(problem) if problem else None
+            except Error as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+
+def _cut(sums: bytes) -> list[bytes]:
+    return [sums[at : at + NORM_SUM_BYTES] for at in range(0, len(sums), NORM_SUM_BYTES)]
+
+
+def _digest(parameter: torch.Tensor) -> bytes:
+    data = parameter.detach().contiguous().reshape(-1)
+    held = data.view(torch.uint8).cpu().numpy().data if data.numel() else b""
+    return hashlib.sha256(held).digest()[:_DIGEST_BYTES]

@@ -1,0 +1,174 @@
+"""The rounds of one wrapped module: how each begins and ends, and what follows its averages."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Reducer
+from ..layout.param_table import ParameterTable
+from ..layout.views import dtype_name
+from ..torch_compat import autograd as _hooks
+from .module_gradients import ModuleGradients
+from .sparse_gradients import SparseGradients
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """The rounds of a module on this rank.
+
+    The reducer calls back through weak references: it must not keep this object alive, which holds the reducer.
+
+    Attributes
+    ----------
+    sparse : SparseGradients or None
+        See attach().
+    after_round : list of callables
+        Called after each round to which this rank contributes, usually inside a backward.
+    runs_callbacks : bool
+        True while `after_round` is called.
+    watcher : object or None
+        Its after_round(seconds) gets the duration of each end of a round.
+    begin_iteration : callable or None
+        Gets the number of synchronised forwards so far; returns an object for the times of the next, or None.
+    """
+
+    def __init__(self, table: ParameterTable, reducer: Any, label: str, zero: int) -> None:
+        self._table, self._reducer, self._label, self._zero = table, reducer, label, zero
+        self._gradients: Any = None
+        self.sparse: SparseGradients | None = None
+        self.after_round: list[Callable[[], None]] = []
+        self.runs_callbacks = False
+        self.watcher: Any = None
+        self.begin_iteration: Callable[[int], Any] | None = None
+        self._iterations = 0
+        self._times: Any = None
+        self._opens_locally = False  # while the outputs of a forward inside no_sync() open a round
+        self.on_output_gradient = _output_hook(reducer)
+        self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
+
+    def attach(self, gradients: ModuleGradients, sparse: SparseGradients | None) -> None:
+        """Set the gradients that rounds average, and those that are exchanged after each round."""
+        self._gradients, self.sparse = gradients, sparse
+
+    def forward(self, synchronises: bool) -> None:
+        """Count a forward with gradients, before it."""
+        if synchronises:
+            self._iterations += 1
+            if self.begin_iteration is not None:
+                self._times = self.begin_iteration(self._iterations - 1)
+        self._reducer.forward(synchronises)
+
+    def opener(self, synchronises: Callable[[], bool]) -> Callable[[], bool]:
+        """Return the callback that opens a round. It returns True if the round synchronises."""
+        reference = weakref.ref(self)
+
+        def open_round() -> bool:
+            rounds = reference()
+            if rounds is None:
+                return False
+            reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
+            local = not synchronises() or (rounds._opens_locally and not reducer.pending_forward)
+            if sparse is not None:
+                sparse.is_local = local
+            close = reducer.close
+            if rounds.after_round or sparse is not None or times is not None or _hooks.profiler_enabled():
+                close = functools.partial(rounds._close, local)
+                if times is not None:
+                    times.backward_start = time.perf_counter_ns()
+            elif rounds.watcher is not None:
+                close = rounds._close
+            _hooks.queue_at_end(close, reducer.fail)
+            return not local
+
+        return open_round
+
+    def _close(self, local: bool = False) -> None:
+        """Close the round at the end of a backward."""
+        times = None if local else self._times
+        if times is not None:
+            times.backward_end = time.perf_counter_ns()
+        self._end(self._reducer.close)
+        if times is not None:
+            times.close_end = time.perf_counter_ns()
+
+    def close_pending(self) -> None:
+        """Close a synchronised forward that no backward followed, before gradients are used."""
+        was_pending = self._reducer.pending_forward
+        self._end(self._reducer.close_pending)
+        if was_pending:
+            self._gradients.closed_without_backward = True
+
+    def average(self) -> None:
+        """Average the current `.grad` in a round. Collective."""
+        if self.sparse is not None:
+            self.sparse.use_all()
+        self._end(self._reducer.average)
+
+    def shadow(self, standing: Sequence[int] | None = None) -> None:
+        """Run a round of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
+        end = self._reducer.shadow if standing is None else functools.partial(self._reducer.shadow, standing)
+        self._end(end, contributes=False)
+
+    def _end(self, end: Callable[[], None], *, contributes: bool = True) -> None:
+        begin_s = time.perf_counter()
+        has_followers = self.sparse is not None or bool(self.after_round)
+        before = self._reducer.stats()["rounds"] if has_followers else 0
+        with self._range() if _hooks.profiler_enabled() else contextlib.nullcontext():
+            end()
+        if has_followers and (not contributes or self._reducer.stats()["rounds"] != before):
+            self._follow(contributes)
+        if self.watcher is not None:
+            self.watcher.after_round(time.perf_counter() - begin_s)
+
+    def _follow(self, contributes: bool) -> None:
+        """Exchange sparse gradients and call `after_round`, after a round that averaged."""
+        if self.sparse is not None:
+            self.sparse.exchange(contributes=contributes)
+        self.runs_callbacks = True
+        try:
+            for call in self.after_round if contributes else ():
+                call()
+        finally:
+            self.runs_callbacks = False
+
+    def _range(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a profiler's range for the end of a round, which waits for the averages."""
+        trained = [p for p in self._table.parameters if p.requires_grad]
+        dtypes = ",".join({dtype_name(p.dtype): None for p in trained})
+        kind = "reduce_scatter" if self._zero >= 2 else "all_reduce"
+        numel = sum(p.numel() for p in trained)
+        return torch.profiler.record_function(f"shardwright:{kind}", f"{self._label} numel={numel} dtype={dtypes}")
+
+
+def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
+    open_round = reducer.open_round
+
+    def on_output_gradient(_: torch.Tensor) -> None:
+        open_round()
+
+    return on_output_gradient
+
+
+def _local_output_hook(reference: weakref.ref[Rounds]) -> Callable[[torch.Tensor], None]:
+    """Return the hook for outputs of a forward inside no_sync(): their backward is local, unless a forward outside of it
+    also waits for a backward."""
+
+    def on_output_gradient(_: torch.Tensor) -> None:
+        rounds = reference()
+        if rounds is None:
+            return
+        rounds._opens_locally = True
+        try:
+            rounds._reducer.open_round()
+        finally:
+            rounds._opens_locally = False
+
+    return on_output_gradient

@@ -1,0 +1,66 @@
+"""The names of deepspeed.zero: whole parameters for a while, and the place where a model is built."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..parallel.replica import live_replicas
+from ..wrap import full_parameters
+
+__all__ = ["GatheredParameters", "Init"]
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: Any = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Give every rank whole parameters inside. Collective.
+
+    Parameters
+    ----------
+    params : Parameter or iterable of Parameter
+        Parameters of any modules. Those that no engine holds are whole anyway.
+    modifier_rank : int, optional
+        The rank that writes to them inside; afterwards all ranks have its values. None: they are read only.
+    fwd_module : object
+        Without effect.
+    enabled : bool
+        False: do nothing.
+
+    Notes
+    -----
+    Cost at stage 3: all parameters of each wrapped module that holds one of `params`, see full_parameters.
+    """
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    homes = {id(p): each for each in live_replicas() for p in each.table.parameters}
+    held = [p for p in given if id(p) in homes] if enabled else []
+    with full_parameters(held, writable=modifier_rank is not None):
+        yield
+        if modifier_rank:  # full_parameters gives all ranks those of rank 0
+            for replica in dict.fromkeys(homes[id(p)] for p in held):
+                ours = [p for p in held if homes[id(p)] is replica]
+                replica.group.broadcast(ours, modifier_rank, f"parameters that rank {modifier_rank} wrote")
+
+
+class Init(contextlib.ContextDecorator):
+    """A context in which a model is built as without it. It takes DeepSpeed's arguments.
+
+    `initialize` gives all ranks rank 0's values and slices them. Until then each rank holds the whole model. To hold
+    none before, build it on the meta device and call sw.materialize.
+    """
+
+    def __init__(self, module: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.module = module
+
+    def __enter__(self) -> Init:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""

@@ -1,0 +1,84 @@
+"""Options of an integration that a program's text does not hold: one word, a list of options, or a file.
+
+The text is an argument of the program, or the variable SHARDWRIGHT_OPTIONS, which `shardwright run` sets:
+
+    zero2
+    zero=3,compress=int8,share_parameters=false
+    options.yaml                                    (or .json: a mapping of the same names)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
+from ..options.options import Options
+
+__all__ = ["VARIABLE", "chosen", "read_settings"]
+
+VARIABLE = "SHARDWRIGHT_OPTIONS"
+_COMPRESSORS = {
+    "fp16": Fp16(),
+    "bf16": Bf16(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "powersgd": PowerSGD(rank=4),
+    "auto": "auto",
+}
+_OWN = ("zero", "compress", "partition")
+
+
+def read_settings(text: str) -> dict[str, Any]:
+    """Return the arguments `zero`, `compress`, `partition` and `wrap_options` of Accelerator that a text stands for.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For text of another form, an option that does not exist, or a value out of its range.
+    """
+    found = _read_file(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, text.split(",")))
+    if isinstance(found.get("compress"), str):
+        if found["compress"] not in _COMPRESSORS:
+            raise ValueError(f"compress must be one of {', '.join(_COMPRESSORS)}, got {found['compress']!r}")
+        found["compress"] = _COMPRESSORS[found["compress"]]
+    Options.from_keywords(found)
+    others = {name: value for name, value in found.items() if name not in _OWN}
+    return {**{name: found[name] for name in _OWN if name in found}, **({"wrap_options": others} if others else {})}
+
+
+def _read_item(item: str) -> tuple[str, Any]:
+    stage = re.fullmatch(r"zero([0-3])", item.strip())
+    if stage:
+        return "zero", int(stage[1])
+    name, equals, value = (part.strip() for part in item.partition("="))
+    if not equals or not name:
+        raise ValueError(f"options must be 'zero2', 'name=value,...' or a file .yaml or .json, got {item!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        if path.endswith(".json"):
+            found = json.load(file)
+        else:
+            import yaml  # type: ignore[import-untyped, unused-ignore]  # accelerate needs it, too
+
+            found = yaml.safe_load(file)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path} must hold a mapping of options, got {type(found).__name__}")
+    return dict(found)
+
+
+def chosen(text: str, zero: int | None, **given: Any) -> dict[str, Any]:
+    """Return the arguments of Accelerator: those given, or, where no stage is given, those of a text or the variable."""
+    text = text or os.environ.get(VARIABLE, "")
+    found = read_settings(text) if zero is None and text else {}
+    asked = {name: value for name, value in given.items() if value not in (None, "auto")}
+    return {**given, "zero": 0 if zero is None else zero, **found, **asked}

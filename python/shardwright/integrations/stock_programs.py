@@ -1,0 +1,77 @@
+"""Programs of accelerate and of transformers' Trainer that train with shardwright without an edit.
+
+`install` puts our Accelerator in the place of accelerate's, and our Trainer in that of transformers', before the program
+imports either. No file of Python's start is changed, and no other process is.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .settings import VARIABLE, read_settings
+
+__all__ = ["install", "run_program"]
+
+_TRAINER = "transformers.trainer"
+
+
+def install(text: str) -> None:
+    """Let programs that begin now use our classes, with the options that `text` stands for; see read_settings."""
+    read_settings(text)
+    os.environ[VARIABLE] = text
+    import accelerate.accelerator
+
+    from .accelerate import Accelerator
+
+    accelerate.Accelerator = accelerate.accelerator.Accelerator = Accelerator
+    if _TRAINER in sys.modules:
+        _replace_trainer(sys.modules[_TRAINER])
+    else:
+        sys.meta_path.insert(0, _TrainerFinder())
+
+
+def _replace_trainer(module: Any) -> None:
+    from . import accelerate, transformers
+
+    module.Trainer = sys.modules["transformers"].Trainer = transformers.Trainer  # type: ignore[attr-defined]
+    module.Accelerator = accelerate.Accelerator
+
+
+class _TrainerFinder(importlib.abc.MetaPathFinder):
+    """A finder that replaces the Trainer as soon as its module has been imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != _TRAINER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_replace(module: Any) -> None:
+            execute(module)
+            _replace_trainer(module)
+
+        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+        return spec
+
+
+def run_program(text: str, command: Sequence[str]) -> None:
+    """Run `program.py arguments...`, or `-m module arguments...`, as Python does, with our classes."""
+    install(text)
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+        runpy.run_path(command[0], run_name="__main__")

@@ -1,0 +1,161 @@
+"""Local parameters: the plain tensors as which the engine sees the DTensors of tensor parallelism.
+
+A LocalParameter is the `_local_tensor` of a DTensor. Its memory is the DTensor's; gradient, requires_grad, version and
+hooks are read from the DTensor and written to it (docs/design/compose.md).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+from .._engine import Error
+from ..torch_compat import dtensor as _dtensor
+
+__all__ = [
+    "LocalParameter",
+    "as_dtensors",
+    "is_local",
+    "local_of",
+    "module_parameter",
+    "part_of",
+    "whole_of",
+    "whole_tensor",
+]
+
+
+class LocalParameter(torch.nn.Parameter):
+    """The local tensor of a DTensor parameter. It lives in its DTensor, and longer than any wrapper."""
+
+    _owner: weakref.ref[torch.Tensor]
+
+    @classmethod
+    def of(cls, owner: torch.Tensor) -> LocalParameter:
+        """Return the local parameter of a DTensor; make it, and put it in the place of the local tensor, if needed."""
+        held = _dtensor.held_tensor(owner)
+        if isinstance(held, LocalParameter) and held._owner() is owner:
+            return held
+        local = _dtensor.waited(held).detach()
+        made: LocalParameter = torch.Tensor._make_subclass(cls, local, False)
+        made._owner = weakref.ref(owner)
+        _dtensor.set_held_tensor(owner, made)
+        return made
+
+    @property
+    def owner(self) -> Any:
+        """Return the DTensor."""
+        owner = self._owner()
+        if owner is None:
+            raise Error("the DTensor of a local parameter has ended")
+        return owner
+
+    def is_in_place(self) -> bool:
+        """Return True if this is still the DTensor's local tensor."""
+        return _dtensor.held_tensor(self.owner) is self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Return the local tensor of the DTensor's gradient, redistributed to the parameter's placements."""
+        owner = self.owner
+        gradient = owner.grad
+        if gradient is None:
+            return None
+        if not _dtensor.is_dtensor(gradient):
+            raise Error(f"the gradient of a DTensor parameter is a {type(gradient).__name__}: it must be a DTensor")
+        placed = _dtensor.placed_as(gradient, owner)
+        held = _dtensor.held_tensor(placed)
+        local = _dtensor.waited(held)
+        if placed is not gradient or local is not held:
+            self.grad = local
+        return local
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        owner = self.owner
+        gradient = owner.grad
+        if value is None:
+            owner.grad = None
+        elif (
+            gradient is None
+            or _dtensor.held_tensor(gradient) is not value
+            or tuple(gradient.placements) != tuple(owner.placements)
+        ):
+            owner.grad = _dtensor.like_dtensor(value, owner)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.owner.grad = None
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return bool(self.owner.requires_grad)
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return int(self.owner._version)
+
+    @property
+    def _post_accumulate_grad_hooks(self) -> Any:  # type: ignore[override]
+        return self.owner._post_accumulate_grad_hooks
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        return self.owner.register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain tensor, as a copied DTensor's local tensor is."""
+        return memo.setdefault(id(self), self.detach().clone(memory_format=torch.preserve_format))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def is_local(parameter: torch.Tensor) -> TypeGuard[LocalParameter]:
+    """Return True for a parameter of a table that is the local part of a DTensor."""
+    return isinstance(parameter, LocalParameter)
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a parameter table has for a module's parameter: a DTensor's local parameter, or itself."""
+    held = getattr(parameter, "_local_tensor", None)
+    return held if isinstance(held, LocalParameter) else parameter
+
+
+def module_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the module's own parameter behind one of a parameter table: a DTensor, or itself."""
+    return parameter.owner if is_local(parameter) else parameter
+
+
+def whole_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a value that has the shape of a table's parameter. Collective over a DTensor's mesh."""
+    return _dtensor.full_tensor(value, parameter.owner) if is_local(parameter) else value
+
+
+def whole_tensor(value: Any) -> Any:
+    """Return a DTensor's whole tensor; any other value unchanged. Collective over its mesh."""
+    return _dtensor.full_tensor(_dtensor.held_tensor(value), value) if _dtensor.is_dtensor(value) else value
+
+
+def part_of(parameter: torch.Tensor, value: Any) -> Any:
+    """Return this rank's part of a value that belongs to a table's parameter and may be whole, or a DTensor."""
+    if _dtensor.is_dtensor(value):
+        return _dtensor.waited(_dtensor.held_tensor(value))
+    if is_local(parameter) and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.owner.shape:
+        return _dtensor.local_part(value, parameter.owner)
+    return value
+
+
+def as_dtensors(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with whole tensors made DTensors where `like` has them under the same name, of the same shape."""
+    made: Any = copy.copy(state)  # with its attributes: torch's `_metadata`
+    for name, value in state.items():
+        live: Any = like.get(name)
+        if _dtensor.is_dtensor(live) and isinstance(value, torch.Tensor) and not _dtensor.is_dtensor(value):
+            if value.shape == live.shape:
+                part = _dtensor.local_part(value, live).contiguous()
+                made[name] = _dtensor.placed_like(part, live)
+    result: dict[str, Any] = made
+    return result

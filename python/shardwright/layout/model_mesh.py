@@ -1,0 +1,124 @@
+"""The model mesh: the dimensions over which a module's DTensors are sharded or replicated.
+
+They are torch's (tensor parallelism), beside the ranks that train together. Arithmetic and checks only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..torch_compat.dtensor import is_dtensor
+
+__all__ = ["ModelMesh", "find_model_mesh", "mesh_text", "placed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelMesh:
+    """The mesh of a module's DTensors.
+
+    Attributes
+    ----------
+    mesh : DeviceMesh
+    dimensions : tuple of str
+        Their names; "0", "1", ... where the mesh has none.
+    coordinate : tuple of int
+        This rank's.
+    """
+
+    mesh: Any
+    dimensions: tuple[str, ...]
+    coordinate: tuple[int, ...]
+
+    def sharded(self, parameter: torch.Tensor) -> tuple[bool, ...]:
+        """Return, for each dimension, whether a module's parameter is sharded over it; else its ranks have equal values."""
+        if not is_dtensor(parameter):
+            return (False,) * len(self.dimensions)
+        return tuple(_is_shard(placement) for placement in parameter.placements)  # type: ignore[attr-defined]
+
+    def speaks(self, parameter: torch.Tensor) -> bool:
+        """Return True if this rank's part of a module's parameter is written: of ranks with equal parts the first's."""
+        return all(sharded or place == 0 for sharded, place in zip(self.sharded(parameter), self.coordinate))
+
+    def groups(self) -> list[Any]:
+        """Return torch's group of each dimension, with this rank in it."""
+        return [self.mesh.get_group(dimension) for dimension in range(len(self.dimensions))]
+
+
+def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> ModelMesh | None:
+    """Return the mesh of the DTensors among `parameters`; None without one.
+
+    Raises
+    ------
+    Error, NotImplementedError
+        If a DTensor cannot be trained by `ranks`, the global numbers of those that average gradients.
+    """
+    found: Any = None
+    first = ""
+    for name, parameter in parameters:
+        if not is_dtensor(parameter):
+            continue
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        if found is None:
+            found, first = mesh, name
+            _check_apart(name, mesh, ranks)
+        elif mesh != found:
+            raise NotImplementedError(
+                f"parameter {first!r} is a DTensor on {mesh_text(found)} and {name!r} on {mesh_text(mesh)}: the DTensors of a wrapped "
+                "module must lie on one mesh; name those of the other mesh in ignored_params and wrap their module by itself"
+            )
+        other = [each for each in parameter.placements if not (_is_shard(each) or each.is_replicate())]  # type: ignore[attr-defined]
+        if other:
+            raise NotImplementedError(
+                f"parameter {name!r} is a DTensor on {mesh_text(mesh)} placed as {other[0]!r}: a parameter must be placed as Shard or "
+                "Replicate on each dimension"
+            )
+    if found is None:
+        return None
+    names = found.mesh_dim_names or tuple(map(str, range(found.ndim)))
+    return ModelMesh(found, tuple(names), tuple(found.get_coordinate()))
+
+
+def _check_apart(name: str, mesh: Any, ranks: Sequence[int]) -> None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise Error(
+            f"parameter {name!r} is a DTensor on {mesh_text(mesh)}, of which this rank is none: wrap the module on ranks of that mesh"
+        )
+    mine = int(mesh.mesh[tuple(coordinate)])
+    shared = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {mine})
+    if ranks and (shared or mine not in ranks):
+        raise Error(
+            f"parameter {name!r} is a DTensor on {mesh_text(mesh)}, and gradients are averaged over ranks {_numbers(ranks)}: the two must share "
+            f"one rank, and share {_numbers(sorted([*shared, *{mine} & set(ranks)]))}; pass the data-parallel dimension alone, "
+            'device_mesh=mesh["dp"]'
+        )
+
+
+def mesh_text(mesh: Any) -> str:
+    """Describe a mesh for messages: its dimensions and ranks."""
+    names = mesh.mesh_dim_names
+    sizes = tuple(mesh.mesh.shape)
+    dimensions = ", ".join(f"{name!r}" for name in names) if names else f"{len(sizes)} without names"
+    return f"a mesh of dimension {dimensions} with ranks {_numbers(mesh.mesh.flatten().tolist())}"
+
+
+def placed(parameter: torch.Tensor) -> str:
+    """Return the placements of a DTensor for messages; empty for a plain tensor."""
+    if not is_dtensor(parameter):
+        return ""
+    names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)  # type: ignore[attr-defined]
+    pairs = zip(names, parameter.placements)  # type: ignore[attr-defined]
+    return " on " + ", ".join(f"{name}: {placement}" for name, placement in pairs)
+
+
+def _is_shard(placement: Any) -> bool:
+    return type(placement).__name__ == "Shard"
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,85 @@
+"""PipelineStage: torch's stage of a pipeline over a wrapped module, whose gradients are averaged once a step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
+
+from .._engine import Error
+from .fully_shard import wrapper_of
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage(TorchPipelineStage):
+    """A stage of torch.distributed.pipelining, for every schedule and every stage of ZeRO.
+
+    Parameters
+    ----------
+    submodule : Module
+        The result of sw.wrap, or the outermost module of sw.fully_shard.
+    *args, **kwargs
+        Like torch's.
+    keep_whole : bool
+        At zero=3 with private parameters: keep units whole from the step's first forward until the gradients are averaged,
+        instead of gathering them for each micro-batch.
+
+    Raises
+    ------
+    Error
+        For a module that is not wrapped.
+    NotImplementedError
+        For a torch whose schedules do not say when all backwards of a step are done.
+
+    Notes
+    -----
+    Backwards of micro-batches add up locally. When the schedule has run all of them, the sums are averaged in one round.
+    That holds for zero-bubble schedules, too, whose weight gradients pass by all hooks of autograd. Those schedules read
+    parameters in their backwards, so private units are whole during each.
+    """
+
+    def __init__(self, submodule: torch.nn.Module, *args: Any, keep_whole: bool = False, **kwargs: Any) -> None:
+        if not hasattr(TorchPipelineStage, "perform_reduce_grad"):
+            raise NotImplementedError(
+                f"sw.PipelineStage needs a torch whose stages have perform_reduce_grad, and this is {torch.__version__}: use torch's own "
+                "PipelineStage with the result of sw.wrap"
+            )
+        wrapper = wrapper_of(submodule)
+        if wrapper is None:
+            raise Error(
+                f"sw.PipelineStage needs a wrapped module, or the outermost one that was fully sharded, got {type(submodule).__name__}"
+            )
+        self._wrapper, self._keeps_whole = wrapper, keep_whole
+        self._kept = contextlib.ExitStack()
+        self._is_kept = False
+        super().__init__(submodule, *args, **kwargs)
+
+    def _keep(self) -> None:
+        if self._keeps_whole and not self._is_kept:
+            self._is_kept = True
+            self._kept.enter_context(self._wrapper._engine().access.whole())
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch."""
+        self._keep()
+        with self._wrapper.no_sync():
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a backward of a micro-batch, or a part of it: "full", "input" or "weight". It averages nothing."""
+        reads = backward_type != "full" and self._wrapper._engine().releases_parameters
+        whole = self._wrapper._engine().access.whole() if reads else contextlib.nullcontext()
+        with self._wrapper.no_sync(), whole:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Average the gradients of the step, and scale them. The schedule calls it once all backwards are done."""
+        self._is_kept = False
+        self._kept.close()
+        self._wrapper._engine().average_gradients()
+        super().perform_reduce_grad(grad_scale_factor)

@@ -1,0 +1,130 @@
+"""Reads and writes of a module's parameters: those of the program, of optimizers and of checkpoints."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.process_group import HostGroup
+from ..layout.param_table import ParameterTable
+from ..layout.shard_mesh import Slicing
+from .drift import DriftCheck
+from .write_guard import ReadOnlyParameters, SampledParameters
+
+__all__ = ["ParameterAccess"]
+
+
+class ParameterAccess:
+    """The rules by which one module's parameters are read and written.
+
+    Parameters
+    ----------
+    storage : Storage
+    table : ParameterTable
+    group : HostGroup
+    slicing : Slicing
+    guard : {None, "auto", "read-only", ...}
+        The option write_guard.
+
+    Attributes
+    ----------
+    guard : SampledParameters, ReadOnlyParameters or None
+        Its check(moment) raises Error if shared parameters were written outside of writing().
+    """
+
+    def __init__(
+        self, storage: Any, table: ParameterTable, group: HostGroup, slicing: Slicing, guard: str | None
+    ) -> None:
+        self._storage, self._table = storage, table
+        self.guard = self._make_guard(group, slicing, guard)
+        self._drift: weakref.ref[DriftCheck] | None = None
+        self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
+
+    def _make_guard(
+        self, group: HostGroup, slicing: Slicing, kind: str | None
+    ) -> SampledParameters | ReadOnlyParameters | None:
+        if kind is None or not self._storage.shared:
+            return None
+        if kind == "auto" and len(group.sharers(slicing)) == 1:
+            return None  # no rank shares the parameters
+        if kind != "read-only":
+            return SampledParameters(self._storage, self._table.names, group.comm)
+        return ReadOnlyParameters(self._storage)
+
+    @property
+    def write_guard(self) -> str | None:
+        """Return the kind of the write guard, for describe()."""
+        return None if self.guard is None else self.guard.kind
+
+    # drift ----------------------------------------------------------------------------------------------------------
+
+    def watch(self, module: torch.nn.Module, ignored: frozenset[str], *, pinned: bool) -> DriftCheck:
+        """Check the module from now on, for as long as the caller keeps the result.
+
+        A reference from here to the module would hold the hooks of its submodules, which may hold the wrapper, and
+        nothing would be freed.
+        """
+        storage = self._storage
+        drift = DriftCheck(module, self._table, ignored, pinned=pinned, shared=storage.shared, places=storage.places())
+        self._drift = weakref.ref(drift)
+        return drift
+
+    @property
+    def drift(self) -> DriftCheck | None:
+        """Return the check of the module, if it is watched."""
+        return self._drift() if self._drift is not None else None
+
+    # writes ---------------------------------------------------------------------------------------------------------
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
+        self._storage.settle()
+        return self.guard.writing() if self.guard is not None else contextlib.nullcontext()
+
+    def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
+        """Have `hook()` called before parameters are written in another way than by a step of this rank.
+
+        That is full_parameters(writable=True), and shadowed steps of training ranks, in which their hooks are not
+        called.
+        """
+        handle = RemovableHandle(self._before_writes)
+        self._before_writes[handle.id] = hook
+        return handle
+
+    def before_writes(self) -> None:
+        """Call the registered hooks."""
+        for hook in list(self._before_writes.values()):
+            hook()
+
+    def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Bump the versions of parameters that were written through other tensors, for autograd and other readers of
+        versions.
+        """
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
+        drift = self.drift
+        if drift is not None:
+            drift.accept_writes()
+        self._storage.accept_writes()
+
+    # reads ----------------------------------------------------------------------------------------------------------
+
+    def before_evaluation(self) -> None:
+        """Prepare a forward without gradients, before it."""
+        self._storage.settle()
+        if self.guard is not None:
+            self.guard.check("before a forward")
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which parameters are whole. See full_parameters."""
+        self._storage.settle()
+        if self.guard is not None:
+            self.guard.check("before all parameters are read")
+        whole: contextlib.AbstractContextManager[None] = self._storage.whole()
+        return whole

@@ -1,0 +1,105 @@
+"""DTensors: the private names of torch that tell and replace a DTensor's local tensor.
+
+`_local_tensor` and `_spec` are attributes of torch.distributed.tensor.DTensor since torch 2.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+__all__ = [
+    "full_tensor",
+    "held_tensor",
+    "is_dtensor",
+    "like_dtensor",
+    "local_box",
+    "local_part",
+    "placed_as",
+    "placed_like",
+    "set_held_tensor",
+    "waited",
+]
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return True for a DTensor, without importing torch's module of DTensors."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+
+
+@functools.cache
+def _dtensor_class() -> Any:
+    try:
+        from torch.distributed.tensor import DTensor
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor import DTensor  # type: ignore[no-redef, unused-ignore]
+    return DTensor
+
+
+def held_tensor(dtensor: Any) -> torch.Tensor:
+    """Return the object that a DTensor keeps as its local tensor."""
+    held: torch.Tensor = dtensor._local_tensor
+    return held
+
+
+def set_held_tensor(dtensor: Any, local: torch.Tensor) -> None:
+    """Replace the local tensor of a DTensor by another of its shape."""
+    dtensor._local_tensor = local
+
+
+def like_dtensor(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor with the placements and shape of `like`, whose local tensor is the object `local`."""
+    made: torch.Tensor = _dtensor_class()(local, like._spec, requires_grad=False)
+    return made
+
+
+def placed_like(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor of any dtype over the memory of `local`, with the placements and shape of `like`."""
+    with torch.no_grad():
+        made: torch.Tensor = _dtensor_class().from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    return made
+
+
+def placed_as(dtensor: Any, like: Any) -> Any:
+    """Return a DTensor with the placements of `like`: itself, or redistributed. Collective over its mesh then."""
+    if tuple(dtensor.placements) == tuple(like.placements):
+        return dtensor
+    with torch.no_grad():
+        return dtensor.redistribute(placements=like.placements)
+
+
+def waited(local: Any) -> torch.Tensor:
+    """Return a local tensor once the collective that fills it has ended."""
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()
+    result: torch.Tensor = local
+    return result
+
+
+def full_tensor(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return the whole of a tensor that is placed like the DTensor `like`, of any dtype. Collective over its mesh."""
+    with torch.no_grad():
+        whole: torch.Tensor = placed_like(local, like).full_tensor()  # type: ignore[attr-defined]
+    return waited(whole)
+
+
+def local_part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return this rank's part of a whole tensor that is to be placed like the DTensor `like`. No copy."""
+    shape, offsets = local_box(like)
+    return whole[tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape))]
+
+
+def local_box(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offsets of this rank's box of a DTensor."""
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor._utils import (  # type: ignore[import-not-found, no-redef, unused-ignore]
+            compute_local_shape_and_global_offset,
+        )
+    shape, offsets = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return tuple(shape), tuple(offsets)

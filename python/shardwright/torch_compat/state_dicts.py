@@ -1,0 +1,31 @@
+"""torch.distributed.checkpoint, as far as it takes private names or a look at the caller."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+#: modules whose frames lie between torch's function and the method that it calls
+_BETWEEN = ("shardwright.", "torch.nn.", "torch._dynamo.", "torch.utils.", "accelerate.")
+
+
+def asked_by_torchs_functions() -> bool:
+    """Return True inside a call of get_state_dict, set_state_dict and the others of torch.distributed.checkpoint.state_dict.
+
+    Every rank calls these functions, and they expect whole tensors of state_dict(). A program may call state_dict() on
+    one rank, so that it must not communicate; the caller is the only difference.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_BETWEEN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+
+
+def load_everything(reader: Any) -> dict[str, Any]:
+    """Return the nested state dict of a checkpoint, read by this process alone."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state

@@ -1,0 +1,78 @@
+"""Law: on a mesh (replicate, shard) whose rows are nodes NCCL reduces in the row and then in the column. A rank sends n / S bytes of n to other
+nodes, at every stage, and every stage has the same losses and parameters, bit for bit. The fold of `deterministic=True` sends more. Memory that
+is registered is so on all ranks of an operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from models import Mlp
+from oracle.fold import bits_equal
+from peer import PEER, batch
+from simulated_gpus import SimulatedGpus, run, sw
+from torch.distributed.device_mesh import DeviceMesh
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+ROWS = [[0, 1], [2, 3]]
+#: use bytes and tags of a step, through a ring
+BESIDE = 128
+
+
+def trained(
+    gpus: SimulatedGpus, rank: int, steps: int = 2, joins: bool = False, **options: Any
+) -> tuple[list[torch.Tensor], float, float]:
+    """Losses and parameters; bytes that a step sends to the other node, and those of all buckets."""
+    torch.manual_seed(0)
+    mesh = DeviceMesh("cpu", torch.tensor(ROWS), mesh_dim_names=("replicate", "shard"))
+    module = gpus.adopt_module(Mlp())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    model, optimizer = sw.wrap(module, optimizer, bucket_cap_mb=0.001, device_mesh=mesh, **options)
+    losses, sent = [], 0.0
+    with model.join() if joins else contextlib.nullcontext():
+        for step in range(steps):
+            gpus.synchronize()
+            before = gpus.sent_across()
+            loss = model(batch(rank, 6, 7, step=step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            gpus.synchronize()
+            sent = gpus.sent_across() - before
+            losses.append(loss.detach())
+    reducer = model._engine().reducer
+    size = sum(4 * reducer.bucket_shape(bucket)[1] for bucket in range(reducer.bucket_count))
+    return [*losses, *(value.clone() for value in sw.full_state_dict(model).values())], sent, size
+
+
+def test_every_stage_reduces_alike(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, by_rows)
+
+
+def by_rows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.set_node(rank // len(ROWS[0]))
+    expected: list[torch.Tensor] = []
+    for options in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 2, "communicator": "register"}, {"zero": 3}):
+        found, sent, size = trained(gpus, rank, **options)
+        assert sent <= size / 2 + BESIDE, (options, sent, size)
+        expected = expected or found
+        assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True)), options
+    _, sent, size = trained(gpus, rank, zero=2, deterministic=True)
+    assert sent >= 3 * size / 4, (sent, size)
+
+
+def test_ranks_that_run_out(teams: Any, paths: dict[str, str]) -> None:
+    """Their contribution is none, at zero=2 by the fold."""
+    run(teams, 4, paths, running_out)
+
+
+def running_out(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    whole, sliced = (
+        trained(gpus, rank, 1 + (rank != 3), True, zero=zero, communicator="register")[0] for zero in (0, 2)
+    )
+    for mine, theirs in zip(sliced, whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)

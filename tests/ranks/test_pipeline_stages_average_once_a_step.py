@@ -1,0 +1,127 @@
+"""Law: stages of a pipeline, wrapped at any stage of ZeRO, train as the whole model does in one process, under every schedule, with
+one round a step; the norm of all stages is one number on all ranks; tensor parallelism composes with it."""
+
+import pytest
+import torch
+from harness import LONG, gather, on_every_rank
+from oracle.fold import bits_equal
+from peer import PEER, sw
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+WIDTH, MICRO_BATCHES, STEPS, MAX_NORM = 8, 4, 5, 0.05
+ZERO_BUBBLE, INTERLEAVED, ONE = "ScheduleInterleavedZeroBubble", "ScheduleInterleaved1F1B", "Schedule1F1B"
+STAGES = (0, 1, 2, 3, "private", "whole", "by hand")
+#: schedule, sizes of (pp, dp, tp), stages of ZeRO
+CASES = (
+    [(name, (2, 2, 1), STAGES) for name in (ZERO_BUBBLE, INTERLEAVED, ONE, "ScheduleGPipe", "ScheduleZBVZeroBubble")]
+    + [(ONE, (2, 1, 2), STAGES)]
+    if LONG
+    else [
+        (ZERO_BUBBLE, (2, 2, 1), (1, "private")),
+        (ONE, (2, 2, 1), ("whole", "by hand")),
+        (ONE, (2, 1, 2), (0, 1, 2, 3)),
+    ]
+)
+
+
+def block(index):
+    torch.manual_seed(index)
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def data(step, place):
+    generator = torch.Generator().manual_seed(100 * step + place)
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+
+
+def optimizer_of(module):
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def oracle(count, data_ranks):
+    model, norms = nn.Sequential(*map(block, range(count))), []
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for place in range(data_ranks):
+            x, y = data(step, place)
+            for inputs, targets in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES)):
+                (nn.functional.mse_loss(model(inputs), targets) / MICRO_BATCHES / data_ranks).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    return model.state_dict(), norms
+
+
+def wrapped(index, stage, mesh, is_sharded):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    module = block(index)
+    if is_sharded:
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if stage == "by hand":
+        sw.fully_shard(module, mesh=mesh["dp"])
+        return module, sw.shard_optimizer(module, optimizer_of(module))
+    options = {"zero": 3, "share_parameters": False} if stage in ("private", "whole") else {"zero": stage}
+    return sw.wrap(module, optimizer_of(module), device_mesh=mesh["dp"], **options)
+
+
+def train(mesh, name, stage):
+    """Return parameters by their names in the whole model, norms, and rounds."""
+    from torch.distributed.pipelining import schedules
+
+    kind = getattr(schedules, name)
+    several = issubclass(kind, schedules.PipelineScheduleMulti)
+    place = mesh.get_local_rank("pp")
+    own = [place, (3 - place) if name == "ScheduleZBVZeroBubble" else (place + 2)] if several else [place]
+    count = 4 if several else 2
+    pairs = [wrapped(index, stage, mesh, mesh["tp"].size() > 1) for index in own]
+    group = mesh["pp"].get_group()
+    stages = [
+        sw.PipelineStage(module, index, count, torch.device("cpu"), group=group, keep_whole=stage == "whole")
+        for index, (module, _) in zip(own, pairs)
+    ]
+    schedule = kind(stages if several else stages[0], n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    norms = []
+    for step in range(STEPS):
+        x, y = data(step, mesh.get_local_rank("dp"))
+        for _, optimizer in pairs:
+            optimizer.zero_grad()
+        schedule.step(*([x] if 0 in own else []), **({"target": y} if count - 1 in own else {}))
+        norms.append(sw.clip_grad_norm_([module for module, _ in pairs], MAX_NORM, pp_mesh=mesh["pp"]).item())
+        for _, optimizer in pairs:
+            optimizer.step()
+    rounds = [each["rounds"] for each in sw.stats()["models"]][-len(own) :]
+    found = {}
+    for index, (module, _) in zip(own, pairs):
+        found |= {f"{index}.{key}": value for key, value in sw.full_state_dict(module).items()}
+    return found, norms, rounds
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@on_every_rank(exactly=4)
+def test_a_pipeline_trains_as_one_process(rank, world_size, case):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    name, sizes, stages = CASES[case]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+    expected, expected_norms = oracle(2 if name in (ONE, "ScheduleGPipe") else 4, sizes[1])
+    first = None
+    for stage in stages:
+        found, norms, rounds = train(mesh, name, stage)
+        assert rounds == [STEPS] * len(rounds), (stage, rounds)
+        assert norms == pytest.approx(expected_norms, rel=1e-5) and gather(norms) == [norms] * world_size, stage
+        first = first or (found, norms)
+        assert norms == first[1], stage
+        for key, value in found.items():
+            assert bits_equal(value, first[0][key]), (stage, key)
+            assert torch.allclose(value, expected[key], rtol=0, atol=1e-6), (stage, key)
+
+
+@on_every_rank(exactly=2)
+def test_a_module_that_is_not_wrapped_is_refused(rank, world_size):
+    with pytest.raises(sw.Error, match=r"needs a wrapped module, .*got Sequential"):
+        sw.PipelineStage(block(0), rank, 2, torch.device("cpu"))
+    with pytest.raises(TypeError, match="pipeline stages must be wrapped modules"):
+        sw.clip_grad_norm_([block(0), block(1)], 1.0)

@@ -1,0 +1,57 @@
+"""Law: the examples of other people's tools print the numbers that examples/README.md quotes, at each stage and with torch's
+DistributedDataParallel."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG = os.environ.get("SW_TEST_LONG") == "1"
+
+#: program -> packages that it imports; [arguments before the program, and behind it]
+EXAMPLES = {
+    "03_trainer.py": (("transformers",), [([], ["--stock"]), ([], ["--shardwright", "zero2"]), ([], ["--shardwright", "zero3"])]),
+    "04_trl_sft.py": (("trl", "datasets"), [([], ["--stock"]), ([], ["--shardwright", "zero2"])]),
+    "05_peft_lora.py": (("peft", "transformers"), [([], ["ddp"]), ([], ["1"]), ([], ["3"])]),
+    "07_deepspeed_json.py": ((), [([], ["--stage", stage]) for stage in "0123"]),
+    "08_accelerate.py": (("accelerate",), [([], []), (["-m", "shardwright", "run", "zero2"], [])]),
+}  # fmt: skip
+NUMBER = re.compile(r"^((?:\w+ )?(?:epoch|step|steps) .*(?:loss|norm).*|\d.* parameters train.*)$", re.MULTILINE)
+
+
+def quoted(name):
+    """Return the lines with numbers in the program's section of the README."""
+    text = (ROOT / "examples" / "README.md").read_text()
+    section = text.partition(f"## {name}")[2].partition("\n## ")[0]
+    return NUMBER.findall(section.partition("```text")[2].partition("```")[0])
+
+
+def printed(name, before, behind):
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, *before, str(ROOT / "examples" / name), *behind],
+        capture_output=True, text=True, timeout=500, env={**os.environ, **settings, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return NUMBER.findall(done.stdout)
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(not LONG, reason="the long form")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_prints_what_its_readme_says_at_every_stage(name):
+    packages, runs = EXAMPLES[name]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    expected = quoted(name)
+    assert expected
+    for before, behind in runs:
+        assert printed(name, before, behind) == expected, (before, behind)

@@ -1,0 +1,68 @@
+"""Laws of options outside a program: a word, a list, a file and a variable stand for the same arguments; all else is an
+error; `shardwright run` runs a program with our Accelerator."""
+
+import json
+import sys
+
+import pytest
+import shardwright as sw
+
+pytest.importorskip("accelerate", reason="an optional extra")
+
+from shardwright.cli import main
+from shardwright.integrations.settings import chosen, read_settings
+
+
+def test_texts_and_files_stand_for_arguments(tmp_path, monkeypatch):
+    assert read_settings("zero2") == {"zero": 2}
+    expected = {"zero": 3, "compress": sw.Int8(), "wrap_options": {"share_parameters": False, "bucket_cap_mb": 2}}
+    assert read_settings("zero=3, compress=int8, share_parameters=false, bucket_cap_mb=2") == expected
+    plain = {"zero": 3, "compress": "int8", "share_parameters": False, "bucket_cap_mb": 2}
+    for name, text in (
+        ("a.json", json.dumps(plain)),
+        ("b.yaml", "\n".join(f"{k}: {json.dumps(v)}" for k, v in plain.items())),
+    ):
+        (tmp_path / name).write_text(text)
+        assert read_settings(str(tmp_path / name)) == expected
+    for text, kind, words in [
+        ("zero4", ValueError, "options must be 'zero2'"),
+        ("zero=4", ValueError, "zero must be 0, 1, 2 or 3"),
+        ("zer=2", TypeError, "did you mean 'zero'"),
+        ("compress=int3", ValueError, "compress must be one of fp16"),
+    ]:
+        with pytest.raises(kind, match=words):
+            read_settings(text)
+    (tmp_path / "c.json").write_text("[2]")
+    with pytest.raises(ValueError, match="must hold a mapping of options, got list"):
+        read_settings(str(tmp_path / "c.json"))
+    given = dict(compress=None, partition="auto", wrap_options=None)
+    assert chosen("", None, **given) == {**given, "zero": 0}
+    monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "zero=3,partition=flat")
+    assert chosen("", None, **given) == {**given, "zero": 3, "partition": "flat"}
+    assert chosen("zero1", None, **given)["zero"] == 1 and chosen("zero1", 0, **given) == {**given, "zero": 0}
+
+
+def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkeypatch, capsys):
+    import accelerate
+    import accelerate.accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from shardwright.integrations.accelerate import Accelerator
+
+    for home in (accelerate, accelerate.accelerator):
+        monkeypatch.setattr(home, "Accelerator", home.Accelerator)  # put back afterwards
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
+    monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "")
+    program = tmp_path / "stock.py"
+    program.write_text(
+        "import sys\nfrom accelerate import Accelerator\na = Accelerator(cpu=True)\nprint(type(a).__module__, a.zero, sys.argv[1:])\n"
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        assert main(["run", "zero3", str(program), "--its", "own"]) == 0
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert capsys.readouterr().out == f"{Accelerator.__module__} 3 ['--its', 'own']\n"
+    assert main(["run", "zero3"]) == 2
