@@ -7,6 +7,7 @@ prints the counts, and the host's milliseconds, which mean nothing on a simulate
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -99,6 +100,7 @@ def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: A
 
     for _ in range(2):  # state is made, and the order of units is learnt
         step()
+    gc.collect()  # an earlier module's reducer, in a cycle, would wait for its end inside the step
     gpus.synchronize()
     settlements = gpus.settlements()
     before, calls, begin = stats(wrapped), gpus.calls(), time.perf_counter()
