@@ -185,6 +185,7 @@ ADDRESSES = {
             "backend/device_link",
             "gradients/device_reducer",
             "layout/memory",
+            "parameters/step_gathers",
             "parameters/storage",
             "comm/process_group",
             "layout/param_table",

@@ -244,7 +244,9 @@ static PyObject *units_gather_apart(PyObject *op, PyObject *args)
 
 /* ---- all of them ---- */
 
-static PyObject *units_update(PyObject *op, PyObject *stream_value)
+typedef sw_status units_call(sw_device_units *units, sw_stream *user, sw_error *err);
+
+static PyObject *call_on_stream(PyObject *op, PyObject *stream_value, units_call *call)
 {
     device_units_object *self = (device_units_object *)op;
     sw_stream *stream;
@@ -258,8 +260,18 @@ static PyObject *units_update(PyObject *op, PyObject *stream_value)
     }
     if (!sw_py_device_enter(self->comm))
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_units_update(self->units, stream, &err));
+    SW_PY_WITHOUT_GIL(status, call(self->units, stream, &err));
     return sw_py_device_finish(self->comm, status, &err);
+}
+
+static PyObject *units_update(PyObject *op, PyObject *stream)
+{
+    return call_on_stream(op, stream, sw_device_units_update);
+}
+
+static PyObject *units_gather_anew(PyObject *op, PyObject *stream)
+{
+    return call_on_stream(op, stream, sw_device_units_gather_anew);
 }
 
 static PyObject *units_state(PyObject *op, PyObject *value)
@@ -314,6 +326,8 @@ static PyMethodDef units_methods[] = {
      "gather_apart($self, unit, address, stream, /)\n--\n\nInto other memory, in the order of the "
      "stream."},
     {"update", units_update, METH_O, "update($self, stream, /)\n--\n\nSlices were written on it."},
+    {"gather_anew", units_gather_anew, METH_O,
+     "gather_anew($self, stream, /)\n--\n\nAll, behind writes to their slices on the stream."},
     {"state", units_state, METH_O,
      "state($self, unit, /)\n--\n\n'sharded', 'gathering' or 'unsharded'."},
     {"holder", units_holder, METH_O,

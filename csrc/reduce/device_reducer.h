@@ -41,7 +41,7 @@
  * ranks, so buckets that happen to be complete at once are none.
  *
  * What it leaves out: which gradient lies where (tensor/layout.h and the caller), where parameters
- * are gathered (sw_device_comm_all_gather), graph capture (refused by name).
+ * are gathered (zero/device_units.h), graph capture (refused by name).
  *
  * Thread rule: one at a time a communicator.
  */

@@ -194,19 +194,19 @@ static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *d
                            err));
     }
     u->stats.gathers++;
-    return sw_device_comm_mark(u->comm, err);
+    return SW_OK;
 }
 
-/* Gather a unit into its place, after all work on the unit that was there. */
+/* Gather a unit into its place, and say when it is whole. */
 static sw_status gather_in_place(sw_device_units *u, device_unit *unit, sw_error *err)
 {
     sw_device *device = u->comm->device;
-    SW_TRY(device->ops->stream_wait(device, u->comm->stream, u->place[unit->place].left, err));
     SW_TRY(gather_all(u, unit, unit->data, err));
     return device->ops->event_record(device, unit->whole, u->comm->stream, err);
 }
 
-sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
+/* Move a unit to GATHERING, if its place is free or its own. */
+static sw_status begin_gather(sw_device_units *u, size_t index, sw_error *err)
 {
     device_unit *unit = &u->unit[index];
     size_t *holder = &u->place[unit->place].holder;
@@ -217,13 +217,36 @@ sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
         SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be gathered: unit '%s' is in its place",
                 unit->name, u->unit[*holder].name);
     SW_TRY(sw_shard_move(&unit->state, SW_SHARD_GATHER, unit->name, err));
-    sw_status status = gather_in_place(u, unit, err);
-    if (status != SW_OK) { /* enqueued gathers still run, or the communicator has failed */
-        (void)!sw_shard_move(&unit->state, SW_SHARD_FAIL, unit->name, NULL);
-        return status;
-    }
     *holder = index;
     return SW_OK;
+}
+
+/* Gather a unit after all work on the unit that was in its place. */
+static sw_status gather_next(sw_device_units *u, device_unit *unit, sw_error *err)
+{
+    sw_device *device = u->comm->device;
+    SW_TRY(device->ops->stream_wait(device, u->comm->stream, u->place[unit->place].left, err));
+    SW_TRY(gather_in_place(u, unit, err));
+    return sw_device_comm_mark(u->comm, err);
+}
+
+typedef sw_status gather_fn(sw_device_units *u, device_unit *unit, sw_error *err);
+
+static sw_status gather_by(sw_device_units *u, size_t index, gather_fn *gather, sw_error *err)
+{
+    device_unit *unit = &u->unit[index];
+    SW_TRY(begin_gather(u, index, err));
+    sw_status status = gather(u, unit, err);
+    if (status != SW_OK) { /* enqueued gathers still run, or the communicator has failed */
+        (void)!sw_shard_move(&unit->state, SW_SHARD_FAIL, unit->name, NULL);
+        u->place[unit->place].holder = SW_DEVICE_UNIT_NONE;
+    }
+    return status;
+}
+
+sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
+{
+    return gather_by(u, index, gather_next, err);
 }
 
 sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user, sw_error *err)
@@ -254,6 +277,7 @@ sw_status sw_device_unit_gather_apart(sw_device_units *u, size_t index, void *da
     SW_TRY(sw_device_refuse_capture(u->comm->device, user, "a unit", err));
     SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
     SW_TRY(gather_all(u, &u->unit[index], data, err));
+    SW_TRY(sw_device_comm_mark(u->comm, err));
     return sw_device_comm_follow(u->comm, user, u->comm->stream, err);
 }
 
@@ -264,4 +288,19 @@ sw_status sw_device_units_update(sw_device_units *u, sw_stream *user, sw_error *
             SW_FAIL(err, SW_E_STATE, "unit '%s' is %s while its slices are written",
                     u->unit[i].name, sw_shard_state_name(u->unit[i].state));
     return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
+}
+
+sw_status sw_device_units_gather_anew(sw_device_units *u, sw_stream *user, sw_error *err)
+{
+    SW_TRY(sw_device_refuse_capture(u->comm->device, user, "a gather of parameters", err));
+    SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
+    for (size_t i = 0; i < u->count; ++i) {
+        device_unit *unit = &u->unit[i];
+        if (unit->state == SW_SHARD_UNSHARDED) {
+            SW_TRY(sw_shard_move(&unit->state, SW_SHARD_RELEASE, unit->name, err));
+            u->place[unit->place].holder = SW_DEVICE_UNIT_NONE;
+        }
+        SW_TRY(gather_by(u, i, gather_in_place, err));
+    }
+    return sw_device_comm_mark(u->comm, err);
 }

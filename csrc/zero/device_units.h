@@ -7,7 +7,11 @@
  *
  *   user --left[place]--> comm   a place is written again after all work on the unit in it
  *   comm --whole[unit]--> user   a unit computes after it is gathered, while others are gathered
- *   user --> comm (update)       slices are sent after the optimizer has stepped on them
+ *   user --> comm (update, gather_anew)   slices are sent after the optimizer has stepped on them
+ *
+ * Parameters that stay whole between two steps are units, too (zero=1 and 2). A unit is then a group
+ * of buckets, its place their own memory, in which slices lie. gather_anew gathers all of them
+ * behind a step, and each is taken when it is read.
  *
  * Left out: the schedule of gathers, in Python's hooks, and the choice of places; a gather into a
  * place in use is SW_E_STATE. The optimizer needs no order after gathers that read its slices,
@@ -86,5 +90,12 @@ SW_MUST_USE sw_status sw_device_unit_gather_apart(sw_device_units *units, size_t
  * names a unit that is not SHARDED, since it would be out of date. */
 SW_MUST_USE sw_status sw_device_units_update(sw_device_units *units, sw_stream *user,
                                              sw_error *err);
+
+/* Gather all units once more, in the order of their numbers: UNSHARDED, or at first SHARDED, to
+ * GATHERING. Each has a place of its own, in which its slices lie. `user` has enqueued their writes
+ * and all other work on the units. SW_E_STATE names a unit that is still GATHERING, or has no
+ * place. */
+SW_MUST_USE sw_status sw_device_units_gather_anew(sw_device_units *units, sw_stream *user,
+                                                  sw_error *err);
 
 #endif

@@ -466,6 +466,8 @@ class DeviceUnits:
         """Into other memory, in the order of `stream`; its place is not touched."""
     def update(self, stream: int, /) -> None:
         """Slices were written on `stream`. Error where a unit is not sharded."""
+    def gather_anew(self, stream: int, /) -> None:
+        """Gather all units once more, each in its place, behind the writes to their slices on `stream`. Waits for nothing; take() each."""
     def state(self, unit: int, /) -> str:
         """ "sharded", "gathering" or "unsharded"."""
     def holder(self, place: int, /) -> int | None:

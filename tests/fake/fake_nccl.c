@@ -428,6 +428,36 @@ static bool is_settled(sw_nccl_comm comm, const char *call)
     return settled;
 }
 
+static size_t sent_bytes;
+
+/* Count the bytes that this rank sends for a call, by rings. */
+static void count_sent(const nccl_call *call, size_t world_size)
+{
+    size_t bytes = call_bytes(call);
+    switch (call->kind) {
+    case ALL_REDUCE:
+        sent_bytes += 2 * bytes * (world_size - 1) / world_size;
+        break;
+    case REDUCE_SCATTER:
+    case ALL_GATHER: /* of a slice */
+        sent_bytes += bytes * (world_size - 1);
+        break;
+    case BROADCAST:
+        sent_bytes += bytes * (world_size - 1) / world_size;
+        break;
+    case SEND:
+        sent_bytes += bytes;
+        break;
+    case RECEIVE:
+        break;
+    }
+}
+
+SIM_API size_t sim_nccl_sent_bytes(void)
+{
+    return sent_bytes;
+}
+
 static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
 {
     if (comm && !is_settled(comm, kind_name[call->kind]))
@@ -448,6 +478,7 @@ static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
     open_group.stream = stream;
     open_group.call[open_group.call_count] = *call;
     nccl_registered_note(&open_group.call[open_group.call_count++], comm);
+    count_sent(call, (size_t)comm->clique->world_size);
     if (group_depth > 0)
         return SW_NCCL_SUCCESS;
     int result = come_back(comm, enqueue_group(&open_group), 1);

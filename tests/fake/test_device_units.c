@@ -6,8 +6,10 @@
  * apart. A unit gathered ahead in vain disturbs nothing. No schedule gives a race, a read of
  * unwritten bytes, or a leak; no step waits on the host or allocates; destroying lets pending
  * gathers end first. A gather into a place in use is refused, and so is an update while a unit is
- * unsharded. Units 1 and 4 have float32 slices, which a gather casts to bfloat16. A unit without a
- * place is refused by name. Each driver call that fails ends in a named error and leaves nothing.
+ * unsharded. Units 1 and 4 have float32 slices, which a gather casts to bfloat16. Units 0 and 2
+ * also lie in memory of their own, where a step writes this rank's slices in place, and all are
+ * gathered anew behind it. A unit without a place is refused by name. Each driver call that fails
+ * ends in a named error and leaves nothing.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,13 +18,24 @@
 #include "gpu_ranks.h"
 #include "zero/device_units.h"
 
-enum { UNITS = 5, PLACES = 3, RUNS = 2, STEPS = 4, SEEDS = 5, FAILURE = 999, SLICE_MAX = 1024 };
+enum {
+    UNITS = 5,
+    PLACES = 3,
+    RUNS = 2,
+    STEPS = 4,
+    SEEDS = 5,
+    FAILURE = 999,
+    SLICE_MAX = 1024,
+    KEPT = 2
+};
 static const int64_t TIMEOUT_NS = 2000000000;
 
 /* Unit 0 has its own place, as the outermost unit has; the others take turns. */
 static const size_t place_of[UNITS] = {0, 1, 2, 1, 2};
 static const size_t slice_bytes[UNITS][RUNS] = {
     {128, 256}, {512, 128}, {128, 128}, {256, 0}, {384, 128}};
+
+static const size_t kept_unit[KEPT] = {0, 2};
 
 static const bool is_cast[UNITS] = {false, true, false, false, true};
 
@@ -37,10 +50,10 @@ typedef struct training {
 typedef struct loop {
     gpu_rank *self;
     training *run;
-    sw_device_units *units;
+    sw_device_units *units, *whole; /* `whole`: kept_unit, in memory of their own */
     sw_stream *compute, *optimizer;
     sw_event *read, *stepped;
-    void *slice[UNITS][RUNS], *place[PLACES], *apart;
+    void *slice[UNITS][RUNS], *place[PLACES], *apart, *kept[KEPT];
     unsigned char *pinned, *seen; /* of every slice; of every unit twice, and of one apart */
     size_t unit_bytes[UNITS], seen_bytes;
 } loop;
@@ -95,6 +108,8 @@ static sw_status prepare(loop *l)
     for (int p = 0; p < PLACES; ++p)
         SW_TRY(allocate(l, widest, &l->place[p]));
     SW_TRY(allocate(l, widest, &l->apart));
+    for (int k = 0; k < KEPT; ++k)
+        SW_TRY(allocate(l, widest, &l->kept[k]));
     SW_TRY(device->ops->pinned_alloc(device, (size_t)UNITS * RUNS * SLICE_MAX, &memory, err));
     l->pinned = memory;
     SW_TRY(device->ops->pinned_alloc(device, 2 * UNITS * widest, &memory, err));
@@ -127,6 +142,47 @@ static sw_status create(loop *l)
                                          .run_count = slice_bytes[u][1] ? RUNS : 1};
     }
     return sw_device_units_create(l->self->all, PLACES, specs, UNITS, &l->units, &l->self->err);
+}
+
+static char *kept_slice(const loop *l, size_t kept, size_t run)
+{
+    size_t unit = kept_unit[kept];
+    return (char *)l->kept[kept] + offset_of(unit, run, l->self->world_size) +
+           (size_t)l->self->rank * slice_bytes[unit][run];
+}
+
+static sw_status create_kept(loop *l)
+{
+    static const char *const names[KEPT] = {"kept 0", "kept 2"};
+    sw_device_unit_run runs[KEPT][RUNS];
+    sw_device_unit_spec specs[KEPT];
+    for (size_t n = 0; n < KEPT; ++n) {
+        for (size_t k = 0; k < RUNS; ++k)
+            runs[n][k] = (sw_device_unit_run){
+                .slice = kept_slice(l, n, k),
+                .offset_bytes = offset_of(kept_unit[n], k, l->self->world_size),
+                .slice_bytes = slice_bytes[kept_unit[n]][k],
+                .slice_dtype = SW_DTYPE_FLOAT32,
+                .dtype = SW_DTYPE_FLOAT32,
+            };
+        specs[n] = (sw_device_unit_spec){
+            .name = names[n], .place = n, .data = l->kept[n], .runs = runs[n], .run_count = RUNS};
+    }
+    return sw_device_units_create(l->self->all, KEPT, specs, KEPT, &l->whole, &l->self->err);
+}
+
+/* Write this rank's slices in place, and have the others' gathered behind that. */
+static sw_status step_in_place(loop *l)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    for (size_t n = 0; n < KEPT; ++n)
+        for (size_t k = 0; k < RUNS; ++k)
+            SW_TRY(device->ops->copy_async(device, kept_slice(l, n, k),
+                                           l->pinned + (kept_unit[n] * RUNS + k) * SLICE_MAX,
+                                           slice_bytes[kept_unit[n]][k], l->optimizer, err));
+    SW_TRY(device->ops->event_record(device, l->stepped, l->optimizer, err));
+    return sw_device_units_gather_anew(l->whole, l->optimizer, err);
 }
 
 /* Write the slices of this step on the optimizer's stream. */
@@ -211,9 +267,19 @@ static sw_status detours(loop *l)
     return sw_device_unit_release(l->units, 2, l->compute, err);
 }
 
+/* The last first: gathers end in their own order. */
+static sw_status read_kept(loop *l)
+{
+    for (size_t n = KEPT; n-- > 0;) {
+        SW_TRY(sw_device_unit_take(l->whole, n, l->compute, &l->self->err));
+        SW_TRY(read_unit(l, kept_unit[n], l->kept[n]));
+    }
+    return SW_OK;
+}
+
 static void compare(loop *l, int step)
 {
-    static const size_t order[] = {0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 4};
+    static const size_t order[] = {0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 4, 2, 0};
     const unsigned char *seen = l->seen;
     gpu_sim->host_access(l->seen, l->seen_bytes, SW_ACCESS_READ, "the test's look");
     for (size_t n = 0; n < sizeof order / sizeof *order; ++n)
@@ -231,8 +297,10 @@ static sw_status train_step(loop *l, int step)
     uint64_t waits, allocations = device->stats.allocations;
     SW_TRY(step_on_slices(l, step));
     waits = device->stats.host_waits;
+    SW_TRY(step_in_place(l));
     SW_TRY(pass(l));
     SW_TRY(detours(l));
+    SW_TRY(read_kept(l));
     check(device->stats.host_waits == waits, "a step waits on the host");
     check(device->stats.allocations == allocations, "a step allocates");
     SW_TRY(device->ops->event_record(device, l->read, l->compute, err));
@@ -264,11 +332,14 @@ static sw_status train(loop *l)
 {
     SW_TRY(prepare(l));
     SW_TRY(create(l));
+    SW_TRY(create_kept(l));
     for (int step = 0; step < STEPS; ++step)
         SW_TRY(train_step(l, step));
-    if (l->run->leave_at_once) /* the slices stay until the communicator has ended */
-        return sw_device_unit_gather(l->units, 1, &l->self->err);
-    return SW_OK;
+    if (!l->run->leave_at_once)
+        return SW_OK;
+    /* The slices stay until the communicator has ended. */
+    SW_TRY(sw_device_unit_gather(l->units, 1, &l->self->err));
+    return sw_device_units_gather_anew(l->whole, l->optimizer, &l->self->err);
 }
 
 /* Free places once the units are destroyed, and slices once all enqueued work has run. */
@@ -276,6 +347,7 @@ static void tear_down(loop *l)
 {
     sw_device *device = l->self->device;
     sw_device_units_destroy(l->units);
+    sw_device_units_destroy(l->whole);
     if (l->run->failed[l->self->rank] && l->read && l->optimizer) {
         (void)!device->ops->event_record(device, l->read, l->self->all->stream, NULL);
         (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's end", NULL);
@@ -287,6 +359,8 @@ static void tear_down(loop *l)
     for (int p = 0; p < PLACES; ++p)
         device->ops->memory_free(device, l->place[p]);
     device->ops->memory_free(device, l->apart);
+    for (int k = 0; k < KEPT; ++k)
+        device->ops->memory_free(device, l->kept[k]);
     for (int u = 0; u < UNITS; ++u)
         for (int k = 0; k < RUNS; ++k)
             device->ops->memory_free(device, l->slice[u][k]);

@@ -35,6 +35,7 @@ from shardwright.backend.transport import VARIABLE
 from shardwright.checkpoint import device_staging
 from shardwright.comm import process_group
 from shardwright.gradients.sharded_gradient import ShardedGradient
+from shardwright.parameters.read_guard import _Guarded
 from shardwright.torch_compat import cuda as sw_device
 from simulated_devices import Devices
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,6 +194,18 @@ def _tensors_of(function: Any) -> tuple[tuple[int, str, int], ...]:
     return tuple(found)
 
 
+def _guarded(function: Any) -> Any:
+    """A method whose guarded tensors go to their guard first, as torch's methods in C do."""
+
+    @functools.wraps(function)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, _Guarded) and torch.overrides.has_torch_function((tensor,)):
+            return torch.overrides.handle_torch_function(call, (tensor,), tensor, *args, **kwargs)
+        return function(tensor, *args, **kwargs)
+
+    return call
+
+
 class _Watch(TorchDispatchMode):
     """Tells the simulation what each of torch's operations reads and writes of adopted memory."""
 
@@ -265,6 +278,7 @@ class SimulatedGpus:
         self._cuda.sim_torch_calls.restype = ctypes.c_long
         self._nccl.sim_nccl_averages.restype = ctypes.c_long
         self._nccl.sim_nccl_settlements.restype = ctypes.c_long
+        self._nccl.sim_nccl_sent_bytes.restype = ctypes.c_size_t
         self._nccl.sim_nccl_sent_across.restype = ctypes.c_double
         self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
@@ -336,7 +350,7 @@ class SimulatedGpus:
 
         self._patch.setattr(_engine, "norm_sum", of_the_host)
         for name, changed in (("tolist", tolist), ("cpu", cpu), ("numpy", numpy), ("__dlpack__", dlpack)):
-            self._patch.setattr(torch.Tensor, name, changed)
+            self._patch.setattr(torch.Tensor, name, _guarded(changed))
 
     def _read(self, tensor: torch.Tensor, what: str) -> None:
         """The host is about to have a tensor's values."""
@@ -552,6 +566,11 @@ class SimulatedGpus:
     def averages(self) -> int:
         """Reductions with ncclAvg that this process has asked NCCL for."""
         found: int = self._nccl.sim_nccl_averages()
+        return found
+
+    def sent_bytes(self) -> int:
+        """Bytes that this process has sent by NCCL's operations, as rings do."""
+        found: int = self._nccl.sim_nccl_sent_bytes()
         return found
 
     def set_node(self, node: int) -> None:

@@ -47,6 +47,8 @@ class Capabilities:
         The mean is always the fold in rank order.
     state_is_there : bool
         offload="cpu" has no effect: optimizer state is in the host's memory already.
+    publishes_behind : bool
+        Buckets.publish() returns before the slices are there, and readers wait for them (Buckets.settle).
     """
 
     one_copy: bool
@@ -57,6 +59,7 @@ class Capabilities:
     sends_beside_backward: bool
     rank_order_only: bool
     state_is_there: bool
+    publishes_behind: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Request:
         Plain buckets leave while the backward goes on.
     compute_dtypes : mapping of int to torch.dtype
         The 16-bit dtypes in which modules compute with wider parameters, by the parameters' numbers.
+    forwards : sequence of UnitPlan
+        Units whose forwards wait for their own parameters behind a step, where the backend publishes behind it.
     """
 
     table: ParameterTable
@@ -82,6 +87,7 @@ class Request:
     compress: Compressor | None = None
     sends_early: bool = True
     compute_dtypes: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict)
+    forwards: Sequence[UnitPlan] = ()
 
 
 class Buckets(Protocol):
@@ -100,6 +106,15 @@ class Buckets(Protocol):
     def publish(self, buckets: Collection[int], failed: bool | None, owned: Any) -> list[int] | None:
         """Gather the buckets out of all ranks' slices. Return which ranks said `failed`, None if that does not travel along.
         `owned(rank)`: ranges of that rank's slices, to broadcast without memory."""
+
+    def settle(self) -> None:
+        """Make the current stream wait for what publish() has left under way."""
+
+    def arrange_hooks(self, is_compiling: bool) -> None:
+        """Settle behind each publish() from now on, if a module is compiled in whose forward hooks would wait."""
+
+    def close(self) -> None:
+        """Settle, now and behind each later publish(); take hooks off modules."""
 
     def protect(self, writable: bool) -> None:
         """Allow or forbid this process to write there."""

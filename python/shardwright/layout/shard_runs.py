@@ -117,8 +117,12 @@ class Storage:
     def accept_writes(self) -> None:
         """Note that parameters were written where that is allowed, or by the engine."""
 
-    def arrange_hooks(self) -> None:
-        """Keep parameters whole in all hooks of the user's modules, early and late ones."""
+    def settle(self) -> None:
+        """Make the current stream wait for parameters that are gathered behind the last step."""
+
+    def arrange_hooks(self, is_compiling: bool = False) -> None:
+        """Keep parameters whole in all hooks of the user's modules, early and late ones. `is_compiling`: torch's
+        compiler runs the forward."""
 
     def follow(self, copies: Copies) -> None:
         """Make low-precision copies while parameters are whole."""

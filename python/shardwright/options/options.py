@@ -92,7 +92,10 @@ class Options:
         parameters belong to the whole module's own unit.
     reshard_after_forward : bool
         At zero=3 without sharing: True if units are released between forward and backward. The outermost one never is.
-
+    prefetch : int
+        On GPUs. At zero=3 the number of units that are gathered ahead of the one that runs: each takes memory of the
+        largest unit's size, from the second on. At zero=1 and 2, unless 0, gathers of parameters run on behind a step,
+        and a unit's forward waits for its own. 0: gathers overlap with nothing (docs/design/gpu_gathers.md).
     gather : {None, "int8"}
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
@@ -135,6 +138,7 @@ class Options:
     transport: str = "auto"
     units: Any = "auto"
     reshard_after_forward: bool = True
+    prefetch: int = 1
     share_parameters: Any = "auto"
     gather: str | None = None
     write_guard: str | None = "auto"
@@ -195,6 +199,8 @@ class Options:
                 f"write_guard={self.write_guard!r} watches parameters that a host shares, got share_parameters=False, under which released ones "
                 "are watched anyway"
             )
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or not 0 <= self.prefetch <= 1024:
+            raise ValueError(f"prefetch must be a number of units in [0, 1024], got {self.prefetch!r}")
         check_units(self.units)
         self._check_stage()
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):

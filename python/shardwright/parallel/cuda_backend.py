@@ -22,6 +22,7 @@ from ..layout.param_table import ParameterTable
 from ..layout.shard_runs import Storage, itemsize_of
 from ..options.compressors import Bf16, Compressor, Fp16
 from ..parameters.device_groups import DeviceUnitMemory, rows_in_groups
+from ..parameters.step_gathers import StepGathers
 from ..torch_compat import cuda
 
 
@@ -37,6 +38,7 @@ class CudaBackend:
         sends_beside_backward=False,
         rank_order_only=False,
         state_is_there=False,
+        publishes_behind=True,
     )
 
     def __init__(self, group: HostGroup, request: Request) -> None:
@@ -88,9 +90,7 @@ class CudaBackend:
         )
 
     def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> CudaBuckets:
-        return CudaBuckets(
-            self.row, reducer, buckets, self._like.data, request.label, self._registers and request.plans is None
-        )
+        return CudaBuckets(self.row, reducer, buckets, request, self._registers and request.plans is None)
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         assert request.plans is not None
@@ -126,7 +126,8 @@ class CudaBackend:
 
 
 class CudaBuckets:
-    """Buckets in tensors of torch's, or registered with NCCL, gathered in the order of torch's current stream. See Buckets."""
+    """Buckets in tensors of torch's, or registered with NCCL, gathered behind the work of torch's current stream. See
+    Buckets."""
 
     reason = ""
     is_home, is_copied = True, False
@@ -136,16 +137,20 @@ class CudaBuckets:
         row: DeviceLink,
         reducer: Reducer,
         buckets: Collection[int],
-        like: torch.Tensor,
-        label: str,
+        request: Request,
         registers: bool,
     ) -> None:
+        like = request.table.parameters[0].data
         self._row, self._reducer, self._like = row, reducer, like
+        self._gathers = StepGathers(row, reducer, request)
+        self.settle, self.close = self._gathers.settle, self._gathers.close
+        self.arrange_hooks = self._gathers.arrange
         self._memory: dict[int, torch.Tensor] = {}
         self._registered: dict[int, torch.Tensor] = {}
         if registers:  # gathering each is an operation of its own: those that come later lie elsewhere
             ordered = sorted(buckets)
-            made = Registration(row, [self._nbytes(bucket) for bucket in ordered], like, f"parameters of {label}")
+            sizes = [self._nbytes(bucket) for bucket in ordered]
+            made = Registration(row, sizes, like, f"parameters of {request.label}")
             self._registered = dict(zip(ordered, made.buffers))
 
     def _nbytes(self, bucket: int) -> int:
@@ -171,10 +176,7 @@ class CudaBuckets:
     ) -> None:
         """Cost: of the parameters, (world_size - 1) / world_size to and from each rank. Waits for nothing, so what `failed` is told
         by hosts."""
-        shapes = [(self._memory[bucket].data_ptr(), self._reducer.bucket_shape(bucket)) for bucket in sorted(buckets)]
-        if shapes:
-            ranges = [(address, numel, dtype) for address, (_, numel, dtype, _) in shapes]
-            self._row.comm.all_gather(ranges, self._row.current_stream())
+        self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(buckets)})
 
     def protect(self, writable: bool) -> None:
         """Do nothing: no guard watches GPU memory."""

@@ -291,6 +291,7 @@ class DistributedDataParallel(TorchDDP):
             "write_guard": options.write_guard,
             "units": comparable(options.units),
             "reshard_after_forward": options.reshard_after_forward,
+            "prefetch": options.prefetch,
             "compress": self._compress,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
@@ -355,14 +356,14 @@ class DistributedDataParallel(TorchDDP):
 
     # forward ------------------------------------------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, is_compiling: bool = False) -> None:
         training = torch.is_grad_enabled()
         if self._replica is None and (
             self._is_around or not (training and any(p.requires_grad for p in self.module.parameters()))
         ):
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
-        replica.arrange_hooks()
+        replica.arrange_hooks(is_compiling)
         announcer = replica.join_link.announcer
         if announcer is not None and announcer.is_on:
             announcer.announce("forward", 0, None)
@@ -377,8 +378,8 @@ class DistributedDataParallel(TorchDDP):
         try:
             if training:
                 replica.before_forward(self.require_backward_grad_sync)
-            elif replica.access.guard is not None:
-                replica.access.guard.check("before a forward")
+            else:
+                replica.access.before_evaluation()
         except Error as error:
             self.logger.set_error_and_log(str(error))  # type: ignore[union-attr]
             raise
@@ -405,7 +406,7 @@ class DistributedDataParallel(TorchDDP):
     _post_forward = _hooks.disable_compile(_after_forward)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._pre_forward()
+        self._pre_forward(torch.compiler.is_compiling())
         if self._inputs_to is not None:
             inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
         if self._precision is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
+import functools
 import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,8 @@ class Mark:
         True if several modules were given, which are one unit and share this mark.
     wrapper : DistributedDataParallel or None
         The wrapper of the outermost module, once it is made.
+    ahead : dict of str to list of Mark
+        The units that are gathered ahead in its "forward" and "backward", where the program names them.
     """
 
     reshard_after_forward: bool
@@ -46,12 +49,26 @@ class Mark:
     precision: Precision | None = None
     is_list: bool = False
     wrapper: DistributedDataParallel | None = None
+    ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     _schedule: weakref.ref[UnitSchedule] | None = None
     _unit: int = 0
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
         """Note that the module became a unit."""
         self._schedule, self._unit = weakref.ref(schedule), unit
+        for phase in self.ahead:
+            schedule.ahead[phase][unit] = functools.partial(self._units_ahead, phase)
+
+    def look_ahead(self, phase: str, marks: list[Mark]) -> None:
+        """Gather the units of `marks` ahead while this one runs."""
+        self.ahead[phase] = marks
+        place = self.place()
+        if place is not None:
+            self.join(place[0], place[1].number)
+
+    def _units_ahead(self, phase: str) -> list[Unit]:
+        places = [mark.place() for mark in self.ahead[phase]]
+        return [place[1] for place in places if place is not None]
 
     def place(self) -> tuple[UnitSchedule, Unit] | None:
         """Return the module's unit; None before there is one, and after its end."""
@@ -140,6 +157,18 @@ class FullySharded(torch.nn.Module):
         """
         self._outermost("set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
 
+    def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Gather the units of `modules` while this module's forward runs, in place of those that followed it last time.
+
+        Alike on all ranks. On GPUs, into free places: call it before the first run, which makes as many as the longest
+        list needs, or pass prefetch= as well. No effect on the host.
+        """
+        self._shardwright_mark.look_ahead("forward", _marks_of(modules, "set_modules_to_forward_prefetch"))
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Gather the units of `modules` while this module's backward runs. See set_modules_to_forward_prefetch."""
+        self._shardwright_mark.look_ahead("backward", _marks_of(modules, "set_modules_to_backward_prefetch"))
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept FSDP2's call: what ends a step is set_requires_gradient_sync()."""
 
@@ -159,12 +188,6 @@ class FullySharded(torch.nn.Module):
                 for form in filter(None, (place[1], place[1].compute_form)):
                     form.reshard_after_forward = reshard_after_forward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Accept FSDP2's call: on a GPU the unit that ran next in the step before is gathered ahead."""
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Accept FSDP2's call: see set_modules_to_forward_prefetch."""
-
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Accept True, FSDP2's default.
 
@@ -179,6 +202,15 @@ class FullySharded(torch.nn.Module):
                 "set_requires_gradient_sync(False)"
             )
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Accept the number of ranks, by which gradients are divided. Raise NotImplementedError for another factor."""
+        world_size = self._outermost("set_gradient_divide_factor")._engine().group.world_size
+        if factor != world_size:
+            raise NotImplementedError(
+                f"set_gradient_divide_factor({factor:g}): gradients are divided by the number of ranks, {world_size}: pass reduce='sum' to "
+                "fully_shard, which divides by nothing, and divide the loss"
+            )
+
     def _outermost(self, what: str) -> DistributedDataParallel:
         wrapper = wrapper_of(self)
         if wrapper is None:
@@ -189,6 +221,14 @@ class FullySharded(torch.nn.Module):
         """Pickle as the class that was before; our hooks refuse a copy while the module is released."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
         return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
+
+
+def _marks_of(modules: Sequence[Any], what: str) -> list[Mark]:
+    marks = [mark_of(each) for each in modules]
+    for each, mark in zip(modules, marks):
+        if mark is None:
+            raise ValueError(f"{what}() needs modules that sw.fully_shard was called on, got a {type(each).__name__}")
+    return marks
 
 
 @overload

@@ -36,6 +36,7 @@ class HostBackend:
         sends_beside_backward=True,
         rank_order_only=True,
         state_is_there=True,
+        publishes_behind=False,
     )
     link = row = None
 
@@ -191,6 +192,14 @@ class HostBuckets:
                 if owned(root):
                     comm.broadcast(owned(root), root, label)
         return self._outcomes.read() if self._outcomes is not None and outcomes else None
+
+    def settle(self) -> None:
+        """Do nothing: publish() waits."""
+
+    def arrange_hooks(self, is_compiling: bool) -> None:
+        """Do nothing: there are none."""
+
+    close = settle
 
     def protect(self, writable: bool) -> None:
         if self._arena is not None:

@@ -120,9 +120,14 @@ class Replica:
         plans = None
         if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
+        behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
         request = dataclasses.replace(
-            self._request, plans=plans, sends_early=sends_early, compute_dtypes=self._compute_dtypes(precision)
+            self._request,
+            plans=plans,
+            sends_early=sends_early,
+            compute_dtypes=self._compute_dtypes(precision),
+            forwards=cut(module, self.table) if behind else (),
         )
         self.backend: Backend = make_backend(group, request)
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
@@ -134,7 +139,7 @@ class Replica:
                 self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
             raise
         #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
-        self.arrange_hooks: Callable[[], None] = self._storage.arrange_hooks
+        self.arrange_hooks: Callable[[bool], None] = self._storage.arrange_hooks
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)

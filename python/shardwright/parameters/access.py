@@ -84,6 +84,7 @@ class ParameterAccess:
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
+        self._storage.settle()
         return self.guard.writing() if self.guard is not None else contextlib.nullcontext()
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
@@ -114,8 +115,15 @@ class ParameterAccess:
 
     # reads ----------------------------------------------------------------------------------------------------------
 
+    def before_evaluation(self) -> None:
+        """Prepare a forward without gradients, before it."""
+        self._storage.settle()
+        if self.guard is not None:
+            self.guard.check("before a forward")
+
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are whole. See full_parameters."""
+        self._storage.settle()
         if self.guard is not None:
             self.guard.check("before all parameters are read")
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()

@@ -2,8 +2,9 @@
 
 A unit's buckets hold only its parameters, so gathering it is one all-gather a bucket, from slices into a place: GPU
 memory that units share. The outermost unit and those that stay whole after their forward have a place each. Of the
-others, those inside equally many units take turns with two. A released parameter's data is one NaN, its own, expanded
-to its shape. Parameters that are never released lie as at zero=2 (ParameterMemory).
+others, those inside equally many units take turns with two, or with one more than are gathered ahead. A released
+parameter's data is one NaN, its own, expanded to its shape. Parameters that are never released lie as at zero=2
+(ParameterMemory).
 
 Under a precision policy a unit's place has the size of its compute form: each gather casts this rank's slice into its
 part of the place, and gathers the others' there. The unit itself, in float32, is then gathered apart alone.
@@ -21,7 +22,7 @@ import torch
 from .._engine import DeviceUnits, Reducer
 from ..backend.device_link import DeviceLink, alias
 from ..backend.registration import Registration
-from ..layout.param_groups import UnitPlan
+from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import itemsize_of, make_dense
 from ..layout.views import dtype_name
 from ..torch_compat import cuda
@@ -59,8 +60,8 @@ def rows_in_groups(request: Request) -> list[tuple[str, int, str, bool, int]]:
     return [(*row, groups.get(index, 0)) for index, row in enumerate(request.table.rows())]
 
 
-def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
-    """Return the place of each unit; units without bytes may share any."""
+def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int], ahead: int = 1) -> list[int]:
+    """Return the place of each unit, of which `ahead` are gathered ahead; units without bytes may share any."""
     places: list[int] = []
     shared: dict[int, list[int]] = {}  # by depth of nesting: the places, and the next in turn
     count = 0
@@ -70,14 +71,20 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
         if not plan.reshard_after_forward or not size:
             places.append(count)
             count += 1
-        elif len(turns) < 2:
+        elif len(turns) < max(2, ahead + 1):
             turns.append(count)
             places.append(count)
             count += 1
         else:
-            turns.reverse()
-            places.append(turns[1])
+            turns.append(turns.pop(0))
+            places.append(turns[-1])
     return places
+
+
+def depth_of(plans: Sequence[UnitPlan], prefetch: int) -> int:
+    """Return how many units are gathered ahead: `prefetch`, or as many as a module of fully_shard names."""
+    marks = [mark_of(module) for plan in plans for module in plan.modules]
+    return max([prefetch, *(len(each) for mark in marks if mark is not None for each in mark.ahead.values())])
 
 
 class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
@@ -115,6 +122,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         super().__init__(backend, reducer, request, shared=False)
         for index in self._released:
             make_dense(table.parameters[index])
+        self._depth = depth_of(plans, request.options.prefetch)
         self._plan_places(plans, members)
         self._registration: Registration | None = None
         if request.options.communicator == "register":
@@ -127,6 +135,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         self.schedule = DeviceUnitSchedule(
             *(self._places, plans, [self._members(each) for each in members], backend.abort),
             places=self._numbers,
+            depth=request.options.prefetch,
             compute_members=[self._compute_members(each) for each in members],
         )
         self._tell_marks(plans)
@@ -164,7 +173,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         for form, number in enumerate(computed, len(plans)):
             sizes[number] = self._sizes[form]
         self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
-        self._numbers = choose_places(plans, sizes)
+        self._numbers = choose_places(plans, sizes, self._depth)
         spans = [0] * (max(self._numbers) + 1)
         for place, size in zip(self._numbers, sizes):
             spans[place] = max(spans[place], size)

@@ -1,7 +1,7 @@
-"""The schedule of units on a GPU: like the host's, and one unit ahead.
+"""The schedule of units on a GPU: like the host's, and one unit or more ahead.
 
-A gather is a collective there, enqueued and not waited for. While a unit computes, the unit that followed it last time
-is gathered into another place. Ranks therefore run the same units in the same order; a digest of it travels with each
+A gather is a collective there, enqueued and not waited for. While a unit computes, the units that followed it last time
+are gathered into other places. Ranks therefore run the same units in the same order; a digest of it travels with each
 round.
 
 A unit always lies in the same place, since autograd keeps views of it. If another unit that must stay whole has taken
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -181,6 +181,8 @@ class DeviceUnitSchedule(UnitSchedule):
     ----------
     places : sequence of int
         The place of each plan's unit: of its compute form, where it has one. Such a unit has no place itself.
+    depth : int
+        The number of units that are gathered ahead, where the program names none (UnitSchedule.ahead).
     """
 
     unit_class = DeviceUnit
@@ -189,8 +191,9 @@ class DeviceUnitSchedule(UnitSchedule):
     ends_failed_backwards = False
     units: list[Any]
 
-    def __init__(self, units: Places, *arguments: Any, places: Sequence[int], **options: Any) -> None:
+    def __init__(self, units: Places, *arguments: Any, places: Sequence[int], depth: int, **options: Any) -> None:
         super().__init__(units, *arguments, **options)
+        self._depth = depth
         for unit, place in zip(self._plain, places):
             form = unit.compute_form
             (unit if form is None else form).place = place  # type: ignore[attr-defined]
@@ -302,19 +305,34 @@ class DeviceUnitSchedule(UnitSchedule):
     # what happens in a module -------------------------------------------------------------------------------------
 
     def _look_ahead(self, phase: str, unit: DeviceUnit) -> None:
-        """Begin to gather the unit that followed `unit` last time, if its place is free."""
+        """Begin to gather the units that followed `unit` last time, or that the program names, up to one whose place is
+        taken."""
         before = self._before[phase]
         if before is not None and before is not unit:
             self._after[phase][before.number] = unit
         self._before[phase] = unit
-        following = self._after[phase].get(unit.number)
-        if following is None or self._keepers or not following.indices:
-            return
-        if following.pin is not Pin.NONE or following.place is None:
-            return
-        is_released = not following.is_whole and following.number not in self._units.coming
-        if is_released and self._units.holder(following.place) is None:
-            self._units.begin(following.number)
+        named = self.ahead[phase].get(unit.unit.number if isinstance(unit, ComputeForm) else unit.number)
+        coming = self._followers(phase, unit) if named is None else map(self._form_of, named())
+        for following in coming:
+            if self._keepers or not self._begin(following):
+                return
+
+    def _followers(self, phase: str, unit: DeviceUnit) -> Iterator[DeviceUnit]:
+        for _ in range(self._depth):
+            following = self._after[phase].get(unit.number)
+            if following is None:
+                return
+            unit = following
+            yield unit
+
+    def _begin(self, unit: Any) -> bool:
+        """Return True if a unit comes, is whole, or has nothing to gather."""
+        if not unit.indices or unit.is_whole or unit.number in self._units.coming:
+            return True
+        if unit.pin is not Pin.NONE or unit.place is None or self._units.holder(unit.place) is not None:
+            return False
+        self._units.begin(unit.number)
+        return True
 
     def _before_forward(self, unit: Any, *arguments: Any) -> None:
         super()._before_forward(unit, *arguments)

@@ -1,17 +1,19 @@
-"""Reads of released parameters (zero=3, private): an error with the parameter's name, where the values would be NaN.
+"""Reads of parameters whose values are not there: an error where they are released, a wait where they are on their way.
 
-While a parameter is released its class is a subclass made for its unit, whose __torch_function__ torch calls for every operation on it.
-Metadata, gradients and hooks answer as ever; whatever needs values, or writes them, raises. Gathering gives the parameter its own class
-back, so whole parameters cost nothing. Reading `.grad` costs 0.3 us more than on a plain parameter, other metadata 1.2 us; code of ours that
-goes over many parameters does it inside unguarded(), where nothing is added.
+Meanwhile a parameter's class is a subclass made for its guard, whose __torch_function__ torch calls for every operation on it. Metadata,
+gradients and hooks answer as ever. What needs values, or writes them, raises with the parameter's name (zero=3, private), or makes the
+current stream wait (behind a step on a GPU, step_gathers.py). The parameter then gets its own class back, so whole parameters cost nothing.
+Reading `.grad` costs 0.3 us more than on a plain parameter, other metadata 1.2 us; code of ours that goes over many parameters does it
+inside unguarded(), where nothing is added.
 
-Reading could gather instead, on one host without a message. It does not: on GPUs gathering is a collective that a rank which reads alone
-would wait in for ever, and a program that reads all its parameters once would hold all of them until the next step.
+Reading a released parameter could gather instead, on one host without a message. It does not: on GPUs gathering is a collective that a rank
+which reads alone would wait in for ever, and a program that reads all its parameters once would hold all of them until the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +21,7 @@ import torch
 from .._engine import Error
 from ..torch_compat.autograd import CAN_BE_UNGUARDED, unguarded
 
-__all__ = ["ReadGuard"]
+__all__ = ["ReadGuard", "WaitGuard"]
 
 #: attributes that need values, or give a tensor that has them
 _VALUES = ("data", "H", "T", "imag", "mH", "mT", "real", "__cuda_array_interface__", "_cdata")
@@ -77,27 +79,16 @@ def _allowed() -> frozenset[Any]:
 
 
 _ALLOWED = _allowed()
+#: what gives the memory itself, which is there while a parameter is released, and written while one is awaited
+_MEMORY = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage))
 _gradient: Any = torch.Tensor.grad
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Guarded(torch.nn.Parameter):
-    """Base of the class of a released parameter."""
+    """Base of the class of a guarded parameter."""
 
-    _shardwright_guard: ReadGuard
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _ALLOWED:
-            with unguarded():
-                return function(*args, **(kwargs or {}))
-        if function == _SET_DATA and args[0]._shardwright_guard.is_orphan:
-            args[0]._shardwright_guard.lower([args[0]])
-            args[0].data = args[1]
-            return None
-        if function in _BACKWARDS:
-            return _run_plainly(function, args, kwargs or {})
-        _refuse(function, args, kwargs or {})
+    _shardwright_guard: Any
 
     # Read and written for every parameter in each step: without the way through __torch_function__.
 
@@ -116,11 +107,28 @@ class _Guarded(torch.nn.Parameter):
         with unguarded():
             _gradient.__delete__(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Parameter {_name_of(self)!r} of shape {tuple(self.shape)}, {self.dtype}, released"
-
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
+
+
+class _Released(_Guarded):
+    """Base of the class of a released parameter."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _ALLOWED:
+            with unguarded():
+                return function(*args, **(kwargs or {}))
+        if function == _SET_DATA and args[0]._shardwright_guard.is_orphan:
+            args[0]._shardwright_guard.lower([args[0]])
+            args[0].data = args[1]
+            return None
+        if function in _BACKWARDS:
+            return _run_plainly(function, args, kwargs or {})
+        _refuse(function, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter {_name_of(self)!r} of shape {tuple(self.shape)}, {self.dtype}, released"
 
     def __deepcopy__(self, memo: Any) -> Any:
         _refuse(torch.Tensor.__deepcopy__, (self,), {})
@@ -129,36 +137,58 @@ class _Guarded(torch.nn.Parameter):
         _refuse(torch.Tensor.__reduce_ex__, (self,), {})
 
 
-class ReadGuard:
-    """A guard of one unit's parameters while they are released.
+class _Awaited(_Guarded):
+    """Base of the class of a parameter whose values are on their way."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _ALLOWED and function not in _MEMORY:
+            with unguarded():
+                return function(*args, **(kwargs or {}))
+        for parameter in _found([args, kwargs], _Awaited):
+            _arrive(parameter)
+        return function(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(_arrive(self))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(_arrive(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _arrive(self).__reduce_ex__(protocol)
+
+
+class Guard:
+    """Parameters and the classes that they have while they are guarded.
 
     Parameters
     ----------
     names : sequence of str
     parameters : sequence of Parameter
-        Whole.
+        Of their own classes.
     """
+
+    _base: type
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         self._names = {id(parameter): name for name, parameter in zip(names, parameters)}
-        #: a parameter's own class -> the one that it has while it is released
+        #: a parameter's own class -> the one that it has while it is guarded
         self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
         self._own = {guarded: kind for kind, guarded in self._guarded.items()}
-        #: True once nothing gathers the parameters any longer
-        self.is_orphan = False
 
     def _subclass(self, original: type) -> type:
         if not CAN_BE_UNGUARDED:
             return original
         body = {"_shardwright_guard": self, "__module__": original.__module__, "__qualname__": original.__qualname__}
-        bases = (_Guarded,) if original is torch.nn.Parameter else (_Guarded, original)
+        bases = (self._base,) if original is torch.nn.Parameter else (self._base, original)
         return type(original)(original.__name__, bases, body)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return self._names.get(id(parameter), "")
 
     def raise_(self, parameters: Sequence[torch.Tensor]) -> None:
-        """All parameters of the unit are guarded from now on."""
+        """Guard these parameters from now on."""
         for parameter in parameters:
             parameter.__class__ = self._guarded.get(type(parameter), type(parameter))
 
@@ -168,10 +198,44 @@ class ReadGuard:
             parameter.__class__ = self._own.get(type(parameter), type(parameter))
 
 
+class ReadGuard(Guard):
+    """A guard of one unit's parameters while they are released: a read is an error."""
+
+    _base = _Released
+    #: True once nothing gathers the parameters any longer
+    is_orphan = False
+
+
+class WaitGuard(Guard):
+    """A guard of parameters whose values are on their way: a read waits for them.
+
+    Parameters
+    ----------
+    arrive : callable
+        A function that makes the current stream wait for a parameter, and lowers its guard.
+    """
+
+    _base = _Awaited
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], arrive: Callable[[torch.Tensor], None]
+    ) -> None:
+        super().__init__(names, parameters)
+        self.arrive = arrive
+
+
+def _arrive(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter that the current stream waits for."""
+    guard: WaitGuard = parameter._shardwright_guard  # type: ignore[attr-defined]
+    guard.arrive(parameter)
+    guard.lower([parameter])
+    return parameter
+
+
 def _run_plainly(function: Any, args: Any, kwargs: Any) -> Any:
     """A backward runs as ever, for code inside it too: released parameters that are named to it have their own classes for the time, and
     after it, if they are released still, those that they had."""
-    lent = [(p, p._shardwright_guard, p.data_ptr()) for p in _found([args, kwargs])]
+    lent = [(p, p._shardwright_guard, p.data_ptr()) for p in _found([args, kwargs], _Released)]
     for parameter, guard, _ in lent:
         guard.lower([parameter])
     try:
@@ -186,7 +250,7 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         name = f".{getattr(getattr(function, '__self__', None), '__name__', '')}"
-    which = next(_found([args, kwargs]))
+    which = next(_found([args, kwargs], _Released))
     remedy = (
         "its wrapper is gone, and no rank has the others' slices: assign new values, p.data = ..., or load_state_dict(..., assign=True)"
         if which._shardwright_guard.is_orphan
@@ -202,12 +266,12 @@ def _name_of(parameter: _Guarded) -> str:
     return parameter._shardwright_guard.name_of(parameter)
 
 
-def _found(value: Any) -> Iterator[_Guarded]:
-    """Released parameters in nested lists, tuples and dicts."""
-    if isinstance(value, _Guarded):
+def _found(value: Any, kind: type) -> Iterator[Any]:
+    """Parameters guarded by `kind` in nested lists, tuples and dicts."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
-        yield from _found(list(value.values()))
+        yield from _found(list(value.values()), kind)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _found(each)
+            yield from _found(each, kind)

@@ -89,7 +89,7 @@ class ReleasedParameters(Storage, SliceRuns):
     def accept_writes(self) -> None:
         self.schedule.accept_writes()
 
-    def arrange_hooks(self) -> None:
+    def arrange_hooks(self, is_compiling: bool = False) -> None:
         self.schedule.arrange_hooks()
 
     def follow(self, copies: Copies) -> None:

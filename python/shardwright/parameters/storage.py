@@ -113,8 +113,15 @@ class ParameterMemory(ParameterSlices):
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
 
+    def settle(self) -> None:
+        self._buckets.settle()
+
+    def arrange_hooks(self, is_compiling: bool = False) -> None:
+        self._buckets.arrange_hooks(is_compiling)
+
     def give_back(self, together: bool = False) -> None:
         """Give parameters that the host shares back to this rank."""
+        self._buckets.close()
         for index in self._flat if self.shared else ():
             parameter = self._table.parameters[index]
             if parameter.data_ptr() == self._flat[index].data_ptr():

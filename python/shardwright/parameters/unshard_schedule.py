@@ -268,6 +268,9 @@ class UnitSchedule:
     ----------
     units : list of Unit
         The units, then their compute forms.
+    ahead : dict
+        For "forward" and "backward": a unit's number -> a callable that returns the units to gather ahead while it
+        runs, where the program names them. No effect on the host.
     """
 
     unit_class = Unit
@@ -286,6 +289,7 @@ class UnitSchedule:
         compute_members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]] = (),
     ) -> None:
         self._units = units
+        self.ahead: dict[str, dict[int, Callable[[], list[Unit]]]] = {"forward": {}, "backward": {}}
         self._coded = coded
         self._abort = abort
         self.units = [self.unit_class(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
@@ -655,21 +659,21 @@ class _ModuleHook:
     def __reduce__(self) -> Any:
         return self._copy("pickle it").__reduce__()
 
-    def _copy(self, what: str) -> _NoHook:
+    def _copy(self, what: str) -> NoHook:
         schedule = self._schedule()
         if schedule is not None and schedule.units:
             schedule.refuse(schedule.units[self._number], what)
-        return _NoHook()
+        return NoHook()
 
 
-class _NoHook:
+class NoHook:
     """A hook that replaces one of ours in a copied module."""
 
     def __call__(self, *arguments: Any) -> None:
         pass
 
     def __reduce__(self) -> Any:
-        return (_NoHook, ())
+        return (NoHook, ())
 
 
 class _TensorHook:

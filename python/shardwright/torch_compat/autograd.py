@@ -9,6 +9,7 @@ Each private name has a fallback, so that a torch without it costs a feature, no
 - `torch._disable_dynamo`: else `torch.compiler.disable`.
 - `Tensor._post_accumulate_grad_hooks`: else a hook that changes gradients must be registered before wrapping.
 - `Tensor._use_count`: else joining a group does not wait for torch's threads.
+- `Module._compiled_call_impl`: else a module that is compiled in place has breaks in its graph.
 - The compiler's tracer: else fullgraph=True ends in its own error.
 """
 
@@ -36,6 +37,7 @@ __all__ = [
     "find_tensors",
     "graph_task_id",
     "hook_outputs",
+    "is_compiled",
     "inside_functional_call",
     "ignore_steps",
     "profiler_enabled",
@@ -70,6 +72,11 @@ graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _
 
 #: tells whether a profiler of torch's records in this thread
 profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return True if a module is compiled, in place or by a module around it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def inside_functional_call() -> bool:

@@ -1,0 +1,181 @@
+"""Gathers of parameters behind a step on a GPU, which run into the next forward (docs/design/gpu_gathers.md).
+
+Buckets that one unit's forward needs are a group, with one event. A hook on the unit's module makes torch's current
+stream wait for its groups; a parameter that is read otherwise meanwhile waits for its own (WaitGuard).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import DeviceUnits, Error, Reducer
+from ..backend.base import Request
+from ..backend.device_link import DeviceLink
+from ..layout.param_groups import UnitPlan
+from ..torch_compat import autograd as _hooks
+from .read_guard import WaitGuard
+from .unshard_schedule import NoHook
+
+#: as many as one group of NCCL's has
+_GROUP_MAX = 32
+
+
+class StepGathers:
+    """Buckets of parameters of which each rank has updated its slices.
+
+    Parameters
+    ----------
+    link : DeviceLink
+        The ranks that own all slices together.
+    reducer : Reducer
+    request : Request
+        `forwards` has the units whose forwards wait for their own parameters; empty: nothing runs beside the gathers.
+    """
+
+    def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:
+        self._link, self._reducer, self._table, self._label = link, reducer, request.table, request.label
+        # A DTensor's local tensor is read in C, past a guard.
+        may_wait = _hooks.CAN_BE_UNGUARDED and not link.borrows and request.table.model_mesh is None
+        self._plans: Sequence[UnitPlan] = request.forwards if may_wait else ()
+        self._guard = WaitGuard(self._table.names, self._table.parameters, _weakly(self))
+        self._engine: DeviceUnits | None = None
+        self._planned: list[int] = []  # buckets
+        self._members: list[list[torch.Tensor]] = []  # parameters of each group
+        self._group_of: dict[int, int] = {}  # by the identity of a parameter
+        self._pending: set[int] = set()  # groups for which no stream waits yet
+        self._around: list[weakref.ref[torch.nn.Module]] = []
+        self._handles: list[Any] = []
+        if self._plans:
+            self._hook()
+
+    def _hook(self) -> None:
+        for number, plan in enumerate(self._plans):
+            for module in plan.modules:
+                self._handles.append(module.register_forward_pre_hook(_WaitHook(self, number), prepend=True))
+        names = [name for plan in self._plans for name in plan.names]
+        for name, module in self._plans[0].module.named_modules():
+            if any(not name or each == name or each.startswith(f"{name}.") for each in names):
+                self._around.append(weakref.ref(module))
+        self.arrange()
+
+    def arrange(self, is_compiling: bool = False) -> None:
+        """End the overlap where a unit, or a module around one, is compiled: guards and hooks would break its graph."""
+        modules = (reference() for reference in self._around)
+        if self._plans and (is_compiling or any(each is not None and _hooks.is_compiled(each) for each in modules)):
+            self.close()
+
+    def close(self) -> None:
+        """Gather in the order of torch's stream from now on."""
+        self._plans = ()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.settle()
+
+    # gathering ------------------------------------------------------------------------------------------------------
+
+    def publish(self, buckets: Mapping[int, torch.Tensor]) -> None:
+        """Gather the buckets out of all ranks' slices, behind the work of torch's current stream. Collective."""
+        self.settle()
+        if self._link.world_size == 1 or not any(memory.numel() for memory in buckets.values()):
+            return
+        if self._planned != [*buckets]:
+            self._make(buckets)
+        assert self._engine is not None
+        self._engine.gather_anew(self._link.current_stream())
+        self._pending.update(range(len(self._members)))
+        if not self._plans:
+            self.settle()
+        for members in self._members if self._plans else ():
+            self._guard.raise_(members)
+
+    def _make(self, buckets: Mapping[int, torch.Tensor]) -> None:
+        """Make the engine's units of these buckets: groups in the order in which a forward uses them."""
+        self._planned = [*buckets]
+        waiting = {bucket: memory for bucket, memory in buckets.items() if memory.numel()}
+        groups: list[dict[int, torch.Tensor]] = []
+        orders = [[self._reducer.place(index)[0] for index in plan.indices] for plan in self._plans]
+        for order in (*orders, self._planned):
+            own = [bucket for bucket in dict.fromkeys(order) if bucket in waiting]
+            for first in range(0, len(own), _GROUP_MAX):
+                groups.append({bucket: waiting.pop(bucket) for bucket in own[first : first + _GROUP_MAX]})
+        self._members = [
+            [self._table.parameters[index] for bucket in group for index in self._reducer.bucket_parameters(bucket)]
+            for group in groups
+        ]
+        self._group_of = {id(p): number for number, members in enumerate(self._members) for p in members}
+        specs = [(self._label, number, *self._spec(group)) for number, group in enumerate(groups)]
+        self._engine = DeviceUnits(self._link.comm, len(specs), specs)
+
+    def _spec(self, group: Mapping[int, torch.Tensor]) -> tuple[int, list[tuple[int, int, int, str, str]]]:
+        first = min(memory.data_ptr() for memory in group.values())
+        runs = []
+        for bucket, memory in group.items():
+            dtype, nbytes = self._reducer.bucket_shape(bucket)[2], memory.nbytes // self._link.world_size
+            own = memory.data_ptr() + self._link.rank * nbytes
+            runs.append((own, memory.data_ptr() - first, nbytes, dtype, dtype))
+        return first, runs
+
+    # waiting --------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Make torch's current stream wait for all that is on its way."""
+        if self._pending:
+            self._take(self._pending.copy())
+
+    def take_unit(self, number: int) -> None:
+        """Make it wait for the parameters of a unit."""
+        if self._pending:
+            parameters = map(self._table.parameters.__getitem__, self._plans[number].indices)
+            self._take({self._group_of[id(p)] for p in parameters if id(p) in self._group_of})
+
+    def arrive(self, parameter: torch.Tensor) -> None:
+        """Make it wait for a parameter."""
+        self._take({self._group_of[id(parameter)]})
+
+    def _take(self, groups: Iterable[int]) -> None:
+        assert self._engine is not None
+        stream = self._link.current_stream()
+        for group in sorted(self._pending.intersection(groups)):
+            try:
+                self._engine.take(group, stream)
+            except Error:  # a communicator that has ended says so at the next forward
+                if self._link.comm.is_alive:
+                    raise
+            self._pending.discard(group)
+            self._guard.lower(self._members[group])
+
+
+def _weakly(gathers: StepGathers) -> Any:
+    """Return arrive() without the object, which the classes of parameters must not keep."""
+    reference = weakref.ref(gathers)
+
+    def arrive(parameter: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.arrive(parameter)
+
+    return arrive
+
+
+class _WaitHook:
+    """A hook in a module's own dictionary. In a copy of the module it does nothing."""
+
+    def __init__(self, gathers: StepGathers, number: int) -> None:
+        self._gathers, self._number = weakref.ref(gathers), number
+
+    @_hooks.disable_compile
+    def __call__(self, *arguments: Any) -> None:
+        gathers = self._gathers()
+        if gathers is not None:
+            gathers.take_unit(self._number)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return NoHook()
+
+    def __reduce__(self) -> Any:
+        return NoHook().__reduce__()
