@@ -45,6 +45,8 @@ class ParameterMemory(ParameterSlices):
         buckets = {reducer.place(index)[0] for index in moving}
         self._buckets: Any = backend.empty(reducer, buckets, request, shared=shared)
         self.reason = self._buckets.reason
+        self.arrange_hooks: Any = self._buckets.arrange_hooks
+        self.settle: Any = self._buckets.settle
         if shared and self._buckets.is_copied:  # each copy starts with the values of its first rank
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
         for index in moving:
@@ -112,12 +114,6 @@ class ParameterMemory(ParameterSlices):
             moved.copy_(parameter.data)
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
-
-    def settle(self) -> None:
-        self._buckets.settle()
-
-    def arrange_hooks(self, is_compiling: bool = False) -> None:
-        self._buckets.arrange_hooks(is_compiling)
 
     def give_back(self, together: bool = False) -> None:
         """Give parameters that the host shares back to this rank."""
