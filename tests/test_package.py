@@ -33,6 +33,7 @@ import torch, torch.distributed, torch.nn.parallel
 threads = len(os.listdir("/proc/self/task"))
 start = time.process_time()
 import shardwright
+shardwright.wrap
 print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
 """
     found = [run(code, PYTHONDONTWRITEBYTECODE="")]
@@ -40,6 +41,17 @@ print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
         found.append(run(code, PYTHONDONTWRITEBYTECODE=""))
     assert min(float(seconds) for seconds, _ in found) < IMPORT_S_MAX, found
     assert {threads for _, threads in found} == {"0"}
+
+
+def test_importing_and_help_need_no_torch():
+    code = """
+import contextlib, io, sys
+import shardwright.cli
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    shardwright.cli.main(["--help"])
+print("torch" in sys.modules)
+"""
+    assert run(code) == ["False"]
 
 
 def test_training_on_the_cpu_asks_for_no_driver():

@@ -3,7 +3,7 @@
     import shardwright as sw
     model, optimizer = sw.wrap(model, optimizer)
 
-Importing starts no thread and opens no connection. Rarely used modules are loaded at first use.
+Importing starts no thread, opens no connection and does not import torch. Submodules are loaded at first use.
 """
 
 from __future__ import annotations
@@ -11,25 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerCheckpointError
-from .optim.clip_grad import clip_grad_norm_, local_norms
-from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
-from .options.options import Options
-from .options.precision import Precision
-from .parallel.ddp import DistributedDataParallel
-from .parallel.fully_shard import fully_shard
-from .parameters.materialize import materialize
-from .wrap import (
-    average_gradients,
-    full_gradients,
-    full_optimizer_state_dict,
-    full_parameters,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
-    shard_optimizer,
-    unwrap,
-    wrap,
-)
 
 if TYPE_CHECKING:
     from . import checkpoint, hooks, optim
@@ -37,10 +18,29 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpointer, load, save
     from .cli.describe import describe, stats
     from .integrations import deepspeed
+    from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
+    from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
+    from .options.options import Options
+    from .options.precision import Precision
+    from .parallel.ddp import DistributedDataParallel
+    from .parallel.fully_shard import fully_shard
     from .parallel.headroom import headroom
     from .parallel.pipeline import PipelineStage
     from .parallel.sync_batch_norm import SyncBatchNorm
+    from .parameters.materialize import materialize
+    from .wrapping import (
+        average_gradients,
+        full_gradients,
+        full_optimizer_state_dict,
+        full_parameters,
+        full_state_dict,
+        load_full_optimizer_state_dict,
+        load_full_state_dict,
+        shard_optimizer,
+        unwrap,
+        wrap,
+    )
 
 __all__ = [
     "Bf16",
@@ -86,17 +86,40 @@ __all__ = [
     "wrap",
 ]
 
-_LAZY = {
-    "describe": "cli.describe",
-    "stats": "cli.describe",
+#: name -> its submodule
+_HOMES = {
     "__version__": "_version",
+    "average_gradients": "wrapping",
+    "Bf16": "options.compressors",
     "Checkpointer": "checkpoint",
+    "clip_grad_norm_": "optim.clip_grad",
+    "describe": "cli.describe",
     "DiLoCo": "optim.diloco",
+    "DistributedDataParallel": "parallel.ddp",
+    "Fp16": "options.compressors",
+    "full_gradients": "wrapping",
+    "full_optimizer_state_dict": "wrapping",
+    "full_parameters": "wrapping",
+    "full_state_dict": "wrapping",
+    "fully_shard": "parallel.fully_shard",
     "headroom": "parallel.headroom",
+    "Int4": "options.compressors",
+    "Int8": "options.compressors",
     "load": "checkpoint",
+    "load_full_optimizer_state_dict": "wrapping",
+    "load_full_state_dict": "wrapping",
+    "local_norms": "optim.clip_grad",
+    "materialize": "parameters.materialize",
+    "Options": "options.options",
     "PipelineStage": "parallel.pipeline",
+    "PowerSGD": "options.compressors",
+    "Precision": "options.precision",
     "save": "checkpoint",
+    "shard_optimizer": "wrapping",
+    "stats": "cli.describe",
     "SyncBatchNorm": "parallel.sync_batch_norm",
+    "unwrap": "wrapping",
+    "wrap": "wrapping",
 }
 
 
@@ -107,14 +130,14 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.integrations.deepspeed")
     if name in ("checkpoint", "hooks", "optim"):
         return import_module(f"{__name__}.{name}")
-    if name not in _LAZY:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Load all names of the submodule at once: its import has set its own name here, which hides a function of that
     # name.
-    loaded = import_module(f"{__name__}.{_LAZY[name]}")
-    globals().update({each: getattr(loaded, each) for each, home in _LAZY.items() if home == _LAZY[name]})
+    loaded = import_module(f"{__name__}.{_HOMES[name]}")
+    globals().update({each: getattr(loaded, each) for each, home in _HOMES.items() if home == _HOMES[name]})
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "checkpoint", "deepspeed", "hooks", "optim"})
+    return sorted({*globals(), *_HOMES, "checkpoint", "deepspeed", "hooks", "optim"})

@@ -36,6 +36,8 @@ OPTIMIZERS = {
 }
 
 
+#: the third step uses what the second cleared
+STEPS = 4 if LONG else 3
 #: a stage too: zero=3, and each rank has nothing but its slices outside of a layer's run
 PRIVATE = "3, private"
 
@@ -86,7 +88,7 @@ def plain_steps(model, optimizer, rank, steps=4):
 
 def accumulating_inside_no_sync(model, optimizer, rank):
     losses = []
-    for step in range(4):
+    for step in range(STEPS):
         with model.no_sync():
             loss(model, rank, 10 * step).backward()
             loss(model, rank, 10 * step + 1).backward()
@@ -100,7 +102,7 @@ def accumulating_inside_no_sync(model, optimizer, rank):
 
 def accumulating_onto_the_average(model, optimizer, rank):
     losses = []
-    for step in range(4):
+    for step in range(STEPS):
         for part in range(3):
             value = loss(model, rank, 10 * step + part)
             value.backward()
@@ -112,7 +114,7 @@ def accumulating_onto_the_average(model, optimizer, rank):
 
 def never_cleared(model, optimizer, rank):
     losses = []
-    for step in range(4):
+    for step in range(STEPS):
         value = loss(model, rank, step)
         value.backward()
         optimizer.step()
@@ -122,7 +124,7 @@ def never_cleared(model, optimizer, rank):
 
 def clipped_by_torch(model, optimizer, rank):
     losses = []
-    for step in range(4):
+    for step in range(STEPS):
         value = loss(model, rank, step)
         value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.02)
@@ -213,7 +215,7 @@ def test_clipping_by_torch_agrees_to_rounding(rank, world_size):
 
 def clipped_by_ours(model, optimizer, rank):
     losses = []
-    for step in range(4):
+    for step in range(STEPS):
         value = loss(model, rank, step)
         value.backward()
         norm = sw.clip_grad_norm_(model, 0.02)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .._engine import CheckpointError, CheckpointFolder
-from ..checkpoint.retention import find
 
 if TYPE_CHECKING:
     from .contents import Contents
@@ -45,6 +44,7 @@ def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Conte
 
 
 def _read(path: str, kind: str | None, tag: str | None) -> Contents:
+    from ..checkpoint.retention import find  # imports torch
     from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, model_files
 
     if not os.path.lexists(path):

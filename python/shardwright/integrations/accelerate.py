@@ -34,7 +34,7 @@ from ..optim.master_weights import MasterOptimizer
 from ..optim.sharded import ShardedOptimizer
 from ..options.compressors import Compressor, check_compressor
 from ..parallel.ddp import DistributedDataParallel
-from ..wrap import full_parameters, keep_optimizer, shard_optimizer, unwrap
+from ..wrapping import full_parameters, keep_optimizer, shard_optimizer, unwrap
 from .settings import chosen
 from .whole import whole_parameters
 

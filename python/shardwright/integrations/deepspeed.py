@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from .._engine import Error
 from ..checkpoint import load, save
 from ..comm.process_group import resolve_group
+from ..layout.memory import address_of
 from ..optim.clip_grad import clip_grad_norm_
-from ..wrap import full_state_dict, wrap
+from ..wrapping import full_state_dict, wrap
 from . import deepspeed_zero as zero
 from .deepspeed_config import Plan, fill_auto, load_config, optimizer_class, plan
 from .deepspeed_schedules import SCHEDULES, LossScale, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -525,10 +526,11 @@ class DeepSpeedEngine(torch.nn.Module):
             frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
             state = {name: value for name, value in state.items() if name not in frozen}
         low = self._low_dtype()
-        made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+        made: dict[Any, torch.Tensor] = {}  # tied weights stay tied
         for name, value in state.items():
             if low is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
-                state[name] = made.setdefault(value.data_ptr(), value.to(low))
+                key = address_of(value) or id(value), value.shape, value.stride()
+                state[name] = made.setdefault(key, value.to(low))
         if self.global_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))

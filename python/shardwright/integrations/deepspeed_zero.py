@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..parallel.replica import live_replicas
-from ..wrap import full_parameters
+from ..wrapping import full_parameters
 
 __all__ = ["GatheredParameters", "Init"]
 

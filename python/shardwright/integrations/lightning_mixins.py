@@ -20,7 +20,7 @@ from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
-from ..wrap import keep_optimizer, shard_optimizer, unwrap
+from ..wrapping import keep_optimizer, shard_optimizer, unwrap
 from .whole import whole_parameters
 
 #: hooks in which callbacks that average weights read parameters, and those in which they write them

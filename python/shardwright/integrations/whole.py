@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ..parallel.ddp import DistributedDataParallel
-from ..wrap import full_parameters
+from ..wrapping import full_parameters
 
 
 @contextlib.contextmanager
