@@ -520,8 +520,11 @@ class Checkpointer:
     def _fetch(self, path: str) -> None:
         """Download a checkpoint that only the address has. Collective."""
         if self._address is not None:
-            mirror = self._mirror
-            on_first(self._peers, lambda: mirror and mirror.fetch(path), f"download from {self._address}")
+            on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}")
+
+    def _download(self, path: str) -> None:
+        if self._mirror is not None:
+            self._mirror.fetch(path)
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""
