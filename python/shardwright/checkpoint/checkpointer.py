@@ -520,13 +520,11 @@ class Checkpointer:
     def _fetch(self, path: str) -> None:
         """Download a checkpoint that only the address has. Collective."""
         if self._address is not None:
-            mirror = self._mirror
+            on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}")
 
-            def download() -> None:
-                if mirror is not None:
-                    mirror.fetch(path)
-
-            on_first(self._peers, download, f"download from {self._address}")
+    def _download(self, path: str) -> None:
+        if self._mirror is not None:
+            self._mirror.fetch(path)
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""

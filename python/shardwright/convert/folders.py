@@ -210,13 +210,13 @@ def _encoded(value: Any, name: str, tensors: dict[str, Lazy]) -> Any:
     lazy: dict[int, Lazy] = {}
 
     def stand_in(each: Lazy) -> torch.Tensor:
-        made = torch.empty(0, dtype=torch.float32, device="meta")
+        made = torch.empty(0, dtype=torch.uint8, device="meta")
         lazy[id(made)] = each
         held.append(made)
         return made
 
     held: list[torch.Tensor] = []
-    found: dict[str, torch.Tensor] = dict.fromkeys(tensors, torch.empty(0, dtype=torch.float32, device="meta"))
+    found: dict[str, torch.Tensor] = dict.fromkeys(tensors, torch.empty(0, dtype=torch.uint8, device="meta"))
     node = tree.encode(replaced(value, stand_in), name, found)
     tensors |= {n: lazy.get(id(t)) or Lazy.of(t) for n, t in found.items() if n not in tensors}
     return node

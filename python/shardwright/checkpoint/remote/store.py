@@ -177,10 +177,8 @@ class Store:
         manifest = self.manifest(name)
         if manifest is None:
             raise CheckpointError(f"'{self.address}' has no checkpoint{f' {name!r}' if name else ''}")
-        paths = [each.get("path") if isinstance(each, dict) else None for each in manifest["files"]]
-        if not all(
-            isinstance(p, str) and re.fullmatch(r"(?:[A-Za-z0-9_-][\w.-]*/)?[A-Za-z0-9_-][\w.-]*", p) for p in paths
-        ):
+        paths = [str(each.get("path")) if isinstance(each, dict) else "" for each in manifest["files"]]
+        if not all(re.fullmatch(r"(?:[A-Za-z0-9_-][\w.-]*/)?[A-Za-z0-9_-][\w.-]*", p) for p in paths):
             raise CheckpointError(f"'{self.address}': the manifest of '{name}' names files that no checkpoint has")
         partial = f"{local}.{os.urandom(12).hex()}.partial"
         CheckpointFolder.make(partial)
