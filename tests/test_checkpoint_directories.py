@@ -245,8 +245,9 @@ def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", Path("s3://b/a")])
-def test_an_address_is_no_path(tmp_path, monkeypatch, address):
+def test_an_address_without_fsspec_is_no_path(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
     module, optimizer = trained()
     calls = [
         lambda: sw.save(address, module),

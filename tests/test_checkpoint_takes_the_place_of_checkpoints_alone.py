@@ -159,7 +159,7 @@ def test_who_does_not_ask_for_it_replaces_nothing(tmp_path: Path) -> None:
     sw.save(tmp_path / "a", model_of(1.0))
     with pytest.raises(sw.CheckpointError, match="exists already"):
         sw.save(tmp_path / "a", model_of(2.0))
-    with pytest.raises(sw.CheckpointError, match="exists already"):
+    with pytest.raises(sw.CheckpointError, match="already exists"):
         through_dcp(tmp_path / "a", overwrite=False)
     assert value_at(tmp_path / "a") == 1.0 and os.listdir(tmp_path) == ["a"]
 

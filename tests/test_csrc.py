@@ -2,13 +2,15 @@
 other files of that folder, which the tests share (one of them fails allocations in turn: hence --wrap).
 
 Modes: plain (what is shipped: the very objects of `make build`, where they are up to date) and asan (address and undefined
-behaviour, the pass of the quick form); the long form (SW_TEST_LONG=1) adds tsan and clang. Other objects are compiled once a
-mode, under build/csrc-tests, and again only if they, a header or the flags changed. A C test passes if it exits with 0.
+behaviour, the pass of the quick form, without optimisation, which halves the time of a build); the long form (SW_TEST_LONG=1)
+optimises asan and adds tsan and clang. Other objects are compiled once a mode, under build/csrc-tests, and again only if they or
+a header changed. The engine's objects are one archive, of which a program links what it needs. A C test passes if it exits with 0.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.util
 import os
 import shutil
@@ -25,7 +27,8 @@ CSRC = ROOT / "csrc"
 C_TESTS = sorted((ROOT / "tests" / "csrc").glob("test_*.c"))
 SHARED = sorted(set((ROOT / "tests" / "csrc").glob("*.c")) - set(C_TESTS))
 WRAPPED = ["-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))]
-RUN_LIMIT_S = 600 if os.environ.get("SW_TEST_LONG") == "1" else 170
+LONG = os.environ.get("SW_TEST_LONG") == "1"
+RUN_LIMIT_S = 600 if LONG else 170
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,20 @@ class Mode:
     long: bool = False
     shipped: bool = False
 
+    @property
+    def folder(self) -> Path:
+        """Return the place of its objects; those of the two forms differ."""
+        return ROOT / "build" / "csrc-tests" / f"{self.name}{'' if '-O0' not in self.flags else '-quick'}"
 
-SANITIZED = ("-O1", "-g1", "-fno-omit-frame-pointer")
+
+SANITIZED = ("-g1", "-fno-omit-frame-pointer")
+ASAN = (*SANITIZED, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 #: under sanitizers without optimisation: many functions made of few texts, which cost eight times as much to compile with it
 LARGE = ("compress_baseline.c", "compress_avx2.c", "compress_avx512.c")
 MODES = [
     Mode("plain", ("-g",), shipped=True),
-    Mode("asan", (*SANITIZED, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")),
-    Mode("tsan", (*SANITIZED, "-fsanitize=thread"), long=True),
+    Mode("asan", ("-O1" if LONG else "-O0", *ASAN)),
+    Mode("tsan", ("-O1", *SANITIZED, "-fsanitize=thread"), long=True),
     Mode("clang", ("-g",), compiler=os.environ.get("SW_CLANG", "clang"), long=True),
 ]
 
@@ -77,6 +86,7 @@ def run_checked(command: list[str]) -> None:
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
 
 
+@functools.cache
 def newest_header(tests: bool = True) -> float:
     headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cu*"), ROOT / "setup.py"]
     if tests:
@@ -98,7 +108,7 @@ class Builder:
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
-        self.folder = ROOT / "build" / "csrc-tests" / mode.name
+        self.folder = mode.folder
         self.command = [
             *shipped_flags(),
             "-D_GNU_SOURCE",
@@ -115,18 +125,32 @@ class Builder:
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            archive = self.folder / "libengine.a"
             if self.objects is None:
                 with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-                    self.objects = list(pool.map(self.compile, [*engine_sources(), *SHARED]))
+                    engine, shared = (list(pool.map(self.compile, each)) for each in (engine_sources(), SHARED))
+                archive.unlink(missing_ok=True)
+                run_checked(["ar", "rcs", str(archive), *map(str, engine)])
+                self.objects, self.shared = [*engine, *shared], shared
             program = self.folder / test.stem
-            linked = [str(self.compile(test)), *map(str, self.objects), *with_it]
-            command = [self.mode.compiler, *self.mode.flags, "-pthread", *WRAPPED, *linked, "-lm", "-o", str(program)]
+            linked = [*map(str, (self.compile(test), *self.shared)), *with_it, str(archive)]
+            command = [
+                self.mode.compiler,
+                *self.mode.flags,
+                "-pthread",
+                *WRAPPED,
+                *linked,
+                "-lm",
+                "-ldl",
+                "-o",
+                str(program),
+            ]
             run_checked(command)
         return program
 
     def compile(self, source: Path) -> Path:
         shipped = shipped_object(self.mode.compiler, source) if self.mode.shipped and CSRC in source.parents else None
-        quickly = ["-O0"] if source.name in LARGE and SANITIZED[0] in self.mode.flags else []
+        quickly = ["-O0"] if source.name in LARGE and SANITIZED[1] in self.mode.flags else []
         return shipped or compile_object(self.mode, source, self.folder, [*self.command, *quickly])
 
 
@@ -137,7 +161,7 @@ BUILDERS = {mode.name: Builder(mode) for mode in MODES}
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("test", C_TESTS, ids=lambda path: path.stem)
 def test_c_program_exits_with_zero(test: Path, mode: Mode) -> None:
-    if mode.long and os.environ.get("SW_TEST_LONG") != "1":
+    if mode.long and not LONG:
         pytest.skip("long form only (SW_TEST_LONG=1)")
     if shutil.which(mode.compiler) is None:
         pytest.skip(f"no compiler {mode.compiler!r} on this machine")

@@ -165,6 +165,15 @@ def succeeds(source: Path, file: Path, changed: Path, folder: Path) -> bool:
 
 
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
+@pytest.mark.parametrize("source", sorted({*FOR_OTHERS, *(each for some in PROGRAMS.values() for each in some)}))
+def test_without_a_mutation_a_program_succeeds(source: str, tmp_path: Path) -> None:
+    file = next(CSRC.rglob("device_comm.c"))
+    same = tmp_path / file.name
+    same.write_text(file.read_text())
+    assert succeeds(FAKE / f"{source}.c", file, same, tmp_path)
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
 @pytest.mark.parametrize("mutation", [*mutations(), *polls(), *records()], ids=lambda mutation: mutation.name)
 def test_with_a_wait_less_or_a_record_elsewhere_a_test_fails(mutation: Mutation, tmp_path: Path) -> None:
     changed = tmp_path / mutation.file.name

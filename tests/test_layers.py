@@ -13,7 +13,7 @@ import ast
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,9 +95,18 @@ def banned_calls(csrc: Path) -> list[str]:
 
 
 def symbols(path: Path, *options: str) -> set[str]:
-    """Names that nm prints, without versions."""
-    done = subprocess.run(["nm", *options, str(path)], capture_output=True, text=True, check=True)
-    return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
+    """Return the names that nm prints, without versions."""
+    return symbols_of([path], *options)[path]
+
+
+def symbols_of(paths: Iterable[Path], *options: str) -> dict[Path, set[str]]:
+    """Return the names that one call of nm prints, by file."""
+    found: dict[Path, set[str]] = {path: set() for path in paths}
+    done = subprocess.run(["nm", "-A", *options, *map(str, found)], capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        name, _, rest = line.partition(":")
+        found[Path(name)].add(rest.split()[-1].split("@")[0])
+    return found
 
 
 def circles_of(below: dict[str, set[str]]) -> list[list[str]]:
@@ -113,12 +122,11 @@ def circles_of(below: dict[str, set[str]]) -> list[list[str]]:
 def file_circles(objects: dict[Path, Path], root: Path) -> list[list[str]]:
     """Circles between source files: each calls, or names an object of, the next, by the symbols of their objects."""
     names = {source: str(source.relative_to(root).with_suffix("")) for source in objects}
-    owner = {
-        symbol: names[source] for source, made in objects.items() for symbol in symbols(made, "-g", "--defined-only")
-    }
+    defined, needed = symbols_of(objects.values(), "-g", "--defined-only"), symbols_of(objects.values(), "-u")
+    owner = {symbol: names[source] for source, made in objects.items() for symbol in defined[made]}
     return circles_of(
         {
-            names[source]: {owner[symbol] for symbol in symbols(made, "-u") if symbol in owner}
+            names[source]: {owner[symbol] for symbol in needed[made] if symbol in owner}
             for source, made in objects.items()
         }
     )
@@ -232,10 +240,11 @@ def test_the_extension_exports_its_init_function_and_nothing_without_the_prefix(
 
 
 def test_every_global_name_in_the_objects_begins_with_sw(objects: dict[Path, Path]) -> None:
+    defined = symbols_of(objects.values(), "-g", "--defined-only")
     wrong = {
         str(source.relative_to(ROOT)): names
         for source, made in objects.items()
-        if (names := {n for n in symbols(made, "-g", "--defined-only") if not n.startswith("sw_")} - {"PyInit__engine"})
+        if (names := {n for n in defined[made] if not n.startswith("sw_")} - {"PyInit__engine"})
     }
     assert wrong == {}
 

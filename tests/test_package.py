@@ -35,7 +35,9 @@ start = time.process_time()
 import shardwright
 print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
 """
-    found = [run(code, PYTHONDONTWRITEBYTECODE="") for _ in range(4)]
+    found = [run(code, PYTHONDONTWRITEBYTECODE="")]
+    while len(found) < 4 and float(found[-1][0]) >= IMPORT_S_MAX:
+        found.append(run(code, PYTHONDONTWRITEBYTECODE=""))
     assert min(float(seconds) for seconds, _ in found) < IMPORT_S_MAX, found
     assert {threads for _, threads in found} == {"0"}
 
@@ -148,6 +150,8 @@ ADDRESSES = {
             "checkpoint/peers",
             "checkpoint/rows",
             "cli/ckpt",
+            "convert/folders",
+            "convert/model_files",
             "cli/doctor_bench",
         ),
     ],

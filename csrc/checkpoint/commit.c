@@ -76,16 +76,12 @@ static bool has_nonce(const char *folder, const char *nonce)
 
 void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES])
 {
-    char replaced[SW_PATH_BYTES];
-    const char *path = folder;
+    char path[SW_PATH_BYTES];
     struct stat info;
     sw_manifest found = {0};
     *identity = 0;
-    if (lstat(path, &info) != 0) {
-        path = replaced;
-        if (sw_checkpoint_replaced_name(replaced, folder, NULL) != SW_OK || lstat(path, &info) != 0)
-            return;
-    }
+    if (sw_checkpoint_locate(folder, path, NULL) != SW_OK || lstat(path, &info) != 0)
+        return;
     bool is_read = sw_manifest_read(path, &found, NULL) == SW_OK;
     snprintf(identity, SW_IDENTITY_BYTES, "%llu:%llu:%s", (unsigned long long)info.st_dev,
              (unsigned long long)info.st_ino, is_read ? found.nonce : "");

@@ -83,8 +83,7 @@ sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *
     return SW_OK;
 }
 
-/* Find where it lies; `folder` if it is nowhere. */
-static sw_status locate(const char *folder, char found[SW_PATH_BYTES], sw_error *err)
+sw_status sw_checkpoint_locate(const char *folder, char found[SW_PATH_BYTES], sw_error *err)
 {
     if (snprintf(found, SW_PATH_BYTES, "%s", folder) >= SW_PATH_BYTES)
         SW_FAIL(err, SW_E_INVALID, "a path must be shorter than %d bytes: '%.200s'", SW_PATH_BYTES,
@@ -94,6 +93,21 @@ static sw_status locate(const char *folder, char found[SW_PATH_BYTES], sw_error 
         return SW_OK;
     memcpy(found, folder, strlen(folder) + 1);
     return SW_OK;
+}
+
+/* A writer replaces in three steps (`folder` becomes the replaced name, the new one becomes
+ * `folder`, the replaced one goes). The first step, or the last two, may each end one look. */
+enum { LOOKS = 3 };
+
+bool sw_checkpoint_stands(const char *folder, char found[SW_PATH_BYTES])
+{
+    char manifest[SW_PATH_BYTES];
+    for (int look = 0; look < LOOKS; ++look)
+        if (sw_checkpoint_locate(folder, found, NULL) == SW_OK &&
+            sw_path_join(manifest, found, SW_MANIFEST_NAME, NULL) == SW_OK &&
+            sw_file_exists(manifest))
+            return true;
+    return false;
 }
 
 sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error *err)
@@ -114,16 +128,13 @@ sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error
     return SW_OK;
 }
 
-/* A writer replaces in three steps (`folder` becomes the replaced name, the new one becomes
- * `folder`, the replaced one goes). The first step, or the last two, may each end one look. */
 sw_status sw_checkpoint_find(const char *folder, char found[SW_PATH_BYTES], sw_manifest *manifest,
                              sw_error *err)
 {
-    enum { LOOKS = 3 };
     for (int look = 1;; ++look) {
         struct stat before = {0}, after;
         sw_error why = {0};
-        SW_TRY(locate(folder, found, err));
+        SW_TRY(sw_checkpoint_locate(folder, found, err));
         bool was = lstat(found, &before) == 0;
         sw_status status = sw_checkpoint_open(found, manifest, &why);
         if (status == SW_OK)

@@ -15,6 +15,14 @@
 SW_MUST_USE sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *folder,
                                                   sw_error *err);
 
+/* Find the place of the checkpoint `folder`: itself, or its replaced name if that alone exists.
+ * `folder` if neither does. */
+SW_MUST_USE sw_status sw_checkpoint_locate(const char *folder, char found[SW_PATH_BYTES],
+                                           sw_error *err);
+
+/* Find a checkpoint by the name of its manifest alone. False: there is none. */
+bool sw_checkpoint_stands(const char *folder, char found[SW_PATH_BYTES]);
+
 /* Open a checkpoint: read its manifest and check the size of every file. SW_E_INVALID or SW_E_OS:
  * not a checkpoint. */
 SW_MUST_USE sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error *err);

@@ -15,6 +15,7 @@
 typedef struct folder_object {
     PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
+    PyObject *files;    /* owned; path -> bytes, NULL until it is asked for */
     sw_catalog catalog; /* the contents of small files; empty until read or received */
 } folder_object;
 
@@ -118,6 +119,7 @@ static void folder_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     sw_manifest_fini(&self->manifest);
     sw_catalog_fini(&self->catalog);
+    Py_XDECREF(self->files);
     free(self->path);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
     Py_DECREF(type);
@@ -309,11 +311,9 @@ static PyObject *folder_tensors(PyObject *op, PyObject *args)
     return Py_BuildValue("(NN)", metadata, tensors);
 }
 
-static PyObject *folder_get_files(PyObject *op, void *unused)
+static PyObject *build_files(const sw_manifest *manifest)
 {
-    const sw_manifest *manifest = &((folder_object *)op)->manifest;
     PyObject *files = PyDict_New();
-    (void)unused;
     for (size_t i = 0; files && i < manifest->file_count; ++i) {
         PyObject *size = PyLong_FromUnsignedLongLong(manifest->files[i].size_bytes);
         if (!size || PyDict_SetItemString(files, manifest->files[i].path, size) < 0)
@@ -321,6 +321,17 @@ static PyObject *folder_get_files(PyObject *op, void *unused)
         Py_XDECREF(size);
     }
     return files;
+}
+
+/* Callers read it: loops over blocks ask for it in each turn. */
+static PyObject *folder_get_files(PyObject *op, void *unused)
+{
+    folder_object *self = (folder_object *)op;
+    (void)unused;
+    if (!self->files)
+        self->files = build_files(&self->manifest);
+    Py_XINCREF(self->files);
+    return self->files;
 }
 
 static PyObject *folder_checksums(PyObject *op, PyObject *args)
@@ -418,6 +429,22 @@ static PyObject *folder_identity(PyObject *type, PyObject *args)
     return PyUnicode_FromString(identity);
 }
 
+static PyObject *folder_find(PyObject *type, PyObject *args)
+{
+    const char *path;
+    char found[SW_PATH_BYTES];
+    bool stands;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "s:find", &path))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    stands = sw_checkpoint_stands(path, found);
+    Py_END_ALLOW_THREADS
+    if (!stands)
+        Py_RETURN_NONE;
+    return PyUnicode_FromString(found);
+}
+
 static PyObject *folder_lock(PyObject *type, PyObject *args)
 {
     const char *path;
@@ -504,6 +531,10 @@ static PyMethodDef folder_methods[] = {
     {"catalog", folder_catalog, METH_VARARGS,
      "catalog($self, paths, /)\n--\n\nThe manifest, headers of safetensors files and other files "
      "whole."},
+    {"find", folder_find, METH_VARARGS | METH_CLASS,
+     "find($type, path, /)\n--\n\nReturn where the checkpoint `path` is, by the name of its "
+     "manifest: "
+     "there or under its replaced name; None for neither."},
     {"identity", folder_identity, METH_VARARGS | METH_CLASS,
      "identity($type, path, /)\n--\n\nReturn a text that identifies what lies there now; '' for "
      "nothing."},

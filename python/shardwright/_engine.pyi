@@ -971,6 +971,10 @@ class CheckpointFolder:
         """The manifest, and of `paths` the headers of safetensors files and the others whole, checked. tensors() and read_bytes() of
         these files read nothing then."""
     @classmethod
+    def find(cls, path: str, /) -> str | None:
+        """Return where the checkpoint `path` is, by the name of its manifest: there, or under its replaced name if that alone exists.
+        None: neither has one."""
+    @classmethod
     def identity(cls, path: str, /) -> str:
         """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
     def tensors(self, path: str, /) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:

@@ -365,9 +365,8 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
     >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
-    made, memo = optimizer.state_dict(), dict[int, Any]()
-    state = {n: {key: _copied(value, memo) for key, value in each.items()} for n, each in made["state"].items()}
-    return {**copy.deepcopy({key: value for key, value in made.items() if key != "state"}, memo), "state": state}
+    made: dict[str, Any] = _copied(optimizer.state_dict(), {})
+    return made
 
 
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
@@ -448,7 +447,9 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a value; of a DTensor the whole tensor. Collective over its mesh."""
+    """Return a copy of a value; of a DTensor, also inside dictionaries, the whole tensor. Collective over its mesh."""
+    if type(value) is dict:
+        return {key: _copied(each, memo) for key, each in value.items()}
     return whole_tensor(value).clone() if is_dtensor(value) else copy.deepcopy(value, memo)
 
 
@@ -535,8 +536,8 @@ def load_full_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """Load a result of full_optimizer_state_dict(), at any stage and world size; `state` is the same on every rank."""
-    if not isinstance(optimizer, ShardedOptimizer):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not isinstance(optimizer, ShardedOptimizer) and any(map(is_dtensor, parameters)):
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         own = dict(zip(numbers, parameters))
         states = {n: as_dtensors(each, dict.fromkeys(each, own.get(n))) for n, each in state["state"].items()}

@@ -589,7 +589,8 @@ int main(void)
     for (int kind = FAULT_DIE_BEFORE; kind < FAULT_COUNT && CAN_FORK; ++kind) {
         if (IS_SLOW && kind != FAULT_DIE_AFTER && kind != FAULT_EIO)
             continue;
-        cut_every_call((fault)kind, 2, 1);
+        if (is_long || kind != FAULT_DIE_BEFORE) /* else behind the call before */
+            cut_every_call((fault)kind, 2, 1);
         if (is_long || (!IS_SLOW && (kind == FAULT_DIE_BEFORE || kind == FAULT_EIO)))
             cut_every_call((fault)kind, 1, 1); /* a folder of the same name is replaced */
         if (is_long || (!IS_SLOW && kind == FAULT_DIE_AFTER))

@@ -14,7 +14,7 @@
 
 enum { IN_FLIGHT = 12 /* more than carriers agree on at once */ };
 
-static bool every_element; /* in each step, not in one of three: the long form */
+static bool every_element; /* not one of a few, and the tail: the long form */
 
 static void folds_over_hosts(rank_context *self)
 {
@@ -50,8 +50,8 @@ static void folds_over_hosts(rank_context *self)
                   self->err.message);
             const float *data = (const float *)(void *)arenas[i]->base[self->rank];
             size_t wrong = 0;
-            size_t first = every_element ? 0 : (size_t)step, stride = every_element ? 1 : 3;
-            for (size_t k = first; k < sizes[i]; k += stride)
+            size_t first = every_element ? 0 : (size_t)step, stride = every_element ? 1 : 11;
+            for (size_t k = first; k < sizes[i]; k += k + 64 < sizes[i] ? stride : 1)
                 wrong += data[k] != hosts_mean(s, self->world_size, k, step + i);
             check(wrong == 0, "%zu of %zu elements are not the fold over hosts", wrong, sizes[i]);
         }
@@ -76,6 +76,8 @@ static void broadcasts(rank_context *self)
     for (size_t i = 0; comm && i < sizeof sizes / sizeof *sizes; ++i)
         for (int root = 0; root < self->world_size; ++root) {
             size_t n = sizes[i], cut = n / (size_t)(self->rank + 2), wrong = 0;
+            if (n > 262145 && root != 0 && root != self->world_size - 1 && !every_element)
+                continue; /* a large one from each end is enough */
             const sw_range ranges[] = {{data, cut}, {NULL, 0}, {data + cut, n - cut}};
             for (size_t k = 0; k < n; ++k)
                 data[k] = self->rank == root ? (uint8_t)(k * 31 + (size_t)root + i) : 0xee;

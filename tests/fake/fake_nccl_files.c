@@ -177,13 +177,14 @@ static void help_one(clique *c)
 
 static void *help(void *unused)
 {
-    const struct timespec nap = {.tv_nsec = 500000};
+    struct timespec nap = {.tv_nsec = 500000};
     (void)unused;
     for (;;) {
         nanosleep(&nap, NULL);
         sim_lock();
         for (clique *c = joined; c; c = c->next_joined)
             help_one(c);
+        nap.tv_nsec = joined ? 500000 : 20000000; /* a rank outlives its simulations */
         sim_leave();
     }
     return NULL;

@@ -650,7 +650,7 @@ static void check_failing_rank(int stage, way how, bool registered)
     static failing_case tried;
     tried = (failing_case){.stage = stage, .how = how, .registered = registered};
     gpu_check_failing_rank(fail_first_of_three, &tried, tried.run.message, tried.run.failed,
-                           getenv("SW_TEST_LONG") ? 1 : 23);
+                           getenv("SW_TEST_LONG") ? 1 : 61);
 }
 
 static void check_failing_calls(int stage, way how, bool registered)

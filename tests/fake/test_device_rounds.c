@@ -471,7 +471,7 @@ static void check_failing_calls(bool sliced)
     gpu_check_failing_calls(fail_at, &plan, plan.message[0]);
     fill_expected(&plan, 3);
     gpu_check_failing_rank(fail_first_of_three, &plan, plan.message, plan.failed,
-                           getenv("SW_TEST_LONG") ? 1 : 23);
+                           getenv("SW_TEST_LONG") ? 1 : 61);
 }
 
 int main(int argc, char **argv)

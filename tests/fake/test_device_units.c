@@ -354,7 +354,7 @@ static void check_failing_calls(void)
 {
     static training run;
     gpu_check_failing_rank(fail_first_of_three, &run, run.message, run.failed,
-                           getenv("SW_TEST_LONG") ? 1 : 29);
+                           getenv("SW_TEST_LONG") ? 1 : 61);
     gpu_check_failing_calls(fail_at, &run, run.message[0]);
 }
 

@@ -149,8 +149,9 @@ def in_windows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             gpus._close_groups()  # the version is asked as the GPU is opened
             patch.setenv("SIM_NCCL_VERSION", oldest if rank == last else "22703")
             before = gpus.windows()
-            found = trained(gpus, rank, communicator="register", zero=3)
-            assert gpus.windows() - before == (oldest == "22703")
+            for _ in range(2):  # the communicator's second is registered plainly
+                found = trained(gpus, rank, communicator="register", zero=3)
+                assert gpus.windows() - before == (oldest == "22703")
         assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         gpus._close_groups()

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 from checkpoint_subjects import EveryKind, Small, assert_same_state, build, digest_of, state_of, train
-from harness import gather, on_every_rank
+from harness import LONG, gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from torch import nn
@@ -43,8 +43,9 @@ def test_every_stage_writes_the_same_bytes_and_reads_every_others(rank, world_si
             checkpoints.save(2)
         digests[stage] = digest_of(f"{folder}/{stage}/step-000003")
     assert all(digest == digests[0] for digest in digests.values())
-    for writer in digests:
-        for reader in digests:
+    order = list(digests)
+    for number, writer in enumerate(order):
+        for reader in order if LONG else (order[number - 1],):  # the bytes of all writers are the same
             pair = wrapped(reader, seed=9)
             sw.load(f"{folder}/{writer}/step-000003", *pair)
             sw.save(f"{folder}/{writer}-{reader}", *pair)
@@ -53,7 +54,7 @@ def test_every_stage_writes_the_same_bytes_and_reads_every_others(rank, world_si
             train(*pair, 2, width=24)
             sw.save(f"{folder}/{writer}-{reader}-on", *pair)
             after[writer, reader] = digest_of(f"{folder}/{writer}-{reader}-on")
-    assert all(digest == after[0, 0] for digest in after.values())
+    assert all(digest == next(iter(after.values())) for digest in after.values())
 
 
 @on_every_rank(deadline_s=90)

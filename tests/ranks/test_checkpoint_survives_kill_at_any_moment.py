@@ -132,6 +132,9 @@ def test_a_program_that_ends_brings_its_save_to_the_end(world_size, tmp_path):
     ), said
 
 
+test_a_program_that_ends_brings_its_save_to_the_end.at_least = 1 if LONG else 3
+
+
 @on_every_rank(spoils=True, deadline_s=120)
 def test_many_saves_leave_memory_descriptors_and_threads_as_they_were(rank, world_size):
     folder = shared_folder(rank)

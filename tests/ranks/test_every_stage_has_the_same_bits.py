@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from harness import gather, on_every_rank, same_everywhere
+from harness import LONG, gather, on_every_rank, same_everywhere
 from models import Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from oracle.fold import bits_equal
@@ -169,8 +169,12 @@ def test_every_training_at_every_stage(rank, world_size, cap, training):
     whole = run(0, training, rank, bucket_cap_mb=cap)
     for zero in (1, 2, 3, PRIVATE):
         run(zero, training, rank, bucket_cap_mb=cap).assert_equals(whole, f"zero={zero}")
-        run(zero, training, rank, bucket_cap_mb=0.004).assert_equals(whole, f"zero={zero}, another cap")
-        run(zero, training, rank, bucket_cap_mb=cap, transport="staged").assert_equals(whole, f"zero={zero}, staged")
+        if LONG or zero == 2:
+            run(zero, training, rank, bucket_cap_mb=0.004).assert_equals(whole, f"zero={zero}, another cap")
+        if LONG or zero in (1, 2):
+            run(zero, training, rank, bucket_cap_mb=cap, transport="staged").assert_equals(
+                whole, f"zero={zero}, staged"
+            )
     assert same_everywhere([*whole.parameters])
 
 

@@ -65,7 +65,7 @@ def trains_as_stage_0(rank, world_size, rows, hosts, trainings):
     mesh = mesh_of(rows)
     for training, build in trainings:
         whole = run(0, training, rank, build=build, bucket_cap_mb=0.001)
-        for zero in STAGES:
+        for zero in STAGES if LONG or len(trainings) > 1 else STAGES[len(rows[0]) % 2 :: 2]:
             sliced = run(zero, training, rank, build=build, bucket_cap_mb=0.001, device_mesh=mesh)
             sliced.assert_equals(whole, (training.__name__, zero))
     assert same_everywhere([*whole.parameters])
@@ -86,11 +86,11 @@ def test_every_stage_has_the_bits_of_stage_0(fresh_ranks, case):
 def compresses_as_stage_0(rank, world_size, rows, hosts):
     process_group._forced_hosts = hosts
     mesh = mesh_of(rows)
-    for name in COMPRESSORS:
+    for number, name in enumerate(COMPRESSORS):
         for cap in (0.001, 25) if LONG else (0.001,):
             whole, optimizer = compressed(0, name, cap)
             train(whole, optimizer, rank, 4)
-            for zero in STAGES:
+            for zero in STAGES if LONG else STAGES[(number + bool(hosts)) % 2 :: 2]:
                 sliced, optimizer = compressed(**stage(zero, dict(name=name, cap=cap, device_mesh=mesh)))
                 train(sliced, optimizer, rank, 4)
                 with sw.full_parameters(sliced):
@@ -115,10 +115,10 @@ def does_everything_else(rank, world_size, hosts):
     for mine, theirs in zip(run(2, clipped_by_torch, rank, device_mesh=mesh).parameters, plain.parameters):
         assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-6)
     uneven = run_unevenly(rank, world_size, 0, until_the_inputs_end)
-    for zero in (1, 2, 3):
+    for zero in (1, 2, 3) if LONG else (1, 3) if hosts else (2,):
         assert_same(run_unevenly(rank, world_size, zero, until_the_inputs_end, device_mesh=mesh), uneven)
     found = []
-    for zero in (0, *STAGES):
+    for zero in (0, *(STAGES if LONG else STAGES[bool(hosts) :: 2])):
         torch.manual_seed(0)
         module = Mlp()
         options = {"bucket_cap_mb": 0.001, "device_mesh": mesh, "partition": "tensor"}
@@ -159,7 +159,8 @@ def changes_stage_and_saves(rank, world_size, hosts, folder):
     process_group._forced_hosts = hosts
     mesh = mesh_of(ROWS)
     whole = run(0, plain_steps, rank)
-    for first, second in ((3, 1), (PRIVATE, 2), (2, PRIVATE), (1, 3)):
+    pairs = ((3, 1), (PRIVATE, 2), (2, PRIVATE), (1, 3))
+    for first, second in pairs if LONG else pairs[bool(hosts) :: 2]:
         path = f"{folder}/{first}-{second}".replace(" ", "")
         torch.manual_seed(0)
         module = Mlp()

@@ -52,8 +52,11 @@ def train_at_every_stage(
     """`exact`: at 2 ranks the bits are DDPStrategy's."""
     import lightning_subjects as subjects
 
-    found = {}
-    for name, strategy in {"stock": stock, **subjects.STAGES}.items():
+    found, stages = {}, subjects.STAGES
+    if not LONG:  # stage 0 and two others; another training has the rest
+        number = world_size + len(build) + len(options) + sum(map(len, [*options, *callbacks]))
+        stages = {name: stages[name] for name in ["0", *list(stages)[1 + number % 2 :: 2]]}
+    for name, strategy in {"stock": stock, **stages}.items():
         made = [getattr(subjects, each)() for each in callbacks]
         fitted = subjects.fit(strategy, folder, getattr(subjects, build), callbacks=made, **options)
         found[name] = results_of(*fitted, evaluates)
@@ -96,7 +99,7 @@ def resume_at_every_stage(rank, world_size, folder):
     """A run that goes on at another stage has the bits of an uninterrupted one. The stock class's files serve, too."""
     import lightning_subjects as subjects
 
-    names = ["stock", *subjects.STAGES]
+    names = ["stock", *subjects.STAGES][:: 1 if LONG else 2]
     for number, name in enumerate(names):
         at = f"{folder}/{name}"
         strategy = subjects.STAGES.get(name, "ddp")
@@ -221,7 +224,9 @@ def fabric_at_every_stage(rank, world_size, folder):
     for number, clip in enumerate(clips):
         losses, weights = subjects.fabric_fit("ddp", f"{folder}/stock-{number}", clip=clip)
         first = None
-        for name, strategy in subjects.STAGES.items():
+        stages = list(subjects.STAGES)
+        for name in stages if LONG or not number else stages[number % 2 :: 2]:
+            strategy = subjects.STAGES[name]
             own, own_weights = subjects.fabric_fit(strategy, f"{folder}/{name}-{number}", clip=clip)
             first = first or (own, own_weights)
             if clip is None or "clip_val" in clip:

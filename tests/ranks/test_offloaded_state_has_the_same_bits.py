@@ -105,7 +105,7 @@ def small_buffers():
 def test_every_stage_has_the_bits_of_no_offload(rank, world_size, name):
     small_buffers()
     folder = folder_of(rank)
-    for options in STAGES:
+    for options in STAGES if LONG else STAGES[list(OPTIMIZERS).index(name) % 2 :: 2]:
         model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), clip_grad_norm=1.0, **options)
         losses, expected = train(model, optimizer, rank), whole(model, optimizer)
         model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), clip_grad_norm=1.0, offload=f"nvme:{folder}", **options)
@@ -149,7 +149,8 @@ def saved_bytes(folder):
 def test_checkpoints_have_the_bytes_of_no_offload_and_are_restored(rank, world_size, snapshot):
     small_buffers()
     make, saved, losses = OPTIMIZERS["AdamW"], {}, {}
-    for number, options in enumerate([*STAGES, {"zero": 2, "partition": "tensor"}]):
+    forms = list(enumerate([*STAGES, {"zero": 2, "partition": "tensor"}]))
+    for number, options in forms if LONG else forms[snapshot == "lazy" :: 2]:
         for offload in (None, f"nvme:{folder_of(rank)}"):
             folder = os.path.join(os.environ["SW_TEST_FOLDER"], f"{snapshot}-{number}-{offload is None}")
             for seed in (0, 1):
@@ -164,7 +165,7 @@ def test_checkpoints_have_the_bytes_of_no_offload_and_are_restored(rank, world_s
                 gather(None)
             assert losses[0] == losses[1], (options, offload)
             saved[number, offload is None] = saved_bytes(os.path.join(folder, "step-000002"))
-    assert all(each == saved[0, True] for each in saved.values())
+    assert all(each == next(iter(saved.values())) for each in saved.values())
 
 
 @on_every_rank()

@@ -61,7 +61,7 @@ def train(gpus: SimulatedGpus, rank: int, world_size: int, training: str) -> Non
     body = getattr(uneven, training)
     for initial in (True, False) if LONG else (len(training) % 2 == 0,):
         expected = on_cpu(gpus, rank, world_size, 0, body, initial=initial, bucket_cap_mb=0.001)
-        for zero in STAGES:
+        for zero in STAGES if LONG else (1 + len(training) % 2, 3):
             found = uneven.run(rank, world_size, zero, body, initial=initial, bucket_cap_mb=0.001)
             uneven.assert_same(found, expected, exact=training != "clipped_by_torch")
             assert same_everywhere([*found[1]])
@@ -122,7 +122,7 @@ def test_compressed_gradients_have_the_bits_of_the_cpu(
 def compressed(gpus: SimulatedGpus, rank: int, world_size: int, compress: str, training: str) -> None:
     body = getattr(uneven, training)
     for initial in (True, False):
-        for zero in (2, 3):
+        for zero in (2, 3) if LONG else (2,) if initial else (3,):
             given = {"initial": initial, "compress": getattr(sw, compress)(), "bucket_cap_mb": 0.001}
             expected = on_cpu(gpus, rank, world_size, zero, body, **given)
             uneven.assert_same(uneven.run(rank, world_size, zero, body, **given), expected)
@@ -170,6 +170,6 @@ def other_owners(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
     expected = on_cpu(gpus, rank, world_size, 0, uneven.clipped_by_ours, optimizer=make)
     for zero in STAGES:
-        for options in ({"partition": "tensor"}, {"offload": "cpu"}):
+        for options in ({"partition": "tensor"}, {"offload": "cpu"})[:: 1 if LONG or zero == 3 else 2]:
             found = uneven.run(rank, world_size, zero, uneven.clipped_by_ours, optimizer=make, **options)
             uneven.assert_same(found, expected)

@@ -224,3 +224,28 @@ def test_low_precision_compression_and_accumulation(rank, world_size):
         next(each for each in slices if each.numel())[0] = float("inf")
     scaler.unscale_(optimizer)
     assert gather(scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()) == [1.0] * world_size
+
+
+def saves(rank, world_size, folder):
+    mesh = mesh_of(world_size // 2, 2)
+    model, optimizer = wrapped(mesh, 2)
+    train(model, optimizer, mesh.get_local_rank("dp"), steps=2)
+    sw.save(f"{folder}/a", model, optimizer, step=2)
+    state = sw.full_state_dict(model)
+    if rank == 0:
+        torch.save(state, f"{folder}/a.pt")
+
+
+def restores(rank, world_size, folder):
+    model, optimizer = wrapped(mesh_of(world_size // 2, 2), "private")
+    sw.load(f"{folder}/a", model, optimizer)
+    assert_equal_states(sw.full_state_dict(model), torch.load(f"{folder}/a.pt"))
+    assert sw.full_optimizer_state_dict(model, optimizer)["state"][0]["step"].item() == 2
+
+
+@pytest.mark.skipif(not LONG, reason="two worlds of its own")
+@pytest.mark.parametrize(("before", "after"), [(6, 4), (4, 6)])
+def test_three_data_ranks_become_two(fresh_ranks, tmp_path, before, after):
+    for size, body in ((before, saves), (after, restores)):
+        with fresh_ranks(size) as team:
+            team.run(body, folder=str(tmp_path))

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,41 +112,6 @@ def bodies(gpus: SimulatedGpus, rank: int, world_size: int, chosen: list[tuple[s
 # runs that do not end well -------------------------------------------------------------------------------------------
 
 
-class Nowhere:
-    backend = "gloo"
-
-    def __enter__(self) -> Nowhere:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-def nowhere(rank: int, world_size: int, folder: str) -> Nowhere:
-    return Nowhere()
-
-
-def hang(place: Any, rank: int, world_size: int) -> Iterator[Any]:
-    yield row("first")
-    time.sleep(1000)
-
-
-def fail(place: Any, rank: int, world_size: int) -> Iterator[Any]:
-    yield row("first")
-    raise ValueError("the second case is missing")
-
-
-def refuse(place: Any, rank: int, world_size: int) -> Iterator[Any]:
-    yield row("first")
-    raise NotImplementedError("no such card")
-
-
-def end_badly(place: Any, rank: int, world_size: int) -> Iterator[Any]:
-    yield row("first")
-    yield row("second")
-    raise ValueError("at the end")
-
-
 class Clock:
     """A clock that a test puts forward."""
 
@@ -162,7 +126,7 @@ class Clock:
 
 def test_a_run_that_ends_badly_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{RANKS}:{RANKS.parent}")
-    cases, here = ("first", "second"), __name__
+    cases, here = ("first", "second"), "gpu_check_endings"
     limit = 120.0
     given = [
         Part("failing", limit, (Run(f"{here}:fail", cases),)),

@@ -117,7 +117,7 @@ def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, 
     run(teams, world_size, paths, keep_law, law, policy=POLICIES[law % len(POLICIES)])
 
 
-@pytest.mark.parametrize("law", range(len(COMPUTED)), ids=lambda law: COMPUTED[law][1])
+@pytest.mark.parametrize("law", some(range(len(COMPUTED)), 3), ids=lambda law: COMPUTED[law][1])
 def test_the_laws_of_compute_dtypes_hold(teams: Any, world_size: int, paths: dict[str, str], law: int) -> None:
     run(teams, world_size, paths, keep_law, law, "COMPUTED", policy=POLICIES[law % len(POLICIES)])
 
@@ -136,7 +136,7 @@ def half_of_the_bytes(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert low[0] == plain[0] / 2 and low[1] <= plain[1] / 2 + 128, (plain, low)
 
 
-@pytest.mark.parametrize(("policy", "cut"), some(itertools.product(POLICIES, ["blocks", "nested"]), 3))
+@pytest.mark.parametrize(("policy", "cut"), some(itertools.product(POLICIES, ["blocks", "nested"]), 5))
 def test_no_step_waits_for_the_gpu_or_allocates(
     teams: Any, world_size: int, paths: dict[str, str], policy: str, cut: str
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import test_whole_tensors_are_stepped_on_by_their_owners as whole
 import torch
-from harness import gather, same_everywhere
+from harness import LONG, gather, same_everywhere
 from models import Heads, Mlp
 from peer import PEER, batch
 from shardwright.optim import device_offload
@@ -52,7 +52,8 @@ def train(gpus: SimulatedGpus, rank: int, world_size: int, training: str, optimi
     body, make = getattr(whole, training), whole.OPTIMIZERS[optimizer]
     expected = on_cpu(gpus, rank, 0, body, make)
     for zero in STAGES:
-        for options in ({"bucket_cap_mb": 0.001}, {"units": nn.Linear} if zero == 3 else {}):
+        forms = [{"bucket_cap_mb": 0.001}, {"units": nn.Linear} if zero == 3 else {}]
+        for options in forms if LONG else forms[zero // 3 :][:1]:
             found = whole.run(rank, zero, body, make, **options)
             whole.assert_same(found, expected, (zero, options))
             assert same_everywhere([*found[1]])
@@ -139,7 +140,8 @@ def test_states_and_checkpoints_go_between_stages(
 
 def travelling(gpus: SimulatedGpus, rank: int, world_size: int, optimizer: str) -> None:
     make, expected = whole.OPTIMIZERS[optimizer], None
-    for first, second in [(0, 2), (1, 3), (2, 1), (3, 0), (3, 2)]:
+    pairs = [(0, 2), (2, 1), (1, 3), (3, 2), (3, 0)]
+    for first, second in pairs if LONG else pairs[optimizer == "AdamW" :: 2]:
         folder = gather(str(gpus.folder / f"saved-{first}-{second}"))[0]
         found = []
         for zero, begin in ((first, 0), (second, 2)):

@@ -64,7 +64,8 @@ class Registration:
         self.reason = "there is nothing to share"
         if link.world_size == 1 or not sizes:
             return
-        windows = not adds and link.comm.describe()["windows"]
+        # NCCL places a window by those that exist, and ranks free memory at times of their own: so there is one at most.
+        windows = not adds and not link.had_window and link.comm.describe()["windows"]
         self.reason, windows = _agree(link, _try(lambda: self._allocate(nbytes)), list(sizes), windows)
         if not self.reason:
             self.reason, _ = _agree(link, _try(lambda: self._register(windows)), [], windows)
@@ -75,6 +76,7 @@ class Registration:
             return
         region = self._region
         assert region is not None
+        link.had_window = link.had_window or region.is_window
         self.buffers = [_over(region, begin, size, link, like) for begin, size in zip(begins, sizes)]
 
     def _allocate(self, nbytes: int) -> None:

@@ -11,18 +11,21 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
+from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .optimizer_extras import stepping_optimizer
 from .peers import Peers, os_error
 from .reading import agree_on, apply_together
+from .remote.mirror import Mirror
+from .remote.store import Store, address_of, local_folder, on_first
 from .retention import (
     BOARD,
     DAMAGED,
@@ -41,6 +44,7 @@ from .retention import (
 from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")
+_ROUND_S = 0.5
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -49,8 +53,10 @@ class Checkpointer:
 
     Parameters
     ----------
-    directory : path-like
+    directory : path-like, or an address of fsspec such as s3://bucket/run
         Created if it does not exist. One Checkpointer writes to it at a time. A read-only directory serves restore() alone.
+        An address: a save writes to `local_directory`; rank 0 uploads in the background, and goes on after a restart. wait()
+        and close() return when the upload is complete. restore() downloads what only the address has.
     model : Module
         Plain, or wrapped by torch or shardwright.
     optimizer : Optimizer, optional
@@ -93,6 +99,8 @@ class Checkpointer:
         Make restore() check every block before it changes anything.
     timeout_s : float
         Seconds after which a save() fails if a rank is missing.
+    local_directory : path-like, optional
+        The local directory of an address, shared by the hosts. Default: one below ~/.cache/shardwright.
 
     Notes
     -----
@@ -139,6 +147,7 @@ class Checkpointer:
         bandwidth_bytes_per_s: int = 0,
         verify: bool = True,
         timeout_s: float = 1800.0,
+        local_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         self._peers = Peers(model, process_group, usable_timeout(timeout_s))
         checked: list[tuple[int, int, int]] = []
@@ -156,7 +165,9 @@ class Checkpointer:
             file_bytes, _ = check_options(max_file_bytes, timeout_s)
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
             checked.append((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
-            self.directory = absolute_path("directory", directory)
+            self._address = address_of(directory)
+            place = directory if self._address is None else local_folder(self._address, local_directory)
+            self.directory = absolute_path("directory", place)
             self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
             if snapshot == "lazy" and not hasattr(self._training.optimizer, "register_step_pre_hook"):
                 given = (
@@ -183,8 +194,10 @@ class Checkpointer:
         self._read_only = ""  # the reason why nothing can be saved
         self._every: int | None = None  # `every` of the first save(), equal on all ranks
         self._hooks: list[Any] = []
+        self._mirror: Mirror | None = None
         nonce = self._take_directory()
         try:
+            self._peers.together(self._open_mirror, f"opening {self._address}")
             board = None if self._read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
                 self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
@@ -195,14 +208,30 @@ class Checkpointer:
                     model, stepping_optimizer(self._training.optimizer), _protector(self._writer)
                 )
         except BaseException:
+            if self._mirror is not None:
+                self._mirror.close()
             self._release()
             raise
         self._warm_staging()
-        self._retire = weakref.finalize(self, _finish, self._writer, self._lock, os.getpid())
+        self._retire = weakref.finalize(self, _finish, self._writer, self._lock, self._mirror, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
         _live.add(self)
         _register_exit()
+
+    def _open_mirror(self) -> None:
+        """Begin to upload, on rank 0."""
+        if self._address is not None and self._peers.rank == 0 and not self._read_only:
+            self._mirror = Mirror(Store(self._address), self.directory, self._rules)
+
+    def _upload(self) -> None:
+        """Wait until all checkpoints are uploaded. Collective. Raise CheckpointError on every rank if rank 0 cannot upload."""
+        is_done = self._address is None
+        while not is_done:
+            told = ("", True) if self._mirror is None else self._mirror.wait(_ROUND_S)
+            failure, is_done = self._peers.exchange(told, f"upload to {self._address}")[0]
+            if failure:
+                raise CheckpointError(f"{failure}; the checkpoints are in '{self.directory}'")
 
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
@@ -394,6 +423,7 @@ class Checkpointer:
         """
         with self._call.of("wait()"):
             self._wait()
+            self._upload()
 
     def _wait(self) -> None:
         self._check_open()
@@ -408,7 +438,14 @@ class Checkpointer:
 
     # restoring --------------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int | None = None) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        include: str | Iterable[str] = (),
+        rename: Rename = None,
+    ) -> int:
         """Restore everything from the newest checkpoint that every rank finds sound.
 
         Parameters
@@ -416,6 +453,8 @@ class Checkpointer:
         step : int, optional
             Restore the checkpoint of that many completed steps, and no other. Later checkpoints stay, marked as abandoned:
             restore() takes one of them only if its step is asked for, or if no other can be read.
+        strict, include, rename
+            As in load(), for the model and the optimizer.
 
         Returns
         -------
@@ -429,16 +468,23 @@ class Checkpointer:
             newer than this program's.
         """
         with self._call.of("restore()"):
-            return self._restore(step)
+            return self._restore(step, include, rename, strict)
 
-    def _restore(self, step: int | None) -> int:
-        def check() -> int | None:
-            return None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
+    def _restore(self, step: int | None, *names: Any) -> int:
+        made: list[NameMap] = []
+
+        def check() -> list[Any]:
+            made.append(NameMap(*names))
+            asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
+            return [asked, *made[0].describe().values()]
 
         self._settle("restores")
-        asked = self._peers.together(check, "step to restore")
+        wanted = self._peers.together(check, "step to restore")
+        asked = [each[0] for each in wanted]
         if any(each != asked[0] for each in asked):
             raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
+        if any(each != wanted[0] for each in wanted):
+            raise CheckpointError("restore: strict, include or rename differ between ranks: give the same on all ranks")
         listed = self._list(is_preference=step is None)
         if step is not None:
             chosen = [path for found, path in listed if found == asked[0]]
@@ -450,8 +496,9 @@ class Checkpointer:
             listed = [(asked[0], path) for path in chosen]
         refusals = []
         for _, path in reversed(listed):
+            self._fetch(path)
             spare = self._writer.spare()
-            reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare)
+            reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0])
             if reader is not None:
                 apply_together(reader, self._peers, everything=True)
                 if step is not None:
@@ -469,6 +516,17 @@ class Checkpointer:
                 else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
         return 0
+
+    def _fetch(self, path: str) -> None:
+        """Download a checkpoint that only the address has. Collective."""
+        if self._address is not None:
+            mirror = self._mirror
+
+            def download() -> None:
+                if mirror is not None:
+                    mirror.fetch(path)
+
+            on_first(self._peers, download, f"download from {self._address}")
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""
@@ -492,6 +550,7 @@ class Checkpointer:
                 found = list_checkpoints(self.directory)
                 found = in_order(self.directory, found) if is_preference else found
                 listed = [(kept.step, kept.path) for kept in found]
+                listed = listed if self._mirror is None else self._mirror.listed(listed)
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 code = getattr(error, "errno", None)
@@ -527,7 +586,12 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the running save and release the directory. Idempotent. Raise what wait() raises."""
         with self._call.of("close()", waits=True):
-            self._close(self._writer.wait)
+            if not self._closed:
+                try:
+                    self._wait()
+                    self._upload()
+                finally:
+                    self._close(self._writer.wait)
 
     def _close(self, wait: Callable[[], None]) -> None:
         if self._closed:
@@ -541,6 +605,8 @@ class Checkpointer:
             self._retire.detach()
             try:
                 self._writer.close()
+                if self._mirror is not None:
+                    self._mirror.close()
             finally:
                 self._release()
 
@@ -624,7 +690,7 @@ def _finish_all() -> None:
                 logger.warning("the last save failed: %s", error)
 
 
-def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
+def _finish(writer: Writer, lock: DirectoryLock | None, mirror: Mirror | None, pid: int) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() != pid:
         return
@@ -633,6 +699,8 @@ def _finish(writer: Writer, lock: DirectoryLock | None, pid: int) -> None:
     except CheckpointError as error:
         logger.warning("the last save failed: %s", error)
     writer.close()
+    if mirror is not None:
+        mirror.close()
     if lock is not None:
         lock.release()
 

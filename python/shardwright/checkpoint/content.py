@@ -287,9 +287,8 @@ def try_random_state(states: Mapping[str, Any]) -> None:
     """Raise an error if set_random_state() would. Generators of no use take the states, but those of CUDA."""
     random.Random().setstate(states["python"])
     torch.Generator().set_state(states["torch"])
-    if states.get("numpy") is not None:
-        import numpy
-
+    numpy = sys.modules.get("numpy")  # a load without it needs no state of it
+    if numpy and states.get("numpy") is not None:
         numpy.random.RandomState().set_state(states["numpy"])
     if not all(each.dtype == torch.uint8 and each.ndim == 1 for each in states.get("cuda") or ()):
         raise CheckpointError("the state of a CUDA generator is no tensor of bytes")

@@ -6,14 +6,18 @@ import contextlib
 import operator
 import os
 import re
+import shutil
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder
+from .._engine import CheckpointError, CheckpointFolder, Error
+from ..options.name_map import NameMap, Rename
 from .partial import of_saves
 from .peers import Peers, os_error
 from .reading import agree_on, apply_together
+from .remote.store import Store, address_of, local_folder, on_first
 from .retention import REPLACED
 from .writing import Training, Writer, new_nonce
 
@@ -33,13 +37,14 @@ def save(
     max_file_bytes: int = MAX_FILE_BYTES,
     timeout_s: float = 1800.0,
     overwrite: bool = False,
+    local_directory: str | os.PathLike[str] | None = None,
 ) -> None:
     """Write a checkpoint to the new folder `path`. It is durable when the call returns.
 
     Parameters
     ----------
-    path : path-like
-        A path that does not exist, and neither does `path`.replaced, which readers try next. save() creates its parent folders
+    path : path-like, or an address of fsspec such as s3://bucket/run/a
+        For an address the folder is written locally, uploaded by rank 0, manifest last, and removed here. A path that does not exist, and neither does `path`.replaced, which readers try next. save() creates its parent folders
         and removes the left-overs of killed saves to it.
     module : Module
         Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model.
@@ -56,7 +61,10 @@ def save(
         Seconds after which the save fails if a rank is missing.
     overwrite : bool
         Replace a checkpoint at `path` once the new one is durable, in one step where the file system can exchange names.
-        Only an empty folder, or one that holds nothing but a checkpoint of no newer version, is ever replaced.
+        Only an empty folder, or one that holds nothing but a checkpoint of no newer version, is ever replaced. At an address
+        there is no checkpoint while the new one is uploaded.
+    local_directory : path-like, optional
+        The folder to write for an address, shared by the hosts. Default: one below ~/.cache/shardwright.
 
     Raises
     ------
@@ -78,6 +86,12 @@ def save(
     {'epoch': 3}
     """
     peers = Peers(module, process_group, usable_timeout(timeout_s))
+    address = address_of(path)
+    if address is not None:
+        options = {"step": step, "extra": extra, "max_file_bytes": max_file_bytes}
+        options |= {"process_group": process_group, "timeout_s": timeout_s}
+        _save_remote(peers, address, local_directory, overwrite, lambda f: save(f, module, optimizer, **options))
+        return
     checked: list[tuple[str, Training]] = []
 
     def check() -> dict[str, Any]:
@@ -125,19 +139,33 @@ def load(
     process_group: Any = None,
     verify: bool = True,
     timeout_s: float = 1800.0,
+    strict: bool = True,
+    include: str | Iterable[str] = (),
+    rename: Rename = None,
+    local_directory: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Fill `module` and `optimizer` from the checkpoint at `path`, at any world size.
 
     Parameters
     ----------
-    path : path-like
-        A folder that save() or a Checkpointer wrote.
+    path : path-like, or an address of fsspec
+        A folder that save() or a Checkpointer wrote. From an address rank 0 downloads it first.
     module, optimizer
         Objects with the shapes and dtypes that were saved. load() fills their tensors in place.
     process_group, timeout_s
         As in save().
     verify : bool
         Check every block of the folder before anything changes. False: check only the blocks that are read, as they are read.
+    strict : bool
+        False: tensors that only the checkpoint or only `module` has are no error; they are logged and stay unchanged. Shapes and
+        dtypes must agree in any case.
+    include : regular expression or several, optional
+        Load the tensors in whose names, those of `module`, one of them is found. All others stay unchanged.
+    rename : dict of str to str, or callable, optional
+        From names in the checkpoint to names in `module`: the first regular expression that is found in a name is replaced. Or
+        a function of the name. Optimizer state follows its parameter.
+    local_directory : path-like, optional
+        The folder for downloads from an address, shared by the hosts. Default: one below ~/.cache/shardwright.
 
     Returns
     -------
@@ -153,19 +181,67 @@ def load(
     Collective. Ranks share the verification; each then reads the bytes that it needs.
     """
     peers = Peers(module, process_group, usable_timeout(timeout_s))
-    checked: list[tuple[str, Training]] = []
+    address = address_of(path)
+    if address is not None:
+        options = {"process_group": process_group, "verify": verify, "timeout_s": timeout_s}
+        options |= {"strict": strict, "include": include, "rename": rename}
+        return _load_remote(peers, address, local_directory, lambda f: load(f, module, optimizer, **options))
+    checked: list[tuple[str, Training, NameMap]] = []
 
     def check() -> dict[str, Any]:
         check_timeout(timeout_s)
-        checked.append((absolute_path("path", path), Training(module, optimizer)))
-        return {"verify": bool(verify)}
+        names = NameMap(include, rename, strict)
+        checked.append((absolute_path("path", path), Training(module, optimizer), names))
+        return {"verify": bool(verify), **names.describe()}
 
     peers.agree(check, "load()")
-    ((folder, training),) = checked
-    reader, refusal = agree_on(folder, training, peers, verify=verify)
+    ((folder, training, names),) = checked
+    reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
     if reader is None:
         raise CheckpointError(refusal)
     return apply_together(reader, peers, everything=False)
+
+
+def _save_remote(
+    peers: Peers, address: str, chosen: str | os.PathLike[str] | None, overwrite: bool, write: Callable[[str], None]
+) -> None:
+    """Write a local folder and upload it. Collective."""
+
+    def begin() -> str:
+        if not overwrite and Store(address).manifest("") is not None:
+            raise CheckpointError(f"'{address}' exists already: save to another place, or remove it first")
+        return f"{local_folder(address, chosen)}.{new_nonce()}"
+
+    folder = on_first(peers, begin, f"save to {address}")
+
+    def send() -> None:
+        Store(address).upload(folder, "")
+
+    try:
+        write(folder)
+        on_first(peers, send, f"upload to {address}")
+    finally:
+        if peers.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _load_remote(peers: Peers, address: str, chosen: str | os.PathLike[str] | None, read: Callable[[str], Any]) -> Any:
+    """Download a checkpoint, load and remove it. Collective."""
+
+    def fetch() -> str:
+        folder = f"{local_folder(address, chosen)}.{new_nonce()}"
+        Store(address).download("", folder)
+        return folder
+
+    folder = on_first(peers, fetch, f"download from {address}")
+    try:
+        return read(folder)
+    finally:
+        if peers.world_size > 1:
+            with contextlib.suppress(Error):
+                peers.exchange("", f"load from {address}")
+        if peers.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def in_words(error: Exception) -> str:

@@ -17,6 +17,7 @@ from ..layout.memory import has_memory
 from ..layout.shard_runs import memory_order
 from ..optim.master_weights import kept_by
 from ..optim.sharded import ShardedOptimizer
+from ..options.name_map import NameMap
 from ..parallel.optimizer_agreement import unlike_saved
 from . import tree
 from .content import (
@@ -70,6 +71,8 @@ class Reader:
     folder : CheckpointFolder
     training : Training
     rank, world_size : int
+    names : NameMap
+        The tensors to take, and their names here.
 
     Raises
     ------
@@ -79,14 +82,23 @@ class Reader:
         The checkpoint is sound and does not fit this model or optimizer.
     """
 
-    def __init__(self, path: str, folder: CheckpointFolder, training: Training, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        folder: CheckpointFolder,
+        training: Training,
+        rank: int,
+        world_size: int,
+        names: NameMap = NameMap(),
+    ) -> None:
         self.path, self.folder = path, folder
-        self.training = training
+        self.training, self._names = training, names
         self._filler = Filler(self.folder, rank, world_size)
         self._rows: dict[str, Stored] = {}
         self._found = model_tensors(training.model)
         self._state = self._check_tree("state.json", self._tree("state.json"), _STATE_KEYS)
         self._check_tensors("state.json", self._state, stored_tensors(self.folder, "state")[0])
+        self._extra_state = self._renamed(self._state["model_extra_state"])
         for name in _STATEFUL:
             self._check_stateful(name, self._state)
         own = self._own_tree(rank) if self.folder.world_size == world_size else None
@@ -122,6 +134,22 @@ class Reader:
         if missing:
             raise CheckpointError(f"'{self.folder.path}', {name}: no file has the tensor '{missing[0]}' that it names")
 
+    def _renamed(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint's values under the names here."""
+        try:
+            return self._names.renamed(named)
+        except ValueError as error:
+            raise Mismatch(f"'{self.folder.path}': {error}") from None
+
+    def _raise_mismatch(self, what: str, missing: list[str], left_over: list[str], wrong: list[str]) -> None:
+        """Raise Mismatch, if names are strict or something is wrong; log what is missing or left over otherwise."""
+        if self._names.strict or wrong:
+            _raise_mismatch(self.folder.path, what, missing, left_over, wrong)
+        if missing:
+            _logger.warning("%s: it lacks %s of the %s, which stay unchanged", self.folder.path, _some(missing), what)
+        if left_over:
+            _logger.info("%s: %s are not of the %s here", self.folder.path, _some(left_over), what)
+
     def _check_own(self, name: str, rank: int, own: Any) -> dict[str, Any]:
         """Return a rank's own tree. Compare its buffers with the model's; try its generators' states on others."""
         body = self._check_tree(name, own, _OWN_KEYS)
@@ -129,9 +157,9 @@ class Reader:
         self._check_tensors(name, body, stored)
         tensors = self._own_tensors(rank, body["random"])
         try:
-            for buffer, node in body["buffers"].items():
+            for buffer, node in self._renamed(body["buffers"]).items():
                 found, live = stored[node["$tensor"]], self._found.buffers.get(buffer)
-                if live is not None and not _fits(found, live):
+                if live is not None and self._names.takes(buffer) and not _fits(found, live):
                     raise ValueError(f"{buffer}: the checkpoint has {_text(found)}, the model {_text_of(live)}")
             self._random = tree.decode(body["random"], tensors)
             try_random_state(self._random)
@@ -147,7 +175,9 @@ class Reader:
 
     def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
         """Plan the reads of the model, in turns: a stored tensor that is tied there and not here is read once a turn."""
-        stored, tied = stored_tensors(self.folder, "model")
+        kept_tensors, kept_ties = stored_tensors(self.folder, "model")
+        stored = self._renamed(kept_tensors)
+        tied = {name: self._names.new(kept) for name, kept in self._renamed(kept_ties).items()}
         other_names: dict[str, list[str]] = {}
         for name, kept in self._found.tied.items():
             other_names.setdefault(kept, []).append(name)
@@ -155,6 +185,8 @@ class Reader:
         missing, wrong, used = [], [], set()
         for name, tensor in self._found.all().items():
             candidates = [name, *other_names.get(name, ())]
+            if not any(map(self._names.takes, candidates)):
+                continue
             candidates += [tied[n] for n in candidates if n in tied]
             place = next((n for n in candidates if n in stored), None)
             if place is None:
@@ -166,12 +198,12 @@ class Reader:
                 wrong.append(f"{name}: the checkpoint has {_text(found)}, the model {_text_of(tensor)}")
                 continue
             _add_in_turn(reads, found, tensor)
-        left_over = [name for name in stored if name not in used]
+        left_over = [name for name in stored if name not in used and self._names.takes(name)]
         if "dcp" not in self._state:  # dcp.save stores extra state under names of torch's planner
-            kept, ours = self._state.get("model_extra_state", {}), self._found.extras
-            missing += [name for name in ours if name not in kept]
-            left_over += [name for name in kept if name not in ours]
-        _raise_mismatch(self.folder.path, "model", missing, left_over, wrong)
+            extra, ours = self._extra_state, self._found.extras
+            missing += [name for name in ours if name not in extra and self._names.takes(name)]
+            left_over += [name for name in extra if name not in ours and self._names.takes(name)]
+        self._raise_mismatch("model", missing, left_over, wrong)
         return [list(turn.items()) for turn in reads]
 
     def _match_optimizer(self) -> dict[str, Any]:
@@ -181,6 +213,9 @@ class Reader:
         optimizer = self.training.optimizer
         names = parameter_names(optimizer, self._found)
         ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if not self._names.is_all:
+            self._take_part(body, ours)
+        all_ours, ours = ours, [list(filter(self._names.takes, group)) for group in ours]
         theirs = [group["params"] for group in body["groups"]]
         missing = sorted({n for group in ours for n in group} - {n for group in theirs for n in group})
         left_over = sorted({n for group in theirs for n in group} - {n for group in ours for n in group})
@@ -201,13 +236,35 @@ class Reader:
             )
         unlike = unlike_saved(users_optimizer(optimizer), body["groups"])
         wrong += [unlike] if unlike is not None else []
-        _raise_mismatch(self.folder.path, "optimizer", missing, left_over, wrong)
+        self._raise_mismatch("optimizer", missing, left_over, wrong)
         stored, _ = stored_tensors(self.folder, "optimizer")
         wanted = tree.tensor_names([body["groups"], body["state"], body.get("further")])
         _raise_mismatch(self.folder.path, "optimizer's state", [n for n in wanted if n not in stored], [], [])
         self._match_further(body)
-        body["stored"] = stored
+        body["stored"] = stored if self._names.is_all else {name: stored[name] for name in wanted}
+        for group, members in zip(body["groups"], all_ours):
+            group["params"] = members if not self._names.is_all else group["params"]
         return body
+
+    def _take_part(self, body: dict[str, Any], ours: list[list[str]]) -> None:
+        """Rename the optimizer's parameters in `body`, and drop those that are not taken. Without `strict`, groups that do not
+        agree on the parameters that both have lose their options."""
+        takes = self._names.takes
+        body["groups"] = [
+            {**group, "params": [name for name in map(self._names.new, group["params"]) if takes(name)]}
+            for group in body["groups"]
+        ]
+        mine = {name for group in ours for name in group if takes(name)}
+        body["state"] = {n: each for n, each in self._renamed(body["state"]).items() if takes(n)}
+        if not self._names.strict:
+            both = mine & {name for group in body["groups"] for name in group["params"]}
+            body["state"] = {n: each for n, each in body["state"].items() if n in both}
+            if [both & set(group) for group in ours] != [both & set(group["params"]) for group in body["groups"]]:
+                _logger.warning("%s has other parameter groups: their options stay unchanged", self.folder.path)
+                body["groups"] = [{} for _ in ours]
+            body["groups"] = [
+                {**group, "params": [n for n in names if takes(n)]} for group, names in zip(body["groups"], ours)
+            ]
 
     def _match_further(self, body: Mapping[str, Any]) -> None:
         """Compare the optimizer's further state_dict() keys. Log those that the checkpoint lacks: they stay unchanged."""
@@ -258,8 +315,8 @@ class Reader:
                 self._apply_optimizer(self._optimizer)
         tensors = self._load_state()
         for name, module in self._found.extras.items():
-            if name in self._state["model_extra_state"]:  # a folder of dcp.save has none
-                module.set_extra_state(tree.decode(self._state["model_extra_state"][name], tensors))
+            if name in self._extra_state and self._names.takes(name):  # a folder of dcp.save has none
+                module.set_extra_state(tree.decode(self._extra_state[name], tensors))
         if everything:
             for name in _STATEFUL:
                 if getattr(self.training, name) is not None and self._state[name] is None:
@@ -385,8 +442,9 @@ class Reader:
             decoded = {_key(parameter, optimizer, key): tree.decode(node, tensors) for key, node in values.items()}
             kept = kept_by(optimizer, parameter, decoded)
             state[parameter] = {key: _on_device(value, key, parameter, group) for key, value in kept.items()}
+        others = {} if self._names.is_all else dict(optimizer.state)
         optimizer.state.clear()
-        optimizer.state.update(state)
+        optimizer.state.update({**others, **state})
         for group, saved in zip(optimizer.param_groups, body["groups"]):
             for key, node in saved.items():
                 if key != "params":
@@ -424,7 +482,7 @@ class Reader:
             }
             for g in body["groups"]
         ]
-        optimizer.load_held_state(groups, states)
+        optimizer.load_held_state(groups, states, keep_others=not self._names.is_all)
 
     def _own_tree(self, rank: int) -> Any:
         """Return a rank's own tree; None in a folder of torch.distributed.checkpoint."""
@@ -452,8 +510,8 @@ class Reader:
             return
         tensors = self._own_tensors(rank, [body["buffers"], body["dataloader"] if everything else None])
         with torch.no_grad():
-            for name, node in body["buffers"].items():
-                if name in self._found.buffers:
+            for name, node in self._renamed(body["buffers"]).items():
+                if name in self._found.buffers and self._names.takes(name):
                     self._found.buffers[name].copy_(tree.decode(node, tensors))
         if everything:
             load_stateful(self.training.dataloader, tree.decode(body["dataloader"], tensors), "dataloader")
@@ -594,7 +652,13 @@ _SMALL = ("state.json", "optimizer.json")
 
 
 def agree_on(
-    path: str, training: Training, peers: Peers, *, verify: bool, spare: Sequence[tuple[int, int]] = ()
+    path: str,
+    training: Training,
+    peers: Peers,
+    *,
+    verify: bool,
+    spare: Sequence[tuple[int, int]] = (),
+    names: NameMap = NameMap(),
 ) -> tuple[Reader | None, str]:
     """Return (reader, "") if every rank finds `path` sound and fitting. Collective.
 
@@ -612,7 +676,7 @@ def agree_on(
     is_sound = False
 
     def look() -> None:
-        made.append(Reader(path, folder, training, peers.rank, peers.world_size))
+        made.append(Reader(path, folder, training, peers.rank, peers.world_size, names))
         if verify:
             made[0].verify_share(peers.rank, peers.world_size, spare)
 

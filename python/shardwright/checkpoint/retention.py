@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from .partial import is_left, lock_file, of_saves
@@ -20,7 +20,6 @@ _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
 _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|trash)\Z")
 #: suffix of a folder while it is replaced, on file systems that cannot exchange two names (docs/format.md)
 REPLACED = ".replaced"
-MANIFEST = "MANIFEST.json"
 #: errors of a damaged manifest, or of another object in its place; any other error may be transient
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 BOARD = ".board"  # never removed, like .lock: a slower rank may still read the last verdict
@@ -58,27 +57,15 @@ def list_checkpoints(directory: str, *, look: bool = False) -> list[Kept]:
     found = []
     left = abandoned(directory) if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
-        path = find(os.path.join(directory, name), os.path.exists)
+        path = find(os.path.join(directory, name))
         if path is not None and not os.path.islink(path):
             each = Kept(int(name.removeprefix("step-")), path, *(_look(path) if look else ()))
             found.append(dataclasses.replace(each, state=ABANDONED) if each.nonce in left else each)
     return sorted(found, key=lambda kept: (kept.step, kept.path))
 
 
-def find(path: str, exists: Callable[[str], bool] = os.path.lexists) -> str | None:
-    """Return the place of the checkpoint `path`: the path itself, or its replaced name if it does not exist; None for neither.
-
-    Replacing a checkpoint takes three steps: rename `path` to the replaced name, rename the new folder to `path`, remove the
-    replaced one. Each step can come between two of our looks, so at least one of three looks meets no step.
-    """
-    replaced = path.rstrip("/") + REPLACED
-    for _ in range(3):
-        stands = os.path.lexists(path)
-        if exists(os.path.join(path, MANIFEST)):
-            return path
-        if not stands and exists(os.path.join(replaced, MANIFEST)):
-            return replaced
-    return None
+#: return the place of a checkpoint: the path itself, or its replaced name if it does not exist; None for neither
+find = CheckpointFolder.find
 
 
 def left_overs(directory: str) -> list[str]:

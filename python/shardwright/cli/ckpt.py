@@ -1,32 +1,18 @@
-"""`shardwright ckpt`: list, check, compare, export and remove checkpoints."""
+"""`shardwright ckpt`: list, check, compare, convert and remove checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
-import functools
 import json
 import os
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-EPILOG = "Exit codes: 0 all is well, 1 something is damaged or different, 2 wrong usage or no checkpoint found."
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+from . import ckpt_convert
+from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, size_text
+
 _PROGRESS_BLOCKS = 256
-#: files that from_pretrained reads beside the tensors
-_BESIDE_A_MODEL = (
-    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
-)  # fmt: skip
-_BESIDE_BYTES = 64 << 20
-
-
-class Nothing(Exception):
-    """No checkpoint was found; exit code 2."""
 
 
 def add_parser(commands: Any) -> None:
@@ -39,7 +25,7 @@ def add_parser(commands: Any) -> None:
     def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text, epilog=EPILOG)
         made.add_argument("--json", action="store_true", help="one JSON object instead of text")
-        made.set_defaults(run=lambda options: _guarded(action, options))
+        made.set_defaults(run=lambda options: guarded(action, options))
         return made
 
     listing = add("ls", run_ls, "list the checkpoints of a directory, oldest first; reads only their manifests")
@@ -55,10 +41,7 @@ def add_parser(commands: Any) -> None:
     comparing.add_argument("first")
     comparing.add_argument("second")
     comparing.add_argument("--model", action="store_true", help="compare the model alone")
-    exporting = add("export", run_export, "write the model alone, as safetensors files that from_pretrained reads")
-    exporting.add_argument("checkpoint")
-    exporting.add_argument("output", help="a folder that does not exist")
-    exporting.add_argument("--dtype", choices=sorted(_DTYPES), help="cast floating-point tensors")
+    ckpt_convert.add_parsers(add)
     pruning = add("prune", run_prune, "remove the checkpoints that no rule keeps, and the remains of saves that died")
     pruning.add_argument("directory")
     pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep the N newest checkpoints")
@@ -86,63 +69,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    from .._engine import CheckpointError
-
-    try:
-        return action(options)
-    except (Nothing, CheckpointError, OSError) as error:
-        if options.json:
-            print(json.dumps({"ok": False, "error": str(error)}, indent=2))
-        print(_printable(str(error)), file=sys.stderr)
-        return 2 if isinstance(error, Nothing) else 1
-
-
-def _print(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> None:
-    print(json.dumps(found, indent=2) if options.json else "\n".join(map(_printable, lines)))
-
-
-def _printable(line: str) -> str:
-    """Escape characters of a name that would steer a terminal; the name is not ours."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-
-
-class _Progress:
-    """Percents of `total` on a terminal's stderr."""
-
-    def __init__(self, options: argparse.Namespace, label: str, total: int) -> None:
-        self._is_shown = not options.json and sys.stderr.isatty()
-        self._label, self._total, self._done = label, total, 0
-
-    def add(self, count: int) -> None:
-        self._done += count
-        if self._is_shown:
-            percent = 100 * self._done // max(1, self._total)
-            print(f"\r{_printable(self._label)}: {percent} %", end="", file=sys.stderr)
-
-    def end(self) -> None:
-        if self._is_shown:
-            print("\r\033[K", end="", file=sys.stderr)
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def _open(path: str) -> Any:
-    from .._engine import CheckpointFolder
-    from ..checkpoint.retention import find
-
-    if find(path) is None:
-        raise Nothing(f"'{path}' is no checkpoint: it has no MANIFEST.json")
-    return CheckpointFolder(path)
-
-
 def _checkpoints(directory: str) -> list[str]:
     from ..checkpoint.retention import list_checkpoints
 
@@ -155,7 +81,7 @@ def _summary(path: str) -> dict[str, Any]:
     from .._engine import CheckpointError
 
     try:
-        folder = _open(path)
+        folder = open_checkpoint(path)
     except CheckpointError as error:
         return {"path": path, "ok": False, "error": str(error)}
     size = sum(folder.files.values())
@@ -181,12 +107,12 @@ def run_ls(options: argparse.Namespace) -> int:
         if each["ok"]:
             metric = "" if each["metric"] is None else f"  metric {each['metric']:g}"
             lines.append(
-                f"{name}  {_size(each['bytes']):>10}  {each['files']} files  by {each['world_size']} ranks{metric}"
+                f"{name}  {size_text(each['bytes']):>10}  {each['files']} files  by {each['world_size']} ranks{metric}"
             )
         else:
             lines.append(f"{name}  DAMAGED: {each['error']}")
     lines += [f"{os.path.basename(path)}  (not a checkpoint: left over)" for path in left]
-    _print(options, {"checkpoints": found, "left_over": left}, lines or ["no checkpoints"])
+    print_report(options, {"checkpoints": found, "left_over": left}, lines or ["no checkpoints"])
     return 0 if all(each["ok"] for each in found) else 1
 
 
@@ -204,19 +130,19 @@ def _stored_tensors(folder: Any, prefixes: tuple[str, ...]) -> dict[str, dict[st
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Show one checkpoint."""
-    folder = _open(options.checkpoint)
+    folder = open_checkpoint(options.checkpoint)
     found = _summary(options.checkpoint) | {"files": folder.files}
     tensors = _stored_tensors(folder, ("model", "optimizer", "state", "ranks/"))
     found["tensors"] = tensors if options.tensors else len(tensors)
     lines = [
-        f"step {folder.step}, {_size(sum(folder.files.values()))} in {len(folder.files)} files, {len(tensors)} tensors, "
+        f"step {folder.step}, {size_text(sum(folder.files.values()))} in {len(folder.files)} files, {len(tensors)} tensors, "
         f"written by {folder.world_size} ranks, save {folder.nonce}"
         + ("" if folder.metric is None else f", metric {folder.metric:g}")
     ]
-    lines += [f"  {_size(size):>10}  {path}" for path, size in folder.files.items()]
+    lines += [f"  {size_text(size):>10}  {path}" for path, size in folder.files.items()]
     if options.tensors:
         lines += [f"  {t['dtype']:>7} {t['shape']!s:<18} {name}" for name, t in tensors.items()]
-    _print(options, found, lines)
+    print_report(options, found, lines)
     return 0
 
 
@@ -225,10 +151,10 @@ def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from ..checkpoint.filling import Filler
 
     try:
-        folder = _open(path)
+        folder = open_checkpoint(path)
         filler = Filler(folder, 0, 1)
         total = folder.block_count
-        progress = _Progress(options, os.path.basename(path), total)
+        progress = Progress(options, os.path.basename(path), total)
         try:
             for first in range(0, total, _PROGRESS_BLOCKS):
                 end = min(first + _PROGRESS_BLOCKS, total)
@@ -251,10 +177,10 @@ def run_verify(options: argparse.Namespace) -> int:
     found = [_verify(path, options) for path in paths]
     lines = [
         f"{'ok     ' if each['ok'] else 'DAMAGED'} {each['path']}: "
-        + (f"{each['blocks']} blocks, {_size(each['bytes'])}" if each["ok"] else each["error"])
+        + (f"{each['blocks']} blocks, {size_text(each['bytes'])}" if each["ok"] else each["error"])
         for each in found
     ]
-    _print(options, {"ok": all(each["ok"] for each in found), "checkpoints": found}, lines)
+    print_report(options, {"ok": all(each["ok"] for each in found), "checkpoints": found}, lines)
     return 0 if all(each["ok"] for each in found) else 1
 
 
@@ -302,10 +228,10 @@ def run_diff(options: argparse.Namespace) -> int:
     import torch
 
     prefixes = ("model",) if options.model else ("model", "optimizer", "state")
-    folders = [_open(options.first), _open(options.second)]
+    folders = [open_checkpoint(options.first), open_checkpoint(options.second)]
     first, second = (_stored_tensors(folder, prefixes) for folder in folders)
     differing = []
-    progress = _Progress(options, "diff", sum(entry["nbytes"] for name, entry in first.items() if name in second))
+    progress = Progress(options, "diff", sum(entry["nbytes"] for name, entry in first.items() if name in second))
     for name in first:
         if name in second:
             a, b = first[name], second[name]
@@ -336,127 +262,8 @@ def run_diff(options: argparse.Namespace) -> int:
     lines += [f"differs: {each['value']}: {each['why']}" for each in other_values]
     lines += [f"only in {path}: {name}" for path, names in zip((options.first, options.second), only) for name in names]
     count = f"equal: {len(first)} tensors" + ("" if options.model else f", {len(values[0])} plain values")
-    _print(options, found, lines or [count])
+    print_report(options, found, lines or [count])
     return 0 if found["equal"] else 1
-
-
-def _write_safetensors(
-    path: str, entries: dict[str, tuple[str, list[int], Callable[[], Any]]], metadata: dict[str, str]
-) -> int:
-    """Write tensors (dtype, shape, maker of bytes) to a new file, one in memory at a time; return the bytes of data."""
-    from ..checkpoint.names import TORCH_DTYPES
-
-    at, header = 0, {"__metadata__": metadata}
-    for name, (dtype, shape, _) in entries.items():
-        size = TORCH_DTYPES[dtype].itemsize
-        for length in shape:
-            size *= length
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}  # type: ignore[dict-item]
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 4096)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, _, make in entries.values():
-            memory = make()
-            file.write((ctypes.c_char * memory.numel()).from_address(memory.data_ptr()) if memory.numel() else b"")
-        file.flush()
-        os.fsync(file.fileno())
-    return at
-
-
-def _cast(folder: Any, entry: dict[str, Any], source: str, target: Any) -> Any:
-    import torch
-
-    from ..checkpoint.names import TORCH_DTYPES
-
-    return _values(folder, entry).view(TORCH_DTYPES[source]).to(target).view(torch.uint8)
-
-
-def run_export(options: argparse.Namespace) -> int:
-    """Write the model's files."""
-    from ..checkpoint.files import absolute_path
-
-    folder = _open(options.checkpoint)
-    try:
-        output = absolute_path("output", options.output)
-    except ValueError as error:
-        raise Nothing(str(error)) from None
-    if os.path.lexists(output):
-        raise Nothing(f"'{options.output}' exists already: name a new folder")
-    paths = [p for p in folder.files if p.startswith("model") and p.endswith(".safetensors")]
-    if not any(folder.tensors(path)[1] for path in paths):
-        raise Nothing(f"'{options.checkpoint}' holds no model")
-    made = f"{output}.{os.getpid()}.partial"
-    type(folder).make(made)
-    try:
-        tensors, total = _export(folder, paths, made, options)
-        beside = _copy_beside(folder.path, made)
-        type(folder).sync(made)
-        os.rename(made, output)  # readers see all of it or nothing
-        type(folder).sync(os.path.dirname(made))
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-    found = {"output": options.output, "tensors": tensors, "bytes": total, "copied": beside}
-    lines = [f"{options.output}: {tensors} tensors, {_size(total)}"]
-    _print(options, found, lines + ([f"copied: {', '.join(beside)}"] if beside else []))
-    return 0
-
-
-def _copy_beside(folder: str, output: str) -> list[str]:
-    """Copy the other files that from_pretrained reads; return their names."""
-    copied = []
-    for name in _BESIDE_A_MODEL:
-        path = os.path.join(folder, name)
-        if not os.path.islink(path) and os.path.isfile(path) and os.path.getsize(path) <= _BESIDE_BYTES:
-            with open(path, "rb") as source, open(os.path.join(output, name), "xb") as file:
-                shutil.copyfileobj(source, file)
-                file.flush()
-                os.fsync(file.fileno())
-            copied.append(name)
-    return copied
-
-
-def _export(folder: Any, paths: Sequence[str], output: str, options: argparse.Namespace) -> tuple[int, int]:
-    """Write the model's files to the folder `output`; return the counts of tensors and bytes."""
-    import torch
-
-    from ..checkpoint.names import TORCH_DTYPES
-    from ..checkpoint.stored import complex_mark
-
-    target = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
-    target_name = next((name for name, dtype in TORCH_DTYPES.items() if dtype == target), "")
-    total, weight_map = 0, {}
-    progress = _Progress(options, os.path.basename(options.output), sum(folder.files[path] for path in paths))
-    for path in paths:
-        metadata, stored = folder.tensors(path)
-        entries: dict[str, tuple[str, list[int], Callable[[], Any]]] = {}
-        for name, dtype, shape, begin, nbytes in stored:
-            entry = {"file": path, "begin": begin, "nbytes": nbytes}
-            is_real = complex_mark(metadata, name) is None
-            is_float = TORCH_DTYPES[dtype].is_floating_point and not dtype.startswith("F8")
-            casts = target is not None and is_float and is_real
-            if casts:
-                entries[name] = (
-                    target_name,
-                    list(shape),
-                    functools.partial(_cast, folder, entry, dtype, target),
-                )
-            else:
-                entries[name] = (dtype, list(shape), functools.partial(_values, folder, entry))
-            weight_map[name] = path
-        ordered = dict(sorted(entries.items(), key=lambda item: -TORCH_DTYPES[item[1][0]].itemsize))
-        total += _write_safetensors(os.path.join(output, path), ordered, metadata)
-        progress.add(folder.files[path])
-    progress.end()
-    if len(set(weight_map.values())) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with open(os.path.join(output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
-            json.dump(index, file, indent=2, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-    return len(weight_map), total
 
 
 def run_prune(options: argparse.Namespace) -> int:
@@ -482,7 +289,7 @@ def run_prune(options: argparse.Namespace) -> int:
     lines += [f"stays: {each['path']}: {each['error']}" for each in stays]
     if names and not options.yes:
         lines.append("run again with --yes to remove them")
-    _print(options, {"removed": options.yes, "checkpoints": goes, "left_over": left, "stays": stays}, lines)
+    print_report(options, {"removed": options.yes, "checkpoints": goes, "left_over": left, "stays": stays}, lines)
     return 0
 
 
@@ -526,7 +333,7 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
 def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]) -> None:
     from ..checkpoint.retention import REPLACED, remove, sync
 
-    progress = _Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
+    progress = Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
     if any(path.endswith(REPLACED) for path in left):
         sync(options.directory)  # makes the folders that replaced them durable
     for path in [*left, *goes]:  # left-overs first: one of another prune may have a name needed here

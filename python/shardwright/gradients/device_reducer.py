@@ -82,7 +82,7 @@ class DeviceReducer(Reducer):
             row=None if row is None else row.comm,
             column=None if column is None else column.comm,
         )
-        self._carrier = row or link  # of buckets; on a mesh slices go on over the column
+        self._bucket_link = row or link  # on a mesh slices go on over the column
         self._link, self._label, self._like, self.wire = link, label, like, wire
         self._sliced, self._slice_count = sliced, slicing.count if sliced else 1
         self._has_hook = False
@@ -109,7 +109,7 @@ class DeviceReducer(Reducer):
         travelling: list[int] = []
         if self.wire is None:
             travelling = self._sizes_of_places(trainable) if self._sliced else list(map(self._nbytes, trainable))
-        self._registration = Registration(self._carrier, lent + travelling, self._like, f"buckets of {self._label}")
+        self._registration = Registration(self._bucket_link, lent + travelling, self._like, f"buckets of {self._label}")
         buffers = self._registration.buffers
         self._registered = buffers[len(lent) :]
         if lent:
@@ -251,6 +251,7 @@ class DeviceReducer(Reducer):
         places = {"shm": "slots in the host's memory", "ipc": "slots in the GPUs' memory"}
         whose = ", torch's communicator" if self._link.borrows else ""
         way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}{whose}")
+        way += ", means by rows and columns" * (self._bucket_link is not self._link)
         why = f" ({self._link.transport_reason})" if self._link.transport_reason else ""
         return f"GPU {found['ordinal']}, {found['name']}; {way}{why}{self._registration_text()}; kernels {found['kernels']}"
 

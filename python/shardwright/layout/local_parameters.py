@@ -150,16 +150,12 @@ def part_of(parameter: torch.Tensor, value: Any) -> Any:
 
 def as_dtensors(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state` with whole tensors made DTensors where `like` has them under the same name, of the same shape."""
-    made = copy.copy(state)  # with its attributes: torch's `_metadata`
+    made: Any = copy.copy(state)  # with its attributes: torch's `_metadata`
     for name, value in state.items():
-        live = like.get(name)
-        if (
-            live is not None
-            and _dtensor.is_dtensor(live)
-            and isinstance(value, torch.Tensor)
-            and not _dtensor.is_dtensor(value)
-        ):
+        live: Any = like.get(name)
+        if _dtensor.is_dtensor(live) and isinstance(value, torch.Tensor) and not _dtensor.is_dtensor(value):
             if value.shape == live.shape:
                 part = _dtensor.local_part(value, live).contiguous()
-                made[name] = _dtensor.placed_like(part, live)  # type: ignore[index]
-    return made  # type: ignore[return-value]
+                made[name] = _dtensor.placed_like(part, live)
+    result: dict[str, Any] = made
+    return result

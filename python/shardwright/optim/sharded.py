@@ -608,10 +608,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the parameter's full state. Collective."""
         return self._gather_state(self._index[id(parameter)])
 
-    def load_held_state(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
+    def load_held_state(
+        self,
+        groups: list[dict[str, Any]],
+        states: Mapping[torch.Tensor, Mapping[str, Any]],
+        *,
+        keep_others: bool = False,
+    ) -> None:
+        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates.
+
+        `keep_others`: parameters that `states` lacks keep their state.
+        """
         self._load_groups(groups, "params")
-        self._inner.state.clear()
+        if not keep_others:
+            self._inner.state.clear()
         for parameter, state in states.items():
             piece = self.slice_of(self._index[id(parameter)])
             assert piece is not None

@@ -1,0 +1,153 @@
+"""Mirror: a thread that copies the checkpoints of a local directory to a store, newest first."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ..._engine import CheckpointError, CheckpointFolder
+from ..retention import SOUND, Kept, list_checkpoints, to_retire
+from .store import MANIFEST, Store
+
+logger = logging.getLogger("shardwright")
+_POLL_S, _ROUND_S = 0.2, 0.5
+#: pauses between tries of one upload
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+#: folder of hard links, which keep the files of an upload while retention removes their checkpoint
+_LINKS = ".upload"
+
+
+class Mirror:
+    """The copies of a directory's checkpoints.
+
+    Parameters
+    ----------
+    store : Store
+    directory : str
+        Its `step-*` folders are copied, those from before this object too.
+    rules : mapping
+        Arguments of to_retire(), for the store.
+    """
+
+    def __init__(self, store: Store, directory: str, rules: Mapping[str, Any]) -> None:
+        self._store, self._directory, self._rules = store, directory, rules
+        self._changed = threading.Condition()
+        self._asked = self._answered = 0
+        self._failure = ""
+        self._closing = False
+        self._copied: set[str] | None = None  # nonces that the store has; None: not looked yet
+        shutil.rmtree(os.path.join(directory, _LINKS), ignore_errors=True)
+        self._thread = threading.Thread(target=self._run, name="shardwright upload", daemon=True)
+        self._thread.start()
+
+    def listed(self, local: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return local (step, path), and those of the store's checkpoints whose steps are not among them; oldest first."""
+        steps = {step for step, _ in local}
+        there = [
+            (k.step, os.path.join(self._directory, k.path)) for k in self._store.checkpoints() if k.step not in steps
+        ]
+        return sorted([*there, *local], key=lambda each: each[0]) if there else local
+
+    def fetch(self, path: str) -> None:
+        """Download the checkpoint of this local path, unless it is there."""
+        if not os.path.lexists(path):
+            self._store.download(os.path.basename(path), path)
+
+    def wait(self, timeout_s: float) -> tuple[str, bool]:
+        """Wait until all checkpoints are copied, at most `timeout_s`. Return (failure, is done); a failure is returned once."""
+        with self._changed:
+            if not self._asked > self._answered:
+                self._asked += 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._answered >= self._asked or self._failure, timeout_s)
+            failure, self._failure = self._failure, ""
+            return failure, self._answered >= self._asked
+
+    def close(self) -> None:
+        """End the thread after its present upload."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        seen: set[tuple[str, int]] = set()
+        while True:
+            with self._changed:
+                asked = self._asked
+                if self._closing:
+                    return
+            now = self._names()
+            failure = "" if now == seen and asked == self._answered else self._copy_all()
+            seen = now if not failure else set()
+            with self._changed:
+                self._failure = failure or self._failure
+                if now == self._names():
+                    self._answered = max(self._answered, asked)
+                pause = 5.0 if failure else _POLL_S
+                self._changed.wait_for(lambda: self._closing or self._asked > self._answered, pause)
+
+    def _names(self) -> set[tuple[str, int]]:
+        """Return the folders with their manifests' inodes, which change with each save."""
+        found = set()
+        with contextlib.suppress(OSError):
+            for each in os.scandir(self._directory):
+                with contextlib.suppress(OSError):
+                    if each.name.startswith("step-"):
+                        found.add((each.name, os.stat(os.path.join(each.path, MANIFEST)).st_ino))
+        return found
+
+    def _copy_all(self) -> str:
+        """Copy what the store lacks, newest first. Return the reason why not, or ""."""
+        failure = ""
+        for number, pause in enumerate((*_PAUSES_S, 0.0)):
+            try:
+                self._copy_each()
+                return ""
+            except Exception as error:
+                failure = f"upload to '{self._store.address}' failed: {error or type(error).__name__}"
+                logger.warning("%s (try %d)", failure, number + 1)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, pause):
+                    break
+        return failure
+
+    def _copy_each(self) -> None:
+        if self._copied is None:
+            self._copied = {kept.nonce for kept in self._store.checkpoints()}
+        kept = [k for k in list_checkpoints(self._directory, look=True) if k.state == SOUND]
+        for each in reversed(kept):
+            if each.nonce not in self._copied and not self._closing:
+                links = self._linked(each)
+                if links is None:
+                    continue
+                try:
+                    self._store.upload(links, os.path.basename(each.path))
+                finally:
+                    shutil.rmtree(links, ignore_errors=True)
+                self._copied.add(each.nonce)
+                self._retire(each)
+
+    def _linked(self, kept: Kept) -> str | None:
+        """Return a folder of links to a checkpoint's files; None if retention has removed it."""
+        links = os.path.join(self._directory, _LINKS, f"{os.path.basename(kept.path)}.{kept.nonce}")
+        shutil.rmtree(links, ignore_errors=True)
+        try:
+            for path in [*CheckpointFolder(kept.path).files, MANIFEST]:
+                os.makedirs(os.path.dirname(os.path.join(links, path)), exist_ok=True)
+                os.link(os.path.join(kept.path, path), os.path.join(links, path))
+        except (FileNotFoundError, CheckpointError):
+            shutil.rmtree(links, ignore_errors=True)
+            return None
+        return links
+
+    def _retire(self, new: Kept) -> None:
+        """Remove the store's checkpoints that no rule keeps. A rollback keeps later steps."""
+        there = [k for k in self._store.checkpoints() if k.step <= new.step]
+        for each in to_retire(there, **self._rules):
+            self._store.remove(each.path)

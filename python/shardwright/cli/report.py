@@ -1,0 +1,88 @@
+"""What the commands share: output as text or JSON, exit codes, progress."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+EPILOG = "Exit codes: 0 all is well, 1 something is damaged or different, 2 wrong usage or no checkpoint found."
+
+
+class Nothing(Exception):
+    """No checkpoint was found; exit code 2."""
+
+
+def guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    from .._engine import CheckpointError
+
+    try:
+        return action(options)
+    except (Nothing, CheckpointError, OSError) as error:
+        if options.json:
+            print(json.dumps({"ok": False, "error": str(error)}, indent=2))
+        print(printable(str(error)), file=sys.stderr)
+        return 2 if isinstance(error, Nothing) else 1
+
+
+def print_report(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> None:
+    print(json.dumps(found, indent=2) if options.json else "\n".join(map(printable, lines)))
+
+
+def printable(line: str) -> str:
+    """Escape characters of a name that would steer a terminal; the name is not ours."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+class Progress:
+    """A bar over `total` on a terminal's stderr: tqdm's where that is installed, else percents."""
+
+    def __init__(self, options: argparse.Namespace, label: str, total: int, unit: str = "") -> None:
+        self._is_shown = not options.json and sys.stderr.isatty()
+        self._label, self._total, self._done = printable(label), total, 0
+        self._bar: Any = None
+        if self._is_shown:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            form = "{desc}: {percentage:.0f} % |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
+            self._bar = tqdm(
+                total=max(1, total), desc=self._label, unit=unit or " blocks", unit_scale=bool(unit), unit_divisor=1024,
+                bar_format=form, leave=False, file=sys.stderr,
+            )  # fmt: skip
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(count)
+        elif self._is_shown:
+            percent = 100 * self._done // max(1, self._total)
+            print(f"\r{self._label}: {percent} %", end="", file=sys.stderr)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+        if self._is_shown:
+            print("\r\033[K", end="", file=sys.stderr)
+
+
+def size_text(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def open_checkpoint(path: str) -> Any:
+    from .._engine import CheckpointFolder
+    from ..checkpoint.retention import find
+
+    if find(path) is None:
+        raise Nothing(f"'{path}' is no checkpoint: it has no MANIFEST.json")
+    return CheckpointFolder(path)

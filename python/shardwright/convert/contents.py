@@ -1,0 +1,158 @@
+"""Contents: a checkpoint as names, shapes and functions that read one tensor each. Every reader makes one, every writer takes one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..options.name_map import NameMap
+
+LOW = (torch.bfloat16, torch.float16)
+MASTER = "master"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read when a writer asks for it.
+
+    Attributes
+    ----------
+    read : callable
+        Return a row-major CPU tensor of `dtype` and `shape`, which the caller does not write to.
+    file : str
+        The file that the source has it in; "" if that says nothing about files to write.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    file: str = ""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Lazy:
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
+
+    def to(self, dtype: torch.dtype) -> Lazy:
+        return (
+            self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype, read=lambda: self.read().to(dtype))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        count = self.dtype.itemsize
+        for length in self.shape:
+            count *= length
+        return count
+
+
+@dataclasses.dataclass
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes
+    ----------
+    model : dict of str to Lazy
+    tied : dict of str to str
+        Further names of a tensor -> its name in `model`.
+    groups : list of dict, or None
+        Options of the optimizer's parameter groups, each with `params`, a list of names. None: there is no optimizer.
+    state : dict of str to dict
+        Parameter -> key -> Lazy or plain value.
+    extra : dict
+        All else: plain values, containers and Lazy.
+    beside : list of str
+        Paths of files that from_pretrained reads beside the tensors.
+    left_out : list of str
+        Sentences about what the source holds and this does not.
+    """
+
+    model: dict[str, Lazy]
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    groups: list[dict[str, Any]] | None = None
+    state: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    beside: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+    def under(self, names: NameMap) -> Contents:
+        """Return the contents that `names` takes, renamed."""
+        model = {name: each for name, each in names.renamed(self.model).items() if names.takes(name)}
+        tied = {new: names.new(kept) for new, kept in names.renamed(self.tied).items() if names.takes(new)}
+        for name, kept in list(tied.items()):
+            if kept not in model:  # the tied name alone is taken
+                model[name] = self.model[self.tied[next(n for n in self.tied if names.new(n) == name)]]
+                del tied[name]
+        state = {name: each for name, each in names.renamed(self.state).items() if names.takes(name)}
+        groups = None if self.groups is None else [
+            {**group, "params": [new for new in map(names.new, group["params"]) if names.takes(new)]}
+            for group in self.groups
+        ]  # fmt: skip
+        return dataclasses.replace(self, model=model, tied=tied, state=state, groups=groups)
+
+    def cast(self, dtype: torch.dtype) -> Contents:
+        """Return the contents with the model's floating-point tensors in `dtype`.
+
+        A cast to float32 takes masters as weights. A cast to a low precision keeps float32 weights that have optimizer
+        state as masters.
+        """
+        model, state = {}, dict(self.state)
+        for name, each in self.model.items():
+            if not each.dtype.is_floating_point or each.dtype.itemsize == 1 or each.dtype == dtype:
+                model[name] = each
+                continue
+            master = state.get(name, {}).get(MASTER)
+            if isinstance(master, Lazy) and master.dtype == dtype:
+                model[name] = dataclasses.replace(master, file=each.file)
+                state[name] = {key: value for key, value in state[name].items() if key != MASTER}
+                continue
+            model[name] = each.to(dtype)
+            if name in state and dtype in LOW and each.dtype == torch.float32:
+                state[name] = {**state[name], MASTER: each}
+        return dataclasses.replace(self, model=model, state=state)
+
+    def tensors(self) -> Iterator[Lazy]:
+        """Yield every tensor."""
+        for tree in (self.model, self.state, self.groups, self.extra):
+            yield from leaves(tree)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors())
+
+
+def leaves(tree: Any) -> Iterator[Lazy]:
+    """Yield the Lazy tensors in dicts, lists and tuples."""
+    if isinstance(tree, Lazy):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from leaves(value)
+
+
+def replaced(tree: Any, function: Callable[[Lazy], Any]) -> Any:
+    """Return the tree with function(lazy) in place of each Lazy."""
+    if isinstance(tree, Lazy):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: replaced(value, function) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(replaced(value, function) for value in tree)
+    return tree
+
+
+def lazily(tree: Any) -> Any:
+    """Return the tree with a Lazy in place of each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return Lazy.of(tree)
+    if isinstance(tree, dict):
+        return {key: lazily(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(lazily(value) for value in tree)
+    return tree

@@ -1,0 +1,255 @@
+"""Folders of torch.distributed.checkpoint: torch's own reader and writer, one tensor at a time, and metadata unpickled safely.
+
+FSDP's and FSDP2's sharded state, torchtitan's and Megatron's `torch_dist` are this format.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, WriteItem
+
+from .._engine import CheckpointError
+from .contents import Contents, Lazy, replaced
+from .folders import Tell
+from .unpickle import Placeholder, Unpickler, load_torch_file, without_placeholders
+
+METADATA = ".metadata"
+#: components of a name under which programs keep the model and the optimizer
+_MODEL_KEYS, _OPTIMIZER_KEYS = ("model", "module", "state_dict"), ("optim", "optimizer")
+#: accelerate's folders of FSDP
+_OF_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)\Z")
+
+
+class _MetadataUnpickler(Unpickler):
+    known = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed._shard.sharded_tensor.metadata",
+    )
+
+
+class _Reader(FileSystemReader):
+    """torch's reader with metadata that executes nothing."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        place = os.path.join(self.path, METADATA)
+        try:
+            with open(place, "rb") as file:
+                found = _MetadataUnpickler(file).load()
+            entries = found.state_dict_metadata if isinstance(found, Metadata) else None
+        except OSError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"'{place}' cannot be read: {error or type(error).__name__}") from None
+        if not isinstance(entries, dict) or not isinstance(found.storage_data, dict):
+            raise CheckpointError(f"'{place}' is not the metadata of torch.distributed.checkpoint's file system writer")
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads one entry. Objects are unpickled without executing anything."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = load_torch_file(value)
+
+
+def _read(reader: FileSystemReader, metadata: Metadata, name: str, target: Any) -> Any:
+    planner: LoadPlanner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    state = {name: target}
+    planner.set_up_planner(state, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return state[name]
+
+
+def is_dcp(path: str) -> bool:
+    """Return whether `path` is such a folder, or accelerate's of FSDP with one for the model."""
+    return os.path.isfile(os.path.join(path, METADATA)) or bool(_parts(path))
+
+
+def _parts(path: str) -> dict[str, str]:
+    """Return accelerate's folders by what they hold."""
+    found: dict[str, str] = {}
+    for name in sorted(os.listdir(path)) if os.path.isdir(path) else ():
+        match = _OF_ACCELERATE.match(name)
+        if match and os.path.isfile(os.path.join(path, name, METADATA)):
+            found.setdefault("optimizer" if match[1] == "optimizer" else "model", os.path.join(path, name))
+    return found
+
+
+def read_dcp(path: str) -> Contents:
+    """Return the contents of a folder that torch.distributed.checkpoint wrote."""
+    folders = [path] if os.path.isfile(os.path.join(path, METADATA)) else list(_parts(path).values())
+    values: dict[tuple[Any, ...], Any] = {}
+    left_out: list[str] = []
+    for folder in folders:
+        values |= _values(folder, left_out)
+    contents = _sorted(values)
+    contents.left_out += left_out
+    return contents
+
+
+def _values(folder: str, left_out: list[str]) -> dict[tuple[Any, ...], Any]:
+    """Map the path of each entry in the state dict to a Lazy or a value."""
+    reader = _Reader(folder)
+    metadata = reader.read_metadata()
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    found: dict[tuple[Any, ...], Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        path = tuple(paths.get(name, (name,)))
+        if isinstance(entry, TensorStorageMetadata):
+            found[path] = _lazy(reader, metadata, name, entry)
+            continue
+        try:
+            value = without_placeholders(_read(reader, metadata, name, None), name, left_out)
+        except CheckpointError as error:
+            left_out.append(f"{name} ({error})")
+            continue
+        if not isinstance(value, Placeholder):
+            found[path] = value
+    return found
+
+
+def _lazy(reader: FileSystemReader, metadata: Metadata, name: str, entry: TensorStorageMetadata) -> Lazy:
+    dtype = entry.properties.dtype
+
+    def read() -> torch.Tensor:
+        found: torch.Tensor = _read(reader, metadata, name, torch.empty(entry.size, dtype=dtype, device="cpu"))
+        return found
+
+    return Lazy(dtype, tuple(entry.size), read)
+
+
+def _sorted(values: Mapping[tuple[Any, ...], Any]) -> Contents:
+    """Sort entries into model, optimizer and the rest, by the components of their paths."""
+    apart = {path: _split(path) for path in values}
+    optimizer = {rest: values[p] for p, (kind, rest) in apart.items() if kind == "optimizer"}
+    has_model = any(kind == "model" for kind, _ in apart.values())
+    contents = Contents({})
+    for path, (kind, rest) in apart.items():
+        value = values[path]
+        if kind == "model" or (kind == "other" and not has_model and isinstance(value, Lazy)):
+            name = ".".join(map(str, rest))
+            if isinstance(value, Lazy):
+                contents.model[name] = value
+            elif value is not None:
+                contents.extra.setdefault("model_extra_state", {})[name] = value
+        elif kind == "other":
+            contents.extra[".".join(map(str, path))] = value
+    if optimizer:
+        _take_optimizer(contents, optimizer)
+    return contents
+
+
+def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Return ("model" | "optimizer" | "other", the rest of the path)."""
+    parts: list[Any] = list(path)
+    if len(parts) == 1 and isinstance(parts[0], str) and "." in parts[0]:  # written without torch's planner
+        first, _, rest = parts[0].partition(".")
+        parts = [first, rest] if first in (*_MODEL_KEYS, *_OPTIMIZER_KEYS) else parts
+    for place, part in enumerate(
+        parts[:2]
+    ):  # {"model": ...}, or {"app": {"model": ...}} of an object with state_dict()
+        if part in _OPTIMIZER_KEYS and len(parts) > place + 1:
+            return "optimizer", tuple(parts[place + 1 :])
+        if part in _MODEL_KEYS and len(parts) > place + 1:
+            return "model", tuple(parts[place + 1 :])
+    return "other", path
+
+
+def _take_optimizer(contents: Contents, entries: Mapping[tuple[Any, ...], Any]) -> None:
+    """Read the optimizer's entries: nested as get_optimizer_state_dict() has them, or flattened with names in one key."""
+    groups: dict[int, dict[str, Any]] = collections.defaultdict(dict)
+    flat_options: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    unknown: dict[str, Any] = {}
+    by_length = sorted(contents.model, key=len, reverse=True)
+    for path, value in entries.items():
+        flat = ".".join(map(str, path))
+        if len(path) == 3 and path[0] == "param_groups" and str(path[1]).isdigit():
+            groups[int(path[1])][str(path[2])] = value
+        elif len(path) == 3 and path[0] == "state":
+            contents.state.setdefault(str(path[1]), {})[str(path[2])] = value
+        elif (named := _named(flat, by_length)) is not None:
+            kind, name, key = named
+            (contents.state.setdefault(name, {}) if kind == "state" else flat_options[name])[key] = value
+        else:
+            unknown[flat] = value
+    ordered = [groups[number] for number in sorted(groups)]
+    if flat_options and not ordered:
+        ordered = _grouped(flat_options)
+    if all("params" in group for group in ordered) and ordered:
+        contents.groups = ordered
+    else:
+        contents.state = {}
+        contents.left_out += ["the optimizer's state, of a form that names no parameters"]
+    contents.extra |= {f"optimizer.{name}": value for name, value in unknown.items() if not isinstance(value, Lazy)}
+    contents.left_out += [f"optimizer.{name}" for name, value in unknown.items() if isinstance(value, Lazy)]
+
+
+def _named(flat: str, names: Sequence[str]) -> tuple[str, str, str] | None:
+    """Return (kind, parameter, key) of a name such as state.layer.weight.exp_avg."""
+    kind, _, rest = flat.partition(".")
+    if kind not in ("state", "param_groups"):
+        return None
+    name, _, key = rest.rpartition(".")
+    if name in names:
+        return kind, name, key
+    longest = next((n for n in names if rest.startswith(f"{n}.")), None)
+    return None if longest is None else (kind, longest, rest[len(longest) + 1 :])
+
+
+def _grouped(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one group for each set of equal options."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, each in options.items():
+        found.setdefault(repr(sorted(each.items())), {**each, "params": []})["params"].append(name)
+    return list(found.values())
+
+
+# writer ---------------------------------------------------------------------------------------------------------------
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans tensors without data, and reads each when it is written."""
+
+    def __init__(self, lazy: Mapping[int, Lazy], tell: Tell) -> None:
+        super().__init__()
+        self._lazy, self._tell = lazy, tell
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        stand_in = self.state_dict.get(write_item.index.fqn)
+        if id(stand_in) not in self._lazy:
+            return super().resolve_data(write_item)
+        each = self._lazy[id(stand_in)]
+        self._tell(each.nbytes)
+        return each.read()
+
+
+def write_dcp(contents: Contents, output: str, tell: Tell) -> None:
+    """Write a folder for dcp.load of {"model": ..., "optim": ..., "step": ...} and the rest under its own keys."""
+    lazy: dict[int, Lazy] = {}
+    held = []
+
+    def stand_in(each: Lazy) -> torch.Tensor:
+        made = torch.empty(each.shape, dtype=each.dtype, device="meta")
+        held.append(made)
+        lazy[id(made)] = each
+        return made
+
+    state: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
+    if contents.groups is not None:
+        state["optim"] = {"state": contents.state, "param_groups": contents.groups}
+    state |= {"step": contents.step, **contents.extra}
+    writer = FileSystemWriter(output, sync_files=True)
+    dcp.save(replaced(state, stand_in), storage_writer=writer, planner=_LazyPlanner(lazy, tell), no_dist=True)

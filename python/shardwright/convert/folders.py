@@ -1,0 +1,222 @@
+"""Our own folder: the reader checks every block that it reads; the writer commits as a save does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ..checkpoint import tree
+from ..checkpoint.content import IN_PARTS, MODEL_METADATA, Group
+from ..checkpoint.files import MAX_FILE_BYTES, why_not_there
+from ..checkpoint.names import plain
+from ..checkpoint.partial import PartialLock
+from ..checkpoint.slices import Sliced
+from ..checkpoint.stored import Stored, stored_tensors
+from .contents import Contents, Lazy, replaced
+
+#: told the bytes that were written
+Tell = Callable[[int], None]
+#: files that from_pretrained reads beside the tensors
+BESIDE_A_MODEL = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)  # fmt: skip
+_BESIDE_BYTES = 64 << 20
+
+
+def read_folder(path: str) -> Contents:
+    """Return the contents of a checkpoint of this format."""
+    folder = CheckpointFolder(path)
+    stored = {stem: stored_tensors(folder, stem) for stem in ("model", "optimizer", "state")}
+    lazy = {stem: {n: _lazy(folder, each) for n, each in found.items()} for stem, (found, _) in stored.items()}
+    state = _tree(folder, "state.json")
+    extra = {
+        key: tree.decode(state[key], lazy["state"])  # type: ignore[arg-type]
+        for key in ("scheduler", "scaler", "user_state", "model_extra_state", "extra")
+        if state.get(key)
+    }
+    contents = Contents(
+        lazy["model"], stored["model"][1], extra=extra, step=folder.step, beside=files_beside(folder.path)
+    )
+    if "optimizer.json" in folder.files:
+        body = tree.decode(_tree(folder, "optimizer.json"), lazy["optimizer"])  # type: ignore[arg-type]
+        contents.groups, contents.state = body["groups"], body["state"]
+        if body.get("further"):
+            contents.extra["optimizer_further"] = body["further"]
+    return contents
+
+
+def _lazy(folder: CheckpointFolder, stored: Stored) -> Lazy:
+    shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
+
+    def read() -> torch.Tensor:
+        memory = stored.empty()
+        if stored.nbytes:
+            folder.load([(stored.path, stored.begin, stored.nbytes, memory.data_ptr(), 0)])
+        return memory
+
+    return Lazy(stored.torch_dtype, tuple(shape), read, stored.path)
+
+
+def _tree(folder: CheckpointFolder, path: str) -> Any:
+    return tree.loads(folder.read_bytes(path))
+
+
+def files_beside(folder: str) -> list[str]:
+    """Return the paths of plain files in `folder` that from_pretrained reads beside the tensors."""
+    paths = [os.path.join(folder, name) for name in BESIDE_A_MODEL]
+    return [p for p in paths if not os.path.islink(p) and os.path.isfile(p) and os.path.getsize(p) <= _BESIDE_BYTES]
+
+
+def copy_beside(contents: Contents, output: str) -> None:
+    """Copy the files beside the model to the folder `output`, durably."""
+    for path in contents.beside:
+        with open(path, "rb") as source, open(os.path.join(output, os.path.basename(path)), "xb") as file:
+            shutil.copyfileobj(source, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write a checkpoint to the new folder `output`. It is durable on return.
+
+    Raises
+    ------
+    CheckpointError
+        `output` exists, or cannot be written.
+    """
+    refusal = why_not_there(output, False)
+    if refusal:
+        raise CheckpointError(refusal)
+    groups, texts = _layout(contents, max_file_bytes)
+    lazy = [each for group in groups for each in group.tensors.values()]
+    for group in groups:
+        group.tensors = {name: Sliced(each.dtype, each.shape, ()) for name, each in group.tensors.items()}
+    plan = CheckpointPlan([g.plan_entry() for g in groups], [(p, len(t), IN_PARTS) for p, t in texts.items()])
+    nonce = "d" + secrets.token_hex(12)
+    partial = f"{output}.{nonce}.partial"
+    CheckpointFolder.make(os.path.dirname(output))
+    os.mkdir(partial)
+    lock = None
+    try:
+        lock = PartialLock(partial)
+        plan.create_files(partial)
+        tallies = _write_all(plan, partial, lazy, texts, tell)
+        copy_beside(contents, partial)
+        plan.commit(
+            partial=partial, folder=output, replaces="", nonce=nonce, step=contents.step, world_size=1, tallies=tallies
+        )
+        lock.release(output)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if lock is not None:
+                lock.release()
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_all(
+    plan: CheckpointPlan, partial: str, lazy: list[Lazy], texts: Mapping[str, bytes], tell: Tell
+) -> list[bytes]:
+    """Write every tensor and text. Return the tallies."""
+    tallies = []
+    in_order = list(texts.values())
+    for path, nbytes, first_block, pieces in plan.files():
+        place = os.path.join(partial, path)
+        for source, begin, size in pieces:
+            if source < len(lazy):
+                memory = plain(lazy[source].read())
+            else:
+                memory = torch.frombuffer(bytearray(in_order[source - len(lazy)]), dtype=torch.uint8)
+            tallies.append(CheckpointPlan.write(place, nbytes, first_block, [(begin, size)], memory.data_ptr()))
+            tell(size)
+            del memory
+        CheckpointPlan.sync(place)
+    return tallies
+
+
+def _layout(contents: Contents, max_file_bytes: int) -> tuple[list[Group], dict[str, bytes]]:
+    """Return groups whose tensors are Lazy, and the texts."""
+    extra = dict(contents.extra)
+    kept = {key: extra.pop(key, None) for key in ("scheduler", "scaler", "user_state", "model_extra_state")}
+    kept["model_extra_state"] = kept["model_extra_state"] or {}
+    further = extra.pop("optimizer_further", None)
+    state_tensors: dict[str, Lazy] = {}
+    if set(extra) == {"extra"}:
+        extra = extra["extra"]
+    body = {"step": contents.step, **kept, "extra": extra}
+    body = {key: _encoded(value, key, state_tensors) for key, value in body.items()}
+    metadata = MODEL_METADATA | contents.tied | MODEL_METADATA
+    groups = [Group("model", dict(contents.model), metadata, max_file_bytes=max_file_bytes)]
+    texts = {"state.json": tree.dumps(body)}
+    if contents.groups is not None:
+        tensors, optimizer = _optimizer(contents, further)
+        groups.append(Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes))
+        texts["optimizer.json"] = tree.dumps(optimizer)
+    groups.append(Group("state", state_tensors, {"format": "pt"}))
+    index = _index(contents, groups, max_file_bytes)
+    return groups, texts | index
+
+
+def _index(contents: Contents, groups: list[Group], max_file_bytes: int) -> dict[str, bytes]:
+    """Return the index over several model files; {} for one file."""
+    shapes = {name: Sliced(each.dtype, each.shape, ()) for name, each in contents.model.items()}
+    alone = CheckpointPlan([Group("model", shapes, groups[0].metadata, max_file_bytes=max_file_bytes).plan_entry()], [])
+    names, files = list(shapes), alone.files()
+    if len(files) < 2:
+        return {}
+    weight_map = {names[source]: path for path, _, _, pieces in files for source, _, _ in pieces}
+    total = sum(size for _, _, _, pieces in files for _, _, size in pieces)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return {"model.safetensors.index.json": (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
+
+
+def _optimizer(contents: Contents, further: Any) -> tuple[dict[str, Lazy], dict[str, Any]]:
+    tensors: dict[str, Lazy] = {}
+    groups = [
+        _encoded({k: v for k, v in group.items() if k != "params"}, f"param_groups.{number}", tensors)
+        | {"params": list(group["params"])}
+        for number, group in enumerate(contents.groups or ())
+    ]
+    body: dict[str, Any] = {"groups": groups}
+    if further:
+        body["further"] = _encoded(further, "further", tensors)
+    state: dict[str, dict[str, Any]] = {}
+    order = {name: place for place, name in enumerate(contents.model)}
+    for name in sorted(contents.state, key=lambda each: order.get(each, len(order))):
+        state[name] = {}
+        for key, value in sorted(contents.state[name].items(), key=lambda item: str(item[0])):
+            if isinstance(value, Lazy):
+                tensors[f"{key}.{name}"] = value
+                state[name][str(key)] = {"$tensor": f"{key}.{name}"}
+            else:
+                state[name][str(key)] = _encoded(value, f"{key}.{name}", tensors)
+    return tensors, {**body, "state": state}
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, Lazy]) -> Any:
+    """Encode as tree.encode() does, with Lazy for tensors."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return tree.encode(value, name, {})
+    lazy: dict[int, Lazy] = {}
+
+    def stand_in(each: Lazy) -> torch.Tensor:
+        made = torch.empty(0, device="meta")
+        lazy[id(made)] = each
+        held.append(made)
+        return made
+
+    held: list[torch.Tensor] = []
+    found: dict[str, torch.Tensor] = dict.fromkeys(tensors, torch.empty(0, device="meta"))
+    node = tree.encode(replaced(value, stand_in), name, found)
+    tensors |= {n: lazy.get(id(t)) or Lazy.of(t) for n, t in found.items() if n not in tensors}
+    return node

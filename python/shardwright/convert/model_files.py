@@ -1,0 +1,255 @@
+"""Files of a model alone: safetensors and torch.save, one file or several with an index, and their writers."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError
+from ..checkpoint.files import MAX_FILE_BYTES
+from ..checkpoint.names import TORCH_DTYPES, dtype_name, plain, stored_shape
+from .contents import Contents, Lazy, leaves, replaced
+from .folders import Tell, copy_beside, files_beside
+from .unpickle import load_torch_file
+
+#: in order of preference
+_INDEXES = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+)
+_SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+_HEADER_BYTES = 100_000_000
+#: keys under which programs keep a model in one file of torch.save
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_ALIGNMENT = 64
+
+
+def model_files(path: str) -> list[str]:
+    """Return the files of a model at `path`, a file or a folder; [] if there are none."""
+    if os.path.isfile(path):
+        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) else []
+    for name in _INDEXES:
+        index = os.path.join(path, name)
+        if os.path.isfile(index):
+            return [os.path.join(path, each) for each in _of_index(index)]
+    return next(([os.path.join(path, n)] for n in _SINGLE if os.path.isfile(os.path.join(path, n))), [])
+
+
+def _of_index(path: str) -> list[str]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            names = sorted({*json.load(file)["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"'{path}' is not an index of model files: {error}") from None
+    for name in names:
+        if os.path.basename(str(name)) != name or not os.path.isfile(os.path.join(os.path.dirname(path), name)):
+            raise CheckpointError(f"'{path}' names the file {name!r}, which is not beside it")
+    return names
+
+
+def read_model(path: str) -> Contents:
+    """Return the model in the files at `path`. The optimizer in a file of torch.save is left out: it has no names."""
+    contents = Contents({})
+    places: dict[tuple[int, Any, Any, Any], str] = {}
+    for each in model_files(path):
+        found = read_safetensors(each) if each.endswith(".safetensors") else _of_torch_file(each, contents, places)
+        for name, lazy in found.items():
+            if name in contents.model:
+                raise CheckpointError(f"'{path}' holds the tensor '{name}' twice")
+            contents.model[name] = lazy
+    if not contents.model:
+        raise CheckpointError(f"'{path}' holds no tensors of a model")
+    contents.beside = files_beside(path if os.path.isdir(path) else os.path.dirname(path))
+    return contents
+
+
+def read_safetensors(path: str) -> dict[str, Lazy]:
+    """Return the tensors of a safetensors file."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        count = int.from_bytes(file.read(8), "little")
+        text = file.read(count) if count <= min(_HEADER_BYTES, size) else b""
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        entries = {n: (e["dtype"], e["shape"], *e["data_offsets"]) for n, e in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"'{path}' is not a safetensors file: {error}") from None
+    if "DCP_SHARDING_INFO" in metadata:
+        raise CheckpointError(
+            f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
+        )
+    found = {}
+    for name, (dtype, shape, begin, end) in entries.items():
+        if dtype not in TORCH_DTYPES:
+            raise CheckpointError(f"'{path}': tensor '{name}' has the dtype {dtype}, which this program does not know")
+        lazy = _at(path, TORCH_DTYPES[dtype], tuple(shape), 8 + count + begin)
+        if begin < 0 or end - begin != lazy.nbytes or 8 + count + end > size:
+            raise CheckpointError(
+                f"'{path}': tensor '{name}' has no {lazy.nbytes} bytes at {begin} in a file of {size}"
+            )
+        found[name] = lazy
+    return found
+
+
+def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
+    """Return the tensor whose bytes begin at `at` in a file."""
+
+    def read() -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        if tensor.nbytes:
+            with open(path, "rb") as file:
+                file.seek(at)
+                memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+                if file.readinto(memory) != tensor.nbytes:
+                    raise CheckpointError(f"'{path}' became shorter while it was read")
+        return tensor
+
+    return Lazy(dtype, shape, read, os.path.basename(path))
+
+
+def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dict[str, Lazy]:
+    """Return the tensors of a state dict. Tensors that share memory are stored once."""
+    body = load_torch_file(path)
+    key = next((k for k in _MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), None)
+    state = body if key is None else body[key]
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")
+    if key is not None:
+        contents.left_out += [f"{k} of {os.path.basename(path)}" for k in body if k != key]
+    found = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            contents.left_out.append(f"{name}, no tensor")
+            continue
+        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        if value.numel() and place in places:
+            contents.tied[name] = places[place]
+            continue
+        places[place] = name
+        found[name] = Lazy.of(value)
+    return found
+
+
+# writers --------------------------------------------------------------------------------------------------------------
+
+
+def write_safetensors(path: str, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tell: Tell) -> int:
+    """Write tensors to a new file, one in memory at a time, wide elements first. Return the bytes of data."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: -_element(item[1])))
+    at, header = 0, {"__metadata__": dict(metadata)}
+    for name, each in ordered.items():
+        shape = stored_shape(torch.empty(each.shape, dtype=each.dtype, device="meta"))
+        entry = {"dtype": dtype_name(name, each.dtype), "shape": shape, "data_offsets": [at, at + each.nbytes]}
+        header[name] = entry  # type: ignore[assignment]
+        at += each.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 4096)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for each in ordered.values():
+            memory = plain(each.read())
+            file.write((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()) if memory.numel() else b"")
+            tell(each.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    return at
+
+
+def _element(each: Lazy) -> int:
+    return each.dtype.itemsize // (2 if each.dtype.is_complex else 1)
+
+
+def write_model(contents: Contents, output: str, tell: Tell) -> None:
+    """Write the model to the new folder `output`, as from_pretrained reads it."""
+    os.mkdir(output)
+    files = _files(contents.model)
+    marks = {
+        f"complex.{n}": str(e.dtype).removeprefix("torch.") for n, e in contents.model.items() if e.dtype.is_complex
+    }
+    total = 0
+    for path, names in files.items():
+        tensors = {name: contents.model[name] for name in names}
+        total += write_safetensors(
+            os.path.join(output, path), tensors, {**contents.tied, **marks, "format": "pt"}, tell
+        )
+    if len(files) > 1:
+        weight_map = {name: path for path, names in files.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        with open(os.path.join(output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
+            json.dump(index, file, indent=2, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+    copy_beside(contents, output)
+
+
+def _files(model: Mapping[str, Lazy]) -> dict[str, list[str]]:
+    """Distribute tensors over files: as the source has them, else in order, up to MAX_FILE_BYTES each."""
+    names_of: dict[str, list[str]] = {}
+    if all(each.file.startswith("model") and each.file.endswith(".safetensors") for each in model.values()):
+        for name, each in model.items():
+            names_of.setdefault(each.file, []).append(name)
+    else:
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name, each in model.items():
+            if filled and filled + each.nbytes > MAX_FILE_BYTES:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += each.nbytes
+        names_of = {str(number): names for number, names in enumerate(shards)}
+    count = len(names_of)
+    name = "model-{:05d}-of-{:05d}.safetensors" if count > 1 else "model.safetensors"
+    return {name.format(number, count): names for number, names in enumerate(names_of.values(), 1)}
+
+
+def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
+    """Write one file of torch.save: model, optimizer by position, step, and the rest.
+
+    Tensors go through a temporary file that is mapped: torch.save needs all of them at once.
+    """
+    body: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
+    if contents.groups is not None:
+        body["optimizer"] = by_position(contents)
+    body |= {"step": contents.step, **contents.extra}
+    shared: dict[int, torch.Tensor] = {}
+    size = sum(each.nbytes + _ALIGNMENT for each in {id(e): e for e in leaves(body)}.values())
+    with tempfile.TemporaryFile(dir=os.path.dirname(output)) as spool:
+        spool.truncate(max(size, 1))
+        memory, at = mmap.mmap(spool.fileno(), max(size, 1)), 0
+
+        def spooled(each: Lazy) -> torch.Tensor:
+            nonlocal at
+            if id(each) not in shared:
+                made = torch.empty(each.shape, dtype=each.dtype, device="cpu")
+                if each.nbytes:
+                    made = torch.frombuffer(memory, dtype=each.dtype, count=made.numel(), offset=at).view(each.shape)
+                    made.copy_(each.read())
+                shared[id(each)] = made
+                at += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+                tell(each.nbytes)
+            return shared[id(each)]
+
+        with open(output, "xb") as file:
+            torch.save(replaced(body, spooled), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def by_position(contents: Contents) -> dict[str, Any]:
+    """Return the optimizer's state as torch's state_dict() has it: keyed by position."""
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(n for g in contents.groups or () for n in g["params"]))}
+    groups = [
+        {**{k: v for k, v in g.items() if k != "params"}, "params": [numbers[n] for n in g["params"]]}
+        for g in contents.groups or ()
+    ]
+    return {"state": {numbers[n]: dict(v) for n, v in contents.state.items() if n in numbers}, "param_groups": groups}

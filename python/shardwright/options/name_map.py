@@ -1,0 +1,114 @@
+"""NameMap: the tensors of a checkpoint that are taken, and their new names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+__all__ = ["NameMap", "Rename"]
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+_T = TypeVar("_T")
+_KEYS = ("include", "rename")
+
+
+@dataclasses.dataclass(frozen=True)
+class NameMap:
+    """A selection and renaming of a checkpoint's tensors.
+
+    Parameters
+    ----------
+    include : str or iterable of str
+        Regular expressions. A tensor is taken if one of them is found in its new name. Empty: all are taken.
+    rename : mapping of str to str, or callable
+        Regular expressions and replacements: the first expression that is found in a name is replaced. Or a function of the
+        name. Optimizer state follows its parameter.
+    strict : bool
+        Every tensor of the checkpoint that is taken must be in the model, and the reverse.
+
+    Examples
+    --------
+    >>> names = NameMap(include=r"^encoder\\.", rename={r"^module\\.": ""})
+    >>> names.new("module.encoder.weight"), names.takes("head.bias")
+    ('encoder.weight', False)
+    """
+
+    include: str | Iterable[str] = ()
+    rename: Rename = None
+    strict: bool = True
+    _include: list[re.Pattern[str]] = dataclasses.field(init=False, repr=False, compare=False)
+    _rules: list[tuple[re.Pattern[str], str]] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        include = (self.include,) if isinstance(self.include, str) else tuple(self.include)
+        rules = () if self.rename is None or callable(self.rename) else tuple(self.rename.items())
+        try:
+            object.__setattr__(self, "_include", [re.compile(each) for each in include])
+            object.__setattr__(self, "_rules", [(re.compile(old), new) for old, new in rules])
+            for old, new in rules:
+                re.sub(f"(?:{old})|", new, "")  # matches, which finds a bad group in the replacement
+        except (re.error, TypeError, IndexError) as error:
+            raise ValueError(f"include and rename must be regular expressions: {error}") from None
+        object.__setattr__(self, "include", include)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> NameMap:
+        """Read a map from a TOML or JSON file with the keys `include`, a list, and `rename`, a table. Raise ValueError."""
+        with open(path, "rb") as file:
+            text = file.read()
+        try:
+            body = json.loads(text) if os.fspath(path).endswith(".json") else _toml(text)
+        except ValueError as error:
+            raise ValueError(f"'{os.fspath(path)}' is neither TOML nor, by its name, JSON: {error}") from None
+        unknown = sorted(set(body) - set(_KEYS)) if isinstance(body, dict) else ["no table"]
+        if unknown or not isinstance(body.get("rename", {}), dict) or not isinstance(body.get("include", []), list):
+            raise ValueError(
+                f"'{os.fspath(path)}' must have a list `include` and a table `rename`, got {unknown or body!r}"
+            )
+        return cls(**body)
+
+    @property
+    def is_all(self) -> bool:
+        """True if the map changes nothing and all must fit."""
+        return self.strict and not self.include and self.rename is None
+
+    def new(self, name: str) -> str:
+        """Return the new name of a tensor of the checkpoint."""
+        if callable(self.rename):
+            return str(self.rename(name))
+        for rule, text in self._rules:
+            changed, count = rule.subn(text, name)
+            if count:
+                return changed
+        return name
+
+    def takes(self, name: str) -> bool:
+        """Return whether a tensor with this new name is taken."""
+        return not self._include or any(rule.search(name) for rule in self._include)
+
+    def renamed(self, named: Mapping[str, _T]) -> dict[str, _T]:
+        """Return the values under their new names. Raise ValueError if two would get one name."""
+        found: dict[str, _T] = {}
+        for name, value in named.items():
+            new = self.new(name)
+            if new in found:
+                raise ValueError(f"rename gives two tensors the name '{new}', one of them '{name}'")
+            found[new] = value
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values to compare between ranks."""
+        rename = [] if self.rename is None else [[rule.pattern, text] for rule, text in self._rules] or "a function"
+        return {"strict": bool(self.strict), "include": list(self.include), "rename": rename}
+
+
+def _toml(text: bytes) -> Any:
+    try:
+        import tomllib
+    except ImportError:  # before Python 3.11
+        raise ValueError("this Python has no TOML reader: write JSON") from None
+    return tomllib.loads(text.decode("utf-8"))

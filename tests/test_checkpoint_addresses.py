@@ -1,0 +1,106 @@
+"""Law: a checkpoint at an address of fsspec is the local one, copied; it exists once its manifest does, which comes last; an
+upload that was cut off goes on; and a training resumes from the address alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardwright as sw
+import torch
+from shardwright.checkpoint.remote import mirror as mirrors
+from shardwright.checkpoint.remote.store import Store
+from torch import nn
+
+fsspec = pytest.importorskip("fsspec")
+pytestmark = pytest.mark.timeout(60)
+
+
+def trained(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(30, 20)
+    nn.init.constant_(model.weight, value), nn.init.constant_(model.bias, value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, value)}
+    return model, optimizer
+
+
+@pytest.fixture(params=["memory", "file"])
+def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(mirrors, "_PAUSES_S", (0.01, 0.01))
+    fsspec.filesystem("memory").store.clear()
+    return f"memory://{tmp_path.name}/run" if request.param == "memory" else f"file://{tmp_path}/remote"
+
+
+def names(address: str) -> list[str]:
+    fs, base = fsspec.core.url_to_fs(address)
+    return sorted(os.path.relpath(path, base) for path in fs.find(base))
+
+
+def test_save_and_load(address: str, tmp_path: Path) -> None:
+    sw.save(address, *trained(1.0), extra={"epoch": 3})
+    assert "MANIFEST.json" in names(address) and "UPLOADING" not in names(address)
+    with pytest.raises(sw.CheckpointError, match="exists already"):
+        sw.save(address, *trained(2.0))
+    sw.save(address, *trained(2.0), overwrite=True)
+    model, optimizer = trained(0.0)
+    sw.load(address, model, optimizer)
+    assert model.weight[0, 0] == 2 and optimizer.state[model.weight]["momentum_buffer"][0, 0] == 2
+    fs, base = fsspec.core.url_to_fs(address)
+    fs.rm_file(f"{base}/MANIFEST.json")
+    with pytest.raises(sw.CheckpointError, match="has no checkpoint"):
+        sw.load(address, model, optimizer)
+    assert os.listdir(tmp_path / "cache" / "shardwright") == []
+    with pytest.raises(sw.CheckpointError, match="cannot be opened"):
+        sw.save("nosuch://a/b", model)
+
+
+def test_a_training_resumes_from_the_address_alone(address: str, tmp_path: Path) -> None:
+    with sw.Checkpointer(address, *trained(0.0), keep_last=2) as checkpoints:
+        assert checkpoints.restore() == 0
+        for step in range(4):
+            checkpoints._training.model.weight.data.fill_(step)
+            checkpoints.save(step)
+            checkpoints.wait()
+        assert [kept.step for kept in Store(address).checkpoints()] == [3, 4]
+    shutil.rmtree(tmp_path / "cache")
+    model, optimizer = trained(9.0)
+    with sw.Checkpointer(address, model, optimizer, keep_last=2) as checkpoints:
+        assert checkpoints.steps() == [3, 4] and checkpoints.restore() == 4 and model.weight[0, 0] == 3
+        checkpoints.save(4)
+    assert [kept.step for kept in Store(address).checkpoints()] == [4, 5]
+    fs, base = fsspec.core.url_to_fs(address)
+    data = fs.cat_file(f"{base}/step-000005/model.safetensors")
+    fs.pipe_file(f"{base}/step-000005/model.safetensors", data[:-1] + b"\xff")
+    shutil.rmtree(tmp_path / "cache")
+    with sw.Checkpointer(address, *trained(9.0)) as checkpoints:
+        assert checkpoints.restore() == 4  # the damaged one is passed over
+    assert not any(".partial" in name or "UPLOADING" in name for name in names(address))
+
+
+def test_an_upload_that_was_cut_off_goes_on(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs, base = fsspec.core.url_to_fs(address)
+    put, sent, limit = type(fs).put_file, [], [2]
+
+    def put_file(self: Any, local: str, remote: str, *rest: Any, **more: Any) -> None:
+        if len(sent) >= limit[0]:
+            raise OSError("the network is gone")
+        sent.append(os.path.basename(remote))
+        put(self, local, remote, *rest, **more)
+
+    monkeypatch.setattr(type(fs), "put_file", put_file)
+    checkpoints = sw.Checkpointer(address, *trained(1.0))
+    checkpoints.save(0)
+    with pytest.raises(sw.CheckpointError, match="the network is gone"):
+        checkpoints.close()
+    assert Store(address).checkpoints() == [] and "step-000001/UPLOADING" in names(address)
+    first, limit[0] = list(sent), 99
+    with sw.Checkpointer(address, *trained(9.0)) as checkpoints:  # uploads what it finds
+        checkpoints.wait()
+        assert [kept.step for kept in Store(address).checkpoints()] == [1]
+        assert sorted(sent) == sorted({*sent}) and sent[:2] == first  # no file twice
+        assert checkpoints.restore() == 1

@@ -1,0 +1,277 @@
+"""Law: a checkpoint that another program wrote has the same bits after `ckpt import`, and what `ckpt export` writes that
+program loads with the same bits. Nothing that a file pickles is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardwright as sw
+import torch
+import torch.distributed.checkpoint as dcp
+from shardwright import convert
+from shardwright.cli import main
+from shardwright.options.name_map import NameMap
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 3, dtype=torch.bfloat16)
+        self.tied = self.first.weight
+
+
+def trained(seed: int = 0, steps: int = 2) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    groups = [
+        {"params": [*model.first.parameters()]},
+        {"params": [*model.norm.parameters(), *model.last.parameters()], "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.25)
+    for _ in range(steps):
+        model.last(model.norm(model.first(torch.randn(4, 5))).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_same(found: tuple[nn.Module, Any], expected: tuple[nn.Module, Any]) -> None:
+    state = expected[0].state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in found[0].state_dict().items())
+    if found[1] is not None:
+        mine, theirs = found[1].state_dict(), expected[1].state_dict()
+        assert [group["lr"] for group in mine["param_groups"]] == [group["lr"] for group in theirs["param_groups"]]
+        assert mine["state"].keys() == theirs["state"].keys()
+        for number, values in theirs["state"].items():
+            assert values.keys() == mine["state"][number].keys()
+            assert all(torch.equal(mine["state"][number][key], value) for key, value in values.items())
+
+
+def run(*words: object) -> int:
+    return main(["ckpt", *map(str, words)])
+
+
+def test_dcp_folders_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained()
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save({**state, "epoch": 3, "note": {"x": [1, None]}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    flat = {f"model.{name}": value for name, value in model.state_dict().items()}
+    dcp.save({"app": {"model": state["model"]}, "other": torch.ones(2)}, checkpoint_id=tmp_path / "app", no_dist=True)
+    dcp.save(flat, checkpoint_id=tmp_path / "flat", no_dist=True)
+    for name in ("dcp", "app", "flat"):
+        assert run("import", tmp_path / name, tmp_path / f"{name}-ours", "--step", 9) == 0
+        again = trained(1, 1)
+        extra = sw.load(tmp_path / f"{name}-ours", again[0], again[1] if name == "dcp" else None)
+        assert_same((again[0], again[1] if name == "dcp" else None), (model, optimizer))
+        if name == "dcp":
+            assert extra["epoch"] == 3 and extra["note.x"] == [1, None]
+    sw.save(tmp_path / "saved", model, optimizer, extra={"mean": torch.arange(3.0)}, step=4)
+    assert run("export", tmp_path / "saved", tmp_path / "out", "--to", "dcp") == 0
+    again = trained(1, 1)
+    state = {"model": get_model_state_dict(again[0]), "optim": get_optimizer_state_dict(*again), "step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    again[0].load_state_dict(state["model"])
+    torch.distributed.checkpoint.state_dict.set_optimizer_state_dict(*again, state["optim"])
+    assert_same(again, (model, optimizer))
+    assert state["step"] == 4 and len(os.listdir(tmp_path)) == 8
+
+
+def test_torch_files_and_safetensors_go_both_ways(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer = trained()
+    sw.save(tmp_path / "saved", model, optimizer, extra={"mean": torch.arange(3.0)}, step=4)
+    assert run("export", tmp_path / "saved", tmp_path / "out.pt", "--to", "torch") == 0
+    body = torch.load(tmp_path / "out.pt", weights_only=True)
+    again = trained(1, 1)
+    again[0].load_state_dict(body["model"])
+    again[1].load_state_dict(body["optimizer"])
+    assert_same(again, (model, optimizer))
+    assert body["step"] == 4 and torch.equal(body["extra"]["mean"], torch.arange(3.0))
+    assert body["model"]["tied"].data_ptr() == body["model"]["first.weight"].data_ptr()
+
+    torch.save(
+        {"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "a.ckpt", _use_new_zipfile_serialization=False
+    )
+    parts = [{n: v for n, v in model.state_dict().items() if n.startswith("first")}]
+    parts += [{n: v for n, v in model.state_dict().items() if n not in parts[0] and n != "tied"}]
+    for number, part in enumerate(parts):
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        safetensors.save_file(part, tmp_path / "hf" / f"model-{number}.safetensors")
+    index = {"weight_map": {n: f"model-{number}.safetensors" for number, part in enumerate(parts) for n in part}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    for name in ("out.pt", "a.ckpt", "hf"):
+        assert run("import", tmp_path / name, tmp_path / f"{name}-ours") == 0
+        other, _ = trained(1, 0)
+        sw.load(tmp_path / f"{name}-ours", other)
+        assert_same((other, None), (model, optimizer))
+    assert (tmp_path / "hf-ours" / "config.json").exists() and run("verify", tmp_path / "hf-ours") == 0
+    index["weight_map"]["first.weight"] = "../a.ckpt"
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert run("import", tmp_path / "hf", tmp_path / "x") == 1 and not (tmp_path / "x").exists()
+
+
+def test_names_and_dtypes_change_on_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    sw.save(tmp_path / "saved", model, optimizer)
+    (tmp_path / "map.toml").write_text("include = ['^layers\\.0\\.']\n[rename]\n'^(\\d+)\\.' = 'layers.\\1.'\n")
+    (tmp_path / "map.json").write_text(json.dumps({"rename": {r"^(\d+)\.": r"layers.\1."}}))
+    assert (
+        run(
+            "export",
+            tmp_path / "saved",
+            tmp_path / "a",
+            "--map",
+            tmp_path / "map.json",
+            "--dtype",
+            "bf16",
+            "--to",
+            "dcp",
+        )
+        == 0
+    )
+    found = convert.read(str(tmp_path / "a"))
+    assert list(found.model) == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
+    assert found.groups is not None and found.groups[0]["params"] == list(found.model)
+    weight, master = found.model["layers.0.weight"].read(), found.state["layers.0.weight"]["master"].read()
+    assert (
+        weight.dtype == torch.bfloat16
+        and torch.equal(master, model[0].weight)
+        and torch.equal(weight, master.bfloat16())
+    )
+    assert run("import", tmp_path / "a", tmp_path / "b", "--dtype", "fp32") == 0  # takes the masters
+    holder = nn.Module()
+    holder.layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    again = torch.optim.SGD(holder.parameters(), lr=0.1, momentum=0.5)
+    sw.load(tmp_path / "b", holder, again)
+    assert_same((holder.layers, again), (model, optimizer))
+    if hasattr(__import__("sys"), "stdlib_module_names") and __import__("sys").version_info >= (3, 11):
+        assert run("export", tmp_path / "saved", tmp_path / "c", "--map", tmp_path / "map.toml") == 0
+        assert list(convert.read(str(tmp_path / "c")).model) == ["layers.0.weight", "layers.0.bias"]
+    (tmp_path / "map.json").write_text(json.dumps({"rename": {"weight|bias": "x"}}))
+    assert run("export", tmp_path / "saved", tmp_path / "d", "--map", tmp_path / "map.json") == 2
+    assert "two tensors the name '0.x'" in capsys.readouterr().err and not (tmp_path / "d").exists()
+    for bad in ({"rename": {"(": ""}}, {"rename": {"a": r"\1"}}, {"renames": {}}, {"include": "x"}, []):
+        (tmp_path / "map.json").write_text(json.dumps(bad))
+        with pytest.raises(ValueError):
+            NameMap.from_file(tmp_path / "map.json")
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (os.environ["TARGET_OF_ATTACK"],))
+
+
+def test_nothing_pickled_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TARGET_OF_ATTACK", str(tmp_path / "executed"))
+    torch.save({"model": {"w": torch.ones(2)}, "attack": Attack()}, tmp_path / "a.pt")
+    dcp.save({"model": {"w": torch.ones(2)}, "attack": Attack()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name in ("a.pt", "dcp"):
+        assert run("import", tmp_path / name, tmp_path / f"{name}-ours") == 0
+        assert "left out: attack" in capsys.readouterr().out
+    with open(tmp_path / "dcp" / ".metadata", "wb") as file:
+        pickle.dump(Attack(), file)
+    assert run("import", tmp_path / "dcp", tmp_path / "x") == 1
+    assert "is not the metadata" in capsys.readouterr().err
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "x").exists()
+    for name, content in (
+        ("b.pt", b"no zip"),
+        ("c.safetensors", b"\xff" * 20),
+        ("d.safetensors", b"\x02" + bytes(7) + b"{}"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert run("import", tmp_path / name, tmp_path / "x") == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    assert run("import", tmp_path / "none", tmp_path / "x") == 2 and run("import", tmp_path, tmp_path / "x") == 1
+
+
+GOLDEN = Path(__file__).parent / "golden" / "deepspeed"
+
+
+class DeepSpeedNet(nn.Module):
+    """The module of golden/deepspeed/make.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.last = nn.Linear(3, 2)
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+
+
+def deepspeed_training(low: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = DeepSpeedNet().to(torch.bfloat16 if low else torch.float32)
+    groups = [{"params": [*model.first.parameters()]}, {"params": [*model.last.parameters()]}]
+    return model, torch.optim.AdamW(groups, lr=0.0)
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: {"fp32": state.get("master", p.detach()), **state} for p, state in optimizer.state.items()}
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "universal"])
+def test_deepspeeds_checkpoints_have_the_live_engines_bits(tmp_path: Path, name: str) -> None:
+    expected = torch.load(GOLDEN / "expected.pt", weights_only=True)["zero2" if name == "universal" else name]
+    low = name != "zero1"
+    for options, is_low in (((), low), (("--dtype", "fp32"), False)):
+        source = GOLDEN / name / "tag" if name == "universal" else GOLDEN / name
+        assert run("import", source, tmp_path / f"ours{len(options)}", *options) == 0
+        plain = deepspeed_training(is_low)
+        model, optimizer = sw.wrap(*plain)
+        sw.load(tmp_path / f"ours{len(options)}", model, optimizer)
+        found = values_of(plain[0], optimizer)
+        for parameter, values in expected.items():
+            weight = plain[0].get_parameter(parameter)
+            assert torch.equal(weight, values["fp32"].reshape(weight.shape).to(weight.dtype))
+            for key, value in values.items():
+                assert torch.equal(found[parameter][key], value.reshape(weight.shape)), (parameter, key)
+            assert found[parameter]["step"] == 2
+        assert found.keys() == expected.keys()
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
+        assert torch.equal(plain[0].frozen.float(), torch.arange(5.0)) and plain[0].count.tolist() == [0, 1, 2]
+        contents = convert.read(str(tmp_path / f"ours{len(options)}"))
+        assert contents.step == 2 and contents.extra["extra"]["epoch"] == 3
+
+
+def test_a_universal_export_reads_back(tmp_path: Path) -> None:
+    assert run("import", GOLDEN / "zero2", tmp_path / "a") == 0
+    assert run("export", tmp_path / "a", tmp_path / "b", "--to", "deepspeed-universal") == 0
+    assert run("import", tmp_path / "b", tmp_path / "c") == 0
+    assert run("diff", tmp_path / "a", tmp_path / "c", "--model") == 0
+    first, second = (convert.read(str(tmp_path / name)) for name in "ac")
+    for name, state in first.state.items():
+        assert state.keys() == second.state[name].keys()
+        assert all(torch.equal(value.read(), second.state[name][key].read()) for key, value in state.items())
+    assert first.groups == second.groups and first.step == second.step == 2
+
+
+def test_incomplete_checkpoints_of_deepspeed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for harm, said in (
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "lacks the file of rank 0"),
+        ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "for partitions of"),
+    ):
+        shutil.copytree(GOLDEN / "zero2", tmp_path / harm)
+        (tmp_path / harm / "tag" / harm).unlink()
+        assert run("import", tmp_path / harm, tmp_path / "x") == 1 and said in capsys.readouterr().err
+    (tmp_path / harm / "tag" / "mp_rank_01_model_states.pt").write_bytes(b"")
+    assert run("import", tmp_path / harm, tmp_path / "x") == 1 and "tensor or pipeline" in capsys.readouterr().err
+    (tmp_path / harm / "latest").write_text("../../x")
+    assert run("import", tmp_path / harm, tmp_path / "x") == 1 and "the tag of" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
