@@ -255,7 +255,8 @@ sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user,
     device_unit *unit = &u->unit[index];
     SW_TRY(sw_device_refuse_capture(device, user, "a unit", err));
     sw_shard_state taken = unit->state;
-    SW_TRY(sw_shard_move(&taken, SW_SHARD_COMPLETE, unit->name, err));
+    if (taken != SW_SHARD_UNSHARDED) /* else another stream has taken it: its event still stands */
+        SW_TRY(sw_shard_move(&taken, SW_SHARD_COMPLETE, unit->name, err));
     SW_TRY(device->ops->stream_wait(device, user, unit->whole, err));
     unit->state = taken; /* not before: on failure `user` has not waited for the unit */
     return SW_OK;

@@ -142,6 +142,11 @@ class ModelRanks:
                 failure = Error(problem) if problem else None
             except Error as error:
                 failure = error
+        for group in self._groups[:-1]:  # the failure of a later dimension reaches the ranks of the earlier ones
+            try:
+                gather_answers(group.comm, lambda: answer()[:0], label)
+            except Error as error:
+                failure = failure or error
         if failure is not None:
             raise failure
 

@@ -70,7 +70,7 @@ def clip_grad_norm_(
     if isinstance(module_or_parameters, Iterable) and not isinstance(module_or_parameters, torch.Tensor):
         module_or_parameters = list(module_or_parameters)
     stages = _stages_of(module_or_parameters)
-    if pp_mesh is not None or len(stages) > 1:
+    if pp_mesh is not None or (stages and isinstance(module_or_parameters, list)):
         return _clip_stages(stages, max_norm, error_if_nonfinite, pp_mesh)
     return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False)
 
@@ -170,10 +170,15 @@ def _clip_stages(
     known = [replica for replica in replicas if replica is not None]
     for replica in known:
         replica.rounds.close_pending()
-    squares = added_sums([_squares_of(replica) for replica in known])
-    if pp_mesh is not None:
+
+    def own() -> bytes:
+        return added_sums([_squares_of(replica) for replica in known])
+
+    if pp_mesh is None:
+        squares = own()
+    else:
         over_stages = host_group(resolve_group(None, pp_mesh), known[0].group.comm.timeout_s).comm
-        squares = sums_over_ranks(over_stages, lambda: squares, "all pipeline stages")
+        squares = sums_over_ranks(over_stages, own, "all pipeline stages")
     gradients = [p.grad for replica in known for p in replica.table.parameters if p.grad is not None]
     return _clip_to(_engine.norm_value([squares]), gradients, max_norm, error_if_nonfinite)
 

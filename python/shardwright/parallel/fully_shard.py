@@ -203,12 +203,19 @@ class FullySharded(torch.nn.Module):
             )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Accept the number of ranks, by which gradients are divided. Raise NotImplementedError for another factor."""
-        world_size = self._outermost("set_gradient_divide_factor")._engine().group.world_size
-        if factor != world_size:
+        """Accept what gradients are divided by: the number of ranks, or 1 with reduce="sum".
+
+        Raises
+        ------
+        NotImplementedError
+            For another factor.
+        """
+        wrapper = self._outermost("set_gradient_divide_factor")
+        divides_by = 1 if wrapper._options.reduce == "sum" else wrapper._engine().group.world_size
+        if factor != divides_by:
             raise NotImplementedError(
-                f"set_gradient_divide_factor({factor:g}): gradients are divided by the number of ranks, {world_size}: pass reduce='sum' to "
-                "fully_shard, which divides by nothing, and divide the loss"
+                f"set_gradient_divide_factor({factor:g}): gradients are divided by {divides_by}: pass reduce='sum' to fully_shard, which "
+                "divides by nothing, and divide the loss"
             )
 
     def _outermost(self, what: str) -> DistributedDataParallel:

@@ -55,16 +55,18 @@ class PipelineStage(TorchPipelineStage):
         self._wrapper, self._keeps_whole = wrapper, keep_whole
         self._kept = contextlib.ExitStack()
         self._is_kept = False
+        self._is_averaged = True
         super().__init__(submodule, *args, **kwargs)
 
     def _keep(self) -> None:
-        if self._keeps_whole and not self._is_kept:
+        if self._keeps_whole and not self._is_kept and self.has_backward and torch.is_grad_enabled():
             self._is_kept = True
             self._kept.enter_context(self._wrapper._engine().access.whole())
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch."""
         self._keep()
+        self._is_averaged = not self.has_backward
         with self._wrapper.no_sync():
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
@@ -77,9 +79,19 @@ class PipelineStage(TorchPipelineStage):
         with self._wrapper.no_sync(), whole:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Average the gradients of the step, and scale them. The schedule calls it once all backwards are done."""
+    def _average(self) -> None:
         self._is_kept = False
         self._kept.close()
         self._wrapper._engine().average_gradients()
+        self._is_averaged = True
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Scale the gradients of the step. A schedule that calls this alone, without perform_reduce_grad, averages here."""
+        if not self._is_averaged:
+            self._average()
+        super().scale_grads(grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Average the gradients of the step, and scale them. The schedule calls it once all backwards are done."""
+        self._average()
         super().perform_reduce_grad(grad_scale_factor)

@@ -43,6 +43,7 @@ class StepGathers:
         self._plans: Sequence[UnitPlan] = request.forwards if may_wait else ()
         self._guard = WaitGuard(self._table.names, self._table.parameters, _weakly(self))
         self._engine: DeviceUnits | None = None
+        self._stream = 0  # torch's, of the last step
         self._planned: list[int] = []  # buckets
         self._members: list[list[torch.Tensor]] = []  # parameters of each group
         self._group_of: dict[int, int] = {}  # by the identity of a parameter
@@ -86,7 +87,8 @@ class StepGathers:
         if self._planned != [*buckets]:
             self._make(buckets)
         assert self._engine is not None
-        self._engine.gather_anew(self._link.current_stream())
+        self._stream = self._link.current_stream()
+        self._engine.gather_anew(self._stream)
         self._pending.update(range(len(self._members)))
         if not self._plans:
             self.settle()
@@ -143,6 +145,8 @@ class StepGathers:
         for group in sorted(self._pending.intersection(groups)):
             try:
                 self._engine.take(group, stream)
+                if stream != self._stream:  # the step's stream reads next, and nothing orders it behind this one
+                    self._engine.take(group, self._stream)
             except Error:  # a communicator that has ended says so at the next forward
                 if self._link.comm.is_alive:
                     raise
