@@ -67,7 +67,10 @@ def clip_grad_norm_(
     join(), and for float64 and complex gradients. If no wrapped module of this process uses a GPU, its gradients are
     copied to the host for the norm.
     """
-    if isinstance(module_or_parameters, Iterable) and not isinstance(module_or_parameters, torch.Tensor):
+    if isinstance(module_or_parameters, Iterable) and not isinstance(
+        module_or_parameters,
+        (torch.Tensor, torch.nn.Module),  # Sequential is iterable
+    ):
         module_or_parameters = list(module_or_parameters)
     stages = _stages_of(module_or_parameters)
     if pp_mesh is not None or (stages and isinstance(module_or_parameters, list)):
