@@ -207,6 +207,18 @@ static PyObject *units_take(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->comm, status, &err);
 }
 
+static PyObject *units_wait(PyObject *op, PyObject *args)
+{
+    device_units_object *self = (device_units_object *)op;
+    Py_ssize_t index;
+    sw_error err;
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "n:wait", &index) || !enter_unit(self, index))
+        return NULL;
+    SW_PY_WITHOUT_GIL(status, sw_device_unit_wait(self->units, (size_t)index, &err));
+    return sw_py_device_finish(self->comm, status, &err);
+}
+
 static PyObject *units_release(PyObject *op, PyObject *args)
 {
     device_units_object *self = (device_units_object *)op;
@@ -320,6 +332,8 @@ static PyMethodDef units_methods[] = {
      "gather($self, unit, /)\n--\n\nInto its place, once that is left; nobody waits."},
     {"take", units_take, METH_VARARGS,
      "take($self, unit, stream, /)\n--\n\nThe stream sees it from now on."},
+    {"wait", units_wait, METH_VARARGS,
+     "wait($self, unit, /)\n--\n\nAll streams see it from now on: the host waits until it is whole."},
     {"release", units_release, METH_VARARGS,
      "release($self, unit, stream, /)\n--\n\nThe stream was given all that uses it."},
     {"gather_apart", units_gather_apart, METH_VARARGS,

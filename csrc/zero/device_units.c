@@ -249,16 +249,35 @@ sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
     return gather_by(u, index, gather_next, err);
 }
 
+/* The state of a unit that a stream, or the host, has waited for. If it is UNSHARDED already, its event still
+ * stands. */
+static sw_status state_when_whole(const device_unit *unit, sw_shard_state *state, sw_error *err)
+{
+    *state = unit->state;
+    return *state == SW_SHARD_UNSHARDED ? SW_OK
+                                        : sw_shard_move(state, SW_SHARD_COMPLETE, unit->name, err);
+}
+
 sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user, sw_error *err)
 {
     sw_device *device = u->comm->device;
     device_unit *unit = &u->unit[index];
+    sw_shard_state taken;
     SW_TRY(sw_device_refuse_capture(device, user, "a unit", err));
-    sw_shard_state taken = unit->state;
-    if (taken != SW_SHARD_UNSHARDED) /* else another stream has taken it: its event still stands */
-        SW_TRY(sw_shard_move(&taken, SW_SHARD_COMPLETE, unit->name, err));
+    SW_TRY(state_when_whole(unit, &taken, err));
     SW_TRY(device->ops->stream_wait(device, user, unit->whole, err));
     unit->state = taken; /* not before: on failure `user` has not waited for the unit */
+    return SW_OK;
+}
+
+sw_status sw_device_unit_wait(sw_device_units *u, size_t index, sw_error *err)
+{
+    sw_device *device = u->comm->device;
+    device_unit *unit = &u->unit[index];
+    sw_shard_state taken;
+    SW_TRY(state_when_whole(unit, &taken, err));
+    SW_TRY(device->ops->event_wait(device, unit->whole, u->comm->timeout_ns, "a unit", err));
+    unit->state = taken;
     return SW_OK;
 }
 

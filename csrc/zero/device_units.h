@@ -77,6 +77,8 @@ SW_MUST_USE sw_status sw_device_unit_gather(sw_device_units *units, size_t unit,
 /* GATHERING to UNSHARDED: later work on `user` sees the unit. On failure it stays GATHERING. */
 SW_MUST_USE sw_status sw_device_unit_take(sw_device_units *units, size_t unit, sw_stream *user,
                                           sw_error *err);
+/* The same for all streams, captured ones too: the calling thread waits until the unit is whole. */
+SW_MUST_USE sw_status sw_device_unit_wait(sw_device_units *units, size_t unit, sw_error *err);
 /* UNSHARDED to SHARDED. All work on the unit has been enqueued on `user`. */
 SW_MUST_USE sw_status sw_device_unit_release(sw_device_units *units, size_t unit, sw_stream *user,
                                              sw_error *err);

@@ -460,6 +460,8 @@ class DeviceUnits:
         """Enqueued, once its place was left; waits for nothing. Error where another unit lies there. Alike on all ranks, in one order."""
     def take(self, unit: int, stream: int, /) -> None:
         """`stream` sees the unit, which is being gathered, from now on."""
+    def wait(self, unit: int, /) -> None:
+        """All streams see the unit from now on: the host waits until it is whole."""
     def release(self, unit: int, stream: int, /) -> None:
         """`stream` has been given all that uses the unit."""
     def gather_apart(self, unit: int, address: int, stream: int, /) -> None:

@@ -5,6 +5,7 @@ capture on a stream of the program's own."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from typing import Any
@@ -145,6 +146,29 @@ def dropped(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
     with gpus.other_stream(), gpus.capture():
         del model, optimizer, module
         gc.collect()
+
+
+@pytest.mark.parametrize("where", ("stream of the step", "another"))
+def test_parameters_that_are_on_their_way_are_read_inside_a_capture(
+    teams: Any, world_size: int, paths: dict[str, str], where: str
+) -> None:
+    run(teams, world_size, paths, read_inside, where)
+
+
+def read_inside(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> None:
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.1), zero=2)
+    for step in range(2):
+        model(batch(rank, 6, 7, step=step)).square().mean().backward()
+        optimizer.step()
+        with gpus.other_stream() if where == "another" else contextlib.nullcontext(), gpus.capture():
+            addresses = [each.data_ptr() for each in module.parameters()]
+            assert all(type(each) is torch.nn.Parameter for each in module.parameters())
+        optimizer.zero_grad()
+        assert all(addresses)
+    whole = [value.clone() for value in sw.full_state_dict(model).values()]
+    assert all(bits_equal(ours, theirs) for ours, theirs in zip(module.parameters(), whole, strict=True))
 
 
 @pytest.mark.parametrize("result", (900, 901, 906, 907))

@@ -25,7 +25,7 @@ COMPRESSORS = [
 
 def wrapped(zero, text, **options):
     torch.manual_seed(0)
-    compress = eval(text, {**vars(sw), "torch": torch}) if text else None
+    compress = eval(text, {**{name: getattr(sw, name) for name in sw.__all__}, "torch": torch}) if text else None
     return sw.wrap(Mlp(), zero=zero, compress=compress, **options)
 
 

@@ -213,9 +213,9 @@ def test_clipping_by_torch_agrees_to_rounding(rank, world_size):
             assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def clipped_by_ours(model, optimizer, rank):
+def clipped_by_ours(model, optimizer, rank, steps=4):
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         value = loss(model, rank, step)
         value.backward()
         norm = sw.clip_grad_norm_(model, 0.02)

@@ -39,8 +39,8 @@ def weight_of(path: str) -> float:
 def after_the_check(call):
     """Runs `call` once a save has found its path free, and before it writes."""
 
-    def why_not_there(*args):
-        found = real(*args)
+    def why_not_there(folder, overwrite):
+        found = real(folder, overwrite)
         with mock.patch.object(files, "why_not_there", real), mock.patch.object(torchs, "why_not_there", real):
             call()
         return found

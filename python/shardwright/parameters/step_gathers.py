@@ -6,6 +6,7 @@ stream wait for its groups; a parameter that is read otherwise meanwhile waits f
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class StepGathers:
         self._planned: list[int] = []  # buckets
         self._members: list[list[torch.Tensor]] = []  # parameters of each group
         self._group_of: dict[int, int] = {}  # by the identity of a parameter
+        self._lock = threading.RLock()  # of any threads that read parameters
         self._pending: set[int] = set()  # groups for which no stream waits yet
         self._around: list[weakref.ref[torch.nn.Module]] = []
         self._handles: list[Any] = []
@@ -140,18 +142,28 @@ class StepGathers:
         self._take({self._group_of[id(parameter)]})
 
     def _take(self, groups: Iterable[int]) -> None:
+        with self._lock:
+            self._take_pending(groups)
+
+    def _take_pending(self, groups: Iterable[int]) -> None:
         assert self._engine is not None
         stream = self._link.current_stream()
         for group in sorted(self._pending.intersection(groups)):
             try:
-                self._engine.take(group, stream)
-                if stream != self._stream:  # the step's stream reads next, and nothing orders it behind this one
-                    self._engine.take(group, self._stream)
+                self._take_group(self._engine, group, stream)
             except Error:  # a communicator that has ended says so at the next forward
                 if self._link.comm.is_alive:
                     raise
             self._pending.discard(group)
             self._guard.lower(self._members[group])
+
+    def _take_group(self, engine: DeviceUnits, group: int, stream: int) -> None:
+        try:
+            engine.take(group, stream)
+            if stream != self._stream:  # the step's stream reads next, and nothing orders it behind this one
+                engine.take(group, self._stream)
+        except NotImplementedError:  # one of them is captured, and must not wait for work outside of its graph
+            engine.wait(group)
 
 
 def _weakly(gathers: StepGathers) -> Any:
