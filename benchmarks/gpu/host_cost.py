@@ -144,7 +144,9 @@ def main() -> None:
     bare = 1e3 * times["bare"].median
     for zero in STAGES:
         peer = "FSDP2" if zero == 3 else "DDP"
-        report.add_times(f"a step on an idle GPU, zero={zero}", times[f"zero={zero}"], times[peer], peer, bare_ms=bare, goal=None)
+        report.add_times(
+            f"a step on an idle GPU, zero={zero}", times[f"zero={zero}"], times[peer], peer, bare_ms=bare, goal=None
+        )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@
 #include "kernels/kernel_args.h"
 
 enum { DRIVER_VERSION = 13000, NCCL_VERSION = 22800, ARCH_MAJOR = 9, ARCH = 90, IMAGE_BYTES = 16 };
-enum { WORDS_BYTES = 1024 }; /* up to here are words that ranks compare: they are moved, as if all ranks had the same */
+enum {
+    WORDS_BYTES = 1024
+}; /* up to here are words that ranks compare: they are moved, as if all ranks had the same */
 
 static int world, own_rank; /* of the one communicator */
 static char handle[64];     /* what most handles point at */
-static char put[64];        /* the handle of the kernel PUT, which writes words that ranks compare */
+static char put[64]; /* the handle of the kernel PUT, which writes words that ranks compare */
 
 int cuDriverGetVersion(int *version)
 {

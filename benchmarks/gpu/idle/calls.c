@@ -6,10 +6,10 @@
 #include "device/cuda_abi.h"
 #include "kernels/nvrtc.h"
 
-#define IDLE(name, parameters)                  \
+#define IDLE(name, parameters)                \
     __attribute__((weak)) int name parameters \
-    {                                           \
-        return 0;                               \
+    {                                         \
+        return 0;                             \
     }
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 SW_CUDA_FUNCTIONS(IDLE)
