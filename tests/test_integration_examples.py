@@ -15,7 +15,7 @@ LONG = os.environ.get("SW_TEST_LONG") == "1"
 
 #: program -> packages that it imports; [arguments before the program, and behind it]
 EXAMPLES = {
-    "03_trainer.py": (("transformers",), [([], ["--stock"]), ([], ["--shardwright", "zero2"]), ([], ["--shardwright", "zero3"])]),
+    "03_trainer.py": (("transformers",), [([], ["--stock"]), ([], ["--shardwright", "zero2"]), ([], ["--shardwright", "zero3"]), (["-m", "shardwright", "run", "zero2"], ["--stock"])]),
     "04_trl_sft.py": (("trl", "datasets"), [([], ["--stock"]), ([], ["--shardwright", "zero2"])]),
     "05_peft_lora.py": (("peft", "transformers"), [([], ["ddp"]), ([], ["1"]), ([], ["3"])]),
     "07_deepspeed_json.py": ((), [([], ["--stage", stage]) for stage in "0123"]),

@@ -2,6 +2,8 @@
 error; `shardwright run` runs a program with our Accelerator."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -66,3 +68,34 @@ def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkey
         GradientState._reset_state()
     assert capsys.readouterr().out == f"{Accelerator.__module__} 3 ['--its', 'own']\n"
     assert main(["run", "zero3"]) == 2
+
+
+TRANSFORMERS = """
+import dataclasses
+def __getattr__(name):
+    if name != "Trainer":
+        raise AttributeError(name)
+    import importlib
+    return importlib.import_module("transformers.trainer").Trainer
+@dataclasses.dataclass
+class TrainingArguments: ...
+"""
+IMPORTS = {
+    "stock": "from transformers import Trainer",
+    "both": "from shardwright.integrations.transformers import Trainer as Ours; from transformers import Trainer; assert Trainer is Ours",
+}
+
+
+@pytest.mark.parametrize("which", IMPORTS)
+def test_run_puts_our_trainer_in_the_place_of_the_stock_one(tmp_path, which):
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text(TRANSFORMERS)
+    (tmp_path / "transformers" / "trainer.py").write_text("class Trainer: ...")
+    program = tmp_path / "program.py"
+    program.write_text(f"{IMPORTS[which]}\nprint([each.__name__ for each in Trainer.__mro__])")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", "run", "zero2", str(program)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.stdout.strip() == str(["Trainer", "TrainerMixin", "Trainer", "object"]), done.stdout + done.stderr

@@ -38,10 +38,14 @@ def install(text: str) -> None:
 
 
 def _replace_trainer(module: Any) -> None:
-    from . import accelerate, transformers
+    from .accelerate import Accelerator
+    from .trainer_mixins import TrainerMixin
 
-    module.Trainer = sys.modules["transformers"].Trainer = transformers.Trainer  # type: ignore[attr-defined]
-    module.Accelerator = accelerate.Accelerator
+    stock = module.Trainer
+    if not issubclass(stock, TrainerMixin):  # else our own, of a program that imports it
+        ours = type(stock.__name__, (TrainerMixin, stock), {"__doc__": stock.__doc__, "__module__": stock.__module__})
+        module.Trainer = sys.modules["transformers"].Trainer = ours  # type: ignore[attr-defined]
+    module.Accelerator = Accelerator
 
 
 class _TrainerFinder(importlib.abc.MetaPathFinder):

@@ -17,94 +17,22 @@ Needs transformers and the optional extra: pip install shardwright[accelerate] t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import transformers
 
-from ..options.compressors import Compressor
-from ..parallel.fully_shard import wrapper_of
-from .accelerate import Accelerator
-from .settings import chosen
-from .whole import whole_parameters
+from .trainer_mixins import ArgumentsMixin, TrainerMixin
 
 __all__ = ["ArgumentsMixin", "Trainer", "TrainerMixin", "TrainingArguments"]
 
 
-@dataclasses.dataclass
-class ArgumentsMixin:
-    """A mixin that adds --shardwright to the class of arguments named after it, trl.SFTConfig for example."""
+if not TYPE_CHECKING and issubclass(transformers.Trainer, TrainerMixin):  # a program of `shardwright run`
+    Trainer = transformers.Trainer
+else:
 
-    shardwright: str = dataclasses.field(
-        default="", metadata={"help": "zero0 to zero3, or options of sw.wrap: zero=3,compress=int8; or a file of such"}
-    )
-
-
-class TrainerMixin:
-    """A mixin that makes the Trainer class named after it train with shardwright.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of the Trainer.
-    zero, compress, partition, wrap_options
-        See Accelerator. Without `zero` those of the arguments' `shardwright`, or of SHARDWRIGHT_OPTIONS.
-
-    Notes
-    -----
-    Launch several CPU processes with ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Every rank saves and loads
-    checkpoints, as in the Trainer itself.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        zero: int | None = None,
-        compress: Compressor | None = None,
-        partition: str = "auto",
-        wrap_options: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
-        text = getattr(arguments, "shardwright", "")
-        self._stage = chosen(text, zero, compress=compress, partition=partition, wrap_options=wrap_options)
-        super().__init__(*args, **kwargs)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator like the Trainer, and turn it into shardwright's."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        Accelerator.of_stock(self.accelerator, **self._stage)
-
-    # whole parameters while they are read or written ----------------------------------------------------------------
-
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model like the Trainer, with whole parameters."""
-        with self._whole_parameters(writable=False):
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
-
-    def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
-        with self.accelerator.whole_optimizer_states():
-            super()._save_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._whole_parameters(writable=True):
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_best_model(self) -> None:
-        with self._whole_parameters(writable=True):
-            super()._load_best_model()  # type: ignore[misc]
-
-    def _whole_parameters(self, *, writable: bool) -> contextlib.AbstractContextManager[None]:
-        return whole_parameters(wrapper_of(self.model_wrapped), writable=writable)
-
-    accelerator: Accelerator
-    model_wrapped: Any
-
-
-class Trainer(TrainerMixin, transformers.Trainer):
-    """transformers' Trainer with `zero`, `compress`, `partition` and `wrap_options`."""
+    class Trainer(TrainerMixin, transformers.Trainer):
+        """transformers' Trainer with `zero`, `compress`, `partition` and `wrap_options`."""
 
 
 @dataclasses.dataclass
