@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class Steppers:
         self._notes = StepNotes()
         #: returns the digest of the hyperparameters of a step that is about to begin, at zero=0
         self.note = self._notes.note
+        #: raises if ranks differ for another reason
+        self.explain_first: Callable[[], None] | None = None
 
     def add_sliced(self, optimizer: torch.optim.Optimizer) -> int:
         """Add an optimizer of zero >= 1. Return its position in order of making, which is alike on all ranks."""
@@ -58,7 +61,9 @@ class Steppers:
         return before
 
     def explain(self) -> None:
-        """Raise an error that names the hyperparameters that differ between ranks. Collective."""
+        """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective."""
+        if self.explain_first is not None:
+            self.explain_first()
         self._notes.explain(self._group.comm.all_gather_bytes)
 
     def describe(self) -> str:
