@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .cli.describe import describe, stats
+    from .comm.process_group import init_process_group
     from .integrations import deepspeed
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
@@ -73,6 +74,7 @@ __all__ = [
     "fully_shard",
     "headroom",
     "hooks",
+    "init_process_group",
     "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -103,6 +105,7 @@ _HOMES = {
     "full_state_dict": "wrapping",
     "fully_shard": "parallel.fully_shard",
     "headroom": "parallel.headroom",
+    "init_process_group": "comm.process_group",
     "Int4": "options.compressors",
     "Int8": "options.compressors",
     "load": "checkpoint",
