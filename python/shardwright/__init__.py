@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerCheckpointError
 
 if TYPE_CHECKING:
-    from . import checkpoint, hooks, optim
+    from . import checkpoint, elastic, hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .cli.describe import describe, stats
@@ -67,6 +67,7 @@ __all__ = [
     "clip_grad_norm_",
     "deepspeed",
     "describe",
+    "elastic",
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
@@ -131,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
     if name == "deepspeed":
         return import_module(f"{__name__}.integrations.deepspeed")
-    if name in ("checkpoint", "hooks", "optim"):
+    if name in ("checkpoint", "elastic", "hooks", "optim"):
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -143,4 +144,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, "checkpoint", "deepspeed", "hooks", "optim"})
+    return sorted({*globals(), *_HOMES, "checkpoint", "deepspeed", "elastic", "hooks", "optim"})

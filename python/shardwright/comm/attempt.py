@@ -66,7 +66,9 @@ def _follow(room: Any, rank: int, world_size: int, timeout_s: float) -> str:
 def _lead(room: Any, world_size: int, timeout_s: float) -> str:
     name = secrets.token_hex(8)
     known = room.add("done", 0)  # asks up to this one belong to starts in which all ranks came
-    missing: set[int] = set()  # numbers that were drawn, whose asks are not written yet; a dead rank never writes its own
+    missing: set[int] = (
+        set()
+    )  # numbers that were drawn, whose asks are not written yet; a dead rank never writes its own
     deadline_s, pause_s = time.monotonic() + timeout_s, _LOOK_S[0]
     while room.add(f"came/{name}", 0) < world_size - 1:
         asked = room.add("asked", 0)

@@ -33,9 +33,7 @@ def report_failures() -> None:
         sys.excepthook = functools.partial(_report, sys.excepthook)
 
 
-def _report(
-    before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _report(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     path = os.environ.get(_VARIABLE)
     try:
         if path and isinstance(error, Exception):

@@ -43,6 +43,7 @@ from .join_link import JoinLink
 from .replica_check import ReplicaCheck
 from .step_in_backward import adopt as adopt_steps_in_backward
 from .steppers import Steppers
+from .stop_request import StopRequest
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink
@@ -152,6 +153,8 @@ class Replica:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
         self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
+        #: see stop_request()
+        self.stop: StopRequest | None = None
         #: compares replicas each few steps; None without check_every=
         self.check = None if options.check_every is None else ReplicaCheck(self, options.check_every)
         if self.check is not None:
@@ -332,6 +335,8 @@ class Replica:
         self.rounds.forward(synchronises)
         if synchronises and self.check is not None:
             self.check.note()
+        if synchronises and self.stop is not None:
+            self.stop.note(self.reducer)
         # behind the end of a round that a failed backward left open: peers sent no bucket for these parameters in it
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
@@ -438,6 +443,12 @@ class Replica:
             self.check.count_step()
         self.reducer.count_step()
         self.forwards.is_inside = False  # a step has its round, with or without a forward's
+
+    def stop_request(self) -> StopRequest | None:
+        """Return a request to stop that travels with rounds. Collective. None on GPUs, where their tags have no place for it."""
+        if self.stop is None and self.link is None:
+            self.stop = self.steppers.stop = StopRequest(self.group.rank, self.group.world_size)
+        return self.stop
 
     def _check_finite(self) -> None:
         """Raise Error at zero=0, on all ranks, for an averaged gradient that is not finite, before a step that is checked."""

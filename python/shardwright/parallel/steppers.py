@@ -10,6 +10,7 @@ import torch
 
 from ..comm.process_group import HostGroup
 from .optimizer_agreement import StepNotes
+from .stop_request import StopRequest
 
 
 class Steppers:
@@ -30,6 +31,7 @@ class Steppers:
         self.note = self._notes.note
         #: raises if ranks differ for another reason
         self.explain_first: Callable[[], None] | None = None
+        self.stop: StopRequest | None = None
 
     def add_sliced(self, optimizer: torch.optim.Optimizer) -> int:
         """Add an optimizer of zero >= 1. Return its position in order of making, which is alike on all ranks."""
@@ -62,9 +64,11 @@ class Steppers:
 
     def explain(self) -> None:
         """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective."""
+        gather = self._group.comm.all_gather_bytes
+        is_request = self.stop is not None and self.stop.explains(gather)
         if self.explain_first is not None:
             self.explain_first()
-        self._notes.explain(self._group.comm.all_gather_bytes)
+        self._notes.explain(gather, is_request)
 
     def describe(self) -> str:
         """Return this rank's last stepped hyperparameters as the end of a sentence."""
