@@ -5,7 +5,10 @@
     for x, y in DataLoader(data, batch_sampler=sampler):
         with model.no_sync() if sampler.accumulates() else contextlib.nullcontext():
             (loss(model(x), y) * batches.scale(len(x))).backward()
-        ...
+        if sampler.is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+            sampler.step()
 
 Samples are one stream: a permutation for each epoch, one behind the other. Step s trains samples s * global_batch to
 (s + 1) * global_batch of it, at any world size; ranks have consecutive parts of it. So a position in the stream is all that a
@@ -160,7 +163,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     def accumulates(self) -> bool:
         """Return True if this micro-batch is not the last of its step. Call it once for each, before its forward."""
         self._backwards += 1
-        return self._backwards % self.batches.accumulation != 0
+        return not self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """Return True if the micro-batch of the last accumulates() completes its step."""
+        return self._backwards % self.batches.accumulation == 0
 
     def step(self) -> None:
         """Count a global batch as trained. Call it after optimizer.step()."""

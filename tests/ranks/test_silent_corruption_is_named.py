@@ -2,6 +2,8 @@
 ranks that names both, before a checked step; a run without a fault has the bits of one without the check."""
 
 import copy
+import os
+import tempfile
 
 import pytest
 import torch
@@ -62,7 +64,7 @@ def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size):
         else:
             model._replica.check._steps += 1
         with pytest.raises(
-            engine.Error, match="the replicas of Mlp differ before step 4: parameter '2.weight'"
+            engine.Error, match="the replicas of Mlp differ 4 steps after the start of these ranks: parameter '2.weight'"
         ) as caught:
             step(model, optimizer, rank, 4)
         if world_size > 2:
@@ -85,7 +87,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank, world_size):
         x[3, 2] = float("nan") if rank == bad else x[3, 2]
         model(x).square().mean().backward()
         with pytest.raises(
-            engine.Error, match=rf"step 2 of Mlp: the averaged .* finite: rank {bad} brought .*'0.weight'"
+            engine.Error, match=rf"Mlp, 2 steps after the start of these ranks: the averaged .* finite: rank {bad} brought .*'0.weight'"
         ) as caught:
             optimizer.step()
         assert same_everywhere(str(caught.value)), options
@@ -134,8 +136,25 @@ def test_hyperparameters_that_differ_are_still_named_as_such(rank, world_size):
     optimizer.param_groups[0]["lr"] = 0.5 if rank == 0 else 0.1
     step(model, optimizer, rank, 1)
     if world_size > 1:
-        with pytest.raises(engine.Error, match="differ before step 2|ranks disagree about the optimizer"):
+        with pytest.raises(engine.Error, match="differ 2 steps after|ranks disagree about the optimizer"):
             step(model, optimizer, rank, 2)
+
+
+@on_every_rank()
+def test_a_save_never_stores_replicas_that_differ(rank, world_size):
+    for options in (STAGES[0], STAGES[2]):
+        model, optimizer = wrapped(options, every=100)
+        with sw.Checkpointer(gather(tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]))[0], model, optimizer) as saver:
+            step(model, optimizer, rank, 0)
+            saver.save(0)
+            step(model, optimizer, rank, 1)
+            if rank == 0:
+                flip_a_bit(sw.unwrap(model)[0].weight, 5)
+            if world_size > 1:
+                with pytest.raises(engine.Error, match="the replicas of Mlp differ 2 steps after .* '0.weight'"):
+                    saver.save(1)
+                assert saver.steps() == [1]
+        gather(None)
 
 
 @pytest.mark.parametrize("zero", [0, 2])

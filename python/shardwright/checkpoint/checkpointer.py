@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
+from ..chaos import agent_of
 from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
 from ..parallel.stop_request import StopRequest
@@ -224,13 +225,15 @@ class Checkpointer:
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, self._mirror, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
+        replica = getattr(wrapper_of(model), "_replica", None)
+        self._check = None if replica is None else replica.check
         self._stop, self._signals = StopRequest(self._peers.rank, 1), None
         if self._save_on:
-            wrapped = wrapper_of(model)
-            travelling = None if wrapped is None else wrapped._engine().stop_request()
+            travelling = None if replica is None else replica.stop_request()
             self._is_told = travelling is None  # save() itself exchanges the request
             self._stop = travelling or self._stop
             self._signals = SaveSignals(self._save_on, _asker(self._stop))
+        self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
 
@@ -310,6 +313,8 @@ class Checkpointer:
         CheckpointError
             The previous save failed on some rank, and this one did not begin; or this one cannot begin.
         """
+        if self._chaos is not None:
+            self._chaos.passed(step)
         with self._call.of("save()"):
             if not self._must_stop():
                 return self._save(step, every, metric)
@@ -366,7 +371,7 @@ class Checkpointer:
         self._peers.agree(check, "save()")
         self._every = every
 
-    def _settle(self, what: str, refusal: Exception | None = None) -> None:
+    def _settle(self, what: str, refusal: Exception | None = None, *, checks: bool = True) -> None:
         """Wait for the previous save. Raise its failure, or `refusal`, or a mismatch of calls, on all ranks. Collective.
 
         A rank that could not begin has raised at that save already: without this exchange it would begin the next one alone."""
@@ -379,19 +384,22 @@ class Checkpointer:
         if failure is None and refusal is not None:
             failure, told = refusal, f"rank {self._peers.rank}: {refusal}"
         try:
-            heard = self._peers.exchange([told, what], "how the save before ended")
+            digest = self._check.digest_of_save() if checks and self._check is not None else 0
+            heard = self._peers.exchange([told, what, digest], "how the save before ended")
         except Error:  # a rank died, or made another collective call
             if failure is None:
                 raise
             heard = []
         if failure is not None:
             raise failure
-        for sentence, _ in heard:
+        for sentence, *_ in heard:
             if sentence:
                 raise CheckpointError(sentence)
-        for rank, (_, theirs) in enumerate(heard):
+        for rank, (_, theirs, _) in enumerate(heard):
             if theirs != heard[0][1]:
                 raise CheckpointError(f"rank 0 {heard[0][1]} while rank {rank} {theirs}")
+        if self._check is not None and any(each[2] != heard[0][2] for each in heard):
+            self._check.explain()
 
     def _begin(self, step: int, metric: float | None) -> None:
         folder = os.path.join(self.directory, folder_name(step))
@@ -496,7 +504,10 @@ class Checkpointer:
             newer than this program's.
         """
         with self._call.of("restore()"):
-            return self._restore(step, include, rename, strict)
+            completed = self._restore(step, include, rename, strict)
+        if self._chaos is not None:
+            self._chaos.restored(completed)
+        return completed
 
     def _restore(self, step: int | None, *names: Any) -> int:
         made: list[NameMap] = []
@@ -506,7 +517,7 @@ class Checkpointer:
             asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
             return [asked, *made[0].describe().values()]
 
-        self._settle("restores")
+        self._settle("restores", checks=False)
         wanted = self._peers.together(check, "step to restore")
         asked = [each[0] for each in wanted]
         if any(each != asked[0] for each in asked):
@@ -613,6 +624,8 @@ class Checkpointer:
         """Wait for the running save and release the directory. Idempotent. Raise what wait() raises."""
         with self._call.of("close()", waits=True):
             if not self._closed:
+                if self._chaos is not None:
+                    self._chaos.ended()
                 try:
                     self._wait()
                     self._upload()

@@ -50,7 +50,7 @@ class ReplicaCheck:
         self._replica = weakref.ref(replica)
         self._every = every
         self._steps = 0
-        self._digested = -1  # the step of the last digests
+        self._noted = self._digested = -1  # the steps of the last note and of the last digests
         self._digests: list[int] = []
         self._finite: dict[int, torch.Tensor] = {}  # whether this rank's gradients since the last zero_grad are
         self.handles = [
@@ -77,11 +77,9 @@ class ReplicaCheck:
     def note(self) -> None:
         """Add the digest of the parameters to what ranks compare in the next round. Collective on GPUs, if due."""
         replica = self._replica()
-        if replica is None or not self.is_due or self._digested == self._steps or not _has_replicas(replica):
+        if replica is None or not self.is_due or self._noted == self._steps or not _has_replicas(replica):
             return
-        self._digested, self._digests = self._steps, digests(replica)
-        words = torch.tensor(self._digests, dtype=torch.int64)
-        digest = crc32c(words.data_ptr(), words.nbytes)
+        self._noted, digest = self._steps, self._digest(replica)
         if not _is_private(replica) and replica.link is None:
             replica.reducer.note_step(digest)
             return
@@ -92,6 +90,18 @@ class ReplicaCheck:
             alike[slicing.of_rank[rank] if _is_private(replica) else 0].add(each)
         if any(len(each) > 1 for each in alike.values()):
             self.explain()
+
+    def _digest(self, replica: Any) -> int:
+        self._digested, self._digests = self._steps, digests(replica)
+        words = torch.tensor(self._digests, dtype=torch.int64)
+        return crc32c(words.data_ptr(), words.nbytes)
+
+    def digest_of_save(self) -> int:
+        """Return a number that is equal on all ranks if their parameters are, for the exchange with which a save begins."""
+        replica = self._replica()
+        if replica is None or _is_private(replica) or not _has_replicas(replica):
+            return 0
+        return self._digest(replica)
 
     def explain(self) -> None:
         """Raise Error if parameters differ between ranks, naming parameter and rank. Collective."""
@@ -108,7 +118,7 @@ class ReplicaCheck:
             found = _difference(replica.table.names, {rank: rows[rank][1] for rank in column})
             if found:
                 raise Error(
-                    f"the replicas of {replica.label} differ before step {newest}: {found}; some rank wrote to its own alone, or its memory or "
+                    f"the replicas of {replica.label} differ {newest} steps after the start of these ranks: {found}; some rank wrote to its own alone, or its memory or "
                     "processor failed: begin again from a checkpoint, without its host if that happens again"
                 )
 
@@ -144,7 +154,7 @@ class ReplicaCheck:
         why = (
             "; ".join(rows[:_MOST_NAMED]) + more or "each rank's own gradients are finite, so that their sum overflowed"
         )
-        raise Error(f"step {self._steps} of {replica.label}: {NOT_FINITE}: {why}")
+        raise Error(f"{replica.label}, {self._steps} steps after the start of these ranks: {NOT_FINITE}: {why}")
 
 
 def is_finite(gradient: torch.Tensor) -> torch.Tensor:
