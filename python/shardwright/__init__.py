@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerCheckpointError
 
 if TYPE_CHECKING:
-    from . import checkpoint, hooks, optim
+    from . import checkpoint, elastic, hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
     from .cli.describe import describe, stats
+    from .comm.process_group import init_process_group
     from .integrations import deepspeed
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
@@ -66,6 +67,7 @@ __all__ = [
     "clip_grad_norm_",
     "deepspeed",
     "describe",
+    "elastic",
     "full_gradients",
     "full_optimizer_state_dict",
     "full_parameters",
@@ -73,6 +75,7 @@ __all__ = [
     "fully_shard",
     "headroom",
     "hooks",
+    "init_process_group",
     "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -103,6 +106,7 @@ _HOMES = {
     "full_state_dict": "wrapping",
     "fully_shard": "parallel.fully_shard",
     "headroom": "parallel.headroom",
+    "init_process_group": "comm.process_group",
     "Int4": "options.compressors",
     "Int8": "options.compressors",
     "load": "checkpoint",
@@ -128,7 +132,7 @@ def __getattr__(name: str) -> Any:
 
     if name == "deepspeed":
         return import_module(f"{__name__}.integrations.deepspeed")
-    if name in ("checkpoint", "hooks", "optim"):
+    if name in ("checkpoint", "elastic", "hooks", "optim"):
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -140,4 +144,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, "checkpoint", "deepspeed", "hooks", "optim"})
+    return sorted({*globals(), *_HOMES, "checkpoint", "deepspeed", "elastic", "hooks", "optim"})

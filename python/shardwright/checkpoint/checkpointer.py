@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
+from ..chaos import agent_of
 from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
+from ..parallel.stop_request import StopRequest
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .optimizer_extras import stepping_optimizer
@@ -41,6 +43,7 @@ from .retention import (
     replaced_ones,
     to_retire,
 )
+from .signals import SaveSignals, check_signals
 from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")
@@ -99,6 +102,9 @@ class Checkpointer:
         Make restore() check every block before it changes anything.
     timeout_s : float
         Seconds after which a save() fails if a rank is missing.
+    save_on : collection of signal.Signals
+        After such a signal on any rank the next save() saves, whatever its `every`, waits, and raises SystemExit(0) on all ranks.
+        A launcher counts that as success. Call save() after each step. Needs the main thread.
     local_directory : path-like, optional
         The local directory of an address, shared by the hosts. Default: one below ~/.cache/shardwright.
 
@@ -147,6 +153,7 @@ class Checkpointer:
         bandwidth_bytes_per_s: int = 0,
         verify: bool = True,
         timeout_s: float = 1800.0,
+        save_on: Iterable[int] = (),
         local_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         self._peers = Peers(model, process_group, usable_timeout(timeout_s))
@@ -165,6 +172,7 @@ class Checkpointer:
             file_bytes, _ = check_options(max_file_bytes, timeout_s)
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
             checked.append((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
+            self._save_on = check_signals(save_on)
             self._address = address_of(directory)
             place = directory if self._address is None else local_folder(self._address, local_directory)
             self.directory = absolute_path("directory", place)
@@ -178,7 +186,8 @@ class Checkpointer:
                 raise ValueError(
                     f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
                 )
-            return {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
+            signals = [each.name for each in self._save_on]
+            return {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify), "save_on": signals}
 
         self._peers.agree(check, "Checkpointer()")
         ((max_file_bytes, threads, bandwidth),) = checked
@@ -216,6 +225,15 @@ class Checkpointer:
         self._retire = weakref.finalize(self, _finish, self._writer, self._lock, self._mirror, os.getpid())
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
+        replica = getattr(wrapper_of(model), "_replica", None)
+        self._check = None if replica is None else replica.check
+        self._stop, self._signals = StopRequest(self._peers.rank, 1), None
+        if self._save_on:
+            travelling = None if replica is None else replica.stop_request()
+            self._is_told = travelling is None  # save() itself exchanges the request
+            self._stop = travelling or self._stop
+            self._signals = SaveSignals(self._save_on, _asker(self._stop))
+        self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
 
@@ -295,8 +313,23 @@ class Checkpointer:
         CheckpointError
             The previous save failed on some rank, and this one did not begin; or this one cannot begin.
         """
+        if self._chaos is not None:
+            self._chaos.passed(step)
         with self._call.of("save()"):
-            return self._save(step, every, metric)
+            if not self._must_stop():
+                return self._save(step, every, metric)
+            self._save(step, 1, metric)
+            self._wait()
+            self._upload()
+        self.close()
+        logger.warning("step %d is saved after a signal: this rank ends", step + 1)
+        raise SystemExit(0)
+
+    def _must_stop(self) -> bool:
+        """Return True on all ranks once some rank has a signal of `save_on`."""
+        if self._signals is not None and self._is_told:
+            return any(self._peers.exchange(self._stop.is_asked, "was a rank asked to stop"))
+        return self._stop.is_agreed
 
     def _save(self, step: int, every: int, metric: float | None) -> bool:
         self._check_open()
@@ -338,7 +371,7 @@ class Checkpointer:
         self._peers.agree(check, "save()")
         self._every = every
 
-    def _settle(self, what: str, refusal: Exception | None = None) -> None:
+    def _settle(self, what: str, refusal: Exception | None = None, *, checks: bool = True) -> None:
         """Wait for the previous save. Raise its failure, or `refusal`, or a mismatch of calls, on all ranks. Collective.
 
         A rank that could not begin has raised at that save already: without this exchange it would begin the next one alone."""
@@ -351,19 +384,22 @@ class Checkpointer:
         if failure is None and refusal is not None:
             failure, told = refusal, f"rank {self._peers.rank}: {refusal}"
         try:
-            heard = self._peers.exchange([told, what], "how the save before ended")
+            digest = self._check.digest_of_save() if checks and self._check is not None else 0
+            heard = self._peers.exchange([told, what, digest], "how the save before ended")
         except Error:  # a rank died, or made another collective call
             if failure is None:
                 raise
             heard = []
         if failure is not None:
             raise failure
-        for sentence, _ in heard:
+        for sentence, *_ in heard:
             if sentence:
                 raise CheckpointError(sentence)
-        for rank, (_, theirs) in enumerate(heard):
+        for rank, (_, theirs, _) in enumerate(heard):
             if theirs != heard[0][1]:
                 raise CheckpointError(f"rank 0 {heard[0][1]} while rank {rank} {theirs}")
+        if self._check is not None and any(each[2] != heard[0][2] for each in heard):
+            self._check.explain()
 
     def _begin(self, step: int, metric: float | None) -> None:
         folder = os.path.join(self.directory, folder_name(step))
@@ -468,7 +504,10 @@ class Checkpointer:
             newer than this program's.
         """
         with self._call.of("restore()"):
-            return self._restore(step, include, rename, strict)
+            completed = self._restore(step, include, rename, strict)
+        if self._chaos is not None:
+            self._chaos.restored(completed)
+        return completed
 
     def _restore(self, step: int | None, *names: Any) -> int:
         made: list[NameMap] = []
@@ -478,7 +517,7 @@ class Checkpointer:
             asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
             return [asked, *made[0].describe().values()]
 
-        self._settle("restores")
+        self._settle("restores", checks=False)
         wanted = self._peers.together(check, "step to restore")
         asked = [each[0] for each in wanted]
         if any(each != asked[0] for each in asked):
@@ -585,6 +624,8 @@ class Checkpointer:
         """Wait for the running save and release the directory. Idempotent. Raise what wait() raises."""
         with self._call.of("close()", waits=True):
             if not self._closed:
+                if self._chaos is not None:
+                    self._chaos.ended()
                 try:
                     self._wait()
                     self._upload()
@@ -600,6 +641,8 @@ class Checkpointer:
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
+            if self._signals is not None:
+                self._signals.close()
             self._retire.detach()
             try:
                 self._writer.close()
@@ -625,6 +668,13 @@ class Checkpointer:
         """Return the entry of sw.describe()."""
         state = "closed" if self._closed else self._writer.progress()
         return {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
+
+
+def _asker(stop: StopRequest) -> Callable[[], None]:
+    def ask() -> None:
+        stop.is_asked = True
+
+    return ask
 
 
 def _lock_directory(directory: str) -> DirectoryLock:

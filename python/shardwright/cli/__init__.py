@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import ckpt, config, doctor, kernels, run
+    from . import chaos, ckpt, config, doctor, kernels, run
 
     _Parser.arguments = sys.argv[1:] if arguments is None else arguments
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
@@ -34,5 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels.add_parser(commands)
     config.add_parser(commands)
     run.add_parser(commands)
+    chaos.add_parser(commands)
     options = parser.parse_args(arguments)
     return int(options.run(options))

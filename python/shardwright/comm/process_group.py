@@ -31,6 +31,8 @@ from .._engine import CommError, HostComm, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
 from . import wire
+from .attempt import attempt_store
+from .failures import report_failures
 from .launch import DEFAULT_PORT, Launch, read_launch
 from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of
 
@@ -407,14 +409,56 @@ def group_ranks(group: Any) -> list[int]:
     return [0] if group is None else list(dist.get_process_group_ranks(group))
 
 
-def _join(launch: Launch) -> None:
+def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = None, **options: Any) -> None:
+    """Make torch's default process group from the launcher's variables, also after a restart by torchrun. Collective.
+
+    Parameters
+    ----------
+    backend : str
+        As for torch.distributed.init_process_group.
+    timeout : timedelta, optional
+    **options
+        Further keywords of torch.distributed.init_process_group; rank, world size and store are the launcher's.
+
+    Raises
+    ------
+    ValueError
+        A variable of the launcher is missing or contradicts another, or an option names what the launcher decides.
+    TimeoutError
+        Some ranks did not come.
+
+    Notes
+    -----
+    torchrun's agents keep the store of a job over restarts. torch's own function then reads addresses of dead
+    processes, and waits for them, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set for torchrun and the rendezvous is c10d.
+    """
+    for name in ("store", "rank", "world_size", "init_method"):
+        if name in options:
+            raise ValueError(f"init_process_group: {name} comes from the launcher; call torch.distributed's own function to set it")
+    launch = read_launch(os.environ)
+    if launch is None:
+        _logger.warning(_ONE_RANK)
+    _join(launch or Launch("none", 0, 1, None, "", DEFAULT_PORT), backend, timeout, **options)
+
+
+def _join(launch: Launch, backend: str = "gloo", timeout: timedelta | None = None, **options: Any) -> None:
     """Make the default process group."""
+    if timeout is not None:
+        options["timeout"] = timeout
     if not launch.master_addr:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    elif launch.launcher == "torchrun":  # torchrun's own way: after a restart its agent keeps the store
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", init_method=launch.init_method, rank=launch.rank, world_size=launch.world_size)
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        options |= {"store": _agents_store(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
+    elif launch.launcher != "torchrun":
+        options |= {"init_method": launch.init_method, "rank": launch.rank, "world_size": launch.world_size}
+    dist.init_process_group(backend, **options)
+
+
+def _agents_store(launch: Launch, timeout: timedelta | None) -> Any:
+    """Return a store of this start of the ranks over the one that torchrun's agent keeps."""
+    timeout = timeout or dist.distributed_c10d.default_pg_timeout
+    store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, is_master=False, timeout=timeout)
+    return attempt_store(store, launch.rank, launch.world_size, timeout.total_seconds())
 
 
 def is_default_group(group: Any) -> bool:
@@ -439,6 +483,7 @@ def host_group(group: Any, timeout_s: float) -> HostGroup:
 
 @functools.cache
 def _register_ends() -> None:
+    report_failures()
     atexit.register(_close_all)
     os.register_at_fork(after_in_child=_forked)
 

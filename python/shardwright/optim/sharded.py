@@ -304,6 +304,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
+            if self._replica.check is not None:
+                self._replica.check.refuse(self._replica.gradients.slices())
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank's slices
             refusal = error
         self._agree(refusal, states)
@@ -370,7 +372,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         factors."""
         rows: list[Row] = rows_of(self, self._index)
         rows.append((GRADIENTS, [], self._facts(states)))
-        agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
+        check = self._replica.check
+        try:
+            agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
+        except Error as error:
+            if check is not None:
+                check.explain_not_finite(error)
+            raise
+        finally:
+            refusal = None  # its traceback holds this frame
+        if check is not None:
+            check.count_step()
         self._replica.gradients.accept_factors()
 
     # state --------------------------------------------------------------------------------------------------------

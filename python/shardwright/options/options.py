@@ -106,6 +106,10 @@ class Options:
         compare 8 words of each parameter before and after each forward and before each step; "auto" is that where
         several ranks share them. "read-only", for debugging: a write gets a SIGSEGV at its line. None: compare versions
         alone.
+    check_every : int, optional
+        Check each so many steps that ranks hold equal parameters and that averaged gradients are finite. Error, on all
+        ranks, names the parameter and the rank. Costs two or three passes over the model's bytes a check, and no
+        message (docs/design/replica_check.md). Not for ranks that step on their own inside no_sync().
 
     Raises
     ------
@@ -142,6 +146,7 @@ class Options:
     share_parameters: Any = "auto"
     gather: str | None = None
     write_guard: str | None = "auto"
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.zero, bool) or not isinstance(self.zero, int) or self.zero not in (0, 1, 2, 3):
@@ -201,6 +206,9 @@ class Options:
             )
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or not 0 <= self.prefetch <= 1024:
             raise ValueError(f"prefetch must be a number of units in [0, 1024], got {self.prefetch!r}")
+        every = self.check_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"check_every must be None or a number of steps, at least 1, got {every!r}")
         check_units(self.units)
         self._check_stage()
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):

@@ -297,6 +297,7 @@ class DistributedDataParallel(TorchDDP):
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),
             "offload": offload_kind(self._options.offload),
+            "check_every": options.check_every,
         }
         self._replica = Replica(
             self.module,

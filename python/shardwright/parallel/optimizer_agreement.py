@@ -157,9 +157,14 @@ class StepNotes:
         )
         return "; ".join(groups)[:_DESCRIBED]
 
-    def explain(self, gather: _Gather) -> None:
-        """Raise: ranks have found that their digests differ. Collective."""
+    def explain(self, gather: _Gather, is_request: bool = False) -> None:
+        """Raise: ranks have found that their digests differ. Collective.
+
+        `is_request`: a request to stop is a reason; hyperparameters need not differ, too.
+        """
         tables = [json.loads(data) for data in gather(json.dumps(self._rows()).encode(), "hyperparameters")]
+        if is_request and all(table == tables[0] for table in tables):
+            return
         raise Error(
             f"ranks disagree about {difference(tables)}; each rank has stepped with its own, so that their parameters differ: "
             "begin again from a checkpoint, with the same hyperparameters on every rank"

@@ -40,8 +40,10 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .backends import choose_backend
 from .forward_watch import ForwardWatch
 from .join_link import JoinLink
+from .replica_check import ReplicaCheck
 from .step_in_backward import adopt as adopt_steps_in_backward
 from .steppers import Steppers
+from .stop_request import StopRequest
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink
@@ -153,6 +155,13 @@ class Replica:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
         self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
+        #: see stop_request()
+        self.stop: StopRequest | None = None
+        #: compares replicas each few steps; None without check_every=
+        self.check = None if options.check_every is None else ReplicaCheck(self, options.check_every)
+        if self.check is not None:
+            self.steppers.explain_first = _weakly(self.check.explain)
+            self._handles += self.check.handles
         self._identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False
         self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
@@ -326,6 +335,10 @@ class Replica:
             self._has_begun = True
             adopt_steps_in_backward(self)
         self.rounds.forward(synchronises)
+        if synchronises and self.check is not None:
+            self.check.note()
+        if synchronises and self.stop is not None:
+            self.stop.note(self.reducer)
         # behind the end of a round that a failed backward left open: peers sent no bucket for these parameters in it
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
@@ -425,10 +438,27 @@ class Replica:
             self.rounds.close_pending()
         if not self.zero:
             self._check_gradients(optimizer)
+            self._check_finite()
         if not self.zero and self.group.world_size > 1:
             self.reducer.note_step(self.steppers.note(optimizer))
+        if self.check is not None and not self.zero:
+            self.check.count_step()
         self.reducer.count_step()
         self.forwards.is_inside = False  # a step has its round, with or without a forward's
+
+    def stop_request(self) -> StopRequest | None:
+        """Return a request to stop that travels with rounds. Collective. None on GPUs, where their tags have no place for it."""
+        if self.stop is None and self.link is None:
+            self.stop = self.steppers.stop = StopRequest(self.group.rank, self.group.world_size)
+        return self.stop
+
+    def _check_finite(self) -> None:
+        """Raise Error at zero=0, on all ranks, for an averaged gradient that is not finite, before a step that is checked."""
+        if self.check is not None:
+            try:
+                self.check.refuse(each.grad for each in self.table.parameters)
+            except Error as error:  # all ranks have the same mean
+                self.check.explain_not_finite(error)
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..comm.process_group import HostGroup
 from .optimizer_agreement import StepNotes
+from .stop_request import StopRequest
 
 
 class Steppers:
@@ -27,6 +29,9 @@ class Steppers:
         self._notes = StepNotes()
         #: returns the digest of the hyperparameters of a step that is about to begin, at zero=0
         self.note = self._notes.note
+        #: raises if ranks differ for another reason
+        self.explain_first: Callable[[], None] | None = None
+        self.stop: StopRequest | None = None
 
     def add_sliced(self, optimizer: torch.optim.Optimizer) -> int:
         """Add an optimizer of zero >= 1. Return its position in order of making, which is alike on all ranks."""
@@ -58,8 +63,12 @@ class Steppers:
         return before
 
     def explain(self) -> None:
-        """Raise an error that names the hyperparameters that differ between ranks. Collective."""
-        self._notes.explain(self._group.comm.all_gather_bytes)
+        """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective."""
+        gather = self._group.comm.all_gather_bytes
+        is_request = self.stop is not None and self.stop.explains(gather)
+        if self.explain_first is not None:
+            self.explain_first()
+        self._notes.explain(gather, is_request)
 
     def describe(self) -> str:
         """Return this rank's last stepped hyperparameters as the end of a sentence."""

@@ -1,0 +1,64 @@
+"""Signals after which a training saves and ends: SIGTERM of a launcher, SIGUSR1 before SLURM's time limit."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["SaveSignals", "check_signals"]
+
+logger = logging.getLogger("shardwright")
+_REFUSED = {signal.SIGKILL, signal.SIGSTOP}
+
+
+def check_signals(given: Any) -> tuple[signal.Signals, ...]:
+    """Return the signals of `save_on`. Raise TypeError or ValueError for what is no signal, or cannot be handled here."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise TypeError(f"save_on must be a collection of signals such as (SIGTERM, SIGUSR1), got {given!r}")
+    found = []
+    for each in given:
+        try:
+            found.append(signal.Signals(each))
+        except ValueError:
+            raise ValueError(f"save_on has {each!r}, which is no signal") from None
+        if found[-1] in _REFUSED:
+            raise ValueError(f"save_on has {found[-1].name}, which no program can handle")
+    if found and threading.current_thread() is not threading.main_thread():
+        raise ValueError("save_on needs the main thread, in which Python handles signals: make the Checkpointer there")
+    return tuple(found)
+
+
+class SaveSignals:
+    """Handlers that note a signal. A handler that the program had set before is called, too.
+
+    Parameters
+    ----------
+    signals : tuple of Signals
+    ask : callable
+        Called by the handler, once.
+    """
+
+    def __init__(self, signals: tuple[signal.Signals, ...], ask: Callable[[], None]) -> None:
+        self._ask = ask
+        self._is_asked = False
+        self._before = {number: signal.signal(number, self._note) for number in signals}
+
+    def _note(self, number: int, frame: Any) -> None:
+        if not self._is_asked:
+            self._is_asked = True
+            self._ask()
+            logger.warning("%s: saving at the end of the step, then ending", signal.Signals(number).name)
+        before = self._before.get(signal.Signals(number))
+        if callable(before):
+            before(number, frame)
+
+    def close(self) -> None:
+        """Give the signals back to the handlers before. One that was not set from Python cannot be set again."""
+        for number, before in self._before.items():
+            is_ours = signal.getsignal(number) == self._note
+            if is_ours and before is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(number, before)
+        self._before = {}

@@ -1,0 +1,62 @@
+"""The end of a rank by an error: torchelastic's error file, in which the failure that came first is the root cause.
+
+torchrun reads a file of each worker that failed, and reports the failure with the lowest time, in seconds. A rank that was
+killed writes none; it has the time at which its agent looked. Its peers raise a CommError that names it within the same second,
+often before that. Such an error is a report of another rank's failure. So its file has a later time, and the root
+cause stands first.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+from .._engine import CommError
+
+__all__ = ["report_failures"]
+
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+#: by how much a report of another rank's failure comes after it: above the interval at which an agent looks
+_LATER_S = 5
+
+
+@functools.cache
+def report_failures() -> None:
+    """From now on, write torchelastic's error file when an exception ends this process; no effect without torchrun."""
+    if os.environ.get(_VARIABLE):
+        sys.excepthook = functools.partial(_report, sys.excepthook)
+
+
+def _report(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    gc.freeze()  # at its end the interpreter would look at all of torch's objects: 0.7 s of each restart
+    path = os.environ.get(_VARIABLE)
+    try:
+        if path and isinstance(error, Exception):
+            _write(path, error, trace)
+    except Exception:  # the error itself counts
+        pass
+    before(kind, error, trace)
+
+
+def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
+    """Write the file in the format of torch.distributed.elastic.multiprocessing.errors.record, or correct the time in
+    the one that it wrote.
+    """
+    is_heard = isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank())
+    if os.path.exists(path) and not is_heard:
+        return
+    stack = "".join(traceback.format_exception(type(error), error, trace))
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()) + (_LATER_S if is_heard else 0))}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+
+
+def _own_rank() -> int:
+    return int(os.environ.get("RANK", "-1"))

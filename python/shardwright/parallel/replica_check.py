@@ -1,0 +1,251 @@
+"""The check for silent corruption, each n steps: equal parameters on all ranks, and finite averaged gradients.
+
+Ranks that average the same gradients and step alike hold equal parameters. Memory or a processor that fails on one rank
+breaks that, and no loss shows it for long. A digest of the parameters is added to the numbers that ranks compare in a
+round (sw_reducer_note_step), so that a check sends nothing. Only where digests differ do ranks exchange one number a
+parameter, which tells the rank and the parameter. See docs/design/replica_check.md.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Error, crc32c
+from ..layout.views import as_real
+from ..options.precision import LOW_DTYPES
+from ..torch_compat import cuda
+
+__all__ = ["NOT_FINITE", "ReplicaCheck"]
+
+#: sentence of a rank that owns a slice of a gradient that is not finite; explain_not_finite() says more
+NOT_FINITE = "the averaged gradient is not finite"
+#: of rows in a sentence
+_MOST_NAMED = 3
+_INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class ReplicaCheck:
+    """The check of one module's replicas.
+
+    Parameters
+    ----------
+    replica : Replica
+        Held weakly: hooks of its parameters lead here.
+    every : int
+        Check before steps 0, every, 2 * every and so on.
+
+    Notes
+    -----
+    Cost of a check: one pass over the parameters, and two over the gradients (at zero >= 1 one over all and one over
+    this rank's slices). On GPUs the host waits for them, and a check exchanges 4 bytes a rank.
+    """
+
+    def __init__(self, replica: Any, every: int) -> None:
+        self._replica = weakref.ref(replica)
+        self._every = every
+        self._steps = 0
+        self._noted = self._digested = -1  # the steps of the last note and of the last digests
+        self._digests: list[int] = []
+        self._finite: dict[int, torch.Tensor] = {}  # whether this rank's gradients since the last zero_grad are
+        self.handles = [
+            parameter.register_hook(_noter(weakref.ref(self), index, weakref.ref(parameter)))
+            for index, parameter in enumerate(replica.table.parameters)
+            if parameter.requires_grad and self._is_checkable(parameter)
+        ]
+
+    @staticmethod
+    def _is_checkable(parameter: torch.Tensor) -> bool:
+        return parameter.is_floating_point() or parameter.is_complex()
+
+    @property
+    def is_due(self) -> bool:
+        """Return True before a step that is checked."""
+        return self._steps % self._every == 0
+
+    def count_step(self) -> None:
+        self._steps += 1
+        self._finite.clear()
+
+    # equal parameters -------------------------------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """Add the digest of the parameters to what ranks compare in the next round. Collective on GPUs, if due."""
+        replica = self._replica()
+        if replica is None or not self.is_due or self._noted == self._steps or not _has_replicas(replica):
+            return
+        self._noted, digest = self._steps, self._digest(replica)
+        if not _is_private(replica) and replica.link is None:
+            replica.reducer.note_step(digest)
+            return
+        comm, slicing = replica.group.comm, replica.slicing
+        said = comm.all_gather_bytes(digest.to_bytes(4, "little"), f"replicas of {replica.label}")
+        alike = collections.defaultdict(set)
+        for rank, each in enumerate(said):
+            alike[slicing.of_rank[rank] if _is_private(replica) else 0].add(each)
+        if any(len(each) > 1 for each in alike.values()):
+            self.explain()
+
+    def _digest(self, replica: Any) -> int:
+        self._digested, self._digests = self._steps, digests(replica)
+        words = torch.tensor(self._digests, dtype=torch.int64)
+        return crc32c(words.data_ptr(), words.nbytes)
+
+    def digest_of_save(self) -> int:
+        """Return a number that is equal on all ranks if their parameters are, for the exchange with which a save begins."""
+        replica = self._replica()
+        if replica is None or _is_private(replica) or not _has_replicas(replica):
+            return 0
+        return self._digest(replica)
+
+    def explain(self) -> None:
+        """Raise Error if parameters differ between ranks, naming parameter and rank. Collective."""
+        replica = self._replica()
+        if replica is None:
+            return
+        mine = json.dumps([self._digested, self._digests]).encode()
+        rows = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"replicas of {replica.label}")]
+        newest = max(row[0] for row in rows)  # a rank that ran out of inputs has checked no longer
+        ranks = [rank for rank, row in enumerate(rows) if row[0] == newest and newest >= 0]
+        of_rank = replica.slicing.of_rank if _is_private(replica) else [0] * len(rows)
+        for own in sorted({of_rank[rank] for rank in ranks}):
+            column = [rank for rank in ranks if of_rank[rank] == own]
+            found = _difference(replica.table.names, {rank: rows[rank][1] for rank in column})
+            if found:
+                raise Error(
+                    f"the replicas of {replica.label} differ {newest} steps after the start of these ranks: {found}; some rank wrote to its own alone, or its memory or "
+                    "processor failed: begin again from a checkpoint, without its host if that happens again"
+                )
+
+    # finite gradients -------------------------------------------------------------------------------------------------
+
+    def take(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Note a gradient of this rank before it is accumulated."""
+        if not self.is_due:
+            return
+        before = None if parameter.grad is None else self._finite.get(index)
+        finite = is_finite(gradient)
+        self._finite[index] = finite if before is None else finite & before
+
+    def refuse(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Raise Error(NOT_FINITE) if some averaged gradient is not finite and the step is checked."""
+        replica = self._replica()
+        if replica is None or not self.is_due or replica.join_link.is_on:
+            return
+        known = [is_finite(each) for each in gradients if each is not None and each.numel()]
+        if known and not bool(torch.stack([each.reshape(()) for each in known]).all()):
+            raise Error(NOT_FINITE)
+
+    def explain_not_finite(self, error: Error) -> None:
+        """Raise a sentence with parameters and ranks if `error` is NOT_FINITE of some rank. Collective then."""
+        replica = self._replica()
+        if replica is None or str(error) != NOT_FINITE:
+            return
+        bad = [replica.table.names[index] for index, finite in sorted(self._finite.items()) if not bool(finite)]
+        mine = json.dumps([len(bad), bad[:_MOST_NAMED]]).encode()
+        said = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"gradients of {replica.label}")]
+        rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in enumerate(said) if count]
+        more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
+        why = (
+            "; ".join(rows[:_MOST_NAMED]) + more or "each rank's own gradients are finite, so that their sum overflowed"
+        )
+        raise Error(f"{replica.label}, {self._steps} steps after the start of these ranks: {NOT_FINITE}: {why}")
+
+
+def is_finite(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a scalar: True if all elements are finite. One pass; the host does not wait for a GPU."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    low = values.dtype in LOW_DTYPES  # their sum may overflow
+    return torch.isfinite(as_real(values.detach()).sum(dtype=torch.float32 if low else None))
+
+
+def digests(replica: Any) -> list[int]:
+    """Return one number for the values of each parameter that this rank holds, equal for equal bits."""
+    replica.access.before_evaluation()  # publications of the last step have arrived
+    storage, found = replica.parameters(), []
+    with torch.no_grad():
+        for index, parameter in enumerate(replica.table.parameters):
+            held = storage.slice(index) if storage.releases else parameter.detach()
+            found.append(_digest(held) if held is not None and held.numel() else 0)
+    if any(isinstance(each, torch.Tensor) for each in found):
+        there = [each for each in found if isinstance(each, torch.Tensor)]
+        values = iter(torch.stack(there).tolist())  # the one wait for the GPU
+        found = [next(values) if isinstance(each, torch.Tensor) else each for each in found]
+    return found
+
+
+def _digest(held: torch.Tensor) -> Any:
+    dense = held.data if _is_dense(held) else held.contiguous()
+    if not cuda.runtime.holds(dense):
+        return crc32c(dense.data_ptr(), dense.numel() * dense.element_size())
+    words = torch.view_as_real(dense) if dense.is_complex() else dense
+    if words.element_size() == 8:
+        return words.view(torch.int64).sum()
+    return words.view(_INTEGERS[words.element_size()]).sum(dtype=torch.int64)
+
+
+def _is_dense(held: torch.Tensor) -> bool:
+    """Return True if the elements lie in one piece, in any order, which is alike on all ranks."""
+    expected = 1
+    for stride, size in sorted(zip(held.stride(), held.shape)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_private(replica: Any) -> bool:
+    """Return True if each rank holds its slices alone."""
+    return bool(replica.parameters().releases)
+
+
+def _has_replicas(replica: Any) -> bool:
+    """Return True if some data of parameters is held twice. Alike on all ranks."""
+    group, storage = replica.group, replica.parameters()
+    if group.world_size == 1:
+        return False
+    if storage.releases:
+        return replica.slicing.is_replicated
+    return not (replica.zero == 3 and storage.shared and group.host_count == 1 and not replica.slicing.is_replicated)
+
+
+def _difference(names: Sequence[str], rows: dict[int, list[int]]) -> str:
+    """Return in words which ranks hold other values of which parameter than most ranks."""
+    differing = [index for index in range(len(names)) if len({row[index] for row in rows.values()}) > 1]
+    if not differing:
+        return ""
+    first, more = differing[0], len(differing) - 1
+    counts = collections.Counter(row[first] for row in rows.values())
+    (value, most), *others = counts.most_common()
+    named = f"parameter {names[first]!r}" + (f" and {more} more" if more else "")
+    if most == others[0][1]:
+        one = next(rank for rank, row in rows.items() if row[first] != rows[min(rows)][first])
+        return f"{named} of rank {min(rows)} and of rank {one} have other values, and it cannot be told which is right"
+    wrong = [rank for rank, row in rows.items() if row[first] != value]
+    ranks = ", ".join(map(str, wrong[:_MOST_NAMED])) + (" and more" if len(wrong) > _MOST_NAMED else "")
+    return f"{named} of rank {ranks} has other values than on {most} ranks, which agree"
+
+
+def _some(names: list[str], count: int) -> str:
+    text = ", ".join(map(repr, names))
+    return (
+        f"that of parameter {text}"
+        if count == 1
+        else f"those of {text}" + (f" and {count - len(names)} more" if count > len(names) else "")
+    )
+
+
+def _noter(
+    check: weakref.ref[ReplicaCheck], index: int, parameter: weakref.ref[torch.Tensor]
+) -> Callable[[torch.Tensor], None]:
+    def note(gradient: torch.Tensor) -> None:
+        alive, held = check(), parameter()
+        if alive is not None and held is not None:
+            alive.take(index, held, gradient)
+
+    return note

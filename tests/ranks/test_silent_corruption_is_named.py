@@ -1,0 +1,171 @@
+"""Law of check_every: a parameter that differs on one rank, and a gradient that is not finite on one rank, are an error on all
+ranks that names both, before a checked step; a run without a fault has the bits of one without the check."""
+
+import copy
+import os
+import tempfile
+
+import pytest
+import torch
+from harness import gather, on_every_rank, same_everywhere
+from models import Mlp
+from oracle.fold import bits_equal
+from peer import PEER, batch, engine, sw
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
+STAGES = [
+    {"zero": 0},
+    {"zero": 0, "transport": "staged", "compress": sw.Fp16() if sw else None},
+    {"zero": 1, "bucket_cap_mb": 0.001},
+    {"zero": 2},
+    {"zero": 3, "share_parameters": False, "units": nn.Linear},
+    {"zero": 3},
+]
+
+
+def wrapped(options, dtype=torch.float32, every=2):
+    torch.manual_seed(0)
+    module = Mlp().to(dtype)
+    return sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), check_every=every, **options)
+
+
+def step(model, optimizer, rank, number):
+    model(batch(rank, 6, 7, step=number).to(next(model.parameters()).dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model):
+    with sw.full_parameters(model):
+        return [p.detach().clone() for p in sw.unwrap(model).parameters()]
+
+
+def flip_a_bit(parameter, index):
+    """Change one bit of one value behind torch's back."""
+    parameter.data.view(-1)[index : index + 1].view(torch.int32).bitwise_xor_(1 << 3)
+
+
+@on_every_rank()
+def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size):
+    if world_size == 1:
+        return
+    for options in STAGES[:4]:
+        model, optimizer = wrapped(options)
+        for number in range(3):
+            step(model, optimizer, rank, number)
+        parameter = dict(sw.unwrap(model).named_parameters())["2.weight"]
+        bad, at = 1, 0 if options["zero"] == 0 else parameter.numel() - 1
+        if rank == bad:
+            flip_a_bit(parameter, at)
+        if options["zero"] == 0:
+            step(model, optimizer, rank, 3)  # is not checked; at zero >= 1 it would publish the owner's value
+        else:
+            model._replica.check._steps += 1
+        with pytest.raises(
+            engine.Error, match="the replicas of Mlp differ 4 steps after the start of these ranks: parameter '2.weight'"
+        ) as caught:
+            step(model, optimizer, rank, 4)
+        if world_size > 2:
+            agree = world_size - 1
+            assert f"of rank {bad} has other values than on {agree} ranks, which agree" in str(caught.value), options
+        else:
+            assert "of rank 0 and of rank 1 have other values" in str(caught.value)
+        assert same_everywhere(str(caught.value))
+        gather(None)
+
+
+@on_every_rank()
+def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank, world_size):
+    bad = world_size - 1
+    for options in STAGES:
+        model, optimizer = wrapped(options)
+        for number in range(2):
+            step(model, optimizer, rank, number)
+        x = batch(rank, 6, 7, step=2)
+        x[3, 2] = float("nan") if rank == bad else x[3, 2]
+        model(x).square().mean().backward()
+        with pytest.raises(
+            engine.Error, match=rf"Mlp, 2 steps after the start of these ranks: the averaged .* finite: rank {bad} brought .*'0.weight'"
+        ) as caught:
+            optimizer.step()
+        assert same_everywhere(str(caught.value)), options
+        optimizer.zero_grad()
+        step(model, optimizer, rank, 3)  # the next batch is sound, and training goes on
+        assert same_everywhere(whole(model)) and all(p.isfinite().all() for p in whole(model)), options
+        gather(None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_every_rank()
+def test_a_check_of_a_sound_run_changes_no_bit(rank, world_size, dtype):
+    for options in STAGES:
+        found = []
+        for every in (None, 1):
+            model, optimizer = wrapped(options, dtype, every)
+            for number in range(3):
+                with model.no_sync():
+                    model(batch(rank, 6, 7, step=7 + number).to(dtype)).sum().backward()
+                step(model, optimizer, rank, number)
+            found.append(whole(model))
+        assert all(map(bits_equal, *found)), options
+        gather(None)
+
+
+@on_every_rank()
+def test_overflowed_losses_that_a_scaler_skips_are_no_error(rank, world_size):
+    for options in (STAGES[0], STAGES[3]):
+        model, optimizer = wrapped(options, every=1)
+        before = whole(model)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(batch(rank, 6, 7)).square().mean() * (float("inf") if rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert all(map(bits_equal, whole(model), before)), options
+        step(model, optimizer, rank, 1)
+        assert same_everywhere(whole(model)), options
+        gather(None)
+
+
+@on_every_rank()
+def test_hyperparameters_that_differ_are_still_named_as_such(rank, world_size):
+    model, optimizer = wrapped(STAGES[0], every=1)
+    step(model, optimizer, rank, 0)
+    optimizer.param_groups[0]["lr"] = 0.5 if rank == 0 else 0.1
+    step(model, optimizer, rank, 1)
+    if world_size > 1:
+        with pytest.raises(engine.Error, match="differ 2 steps after|ranks disagree about the optimizer"):
+            step(model, optimizer, rank, 2)
+
+
+@on_every_rank()
+def test_a_save_never_stores_replicas_that_differ(rank, world_size):
+    for options in (STAGES[0], STAGES[2]):
+        model, optimizer = wrapped(options, every=100)
+        with sw.Checkpointer(gather(tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]))[0], model, optimizer) as saver:
+            step(model, optimizer, rank, 0)
+            saver.save(0)
+            step(model, optimizer, rank, 1)
+            if rank == 0:
+                flip_a_bit(sw.unwrap(model)[0].weight, 5)
+            if world_size > 1:
+                with pytest.raises(engine.Error, match="the replicas of Mlp differ 2 steps after .* '0.weight'"):
+                    saver.save(1)
+                assert saver.steps() == [1]
+        gather(None)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@on_every_rank()
+def test_a_copy_is_checked_and_a_bad_value_refused(rank, world_size, zero):
+    for value in (0, True, 1.5, "2"):
+        with pytest.raises(ValueError, match="check_every must be None or a number of steps, at least 1"):
+            sw.wrap(Mlp(), zero=zero, check_every=value)
+    model, optimizer = wrapped({"zero": zero}, every=1)
+    step(model, optimizer, rank, 0)
+    state = copy.deepcopy(sw.full_state_dict(model))
+    sw.load_full_state_dict(model, state)
+    step(model, optimizer, rank, 1)
+    assert same_everywhere(whole(model))
