@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
+from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
@@ -133,7 +134,9 @@ def wrap(
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
-    _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload, clip_grad_norm)
+    group = _group_of(module, given)
+    ranks = ModelRanks.beside(_taking_part(module, given), given.timeout_s)
+    _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     own = {
         ("_" if name == "broadcast_buffers" else "") + name: value for name, value in options.items()
     }  # torch's is deprecated
@@ -195,8 +198,11 @@ def shard_optimizer(
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
         )
-    group = wrapped._engine().group
-    _agree_on_optimizer(group, wrapped.module, optimizer, wrapped._zero, partition, wrapped._options.offload)
+    engine = wrapped._engine()
+    _agree_on_optimizer(
+        *(engine.group, engine.model_ranks, wrapped.module, optimizer),
+        *(wrapped._zero, partition, wrapped._options.offload),
+    )
     return _shard(wrapped, optimizer, partition)
 
 
@@ -206,8 +212,14 @@ def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
     return host_group(group, options.timeout_s)
 
 
+def _taking_part(module: torch.nn.Module, options: Options) -> list[torch.Tensor]:
+    ignored = {each if isinstance(each, str) else id(each) for each in options.ignored_params}
+    return [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
+
+
 def _agree_on_optimizer(
     group: HostGroup,
+    model_ranks: ModelRanks | None,
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     zero: int,
@@ -217,7 +229,7 @@ def _agree_on_optimizer(
 ) -> None:
     """Raise for an optimizer that cannot step on the module, or that differs between ranks. Collective.
 
-    The sentence is the same on every rank.
+    The sentence is the same on every rank, also over the mesh of the module's DTensors.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     refusal: Exception | None = None
@@ -234,8 +246,17 @@ def _agree_on_optimizer(
     except (TypeError, ValueError, Error) as error:  # the peers get the error before they wait for this rank
         refusal = error
     rows = [] if refusal else given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+    label = type(module).__name__
     try:
-        agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {type(module).__name__}")
+        agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {label}")
+        refusal = None
+    except Exception as error:
+        refusal = error
+    try:
+        if model_ranks is not None:
+            model_ranks.agree([], label, refusal)
+        elif refusal is not None:
+            raise refusal
     finally:
         refusal = None  # its traceback holds this frame
 
@@ -339,8 +360,10 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
     That is the optimizer itself, or one on float32 masters if some parameters are low-precision, it keeps no masters
     and no policy forbids them. At zero >= 1 the same holds for slices. Its state lies where offload= says.
     """
-    group = wrapped._engine().group
-    _agree_on_optimizer(group, wrapped.module, optimizer, 0, "", wrapped._options.offload)
+    engine = wrapped._engine()
+    _agree_on_optimizer(
+        engine.group, engine.model_ranks, wrapped.module, optimizer, 0, "", wrapped._options.offload
+    )
     return _keep(wrapped, optimizer)
 
 

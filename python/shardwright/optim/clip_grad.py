@@ -101,7 +101,7 @@ def _clip(
     is_sliced = replica is not None and replica.zero > 0
     if is_sliced:
         assert replica is not None
-        measured = replica.gradients.agree_on_clipping(max_norm)
+        max_norm, measured = replica.gradients.agree_on_clipping(max_norm)
     else:
         measured = [p.grad for p in parameters if p.grad is not None]
     clip = DeviceClip(link, parameters, measured, max_norm, is_sliced=is_sliced)

@@ -89,14 +89,12 @@ class Replica:
         self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
         self.settings = settings
         self._module = weakref.ref(module)
-        #: the ranks of the mesh of the module's DTensors
-        self.model_ranks: ModelRanks | None = None
+        #: the ranks of the mesh of the module's DTensors, made before anything can fail on one of them
+        self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), options.timeout_s)
         self._has_agreed = False
-        refusal = None
+        refusal: Exception | None = None
         try:
             self.table = self._table_of(module, ignored, options)
-            if self.table.model_mesh is not None:
-                self.model_ranks = ModelRanks(self.table.model_mesh, options.timeout_s)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
             self._supersede(module)
@@ -105,12 +103,12 @@ class Replica:
             check_inner(module, _ranks_of(options, group), ignored)
             sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
             description = self.table.description({**settings, "sparse gradients": sparse})
-        except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank
-            refusal, description = error, [["failure", str(error)]]
+        except Exception as error:  # any error: the peers get it before they wait for this rank
+            refusal, description = error, [["failure", str(error) or type(error).__name__]]
         try:
             verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
             self._agree_over_mesh(None)
-        except (Error, NotImplementedError) as error:
+        except Exception as error:
             if not self._has_agreed:
                 self._agree_over_mesh(error)
             raise
@@ -163,12 +161,14 @@ class Replica:
         self._has_agreed = True
         if self.model_ranks is None:
             return
+        if failure is not None:
+            self.model_ranks.agree([], self.label, failure)
         place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
         place += [["rank among them", str(self.group.rank)]]
         lines = [
             [name, f"{tuple(p.shape)}{placed(p)}"] for name, p in zip(self.table.names, self.table.module_parameters)
         ]
-        self.model_ranks.agree(place + lines, self.label, failure)
+        self.model_ranks.agree(place + lines, self.label, None)
         if self.settings.get("init_sync"):
             self.model_ranks.check_replicated(self.table, self.group, self.label)
 
@@ -472,6 +472,10 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _taking_part(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Tensor]:
+    return [parameter for name, parameter in module.named_parameters() if name not in ignored]
 
 
 def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
