@@ -264,7 +264,7 @@ def _agree_on_optimizer(
 def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
     made = _sliced_class(partition, wrapped._engine())(
-        optimizer, wrapped._engine(), partition, _without_master(wrapped)
+        optimizer, wrapped._engine(), partition, _without_master(wrapped), parts=wrapped._parts
     )
     _keep_state(wrapped, made, optimizer)
     return made
@@ -374,7 +374,8 @@ def _keep(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, _:
         made = MasterOptimizer(optimizer, _without_master(wrapped))
         members = (p for group in optimizer.param_groups for p in group["params"])
         optimizer = made if any(map(made.has_master, members)) else optimizer
-    wrapped._engine().steppers.add_plain(optimizer)
+    for engine in wrapped._engines():
+        engine.steppers.add_plain(optimizer)
     _keep_state(wrapped, optimizer, optimizer)
     return optimizer
 
@@ -400,7 +401,8 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     wrapped = wrapper_of(module)
     if wrapped is None:
         raise Error("full_gradients needs a wrapped module, or the outermost one that was fully sharded")
-    return wrapped._engine().full_gradients()
+    found = {name: each for engine in wrapped._engines() for name, each in engine.full_gradients().items()}
+    return {name: found[name] for name, _ in wrapped.module.named_parameters() if name in found}
 
 
 def average_gradients(module: torch.nn.Module) -> None:
@@ -419,7 +421,8 @@ def average_gradients(module: torch.nn.Module) -> None:
     wrapped = wrapper_of(module)
     if wrapped is None:
         raise Error("average_gradients needs a wrapped module, or the outermost one that was fully sharded")
-    wrapped._engine().average_gradients()
+    for engine in wrapped._engines():
+        engine.average_gradients()
 
 
 @contextlib.contextmanager
@@ -448,7 +451,7 @@ def _engines_of(module: Any) -> list[Replica]:
         wrapped = wrapper_of(module)
         if wrapped is None:
             raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
-        return [wrapped._engine()]
+        return wrapped._engines()
     asked = {id(each) for each in ([module] if isinstance(module, torch.Tensor) else module)}
     owners = [(each, {id(p) for p in each.table.module_parameters}) for each in live_replicas()]
     strange = len(asked.difference(*(members for _, members in owners)))
@@ -493,7 +496,8 @@ def load_full_state_dict(
     module : Module
         A wrapped module, at any stage.
     state : mapping of str to Tensor
-        Tensors by the bare module's names. All ranks get rank 0's; other ranks may pass None.
+        Tensors by the bare module's names. All ranks get rank 0's; other ranks may pass None, except for the first
+        ranks of `groups`.
     strict : bool
         True if a name on one side alone is an error.
 
@@ -515,12 +519,15 @@ def load_full_state_dict(
     wrapped = wrapper_of(module)
     if wrapped is None:
         raise Error("load_full_state_dict needs a wrapped module, or the outermost one that was fully sharded")
-    group, bare = wrapped._engine().group, unwrap(module)
+    engines, bare = wrapped._engines(), unwrap(module)
+    group = engines[0].group
     label = f"loaded state of {type(bare).__name__}"
     with full_parameters(module, writable=True):
-        verdict = _load_state(bare, state, strict) if group.rank == 0 else ("", [], [])
-        failure, missing, unexpected = json.loads(group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)[0])
-        known = {id(p) for p in wrapped._engine().table.module_parameters}
+        loads = any(engine.group.rank == 0 for engine in engines)
+        verdict = _load_state(bare, state, strict) if loads else ("", [], [])
+        said = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)]
+        failure, missing, unexpected = next((each for each in said if each[0]), said[0])
+        known = {id(p) for engine in engines for p in engine.table.module_parameters}
         tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         others = {n: v for n, v in tensors.items() if id(v) not in known}  # buffers, and ignored parameters
         others = {n: held_tensor(v) if is_dtensor(v) else v for n, v in others.items()}
@@ -541,7 +548,7 @@ def load_full_state_dict(
 def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, list[str], list[str]]:
     """Return (the errors, names that `state` lacks, names that the module lacks)."""
     if not isinstance(state, Mapping):
-        return f"state must be a mapping of names to tensors on rank 0, got {type(state).__name__}", [], []
+        return f"state must be a mapping of names to tensors on the first rank of each group, got {type(state).__name__}", [], []
     try:
         found = bare.load_state_dict(as_dtensors(state, bare.state_dict(keep_vars=True)), strict=False)
     except Exception as error:  # any error: the peers wait for the answer

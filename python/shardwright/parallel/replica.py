@@ -66,6 +66,11 @@ class Replica:
     gradients : ModuleGradients
     steppers : Steppers
         The optimizers of the module.
+
+    Notes
+    -----
+    With groups= a wrapper has several, each for some of the parameters. Rounds of one end behind those of the one
+    `before`, and gradients are multiplied by `gradient_factor` as autograd brings them (parallel/parts.py).
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class Replica:
         *,
         compress: Compressor | None = None,
         precision: PrecisionPlan | None = None,
+        before: Replica | None = None,
+        gradient_factor: float = 1.0,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -88,6 +95,7 @@ class Replica:
         self.group = group
         self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
         self.settings = settings
+        self._gradient_factor = gradient_factor
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors, made before anything can fail on one of them
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), options.timeout_s)
@@ -100,7 +108,8 @@ class Replica:
             self._supersede(module)
             if zero:
                 self.table.check_apart()
-            check_inner(module, _ranks_of(options, group), ignored)
+            if before is None:
+                check_inner(module, _ranks_of(options, group), ignored)
             sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
             description = self.table.description({**settings, "sparse gradients": sparse})
         except Exception as error:  # any error: the peers get it before they wait for this rank
@@ -143,7 +152,7 @@ class Replica:
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group)
         try:
-            self._attach(synchronises)
+            self._attach(synchronises, before)
         except BaseException as error:  # an error of this rank alone: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
@@ -208,8 +217,9 @@ class Replica:
         like: torch.Tensor = self._storage.like(index)
         return like
 
-    def _attach(self, synchronises: Callable[[], bool]) -> None:
+    def _attach(self, synchronises: Callable[[], bool], before: Replica | None) -> None:
         steppers = self.steppers
+        opens_first = None if before is None else _weakly(before.open_round)
         gradients = self.gradients = ModuleGradients(
             *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
@@ -219,7 +229,7 @@ class Replica:
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else _weakly(gradients.write_contribution),
-            open=self.rounds.opener(synchronises),
+            open=self.rounds.opener(synchronises, opens_first),
             renew=_weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
@@ -295,8 +305,15 @@ class Replica:
         """Return True if a later wrapper has taken over the module."""
         return self not in _live
 
+    def open_round(self) -> None:
+        """Open the round of the backward that runs, if it is not open."""
+        self.reducer.open_round()
+
     def _hook(self, index: int) -> None:
         parameter = self.table.parameters[index]
+        if self._gradient_factor != 1.0:
+            factor = self._gradient_factor
+            self._handles.append(self.table.module_parameters[index].register_hook(lambda gradient: gradient * factor))
         self._handles.append(parameter.register_post_accumulate_grad_hook(self.reducer.hook(index)))
         hooks = _hooks.gradient_hooks(parameter)
         if hooks is not None:
@@ -405,13 +422,13 @@ class Replica:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare the step of an optimizer that holds one of our parameters, before it."""
-        owner = getattr(optimizer, "replica", None)
-        if self.zero and isinstance(owner, Replica) and owner is not self:
+        owners = getattr(optimizer, "replicas", None)
+        if self.zero and owners is not None and self not in owners:
             raise Error(
                 f"this optimizer was sliced for an earlier wrapper of the {self.label}: give sw.wrap(module, optimizer, zero=...) "
                 "the optimizer too when wrapping again"
             )
-        if self.zero and owner is None:
+        if self.zero and owners is None:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which "
                 "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
