@@ -135,7 +135,7 @@ def wrap(
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
     group = _group_of(module, given)
-    ranks = ModelRanks.beside(_taking_part(module, given), given.timeout_s)
+    ranks = ModelRanks.beside(_taking_part(module, given), group)
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     own = {
         ("_" if name == "broadcast_buffers" else "") + name: value for name, value in options.items()

@@ -38,13 +38,13 @@ class ModelRanks:
         self._together: tuple[int, ...] | None = None
 
     @classmethod
-    def beside(cls, parameters: Iterable[torch.Tensor], timeout_s: float) -> ModelRanks | None:
-        """Return the ranks of the mesh of DTensors among a module's parameters, before anything is checked; None without.
+    def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
+        """Return the ranks of the mesh of DTensors among a module's parameters that `group` averages; None without.
 
-        A failure of one rank can then be told to all. Collective over the mesh at first use.
+        Before anything is checked: a failure of one rank can then be told to all. Collective over the mesh at first use.
         """
-        mesh = first_mesh(parameters)
-        return None if mesh is None else cls(mesh, timeout_s)
+        mesh = first_mesh(parameters, group_ranks(group.torch_group))
+        return None if mesh is None else cls(mesh, group.comm.timeout_s)
 
     def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:
         """Raise on all ranks if one has a `failure`, or another description. Collective."""

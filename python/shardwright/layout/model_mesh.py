@@ -49,11 +49,14 @@ class ModelMesh:
         return [self.mesh.get_group(dimension) for dimension in range(len(self.dimensions))]
 
 
-def first_mesh(parameters: Iterable[torch.Tensor]) -> ModelMesh | None:
-    """Return the mesh of the first DTensor among `parameters` of whose mesh this rank is part, without any check."""
-    meshes = (parameter.device_mesh for parameter in parameters if is_dtensor(parameter))  # type: ignore[attr-defined]
-    found = next((each for each in meshes if each.get_coordinate() is not None), None)
-    return None if found is None else _model_mesh(found)
+def first_mesh(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> ModelMesh | None:
+    """Return the mesh of the first DTensor whose mesh shares this rank alone with `ranks`, which average gradients."""
+    for parameter in parameters:
+        mesh = parameter.device_mesh if is_dtensor(parameter) else None  # type: ignore[attr-defined]
+        if mesh is not None and mesh.get_coordinate() is not None:
+            if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) == 1:
+                return _model_mesh(mesh)
+    return None
 
 
 def _model_mesh(mesh: Any) -> ModelMesh:

@@ -27,6 +27,7 @@ from ..options.offload import offload_kind
 from ..options.options import refuse_options
 from ..options.precision import Precision
 from ..parameters.unshard_schedule import Unit, UnitSchedule
+from ..torch_compat.dtensor import is_dtensor
 from .ddp import DistributedDataParallel
 
 
@@ -83,9 +84,10 @@ class Mark:
             )
         if not self.places():
             self.wrapper = None
+            options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
             precision = _policies(module)
             self.wrapper = DistributedDataParallel(
-                module, zero=3, share_parameters=False, precision=precision, **self.options
+                module, zero=3, share_parameters=False, precision=precision, **options
             )
 
 
@@ -100,6 +102,22 @@ def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
     """Return the precision options of fully_shard for `module` and the modules inside it."""
     marks = {name: mark_of(each) for name, each in module.named_modules()}
     return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
+
+
+def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
+    """Return the inner modules of DTensors that have a mesh of other ranks than the outermost one: experts."""
+    outer = options.get("device_mesh")
+    ignored = {id(each) for each in options.get("ignored_params", ())}
+    found = {}
+    for each in module.modules():
+        mark = mark_of(each)
+        mesh = None if mark is None else mark.options.get("device_mesh")
+        own = [p for p in each.parameters() if id(p) not in ignored]
+        is_other = mesh is not None and (outer is None or mesh.mesh.tolist() != outer.mesh.tolist())
+        if each is not module and is_other and own and all(map(is_dtensor, own)):
+            if outer is not None or mesh.mesh.numel() < torch.distributed.get_world_size():
+                found[each] = mesh
+    return found or None
 
 
 class FullySharded(torch.nn.Module):
@@ -259,8 +277,8 @@ def fully_shard(
     module : Module or sequence of Module
         Several modules are one unit: each is whole while any of them runs. Pass the outermost module by itself.
     mesh, device_mesh
-        See Options; `mesh` is FSDP2's name for the same. The outermost module's mesh counts: an inner one of other
-        ranks is an error.
+        See Options; `mesh` is FSDP2's name for the same. The outermost module's mesh counts. An inner one of other
+        ranks is an error, except for a module of DTensors (experts), which it makes one of the outermost one's `groups`.
     ignored_params, **options
         See Options; those of the outermost module count. An inner module whose parameters the outermost one all ignores
         is no unit of it. It has an engine of its own, over its own mesh, and needs an optimizer of its own.

@@ -22,12 +22,12 @@ __all__ = ["Part", "by_name", "find_parts"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The parameters of one entry of `groups=`.
+    """The parameters of the entries of `groups=` that have the same ranks.
 
     Attributes
     ----------
     title : str
-        The entry's key, for messages.
+        The entries' keys, for messages.
     names : frozenset of str
         All names of its parameters in the module.
     ranks : tuple of int
@@ -62,6 +62,7 @@ def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str
         return []
     label = type(module).__name__
     parts: list[Part] = []
+    lines: list[list[str]] = []
     refusal: Exception | None = None
     try:
         parts = _assign(module, options, ignored)
@@ -70,11 +71,18 @@ def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str
             _check(part, named, group_ranks(group.torch_group))
         lines = [[f"group {p.title}", f"of {len(p.ranks)} ranks, {', '.join(sorted(p.names))}"] for p in parts]
     except Exception as error:  # any error: the peers get it before they wait for this rank
-        refusal, lines = error, [["failure", str(error) or type(error).__name__]]
+        refusal = error
     try:
-        verify(lines, group.comm.all_gather_bytes, f"the wrapped {label}", refusal)
+        mine = "" if refusal is None else str(refusal) or type(refusal).__name__
+        said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), f"groups of {label}")]
+        sentence = next(filter(None, said), "")
+        if refusal is not None and mine == sentence:
+            raise refusal
+        if sentence:
+            raise Error(sentence)
     finally:
         refusal = None  # its traceback holds this frame
+    verify(lines, group.comm.all_gather_bytes, f"the wrapped {label}")
     return parts
 
 
@@ -84,7 +92,7 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
             raise NotImplementedError(f"{name}= is not there for a module with groups=")
     named = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if n not in ignored]
     taken: dict[int, str] = {}
-    parts = []
+    parts: list[Part] = []
     for key, ranks in options.groups.items():
         title = text_of_group(key)
         members = {id(p) for n, p in named if _matches(n, key)} if isinstance(key, str) else _held(key)
@@ -98,8 +106,12 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
         own = dataclasses.replace(
             options, groups=None, device_mesh=ranks if is_mesh else None, process_group=None if is_mesh else ranks
         )
-        numbers = ranks.mesh.flatten().tolist() if is_mesh else group_ranks(ranks)
-        parts.append(Part(title, names, tuple(numbers), own))
+        numbers = tuple(ranks.mesh.flatten().tolist() if is_mesh else group_ranks(ranks))
+        same = next((each for each in parts if each.ranks == numbers), None)
+        if same is None:
+            parts.append(Part(title, names, numbers, own))
+        else:  # entries of the same ranks are one part
+            parts[parts.index(same)] = Part(f"{same.title}, {title}", same.names | names, numbers, same.options)
     return parts
 
 
@@ -132,7 +144,8 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
             )
         mesh = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
         shards = [rank for rank in mesh if rank in ranks]
-        if not set(part.ranks) <= set(ranks) or len(part.ranks) * len(shards) != len(ranks):
+        is_apart = set(part.ranks) <= set(ranks) and len(set(part.ranks) & set(mesh)) == 1
+        if not is_apart or len(part.ranks) * len(shards) != len(ranks):
             raise Error(
                 f"groups: ranks {_numbers(part.ranks)} average {name!r} of {part.title}, and ranks {_numbers(mesh)} hold its shards; together "
                 f"they must be the ranks that average the rest, {_numbers(ranks)}"

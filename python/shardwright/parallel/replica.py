@@ -98,7 +98,7 @@ class Replica:
         self._gradient_factor = gradient_factor
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors, made before anything can fail on one of them
-        self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), options.timeout_s)
+        self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
         self._has_agreed = False
         refusal: Exception | None = None
         try:
