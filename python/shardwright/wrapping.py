@@ -361,9 +361,7 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
     and no policy forbids them. At zero >= 1 the same holds for slices. Its state lies where offload= says.
     """
     engine = wrapped._engine()
-    _agree_on_optimizer(
-        engine.group, engine.model_ranks, wrapped.module, optimizer, 0, "", wrapped._options.offload
-    )
+    _agree_on_optimizer(engine.group, engine.model_ranks, wrapped.module, optimizer, 0, "", wrapped._options.offload)
     return _keep(wrapped, optimizer)
 
 
@@ -548,7 +546,11 @@ def load_full_state_dict(
 def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, list[str], list[str]]:
     """Return (the errors, names that `state` lacks, names that the module lacks)."""
     if not isinstance(state, Mapping):
-        return f"state must be a mapping of names to tensors on the first rank of each group, got {type(state).__name__}", [], []
+        return (
+            f"state must be a mapping of names to tensors on the first rank of each group, got {type(state).__name__}",
+            [],
+            [],
+        )
     try:
         found = bare.load_state_dict(as_dtensors(state, bare.state_dict(keep_vars=True)), strict=False)
     except Exception as error:  # any error: the peers wait for the answer

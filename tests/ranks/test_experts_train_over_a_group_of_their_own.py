@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_subjects import STEPS, backward, build, distributed, mesh_of, optimizer_of, oracle, train, wrapped
+from expert_subjects import backward, build, distributed, mesh_of, optimizer_of, oracle, train, wrapped
 from harness import LONG, gather, on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, sw
@@ -138,10 +138,17 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
     three = torch.distributed.new_group([0, 1, 2] if rank < 3 else [3], use_local_synchronization=True)
     told(r"'layers.\*.expert' matches no parameter of Model: did you mean 'layers.1.exp", {"layers.*.expert": group})
     told("'layers.0.experts.down' is of .* and of .*: name it", {"layers.*.experts": group, "*.down": mesh["ep"]})
-    told("parameter 'layers.0.experts.down' of 'layers' is a plain tensor.*distribute_tensor", {"layers": group}, build())
-    told("ranks 0, 1 average 'layers.0.experts.down'.*ranks 0, 1 hold its shards.* 0, 1, 2, 3", {"*.experts": mesh["ep"]})
+    told(
+        "parameter 'layers.0.experts.down' of 'layers' is a plain tensor.*distribute_tensor", {"layers": group}, build()
+    )
+    told(
+        "ranks 0, 1 average 'layers.0.experts.down'.*ranks 0, 1 hold its shards.* 0, 1, 2, 3", {"*.experts": mesh["ep"]}
+    )
     told("ranks 0, 1, 2 average .* and ranks 0, 1 hold its shards; together", {"*.experts": three})
-    told("ranks disagree about the wrapped Model: rank 0 has .*, ranks? 1", {"*.experts" if rank else "*.experts.up": group})
+    told(
+        "ranks disagree about the wrapped Model: rank 0 has .*, ranks? 1",
+        {"*.experts" if rank else "*.experts.up": group},
+    )
     told("groups: 'nothing' matches no parameter", {"*.experts" if rank != 2 else "nothing": group})
     told("compress= is not there", {"*.experts": group}, compress=sw.Int8())
     with pytest.raises(TypeError, match="groups must be a dict"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

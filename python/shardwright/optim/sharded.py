@@ -304,7 +304,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             exchange_slices(self._replica, self.run)
         with unguarded():
             index = self._index
-            states = {p: state_of(self._parameter(index[id(p)]).grad) for group in self.param_groups for p in group["params"]}
+            states = {
+                p: state_of(self._parameter(index[id(p)]).grad) for group in self.param_groups for p in group["params"]
+            }
         self._step_together(self._own_gradient, states)
         return loss
 

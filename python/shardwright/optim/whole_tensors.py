@@ -9,7 +9,7 @@ averaged and sliced as usual: at zero >= 2 an owner assembles those of its tenso
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -50,7 +50,17 @@ from .join import ShadowHook
 from .parts import Part, by_name, find_parts
 from .replica import Replica, live_replicas
 
-_RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_parts", "_drift", "_retire", "__weakref__")
+_RANK_LOCAL = (
+    "process_group",
+    "device_mesh",
+    "reducer",
+    "logger",
+    "_replica",
+    "_parts",
+    "_drift",
+    "_retire",
+    "__weakref__",
+)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -430,7 +440,9 @@ class DistributedDataParallel(TorchDDP):
         synchronises = training and self.require_backward_grad_sync
         if self.require_forward_param_sync is not synchronises:
             self.require_forward_param_sync = synchronises
-        for replica in self._engines() if training and self._replica is not None else ():  # hooks of outputs open rounds in this order
+        for replica in (
+            self._engines() if training and self._replica is not None else ()
+        ):  # hooks of outputs open rounds in this order
             replica.forwards.end()
             if replica.access.guard is not None:
                 replica.access.guard.check("after a forward")
@@ -504,7 +516,9 @@ class DistributedDataParallel(TorchDDP):
         for it until the deadline.
         """
         if self._options.groups is not None:
-            raise NotImplementedError("join() is not there for a module with groups=: give all ranks equally many inputs")
+            raise NotImplementedError(
+                "join() is not there for a module with groups=: give all ranks equally many inputs"
+            )
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         if self._inner:

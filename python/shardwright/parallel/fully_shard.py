@@ -107,16 +107,15 @@ def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
 def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
     """Return the inner modules of DTensors that have a mesh of other ranks than the outermost one: experts."""
     outer = options.get("device_mesh")
+    ranks = list(range(torch.distributed.get_world_size())) if outer is None else outer.mesh.tolist()
     ignored = {id(each) for each in options.get("ignored_params", ())}
     found = {}
     for each in module.modules():
         mark = mark_of(each)
-        mesh = None if mark is None else mark.options.get("device_mesh")
+        mesh = None if mark is None or each is module else mark.options.get("device_mesh")
         own = [p for p in each.parameters() if id(p) not in ignored]
-        is_other = mesh is not None and (outer is None or mesh.mesh.tolist() != outer.mesh.tolist())
-        if each is not module and is_other and own and all(map(is_dtensor, own)):
-            if outer is not None or mesh.mesh.numel() < torch.distributed.get_world_size():
-                found[each] = mesh
+        if mesh is not None and mesh.mesh.tolist() != ranks and own and all(map(is_dtensor, own)):
+            found[each] = mesh
     return found or None
 
 

@@ -101,7 +101,9 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
             raise ValueError(f"groups: {title} matches no parameter of {type(module).__name__}{_near(key, named)}")
         for name, parameter in named:
             if id(parameter) in members and taken.setdefault(id(parameter), title) != title:
-                raise ValueError(f"groups: parameter {name!r} is of {taken[id(parameter)]} and of {title}: name it once")
+                raise ValueError(
+                    f"groups: parameter {name!r} is of {taken[id(parameter)]} and of {title}: name it once"
+                )
         is_mesh = hasattr(ranks, "get_group")
         own = dataclasses.replace(
             options, groups=None, device_mesh=ranks if is_mesh else None, process_group=None if is_mesh else ranks
