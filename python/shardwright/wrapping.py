@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
+from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
@@ -133,7 +134,9 @@ def wrap(
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
     if precision is not None:
         _check_travels(PrecisionPlan(module, precision), compress)
-    _agree_on_optimizer(_group_of(module, given), module, optimizer, zero, partition, offload, clip_grad_norm)
+    group = _group_of(module, given)
+    ranks = ModelRanks.beside(_taking_part(module, given), group)
+    _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     own = {
         ("_" if name == "broadcast_buffers" else "") + name: value for name, value in options.items()
     }  # torch's is deprecated
@@ -195,8 +198,11 @@ def shard_optimizer(
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
         )
-    group = wrapped._engine().group
-    _agree_on_optimizer(group, wrapped.module, optimizer, wrapped._zero, partition, wrapped._options.offload)
+    engine = wrapped._engine()
+    _agree_on_optimizer(
+        *(engine.group, engine.model_ranks, wrapped.module, optimizer),
+        *(wrapped._zero, partition, wrapped._options.offload),
+    )
     return _shard(wrapped, optimizer, partition)
 
 
@@ -206,8 +212,14 @@ def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
     return host_group(group, options.timeout_s)
 
 
+def _taking_part(module: torch.nn.Module, options: Options) -> list[torch.Tensor]:
+    ignored = {each if isinstance(each, str) else id(each) for each in options.ignored_params}
+    return [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
+
+
 def _agree_on_optimizer(
     group: HostGroup,
+    model_ranks: ModelRanks | None,
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     zero: int,
@@ -217,7 +229,7 @@ def _agree_on_optimizer(
 ) -> None:
     """Raise for an optimizer that cannot step on the module, or that differs between ranks. Collective.
 
-    The sentence is the same on every rank.
+    The sentence is the same on every rank, also over the mesh of the module's DTensors.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     refusal: Exception | None = None
@@ -234,8 +246,17 @@ def _agree_on_optimizer(
     except (TypeError, ValueError, Error) as error:  # the peers get the error before they wait for this rank
         refusal = error
     rows = [] if refusal else given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+    label = type(module).__name__
     try:
-        agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {type(module).__name__}")
+        agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {label}")
+        refusal = None
+    except Exception as error:
+        refusal = error
+    try:
+        if model_ranks is not None:
+            model_ranks.agree([], label, refusal)
+        elif refusal is not None:
+            raise refusal
     finally:
         refusal = None  # its traceback holds this frame
 
@@ -243,7 +264,7 @@ def _agree_on_optimizer(
 def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
     made = _sliced_class(partition, wrapped._engine())(
-        optimizer, wrapped._engine(), partition, _without_master(wrapped)
+        optimizer, wrapped._engine(), partition, _without_master(wrapped), parts=wrapped._parts
     )
     _keep_state(wrapped, made, optimizer)
     return made
@@ -339,8 +360,8 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
     That is the optimizer itself, or one on float32 masters if some parameters are low-precision, it keeps no masters
     and no policy forbids them. At zero >= 1 the same holds for slices. Its state lies where offload= says.
     """
-    group = wrapped._engine().group
-    _agree_on_optimizer(group, wrapped.module, optimizer, 0, "", wrapped._options.offload)
+    engine = wrapped._engine()
+    _agree_on_optimizer(engine.group, engine.model_ranks, wrapped.module, optimizer, 0, "", wrapped._options.offload)
     return _keep(wrapped, optimizer)
 
 
@@ -351,7 +372,8 @@ def _keep(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, _:
         made = MasterOptimizer(optimizer, _without_master(wrapped))
         members = (p for group in optimizer.param_groups for p in group["params"])
         optimizer = made if any(map(made.has_master, members)) else optimizer
-    wrapped._engine().steppers.add_plain(optimizer)
+    for engine in wrapped._engines():
+        engine.steppers.add_plain(optimizer)
     _keep_state(wrapped, optimizer, optimizer)
     return optimizer
 
@@ -377,7 +399,8 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     wrapped = wrapper_of(module)
     if wrapped is None:
         raise Error("full_gradients needs a wrapped module, or the outermost one that was fully sharded")
-    return wrapped._engine().full_gradients()
+    found = {name: each for engine in wrapped._engines() for name, each in engine.full_gradients().items()}
+    return {name: found[name] for name, _ in wrapped.module.named_parameters() if name in found}
 
 
 def average_gradients(module: torch.nn.Module) -> None:
@@ -396,7 +419,8 @@ def average_gradients(module: torch.nn.Module) -> None:
     wrapped = wrapper_of(module)
     if wrapped is None:
         raise Error("average_gradients needs a wrapped module, or the outermost one that was fully sharded")
-    wrapped._engine().average_gradients()
+    for engine in wrapped._engines():
+        engine.average_gradients()
 
 
 @contextlib.contextmanager
@@ -425,7 +449,7 @@ def _engines_of(module: Any) -> list[Replica]:
         wrapped = wrapper_of(module)
         if wrapped is None:
             raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
-        return [wrapped._engine()]
+        return wrapped._engines()
     asked = {id(each) for each in ([module] if isinstance(module, torch.Tensor) else module)}
     owners = [(each, {id(p) for p in each.table.module_parameters}) for each in live_replicas()]
     strange = len(asked.difference(*(members for _, members in owners)))
@@ -470,7 +494,8 @@ def load_full_state_dict(
     module : Module
         A wrapped module, at any stage.
     state : mapping of str to Tensor
-        Tensors by the bare module's names. All ranks get rank 0's; other ranks may pass None.
+        Tensors by the bare module's names. All ranks get rank 0's; other ranks may pass None, except for the first
+        ranks of `groups`.
     strict : bool
         True if a name on one side alone is an error.
 
@@ -492,12 +517,15 @@ def load_full_state_dict(
     wrapped = wrapper_of(module)
     if wrapped is None:
         raise Error("load_full_state_dict needs a wrapped module, or the outermost one that was fully sharded")
-    group, bare = wrapped._engine().group, unwrap(module)
+    engines, bare = wrapped._engines(), unwrap(module)
+    group = engines[0].group
     label = f"loaded state of {type(bare).__name__}"
     with full_parameters(module, writable=True):
-        verdict = _load_state(bare, state, strict) if group.rank == 0 else ("", [], [])
-        failure, missing, unexpected = json.loads(group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)[0])
-        known = {id(p) for p in wrapped._engine().table.module_parameters}
+        loads = any(engine.group.rank == 0 for engine in engines)
+        verdict = _load_state(bare, state, strict) if loads else ("", [], [])
+        said = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)]
+        failure, missing, unexpected = next((each for each in said if each[0]), said[0])
+        known = {id(p) for engine in engines for p in engine.table.module_parameters}
         tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         others = {n: v for n, v in tensors.items() if id(v) not in known}  # buffers, and ignored parameters
         others = {n: held_tensor(v) if is_dtensor(v) else v for n, v in others.items()}
@@ -518,7 +546,11 @@ def load_full_state_dict(
 def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, list[str], list[str]]:
     """Return (the errors, names that `state` lacks, names that the module lacks)."""
     if not isinstance(state, Mapping):
-        return f"state must be a mapping of names to tensors on rank 0, got {type(state).__name__}", [], []
+        return (
+            f"state must be a mapping of names to tensors on the first rank of each group, got {type(state).__name__}",
+            [],
+            [],
+        )
     try:
         found = bare.load_state_dict(as_dtensors(state, bare.state_dict(keep_vars=True)), strict=False)
     except Exception as error:  # any error: the peers wait for the answer

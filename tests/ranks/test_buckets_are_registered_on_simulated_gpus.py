@@ -165,6 +165,40 @@ def in_windows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     trained(gpus, rank, communicator="register", zero=3)  # nothing is left of it
 
 
+class WithoutWindow:
+    """A region for which NCCL seems to have made no window."""
+
+    is_window = False
+
+    def __init__(self, *given: Any) -> None:
+        self._region = DeviceRegion(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._region, name)
+
+
+@at_least_two
+def test_a_window_that_one_rank_lacks_is_used_by_none(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, lacking_a_window)
+
+
+def lacking_a_window(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    last = world_size - 1
+    expected = trained(gpus, rank, zero=3)
+    with pytest.MonkeyPatch.context() as patch, logged() as lines:
+        gpus._close_groups()
+        patch.setenv("SIM_NCCL_VERSION", "22703")
+        if rank == last:
+            patch.setattr(device_registration, "DeviceRegion", WithoutWindow)
+        found = trained(gpus, rank, communicator="register", zero=3)
+    assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
+    (told,) = [line for line in lines if line.startswith("units of ")]
+    assert f"rank {last}: memory was registered without a window, and on rank 0 as a window" in told, told
+    gpus.synchronize()
+    gc.collect()
+    assert gpus.registrations() == 0
+
+
 @at_least_two
 def test_what_cannot_be_given_back_ends_nothing(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, not_given_back)

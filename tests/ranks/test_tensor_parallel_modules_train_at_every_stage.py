@@ -138,9 +138,19 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
     with pytest.raises(sw.Error, match=r"parameter 'shift' is a DTensor on a mesh of dimension 'dp'.*share one rank"):
         wrap(model)
 
+    model = parallelized(mesh)  # what fails on one rank alone reaches all four
+    if rank == 3:
+        model.shift = torch.nn.Parameter(torch.empty(8, device="meta"))
+    told_everywhere(lambda: sw.wrap(model, device_mesh=mesh["dp"]), "'shift' is on the meta device")
+    model = parallelized(mesh)
+    trained = model if rank < 3 else torch.nn.Linear(2, 2)
+    told_everywhere(lambda: sw.wrap(model, optimizer_of(trained), zero=1, device_mesh=mesh["dp"]), "not one of the")
+
     model, optimizer = wrap()
     data = tokens(0, place[0])
     with_loss_parallel(model, data)
+    model.module.shift.grad.mul_(1 + 1e-6 * place[1])  # by rounding: the first rank's counts
+    assert same_everywhere([sw.clip_grad_norm_(model, 1.0)])
     model.module.shift.grad.mul_(1 + place[1])
     with pytest.raises(
         sw.Error, match=r"not sharded over mesh dimension 'tp', and ranks \d and \d have other gradients, of norm"

@@ -1,8 +1,8 @@
 """Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu_communication.md.
 
 NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks
-allocate, and exchange the outcome over the hosts' communicator; then they register, and exchange that. Then all ranks
-keep the memory, or all go on with torch's memory and one line in the log.
+allocate, and exchange the outcome over the hosts' communicator; then they register, and exchange that, and if NCCL made a
+window. Then all ranks keep the memory, or all go on with torch's memory and one line in the log.
 """
 
 from __future__ import annotations
@@ -68,7 +68,12 @@ class Registration:
         windows = not adds and not link.had_window and link.comm.describe()["windows"]
         self.reason, windows = _agree(link, _try(lambda: self._allocate(nbytes)), list(sizes), windows)
         if not self.reason:
-            self.reason, _ = _agree(link, _try(lambda: self._register(windows)), [], windows)
+            failure = _try(lambda: self._register(windows))
+            region = self._region
+            is_window = not failure and region is not None and region.is_window
+            link.had_window = link.had_window or is_window
+            kind = "as a window" if is_window else "without a window"  # NCCL decides, on each rank
+            self.reason, _ = _agree(link, failure, kind, windows)
         if self.reason:
             _logger.warning("%s: not registered with NCCL: %s", what, self.reason)
             # The region gives the memory back. Where that fails the memory stays unused, and the communicator lives.
@@ -76,7 +81,6 @@ class Registration:
             return
         region = self._region
         assert region is not None
-        link.had_window = link.had_window or region.is_window
         self.buffers = [_over(region, begin, size, link, like) for begin, size in zip(begins, sizes)]
 
     def _allocate(self, nbytes: int) -> None:
@@ -117,14 +121,16 @@ def _try(act: Callable[[], None]) -> str:
     return ""
 
 
-def _agree(link: DeviceLink, failure: str, sizes: list[int], windows: bool) -> tuple[str, bool]:
+def _agree(link: DeviceLink, failure: str, outcome: list[int] | str, windows: bool) -> tuple[str, bool]:
     """Return the reason why not all ranks have done the same, the same sentence on all of them; and whether all can
-    have windows."""
-    said = json.dumps([failure, sizes, windows]).encode()
+    have windows. `outcome`: sizes of buckets, or the kind of a registration."""
+    said = json.dumps([failure, outcome, windows]).encode()
     answers = [json.loads(each) for each in link.host.all_gather_bytes(said, "registering memory with NCCL")]
     for rank, (why, theirs, _) in enumerate(answers):
         if why:
             return f"rank {rank}: {why}", False
+        if theirs != answers[0][1] and isinstance(outcome, str):
+            return f"rank {rank}: memory was registered {theirs}, and on rank 0 {answers[0][1]}", False
         if theirs != answers[0][1]:
             return f"rank {rank}: its buckets have other sizes than rank 0's", False
     return "", all(each for _, _, each in answers)

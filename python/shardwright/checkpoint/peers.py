@@ -50,10 +50,12 @@ class Peers:
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
         wrapped = wrapper_of(model)
         replica = None if wrapped is None else wrapped._replica
-        #: this rank's number among those that hold equal shards of the model's DTensors, and their count
-        self.replicas = (0, 1)
+        #: by the mesh of DTensors: this rank's number among those that hold equal shards of them, and their count
+        self.replicas: dict[Any, tuple[int, int]] = {}
+        for each in () if wrapped is None or replica is None else wrapped._engines():
+            if each.table.model_mesh is not None:
+                self.replicas[each.table.model_mesh.mesh] = each.group.rank, each.group.world_size
         if replica is not None and replica.model_ranks is not None:
-            self.replicas = replica.group.rank, replica.group.world_size
             process_group = process_group or replica.model_ranks.with_group(replica.group)
         elif process_group is None and isinstance(model, TorchDDP):
             process_group = model.process_group

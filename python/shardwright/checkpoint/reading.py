@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -34,7 +35,7 @@ from .names import dtype_name, model_tensors, stored_shape
 from .optimizer_extras import further_state, give_back, users_optimizer
 from .peers import Peers, whole_parameters
 from .rows import TENSORS, has_rows, read_line, rows_of
-from .slices import Sliced, engine_of, fills_slices, is_dtensor, is_row_major, own_parameters, placed_parts
+from .slices import Sliced, engines_of, fills_slices, is_dtensor, is_row_major, own_parameters, placed_parts
 from .stored import Stored, stored_tensors
 from .writing import Training
 
@@ -335,20 +336,21 @@ class Reader:
 
     def _is_sliced(self) -> bool:
         """Return True at zero >= 1: live parameters may then be written in slices or in whole_parameters() only."""
-        replica = engine_of(self.training.model)
-        return replica is not None and bool(replica.zero)
+        return any(replica.zero for replica in engines_of(self.training.model))
 
     def _fill_model(self) -> None:
-        replica = engine_of(self.training.model)
-        with torch.no_grad():
-            if replica is None or not fills_slices(replica):
+        replicas = engines_of(self.training.model)
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if not replicas or not all(map(fills_slices, replicas)):
                 with whole_parameters(self.training.model, writable=True):
                     for turn in self._model_reads:
                         self._filler.fill(turn)
                 return
-            with own_parameters(replica) as slices:
-                for turn in self._model_reads:
-                    self._filler.fill((stored, slices.get(id(target), target)) for stored, target in turn)
+            slices: dict[int, Sliced] = {}
+            for replica in replicas:
+                slices |= stack.enter_context(own_parameters(replica))
+            for turn in self._model_reads:
+                self._filler.fill((stored, slices.get(id(target), target)) for stored, target in turn)
 
     def _load(self, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
         tensors = {name: entry.empty() for name, entry in stored.items()}

@@ -17,6 +17,7 @@ import torch
 
 from .._engine import CheckpointError
 from ..layout.local_parameters import module_parameter
+from ..layout.shard_mesh import Slicing
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.fully_shard import wrapper_of
 from ..parameters.released import ReleasedParameters
@@ -137,11 +138,11 @@ class Boxes:
     ----------
     members : sequence of int
         The ranks that save together, as ranks of torch's default group.
-    replicas : (int, int)
-        This rank's number among ranks outside a DTensor's mesh that hold the same part, and their count.
+    replicas : mapping of DeviceMesh to (int, int)
+        This rank's number among ranks outside a DTensor's mesh that hold the same part, and their count. Default: (0, 1).
     """
 
-    def __init__(self, members: Sequence[int], replicas: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, members: Sequence[int], replicas: Mapping[Any, tuple[int, int]] = {}) -> None:
         self._members, self._replicas = frozenset(members), replicas
         self._found: dict[Any, _Box] = {}
 
@@ -149,7 +150,8 @@ class Boxes:
         key = (id(tensor.device_mesh), tuple(tensor.placements), tuple(tensor.shape))
         found = self._found.get(key)
         if found is None:
-            (mine, same), (index, count) = _turn_of(tensor, self._members), self._replicas
+            mine, same = _turn_of(tensor, self._members)
+            index, count = self._replicas.get(tensor.device_mesh, (0, 1))
             found = self._found[key] = _Box(*local_box(tensor), (index * same + mine, count * same))
         return found
 
@@ -249,7 +251,7 @@ def held_values(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     for number, parameter in enumerate(_parameters(optimizer)):
         state, piece, first = optimizer.held_state(parameter)
         values = {str(key): value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-        if values and piece is not None and first == 0 and optimizer.replica.slicing.speaks:
+        if values and piece is not None and first == 0 and optimizer.replica_of(parameter).slicing.speaks:
             found[number] = values
     return found
 
@@ -269,12 +271,11 @@ def sliced_state(
     values : the non-tensor entries; a missing one is None.
     """
     found: dict[torch.Tensor, dict[str, Any]] = {}
-    slicing = optimizer.replica.slicing
-    turn = slicing.replica_of_rank[slicing.rank], max(slicing.replica_of_rank) + 1
-    mesh = optimizer.replica.table.model_mesh
     for number, parameter in enumerate(_parameters(optimizer)):
         if number not in described:
             continue
+        replica = optimizer.replica_of(parameter)
+        turn, mesh = _turn_among_owners(replica.slicing), replica.table.model_mesh
         speaks = mesh is None or mesh.speaks(parameter)
         begins = speaks and not (is_dtensor(parameter) and any(local_box(parameter)[1]))
         if not is_row_major(optimizer.layout_of(parameter)):
@@ -300,6 +301,11 @@ def sliced_state(
     return found
 
 
+def _turn_among_owners(slicing: Slicing) -> tuple[int, int]:
+    """Return this rank's number among the owners of its slice, and their count."""
+    return slicing.replica_of_rank[slicing.rank], max(slicing.replica_of_rank) + 1
+
+
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return list({p: None for group in optimizer.param_groups for p in group["params"]})
 
@@ -312,10 +318,10 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 # slices of parameters -------------------------------------------------------------------------------------------------
 
 
-def engine_of(model: Any) -> Any:
-    """Return the replica of a module of sw.wrap or fully_shard; None for any other module."""
+def engines_of(model: Any) -> list[Any]:
+    """Return the replicas of a module of sw.wrap or fully_shard; none for any other module."""
     wrapped = wrapper_of(model)
-    return None if wrapped is None else wrapped._engine()
+    return [] if wrapped is None else wrapped._engines()
 
 
 def fills_slices(replica: Any) -> bool:
@@ -371,13 +377,18 @@ def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
 def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
     """Return (id(parameter) -> this rank's slice, ids of the others) for released parameters. The others are not row-major,
     and a save gathers them."""
-    replica = engine_of(model)
-    if replica is None or not replica.releases_parameters:
-        return {}, set()
-    memory, slicing, mesh = replica.parameters(), replica.slicing, replica.table.model_mesh
+    found: dict[int, Sliced] = {}
+    others: set[int] = set()
+    for replica in engines_of(model):
+        if replica.releases_parameters:
+            _add_released(replica, found, others)
+    return found, others
+
+
+def _add_released(replica: Any, found: dict[int, Sliced], others: set[int]) -> None:
+    memory, mesh = replica.parameters(), replica.table.model_mesh
     assert isinstance(memory, ReleasedParameters)
-    turn = slicing.replica_of_rank[slicing.rank], max(slicing.replica_of_rank) + 1
-    found, others = {}, set()
+    turn = _turn_among_owners(replica.slicing)
     for index, parameter in enumerate(replica.table.parameters):
         if not memory.is_released(index):
             continue
@@ -391,4 +402,3 @@ def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
         parts = () if piece is None else placed_parts(own, low, piece.detach())
         live = () if piece is None else (piece,)
         found[id(own)] = Sliced(parameter.dtype, tuple(own.shape), parts, live, None, turn)
-    return found, others

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .._engine import Error, norm_sum, norm_value
-from ..layout.model_mesh import ModelMesh
+from ..layout.model_mesh import ModelMesh, first_mesh
 from ..layout.param_table import ParameterTable, verify
 from .agreement import NORM_SUM_BYTES, added_sums, gather_answers
 from .process_group import HostGroup, group_over, group_ranks, host_group
@@ -18,6 +19,8 @@ from .process_group import HostGroup, group_over, group_ranks, host_group
 __all__ = ["ModelRanks"]
 
 _DIGEST_BYTES = 8
+#: relative difference of norms of equal gradients that ranks added in different orders
+_ROUNDING = 1e-3
 
 
 class ModelRanks:
@@ -34,6 +37,15 @@ class ModelRanks:
         self._groups = [host_group(each, timeout_s) for each in mesh.groups()]
         self._together: tuple[int, ...] | None = None
 
+    @classmethod
+    def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
+        """Return the ranks of the mesh of DTensors among a module's parameters that `group` averages; None without.
+
+        Before anything is checked: a failure of one rank can then be told to all. Collective over the mesh at first use.
+        """
+        mesh = first_mesh(parameters, group_ranks(group.torch_group))
+        return None if mesh is None else cls(mesh, group.comm.timeout_s)
+
     def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:
         """Raise on all ranks if one has a `failure`, or another description. Collective."""
         for dimension, group in zip(self._mesh.dimensions, self._groups):
@@ -41,7 +53,7 @@ class ModelRanks:
             what = f"the wrapped {label} along mesh dimension {dimension!r}"
             try:
                 verify(lines, group.comm.all_gather_bytes, what, failure)
-            except (Error, NotImplementedError) as error:
+            except Exception as error:
                 failure = error
         if failure is not None:
             try:
@@ -99,7 +111,8 @@ class ModelRanks:
         Raises
         ------
         Error
-            On all ranks, if gradients that are not sharded over a dimension have other sums along it.
+            On all ranks, if gradients that are not sharded over a dimension have other sums along it, by more than what
+            rounding explains. Otherwise the first rank's sum counts.
         """
         sums = _cut(squares)
 
@@ -111,12 +124,14 @@ class ModelRanks:
                 if kind[dimension]:
                     sums[position] = added_sums(column)
                     continue
-                norms = [repr(norm_value([each])) for each in column]
-                other = next((rank for rank, each in enumerate(norms) if each != norms[0]), None)
+                norms = [norm_value([each]) for each in column]
+                overflow = next((rank for rank, each in enumerate(norms) if not math.isfinite(each)), 0)
+                sums[position] = column[overflow]  # a step with an overflow is left out on all ranks
+                other = next((rank for rank, each in enumerate(norms) if not _is_near(each, norms[0])), None)
                 if other is not None:
                     problem = (
                         f"the gradients of {label} that are not sharded over {self._between(dimension, other)} have other gradients, of norm "
-                        f"{norms[0]} and {norms[other]}: these ranks no longer train one model"
+                        f"{norms[0]!r} and {norms[other]!r}: these ranks no longer train one model"
                     )
             return problem
 
@@ -149,6 +164,11 @@ class ModelRanks:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+
+def _is_near(norm: float, other: float) -> bool:
+    """Return True if two norms differ by rounding at most, or one of them is no number that can be compared."""
+    return not (math.isfinite(norm) and math.isfinite(other)) or math.isclose(norm, other, rel_tol=_ROUNDING)
 
 
 def _cut(sums: bytes) -> list[bytes]:

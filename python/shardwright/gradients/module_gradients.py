@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -254,13 +255,13 @@ class ModuleGradients:
 
         return sums_over_ranks(self._group.comm, sums, self._label) if over_ranks else sums()
 
-    def agree_on_clipping(self, max_norm: float) -> list[torch.Tensor]:
-        """Return this rank's part of what all ranks clip together to `max_norm`. Collective between hosts.
+    def agree_on_clipping(self, max_norm: float) -> tuple[float, list[torch.Tensor]]:
+        """Return rank 0's `max_norm`, and this rank's part of what all ranks clip together to it. Collective between hosts.
 
         Raises
         ------
         Error
-            On all ranks, where gradients are not averaged on some, or where `max_norm` differs.
+            On all ranks, where gradients are not averaged on some, or where `max_norm` differs by more than rounding.
         """
         found: list[torch.Tensor | None] = []
 
@@ -269,13 +270,14 @@ class ModuleGradients:
             return struct.pack("d", max_norm)
 
         said = gather_answers(self._group.comm, answer, f"clipping the gradients of {self._label}")
-        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+        norms = [struct.unpack("d", each)[0] for each in said]
+        other = next((rank for rank, each in enumerate(norms) if not math.isclose(each, norms[0], rel_tol=1e-3)), None)
         if other is not None:
-            (ours,), (theirs,) = struct.unpack("d", said[0]), struct.unpack("d", said[other])
             raise Error(
-                f"clip_grad_norm_: max_norm must be equal on all ranks; of {self._label} it is {ours!r} on rank 0 and {theirs!r} on rank {other}"
+                f"clip_grad_norm_: max_norm must be equal on all ranks; of {self._label} it is {norms[0]!r} on rank 0 and {norms[other]!r} on rank "
+                f"{other}"
             )
-        return [each for each in found if each is not None] if self._slicing.speaks else []
+        return norms[0], [each for each in found if each is not None] if self._slicing.speaks else []
 
     def factors(self) -> list[list[Any]]:
         """Return the factors of sliced gradients since the last comparison between ranks."""

@@ -66,14 +66,18 @@ class Rounds:
                 self._times = self.begin_iteration(self._iterations - 1)
         self._reducer.forward(synchronises)
 
-    def opener(self, synchronises: Callable[[], bool]) -> Callable[[], bool]:
-        """Return the callback that opens a round. It returns True if the round synchronises."""
+    def opener(
+        self, synchronises: Callable[[], bool], opens_first: Callable[[], None] | None = None
+    ) -> Callable[[], bool]:
+        """Return the callback that opens a round, behind `opens_first`. It returns True if the round synchronises."""
         reference = weakref.ref(self)
 
         def open_round() -> bool:
             rounds = reference()
             if rounds is None:
                 return False
+            if opens_first is not None:
+                opens_first()
             reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
             local = not synchronises() or (rounds._opens_locally and not reducer.pending_forward)
             if sparse is not None:

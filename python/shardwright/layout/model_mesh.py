@@ -14,7 +14,7 @@ import torch
 from .._engine import Error
 from ..torch_compat.dtensor import is_dtensor
 
-__all__ = ["ModelMesh", "find_model_mesh", "mesh_text", "placed"]
+__all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "placed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,21 @@ class ModelMesh:
         return [self.mesh.get_group(dimension) for dimension in range(len(self.dimensions))]
 
 
+def first_mesh(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> ModelMesh | None:
+    """Return the mesh of the first DTensor whose mesh shares this rank alone with `ranks`, which average gradients."""
+    for parameter in parameters:
+        mesh = parameter.device_mesh if is_dtensor(parameter) else None  # type: ignore[attr-defined]
+        if mesh is not None and mesh.get_coordinate() is not None:
+            if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) == 1:
+                return _model_mesh(mesh)
+    return None
+
+
+def _model_mesh(mesh: Any) -> ModelMesh:
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return ModelMesh(mesh, tuple(names), tuple(mesh.get_coordinate()))
+
+
 def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> ModelMesh | None:
     """Return the mesh of the DTensors among `parameters`; None without one.
 
@@ -77,10 +92,7 @@ def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Seque
                 f"parameter {name!r} is a DTensor on {mesh_text(mesh)} placed as {other[0]!r}: a parameter must be placed as Shard or "
                 "Replicate on each dimension"
             )
-    if found is None:
-        return None
-    names = found.mesh_dim_names or tuple(map(str, range(found.ndim)))
-    return ModelMesh(found, tuple(names), tuple(found.get_coordinate()))
+    return None if found is None else _model_mesh(found)
 
 
 def _check_apart(name: str, mesh: Any, ranks: Sequence[int]) -> None:

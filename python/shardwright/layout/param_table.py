@@ -216,6 +216,8 @@ def verify(
         return
     for rank, table in enumerate(tables):
         if table and table[0][0] == "failure":
+            if table[0][1].startswith("rank "):  # it heard the sentence from another rank
+                raise Error(table[0][1])
             verb = "wrap" if what.startswith("the wrapped ") else "begin"
             raise Error(f"rank {rank} could not {verb} {what.removeprefix('the wrapped ')}: {table[0][1]}")
     raise Error(_disagreement(tables, what))

@@ -92,6 +92,8 @@ def _clip(
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     replica = _replica_of(module_or_parameters)
+    if replica is not None and len(_replicas_of(module_or_parameters)) > 1:
+        return _clip_stages(_stages_of(module_or_parameters), max_norm, error_if_nonfinite, None)
     if replica is not None:
         replica.rounds.close_pending()
     parameters = _parameters_of(module_or_parameters, replica)
@@ -101,7 +103,7 @@ def _clip(
     is_sliced = replica is not None and replica.zero > 0
     if is_sliced:
         assert replica is not None
-        measured = replica.gradients.agree_on_clipping(max_norm)
+        max_norm, measured = replica.gradients.agree_on_clipping(max_norm)
     else:
         measured = [p.grad for p in parameters if p.grad is not None]
     clip = DeviceClip(link, parameters, measured, max_norm, is_sliced=is_sliced)
@@ -164,13 +166,13 @@ def _stages_of(given: Any) -> list[torch.nn.Module]:
 def _clip_stages(
     stages: list[torch.nn.Module], max_norm: float, error_if_nonfinite: bool, pp_mesh: Any
 ) -> torch.Tensor:
-    """Clip the gradients of the pipeline stages of this rank by the norm of all stages of `pp_mesh`."""
+    """Clip the gradients of the pipeline stages of this rank, all parts of each, by the norm of all stages of `pp_mesh`."""
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
-    replicas = [_replica_of(stage) for stage in stages]
-    if not stages or None in replicas:
+    replicas = [_replicas_of(stage) for stage in stages]
+    if not stages or [] in replicas:
         raise TypeError("clip_grad_norm_: pipeline stages must be wrapped modules")
-    known = [replica for replica in replicas if replica is not None]
+    known = [replica for each in replicas for replica in each]
     for replica in known:
         replica.rounds.close_pending()
 
@@ -203,20 +205,26 @@ def local_norms(module: torch.nn.Module) -> dict[str, float]:
     At zero=0 the part is the whole gradient, else this rank's slices of it, 0.0 if it owns none. Parameters without a
     gradient are left out.
     """
-    replica = _replica_of(module)
-    if replica is None:
+    replicas = _replicas_of(module)
+    if not replicas:
         raise _engine.Error("local_norms needs a wrapped module, or the outermost fully sharded one")
     found = {}
-    for index, (name, parameter) in enumerate(zip(replica.table.names, replica.table.parameters)):
-        held = replica.gradients.slice_of(index) if replica.zero else parameter.grad
-        if held is not None:
-            found[name] = float(torch.linalg.vector_norm(held.detach().double() if held.is_floating_point() else held))
+    for replica in replicas:
+        for index, (name, parameter) in enumerate(zip(replica.table.names, replica.table.parameters)):
+            held = replica.gradients.slice_of(index) if replica.zero else parameter.grad
+            if held is not None:
+                each = held.detach().double() if held.is_floating_point() else held
+                found[name] = float(torch.linalg.vector_norm(each))
     return found
 
 
 def _replica_of(module: Any) -> Replica | None:
+    return next(iter(_replicas_of(module)), None)
+
+
+def _replicas_of(module: Any) -> list[Replica]:
     wrapped = wrapper_of(module)
-    return None if wrapped is None else wrapped._engine()
+    return [] if wrapped is None else wrapped._engines()
 
 
 def _squares_of(replica: Replica) -> bytes:

@@ -107,7 +107,7 @@ class SlicedParameters(WholeParameters):
                 f"{type(inner_optimizer).__name__}"
             )
         table = self._replica.table
-        if table.model_mesh is not None:
+        if table.model_mesh is not None or wrapped._parts:
             raise NotImplementedError("DiLoCo is not there for modules with DTensor parameters")
         indices = {id(parameter): index for index, parameter in enumerate(table.parameters)}
         trained = [

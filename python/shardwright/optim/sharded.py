@@ -63,6 +63,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     without_master : collection of Tensor
         Low-precision parameters that have no float32 master by the user's policy. Others have one, except under
         sw.optim's optimizers, which make their own.
+    parts : sequence of Replica
+        Further replicas of the module, for the parameters of groups=. Their ranks are among those of `replica`.
+        Parameters are numbered through all replicas.
 
     Notes
     -----
@@ -76,13 +79,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         replica: Replica,
         partition: str = "auto",
         without_master: Collection[torch.Tensor] = (),
+        parts: Sequence[Replica] = (),
     ) -> None:
         check_sliceable(optimizer, partition)
         self.partition = partition
         self._inner = optimizer
         self.replica = self._replica = replica
+        self.replicas = (replica, *parts)
         self._memory: Any = replica.parameters()
-        self._index = {id(p): i for i, p in enumerate(replica.table.module_parameters)}
+        #: by number: the replica and its storage, and the parameter's number there
+        self._places = [(r, r.parameters(), i) for r in self.replicas for i in range(len(r.table.parameters))]
+        numbered = (p for each in self.replicas for p in each.table.module_parameters)
+        self._index = {id(p): i for i, p in enumerate(numbered)}
         self._masters = None if has_own_masters(optimizer) else Masters()
         self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
@@ -114,6 +122,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     on_meta(parameter, position) if is_meta else not_of(self._replica.label, parameter, position)
                 )
+
+    def replica_of(self, parameter: torch.Tensor) -> Replica:
+        """Return the replica that holds a parameter."""
+        return self._places[self._index[id(parameter)]][0]
+
+    def _parameter(self, index: int) -> torch.nn.Parameter:
+        """Return the parameter of a table by its number here."""
+        replica, _, at = self._places[index]
+        return replica.table.parameters[at]
+
+    def _like(self, index: int) -> torch.Tensor:
+        replica, _, at = self._places[index]
+        return replica.layout_of(at)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return True if it steps on a parameter."""
@@ -151,12 +172,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def slice_of(self, index: int) -> torch.Tensor | None:
         """Return this rank's slice of a parameter: the user's optimizer steps on it and keys its state by it."""
-        memory = self._memory
-        if index in self._slices and not (index in self._unmoved and memory.is_moved(index)):
+        _, memory, at = self._places[index]
+        if index in self._slices and not (index in self._unmoved and memory.is_moved(at)):
             return self._slices[index]
         old = self._slices.get(index)
         piece = self._slices[index] = self._make_piece(index)
-        if memory.is_moved(index):
+        if memory.is_moved(at):
             self._unmoved.discard(index)
         else:
             self._unmoved.add(index)  # a frozen parameter moves when it is unfrozen
@@ -165,11 +186,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return piece
 
     def _make_piece(self, index: int) -> torch.Tensor | None:
-        return self._memory.slice(index)
+        _, memory, at = self._places[index]
+        piece: torch.Tensor | None = memory.slice(at)
+        return piece
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
-        """Return [begin, end) of the elements of a parameter, in memory order, that `rank` updates."""
-        return self._memory.run(index, rank)
+        """Return [begin, end) of the elements of a parameter, in memory order, that `rank` of its group updates."""
+        _, memory, at = self._places[index]
+        begin, end = memory.run(at, rank)
+        return begin, end
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
@@ -239,7 +264,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         torch.autograd.graph.increment_version(piece)
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
-        return self._replica.gradients.slice_of(index)
+        replica, _, at = self._places[index]
+        return replica.gradients.slice_of(at)
 
     def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
         if piece is not None:
@@ -251,7 +277,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _publish(self, failed: bool) -> list[int] | None:
         """Make this rank's slices visible to all. Return which ranks failed; None if that needs an exchange of its
         own."""
-        return self._memory.publish(failed=failed)
+        outcomes: list[int] | None = self._memory.publish(failed=failed)
+        for part in self.replicas[1:]:  # their ranks are told by the first
+            part.parameters().publish(failed=None)
+        return outcomes
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's slices; afterwards every rank has every update. Collective.
@@ -265,7 +294,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._replica.rounds.close_pending()
+            for replica in self.replicas:
+                replica.rounds.close_pending()
         check_groups(self, self._inner)
         self._replica.join_link.announce(
             "step", self._position, [hyperparameters(group) for group in self.param_groups]
@@ -273,8 +303,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            held, index = self._replica.table.parameters, self._index
-            states = {p: state_of(held[index[id(p)]].grad) for group in self.param_groups for p in group["params"]}
+            index = self._index
+            states = {
+                p: state_of(self._parameter(index[id(p)]).grad) for group in self.param_groups for p in group["params"]
+            }
         self._step_together(self._own_gradient, states)
         return loss
 
@@ -304,13 +336,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
-            if self._replica.check is not None:
-                self._replica.check.refuse(self._replica.gradients.slices())
+            for replica in self.replicas:
+                if replica.check is not None:
+                    replica.check.refuse(replica.gradients.slices())
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank's slices
             refusal = error
         self._agree(refusal, states)
         self.rounds_at_step = self._replica.reducer.stats()["rounds"]
-        with self._replica.access.writing():
+        with contextlib.ExitStack() as writing:
+            for replica in self.replicas:
+                writing.enter_context(replica.access.writing())
             failure = self._step_on_slices()
             outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
         self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
@@ -335,7 +370,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return an error raised in between, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
-            self._replica.parameters().take_writes()
+            for replica in self.replicas:
+                replica.parameters().take_writes()
             self._complete_gradients()
             with self._on_slices() as low:
                 with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
@@ -353,37 +389,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
-        self._replica.access.count_writes(stepped)
+        for replica in self.replicas:
+            own = stepped if len(self.replicas) == 1 else [p for p in stepped if self.replica_of(p) is replica]
+            replica.access.count_writes(own)
         with unguarded():
             self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
-    def _facts(self, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
-        """Return the values, besides the groups, on which ranks must agree before a step."""
-        names = self._replica.table.names
-        without = [(names[self._index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
+    def _facts(self, replica: Replica, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
+        """Return the values, besides the groups, on which the ranks of a replica must agree before a step."""
+        names, index, places = replica.table.names, self._index, self._places
+        without = [(places[index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
+        own = [(names[at], state) for (of, _, at), state in without if of is replica]
         return {
-            "factors that gradients were scaled by": self._replica.gradients.factors(),
-            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
-            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
+            "factors that gradients were scaled by": replica.gradients.factors(),
+            "parameters without a gradient": [name for name, state in own if state == NO_GRADIENT],
+            "parameters whose gradient was zeroed": [name for name, state in own if state == ZEROED],
         }
 
     def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
         """Check that all backwards are done everywhere, and that all ranks step with the same hyperparameters and
         factors."""
-        rows: list[Row] = rows_of(self, self._index)
-        rows.append((GRADIENTS, [], self._facts(states)))
-        check = self._replica.check
+        label = "hyperparameters of a step"
+        checks = [replica.check for replica in self.replicas if replica.check is not None]
         try:
-            agree(self._replica.group.comm.all_gather_bytes, rows, refusal, "hyperparameters of a step")
+            for part in self.replicas[1:]:  # the first replica's ranks, which are all, get what these find
+                try:
+                    rows: list[Row] = [(GRADIENTS, [], self._facts(part, states))]
+                    agree(part.group.comm.all_gather_bytes, rows, refusal, label)
+                except (Error, NotImplementedError) as error:
+                    refusal = error
+            rows = rows_of(self, self._index)
+            rows.append((GRADIENTS, [], self._facts(self._replica, states)))
+            agree(self._replica.group.comm.all_gather_bytes, rows, refusal, label)
         except Error as error:
-            if check is not None:
-                check.explain_not_finite(error)
+            if checks:
+                checks[0].explain_not_finite(error, checks[1:])
             raise
         finally:
             refusal = None  # its traceback holds this frame
-        if check is not None:
+        for check in checks:
             check.count_step()
-        self._replica.gradients.accept_factors()
+        for replica in self.replicas:
+            replica.gradients.accept_factors()
 
     # state --------------------------------------------------------------------------------------------------------
 
@@ -392,11 +439,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         piece = self.slice_of(index)
         if piece is None:
             return
-        parameter = self._replica.layout_of(index)
-        low, high = self._replica.parameters().run(index, self._replica.group.rank)
+        parameter = self._like(index)
+        replica, memory, at = self._places[index]
+        low, high = memory.run(at, replica.group.rank)
         kept: dict[str, Any] = {}
         for key, value in state.items():
-            value = part_of(self._replica.table.parameters[index], value)
+            value = part_of(self._parameter(index), value)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = memory_order(value, parameter)[low:high].clone()
             elif (
@@ -419,8 +467,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _layout(self) -> list[Any]:
         group = self._replica.group
-        memory = self._replica.parameters()
-        runs = [[i, *memory.run(i, group.rank)] for i in sorted(self._index.values())]
+        runs = [[i, *memory.run(at, each.group.rank)] for i, (each, memory, at) in enumerate(self._places)]
         return [group.rank, group.world_size, runs]
 
     def state_dict(self) -> dict[str, Any]:
@@ -469,7 +516,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         piece = self.slice_of(index)
         if piece is None:
             return {}
-        like = self._replica.layout_of(index)
+        like = self._like(index)
         return {
             key: value.as_strided(like.shape, like.stride(), value.storage_offset())
             if isinstance(value, torch.Tensor) and key != "step" and value.shape == piece.shape
@@ -504,7 +551,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
-            parameter = self._replica.table.parameters[int(index)]
+            parameter = self._parameter(int(index))
             kept = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
             self._inner.state[piece] = self._placed(int(index), kept, piece)
         self._loaded()
@@ -584,12 +631,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         keeps none.
         """
         index = self._index[id(parameter)]
-        return None if self.slice_of(index) is None else self.run(index, self._replica.group.rank)
+        return None if self.slice_of(index) is None else self.run(index, self._places[index][0].group.rank)
 
     def layout_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the shape and strides of a parameter, which itself may be released. It must not be
         read."""
-        return self._replica.layout_of(self._index[id(parameter)])
+        return self._like(self._index[id(parameter)])
 
     def layouts(self) -> Iterator[torch.Tensor]:
         """layout_of() each of its parameters."""
@@ -653,30 +700,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         label). Collective."""
         piece = self.slice_of(index)
         mine = self._inner.state.get(piece, {}) if piece is not None else {}
-        label = f"optimizer state of {self._replica.table.names[index]}"
-        said = self._replica.group.comm.all_gather_bytes(_describe(mine, piece).encode(), label)
+        replica, _, at = self._places[index]
+        label = f"optimizer state of {replica.table.names[at]}"
+        said = replica.group.comm.all_gather_bytes(_describe(mine, piece).encode(), label)
         return mine, next((each for each in map(json.loads, said) if each), {}), label
 
     def _gather_state(self, index: int) -> dict[str, Any]:
-        comm, memory = self._replica.group.comm, self._replica.parameters()
-        parameter = self._replica.layout_of(index)
+        replica, memory, at = self._places[index]
+        comm, parameter = replica.group.comm, self._like(index)
         mine, described, label = self._described(index)
         whole: dict[str, Any] = {}
         for key, (kind, dtype, value) in described.items():
             if kind != "sliced":
                 whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
                 continue
-            held = key in mine and self._replica.slicing.speaks
+            held = key in mine and replica.slicing.speaks
             data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
             pieces = comm.all_gather_bytes(data, label)
             result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
             flat = memory_order(result, parameter)
             for rank, each in enumerate(pieces):
-                low, high = memory.run(index, rank)
+                low, high = memory.run(at, rank)
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
             result = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
-            whole[key] = whole_of(self._replica.table.parameters[index], result)
+            whole[key] = whole_of(self._parameter(index), result)
         return whole
 
 

@@ -9,7 +9,7 @@ averaged and sliced as usual: at zero >= 2 an owner assembles those of its tenso
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,11 +46,12 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         replica: Replica,
         partition: str = "tensor",
         without_master: Collection[torch.Tensor] = (),
+        parts: Sequence[Replica] = (),
     ) -> None:
         self._owners: dict[int, int] = {}
         self._loads = [0] * replica.slicing.count
         self._gradient_slices: dict[int, torch.Tensor] = {}
-        super().__init__(optimizer, replica, partition, without_master)
+        super().__init__(optimizer, replica, partition, without_master, parts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -48,6 +48,11 @@ class Options:
         A mesh of one dimension: its group is used. A mesh of two, (replicate, shard): all its ranks average gradients;
         the stage slices inside a row, and all rows keep the same bits. Traffic is least where each row lies on one
         host. Not together with `process_group`.
+    groups : dict of str or Module to DeviceMesh or ProcessGroup, optional
+        Parameters that fewer ranks have in common (experts), and those ranks. A key is a module, or a pattern of
+        fnmatch for names of parameters or of modules around them ("layers.*.experts"). The parameters must be DTensors
+        over the remaining ranks: the group and their mesh together are the ranks of the rest. Their gradients are sums
+        over the group, divided by the number of ranks of the rest. See docs/compose.md.
     bucket_cap_mb : float
         The largest gradient bucket, MiB; at zero >= 2 never above 8. It affects speed and memory only: results do not
         depend on it.
@@ -127,6 +132,7 @@ class Options:
     partition: str = "auto"
     process_group: Any = None
     device_mesh: Any = None
+    groups: Any = None
     bucket_cap_mb: float = 25
     timeout_s: float = 1800.0
     broadcast_buffers: bool = True
@@ -169,6 +175,7 @@ class Options:
                 f"device_mesh must have one dimension, or two (replicate, shard), got {self.device_mesh.ndim}: "
                 "pass mesh['name'] of the data-parallel one, or mesh['replicate', 'shard']"
             )
+        check_groups(self.groups)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB", 2**40)
         _check_positive("timeout_s", self.timeout_s, "seconds", 1e9)
         for name in (
@@ -269,7 +276,7 @@ class Options:
 
     def without_group(self) -> Options:
         """Return a copy that can be pickled, without process group and mesh."""
-        return dataclasses.replace(self, process_group=None, device_mesh=None, ignored_params=())
+        return dataclasses.replace(self, process_group=None, device_mesh=None, groups=None, ignored_params=())
 
 
 def refuse_options(options: Collection[str], names: Collection[str], where: str, instead: str) -> None:
@@ -284,6 +291,23 @@ def _check_precision(precision: Any) -> None:
         Precision.of(value, f"precision[{name!r}]")
     if precision is not None and not isinstance(precision, Mapping):
         Precision.of(precision)
+
+
+def check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    if not isinstance(groups, Mapping) or not groups:
+        raise TypeError(f"groups must be a dict of patterns or modules to meshes or process groups, got {groups!r}")
+    for key, group in groups.items():
+        if not isinstance(key, str) and not hasattr(key, "named_parameters"):
+            raise TypeError(f"groups: a key must be a pattern or a module, got {key!r}")
+        if getattr(group, "ndim", 1) != 1:
+            raise ValueError(f"groups: the mesh of {text_of_group(key)} must have one dimension, got {group.ndim}")
+
+
+def text_of_group(key: Any) -> str:
+    """Return a key of `groups` for messages."""
+    return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 
 def _check_clip(max_norm: Any) -> None:

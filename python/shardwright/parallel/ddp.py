@@ -47,9 +47,20 @@ from .ddp_compat import (
 )
 from .ddp_logging import DDPLogger
 from .join import ShadowHook
+from .parts import Part, by_name, find_parts
 from .replica import Replica, live_replicas
 
-_RANK_LOCAL = ("process_group", "device_mesh", "reducer", "logger", "_replica", "_drift", "_retire", "__weakref__")
+_RANK_LOCAL = (
+    "process_group",
+    "device_mesh",
+    "reducer",
+    "logger",
+    "_replica",
+    "_parts",
+    "_drift",
+    "_retire",
+    "__weakref__",
+)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -156,6 +167,7 @@ class DistributedDataParallel(TorchDDP):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
         self.module = module
+        self._options = dataclasses.replace(self._options, groups=by_name(module, self._options.groups))
         self._zero = zero
         self._inner = self._find_inner()
         check_marks(module, zero, self._options.share_parameters)
@@ -239,7 +251,9 @@ class DistributedDataParallel(TorchDDP):
 
     def _reset_engine(self) -> None:
         self._replica: Replica | None = None
-        self._drift: DriftCheck | None = None
+        #: further engines, each for the parameters of one of `groups`
+        self._parts: tuple[Replica, ...] = ()
+        self._drift: list[DriftCheck] = []
         self.process_group = self._options.process_group
         self.reducer = ReducerFacade(self)  # type: ignore[assignment]
         self.logger = DDPLogger(self)  # type: ignore[assignment]
@@ -276,6 +290,8 @@ class DistributedDataParallel(TorchDDP):
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
         group = host_group(self.process_group, options.timeout_s)
+        ignored = frozenset(self.parameters_to_ignore)
+        parts = find_parts(self.module, options, ignored, group)
         slicing = self._slice_over(group)
         settings = {
             "bucket_cap_mb": options.bucket_cap_mb,
@@ -299,11 +315,12 @@ class DistributedDataParallel(TorchDDP):
             "offload": offload_kind(self._options.offload),
             "check_every": options.check_every,
         }
+        own = ignored.union(*(part.names for part in parts))
         self._replica = Replica(
             self.module,
             group,
             options,
-            frozenset(self.parameters_to_ignore),
+            own,
             _reads_sync_flag(self),
             settings,
             self._zero,
@@ -313,20 +330,48 @@ class DistributedDataParallel(TorchDDP):
         )
         if self._precision is not None:
             self._replica.give_copies_to(self._precision)
-        self._drift = self._replica.access.watch(
-            self.module, frozenset(self.parameters_to_ignore), pinned=bool(self._zero)
-        )
-        self._retire = weakref.finalize(self, self._replica.retire)
+        self._drift = [self._replica.access.watch(self.module, own, pinned=bool(self._zero))]
+        try:
+            for part in parts:
+                self._add_part(part, settings)
+        except BaseException:
+            for replica in self._engines():
+                replica.retire(together=True)
+            raise
+        self._retire = weakref.finalize(self, _retire_all, self._engines())
         self._retire.atexit = False
         if init_sync:
             self._assign_modules_buffers()
             self._replica.broadcast_state(0, self.modules_buffers if sync_buffers else ())
+            for replica in self._parts:
+                replica.broadcast_state(0, ())
         if self._compressor is not None:
             self.compress_gradients(self._compressor)
         elif self._compress is not None:
             from .auto_compression import begin_auto  # torch's counter of such wrappers
 
             begin_auto(self)
+
+    def _add_part(self, part: Part, settings: dict[str, Any]) -> None:
+        """Make the engine of one of `groups`. Collective over its ranks."""
+        assert self._replica is not None
+        named = (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers())
+        others = frozenset(name for name, _ in named) - part.names
+        group = part.group()
+        world_size = self._replica.group.world_size
+        replica = Replica(
+            *(self.module, group, part.options, others, _reads_sync_flag(self)),
+            {**settings, "device_mesh": part.title},
+            self._zero,
+            before=self._engines()[-1],
+            gradient_factor=1.0 if part.options.reduce == "sum" else group.world_size / world_size,
+        )
+        self._parts += (replica,)
+        self._drift.append(replica.access.watch(self.module, others, pinned=bool(self._zero)))
+
+    def _engines(self) -> list[Replica]:
+        """Return all engines, as _engine() does: that of the module's group, then those of `groups`."""
+        return [self._engine(), *self._parts]
 
     def _slice_over(self, group: HostGroup) -> Slicing:
         """Return the owners of slices."""
@@ -364,7 +409,8 @@ class DistributedDataParallel(TorchDDP):
         ):
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
-        replica.arrange_hooks(is_compiling)
+        for each in self._engines():
+            each.arrange_hooks(is_compiling)
         announcer = replica.join_link.announcer
         if announcer is not None and announcer.is_on:
             announcer.announce("forward", 0, None)
@@ -377,10 +423,11 @@ class DistributedDataParallel(TorchDDP):
         if self._join_config.enable:
             self._agree_on_sync(training and self.require_backward_grad_sync)
         try:
-            if training:
-                replica.before_forward(self.require_backward_grad_sync)
-            else:
-                replica.access.before_evaluation()
+            for each in self._engines():
+                if training:
+                    each.before_forward(self.require_backward_grad_sync)
+                else:
+                    each.access.before_evaluation()
         except Error as error:
             self.logger.set_error_and_log(str(error))  # type: ignore[union-attr]
             raise
@@ -394,8 +441,9 @@ class DistributedDataParallel(TorchDDP):
         synchronises = training and self.require_backward_grad_sync
         if self.require_forward_param_sync is not synchronises:
             self.require_forward_param_sync = synchronises
-        if training and self._replica is not None:
-            replica = self._replica
+        for replica in (
+            self._engines() if training and self._replica is not None else ()
+        ):  # hooks of outputs open rounds in this order
             replica.forwards.end()
             if replica.access.guard is not None:
                 replica.access.guard.check("after a forward")
@@ -468,6 +516,10 @@ class DistributedDataParallel(TorchDDP):
         training rank. The program's own collectives inside (full_gradients, full_parameters, checkpoints) would wait
         for it until the deadline.
         """
+        if self._options.groups is not None:
+            raise NotImplementedError(
+                "join() is not there for a module with groups=: give all ranks equally many inputs"
+            )
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
         if self._inner:
@@ -541,6 +593,8 @@ class DistributedDataParallel(TorchDDP):
         see Replica.hook_runner.
         """
         replica = self._engine()
+        if self._parts:
+            raise NotImplementedError("communication hooks are not there for a module with groups=")
         if self._comm_hooks or replica.compression is not None:
             self._log_and_throw(
                 Error,
@@ -573,6 +627,8 @@ class DistributedDataParallel(TorchDDP):
             If the options ask for a sum instead of a mean.
         """
         check_compressor(compress, self._options.reduce)
+        if self._options.groups is not None:
+            raise NotImplementedError("compressors are not there for a module with groups=")
         if self._comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
@@ -637,7 +693,7 @@ class DistributedDataParallel(TorchDDP):
     # copies: weights without an engine, which is made collectively at the copy's first forward with gradients -------
 
     def __getstate__(self) -> dict[str, Any]:
-        if not is_default_group(self.process_group):
+        if not is_default_group(self.process_group) or self._options.groups is not None:
             raise Error(
                 "a wrapper over a group of its own cannot be pickled, since the group cannot: pickle sw.unwrap(model)"
             )
@@ -666,6 +722,11 @@ class DistributedDataParallel(TorchDDP):
         made._options = self._options  # a group is shared, not copied
         made.process_group = self._options.process_group
         return made
+
+
+def _retire_all(replicas: list[Replica]) -> None:
+    for replica in replicas:
+        replica.retire()
 
 
 def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:

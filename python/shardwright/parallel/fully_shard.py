@@ -27,12 +27,13 @@ from ..options.offload import offload_kind
 from ..options.options import refuse_options
 from ..options.precision import Precision
 from ..parameters.unshard_schedule import Unit, UnitSchedule
+from ..torch_compat.dtensor import is_dtensor
 from .ddp import DistributedDataParallel
 
 
 @dataclasses.dataclass
 class Mark:
-    """The mark of fully_shard on a module: its options, and its unit.
+    """The mark of fully_shard on a module: its options, and its unit; with groups= one unit of each part.
 
     Attributes
     ----------
@@ -50,44 +51,43 @@ class Mark:
     is_list: bool = False
     wrapper: DistributedDataParallel | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
-    _schedule: weakref.ref[UnitSchedule] | None = None
-    _unit: int = 0
+    _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
         """Note that the module became a unit."""
-        self._schedule, self._unit = weakref.ref(schedule), unit
+        self._units = [(weakref.ref(each), of.number) for each, of in self.places() if each is not schedule]
+        self._units.append((weakref.ref(schedule), unit))
         for phase in self.ahead:
-            schedule.ahead[phase][unit] = functools.partial(self._units_ahead, phase)
+            schedule.ahead[phase][unit] = functools.partial(self._units_ahead, phase, weakref.ref(schedule))
 
     def look_ahead(self, phase: str, marks: list[Mark]) -> None:
         """Gather the units of `marks` ahead while this one runs."""
         self.ahead[phase] = marks
-        place = self.place()
-        if place is not None:
-            self.join(place[0], place[1].number)
+        for schedule, unit in self.places():
+            self.join(schedule, unit.number)
 
-    def _units_ahead(self, phase: str) -> list[Unit]:
-        places = [mark.place() for mark in self.ahead[phase]]
-        return [place[1] for place in places if place is not None]
+    def _units_ahead(self, phase: str, schedule: weakref.ref[UnitSchedule]) -> list[Unit]:
+        return [unit for mark in self.ahead[phase] for of, unit in mark.places() if of is schedule()]
 
-    def place(self) -> tuple[UnitSchedule, Unit] | None:
-        """Return the module's unit; None before there is one, and after its end."""
-        schedule = self._schedule() if self._schedule is not None else None
-        return (schedule, schedule.units[self._unit]) if schedule is not None and schedule.units else None
+    def places(self) -> list[tuple[UnitSchedule, Unit]]:
+        """Return the module's units; none before there are some, and after their end."""
+        found = ((schedule(), unit) for schedule, unit in self._units)
+        return [(each, each.units[unit]) for each, unit in found if each is not None and each.units]
 
     def make(self, module: torch.nn.Module) -> None:
         """Return the engine, with `module` the outermost, unless it is inside of one that has an engine. Collective
         then."""
-        if self.place() is None and self.is_list:
+        if not self.places() and self.is_list:
             raise Error(
                 f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "
                 "outermost module too, which makes it, and run that first"
             )
-        if self.place() is None:
+        if not self.places():
             self.wrapper = None
+            options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
             precision = _policies(module)
             self.wrapper = DistributedDataParallel(
-                module, zero=3, share_parameters=False, precision=precision, **self.options
+                module, zero=3, share_parameters=False, precision=precision, **options
             )
 
 
@@ -102,6 +102,21 @@ def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
     """Return the precision options of fully_shard for `module` and the modules inside it."""
     marks = {name: mark_of(each) for name, each in module.named_modules()}
     return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
+
+
+def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
+    """Return the inner modules of DTensors that have a mesh of other ranks than the outermost one: experts."""
+    outer = options.get("device_mesh")
+    ranks = list(range(torch.distributed.get_world_size())) if outer is None else outer.mesh.tolist()
+    ignored = {id(each) for each in options.get("ignored_params", ())}
+    found = {}
+    for each in module.modules():
+        mark = mark_of(each)
+        mesh = None if mark is None or each is module else mark.options.get("device_mesh")
+        own = [p for p in each.parameters() if id(p) not in ignored]
+        if mesh is not None and mesh.mesh.tolist() != ranks and own and all(map(is_dtensor, own)):
+            found[each] = mesh
+    return found or None
 
 
 class FullySharded(torch.nn.Module):
@@ -126,26 +141,23 @@ class FullySharded(torch.nn.Module):
             wrapper._precision.leave()
         return wrapper._post_forward(wrapper._precision.cast_output(output))
 
-    def _placed(self) -> tuple[UnitSchedule, Unit]:
-        mark = self._shardwright_mark
-        mark.make(self)
-        place = mark.place()
-        assert place is not None
-        return place
+    def _placed(self) -> list[tuple[UnitSchedule, Unit]]:
+        self._shardwright_mark.make(self)
+        return self._shardwright_mark.places()
 
     def unshard(self, async_op: bool = False) -> Gathered | None:
         """Gather this module's unit until reshard(). For an inner unit the outermost module's engine must exist.
 
         With `async_op` return an object with wait(), as FSDP2 does; the unit is whole already.
         """
-        schedule, unit = self._placed()
-        schedule.pin(unit)
+        for schedule, unit in self._placed():
+            schedule.pin(unit)
         return Gathered() if async_op else None
 
     def reshard(self) -> None:
         """Release this module's unit, now or once no module runs in it."""
-        schedule, unit = self._placed()
-        schedule.unpin(unit)
+        for schedule, unit in self._placed():
+            schedule.unpin(unit)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Add to `.grad` locally in backwards inside. For the outermost module."""
@@ -183,9 +195,8 @@ class FullySharded(torch.nn.Module):
             if mark is None:
                 continue
             mark.reshard_after_forward = reshard_after_forward
-            place = mark.place()
-            if place is not None and not place[1].is_outermost:
-                for form in filter(None, (place[1], place[1].compute_form)):
+            for _, unit in mark.places():
+                for form in () if unit.is_outermost else filter(None, (unit, unit.compute_form)):
                     form.reshard_after_forward = reshard_after_forward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -265,8 +276,8 @@ def fully_shard(
     module : Module or sequence of Module
         Several modules are one unit: each is whole while any of them runs. Pass the outermost module by itself.
     mesh, device_mesh
-        See Options; `mesh` is FSDP2's name for the same. The outermost module's mesh counts: an inner one of other
-        ranks is an error.
+        See Options; `mesh` is FSDP2's name for the same. The outermost module's mesh counts. An inner one of other
+        ranks is an error, except for a module of DTensors (experts), which it makes one of the outermost one's `groups`.
     ignored_params, **options
         See Options; those of the outermost module count. An inner module whose parameters the outermost one all ignores
         is no unit of it. It has an engine of its own, over its own mesh, and needs an optimizer of its own.

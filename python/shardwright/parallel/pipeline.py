@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,7 +62,14 @@ class PipelineStage(TorchPipelineStage):
     def _keep(self) -> None:
         if self._keeps_whole and not self._is_kept and self.has_backward and torch.is_grad_enabled():
             self._is_kept = True
-            self._kept.enter_context(self._wrapper._engine().access.whole())
+            self._kept.enter_context(self._whole())
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for engine in self._wrapper._engines():
+                stack.enter_context(engine.access.whole())
+            yield
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch."""
@@ -75,14 +83,15 @@ class PipelineStage(TorchPipelineStage):
     ) -> Any:
         """Run a backward of a micro-batch, or a part of it: "full", "input" or "weight". It averages nothing."""
         reads = backward_type != "full" and self._wrapper._engine().releases_parameters
-        whole = self._wrapper._engine().access.whole() if reads else contextlib.nullcontext()
+        whole = self._whole() if reads else contextlib.nullcontext()
         with self._wrapper.no_sync(), whole:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
 
     def _average(self) -> None:
         self._is_kept = False
         self._kept.close()
-        self._wrapper._engine().average_gradients()
+        for engine in self._wrapper._engines():
+            engine.average_gradients()
         self._is_averaged = True
 
     def scale_grads(self, grad_scale_factor: int) -> None:

@@ -68,6 +68,11 @@ class Replica:
     gradients : ModuleGradients
     steppers : Steppers
         The optimizers of the module.
+
+    Notes
+    -----
+    With groups= a wrapper has several, each for some of the parameters. Rounds of one end behind those of the one
+    `before`, and gradients are multiplied by `gradient_factor` as autograd brings them (parallel/parts.py).
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class Replica:
         *,
         compress: Compressor | None = None,
         precision: PrecisionPlan | None = None,
+        before: Replica | None = None,
+        gradient_factor: float = 1.0,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -90,29 +97,29 @@ class Replica:
         self.group = group
         self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
         self.settings = settings
+        self._gradient_factor = gradient_factor
         self._module = weakref.ref(module)
-        #: the ranks of the mesh of the module's DTensors
-        self.model_ranks: ModelRanks | None = None
+        #: the ranks of the mesh of the module's DTensors, made before anything can fail on one of them
+        self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
         self._has_agreed = False
-        refusal = None
+        refusal: Exception | None = None
         try:
             self.table = self._table_of(module, ignored, options)
-            if self.table.model_mesh is not None:
-                self.model_ranks = ModelRanks(self.table.model_mesh, options.timeout_s)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
-            check_inner(module, _ranks_of(options, group), ignored)
+            if before is None:
+                check_inner(module, _ranks_of(options, group), ignored)
             sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
             description = self.table.description({**settings, "sparse gradients": sparse})
-        except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank
-            refusal, description = error, [["failure", str(error)]]
+        except Exception as error:  # any error: the peers get it before they wait for this rank
+            refusal, description = error, [["failure", str(error) or type(error).__name__]]
         try:
             verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
             self._agree_over_mesh(None)
-        except (Error, NotImplementedError) as error:
+        except Exception as error:
             if not self._has_agreed:
                 self._agree_over_mesh(error)
             raise
@@ -149,7 +156,7 @@ class Replica:
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group)
         try:
-            self._attach(synchronises)
+            self._attach(synchronises, before)
         except BaseException as error:  # an error of this rank alone: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
@@ -174,12 +181,14 @@ class Replica:
         self._has_agreed = True
         if self.model_ranks is None:
             return
+        if failure is not None:
+            self.model_ranks.agree([], self.label, failure)
         place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
         place += [["rank among them", str(self.group.rank)]]
         lines = [
             [name, f"{tuple(p.shape)}{placed(p)}"] for name, p in zip(self.table.names, self.table.module_parameters)
         ]
-        self.model_ranks.agree(place + lines, self.label, failure)
+        self.model_ranks.agree(place + lines, self.label, None)
         if self.settings.get("init_sync"):
             self.model_ranks.check_replicated(self.table, self.group, self.label)
 
@@ -219,8 +228,9 @@ class Replica:
         like: torch.Tensor = self._storage.like(index)
         return like
 
-    def _attach(self, synchronises: Callable[[], bool]) -> None:
+    def _attach(self, synchronises: Callable[[], bool], before: Replica | None) -> None:
         steppers = self.steppers
+        opens_first = None if before is None else _weakly(before.open_round)
         gradients = self.gradients = ModuleGradients(
             *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
@@ -230,7 +240,7 @@ class Replica:
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else _weakly(gradients.write_contribution),
-            open=self.rounds.opener(synchronises),
+            open=self.rounds.opener(synchronises, opens_first),
             renew=_weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
@@ -306,8 +316,15 @@ class Replica:
         """Return True if a later wrapper has taken over the module."""
         return self not in _live
 
+    def open_round(self) -> None:
+        """Open the round of the backward that runs, if it is not open."""
+        self.reducer.open_round()
+
     def _hook(self, index: int) -> None:
         parameter = self.table.parameters[index]
+        if self._gradient_factor != 1.0:
+            factor = self._gradient_factor
+            self._handles.append(self.table.module_parameters[index].register_hook(lambda gradient: gradient * factor))
         self._handles.append(parameter.register_post_accumulate_grad_hook(self.reducer.hook(index)))
         hooks = _hooks.gradient_hooks(parameter)
         if hooks is not None:
@@ -420,13 +437,13 @@ class Replica:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare the step of an optimizer that holds one of our parameters, before it."""
-        owner = getattr(optimizer, "replica", None)
-        if self.zero and isinstance(owner, Replica) and owner is not self:
+        owners = getattr(optimizer, "replicas", None)
+        if self.zero and owners is not None and self not in owners:
             raise Error(
                 f"this optimizer was sliced for an earlier wrapper of the {self.label}: give sw.wrap(module, optimizer, zero=...) "
                 "the optimizer too when wrapping again"
             )
-        if self.zero and owner is None:
+        if self.zero and owners is None:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which "
                 "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
@@ -504,6 +521,10 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _taking_part(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Tensor]:
+    return [parameter for name, parameter in module.named_parameters() if name not in ignored]
 
 
 def _ranks_of(options: Options, group: HostGroup) -> list[Any]:

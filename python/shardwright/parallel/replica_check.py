@@ -141,12 +141,21 @@ class ReplicaCheck:
         if known and not bool(torch.stack([each.reshape(()) for each in known]).all()):
             raise Error(NOT_FINITE)
 
-    def explain_not_finite(self, error: Error) -> None:
-        """Raise a sentence with parameters and ranks if `error` is NOT_FINITE of some rank. Collective then."""
+    def not_finite(self) -> list[str]:
+        """Return the names of parameters of which this rank's own gradients are not finite."""
+        replica = self._replica()
+        names = [] if replica is None else replica.table.names
+        return [names[index] for index, finite in sorted(self._finite.items()) if names and not bool(finite)]
+
+    def explain_not_finite(self, error: Error, parts: Sequence[ReplicaCheck] = ()) -> None:
+        """Raise a sentence with parameters and ranks if `error` is NOT_FINITE of some rank. Collective then.
+
+        `parts`: the checks of parameters that other groups average, which step together with these.
+        """
         replica = self._replica()
         if replica is None or str(error) != NOT_FINITE:
             return
-        bad = [replica.table.names[index] for index, finite in sorted(self._finite.items()) if not bool(finite)]
+        bad = [name for check in (self, *parts) for name in check.not_finite()]
         mine = json.dumps([len(bad), bad[:_MOST_NAMED]]).encode()
         said = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"gradients of {replica.label}")]
         rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in enumerate(said) if count]

@@ -1,0 +1,158 @@
+"""Parts: the parameters of a module that other ranks than the rest average (`groups=`), such as experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import glob
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Error
+from ..comm.process_group import HostGroup, group_ranks, host_group, resolve_group
+from ..layout.param_table import verify
+from ..options.options import Options, text_of_group
+from ..torch_compat.dtensor import is_dtensor
+
+__all__ = ["Part", "by_name", "find_parts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The parameters of the entries of `groups=` that have the same ranks.
+
+    Attributes
+    ----------
+    title : str
+        The entries' keys, for messages.
+    names : frozenset of str
+        All names of its parameters in the module.
+    ranks : tuple of int
+        The global numbers of the ranks that average them.
+    options : Options
+        The wrapper's, with the entry's ranks as its group.
+    """
+
+    title: str
+    names: frozenset[str]
+    ranks: tuple[int, ...]
+    options: Options
+
+    def group(self) -> HostGroup:
+        """Return the communicator. Collective over its ranks at first use."""
+        torch_group = resolve_group(self.options.process_group, self.options.device_mesh)
+        return host_group(torch_group, self.options.timeout_s)
+
+
+def by_name(module: torch.nn.Module, groups: Any) -> Any:
+    """Return the option with the names of modules in place of modules inside `module`: a copy of it has them, too."""
+    names = {id(each): name for name, each in module.named_modules() if name}
+    return groups and {glob.escape(names[id(key)]) if id(key) in names else key: ranks for key, ranks in groups.items()}
+
+
+def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str], group: HostGroup) -> list[Part]:
+    """Return the parts of a module that is averaged over `group`, in the order of `groups=`.
+
+    Collective over `group`, if there are groups. What cannot be is the same error on all ranks.
+    """
+    if options.groups is None:
+        return []
+    label = type(module).__name__
+    parts: list[Part] = []
+    lines: list[list[str]] = []
+    refusal: Exception | None = None
+    try:
+        parts = _assign(module, options, ignored)
+        named = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n not in ignored}
+        for part in parts:
+            _check(part, named, group_ranks(group.torch_group))
+        lines = [[f"group {p.title}", f"of {len(p.ranks)} ranks, {', '.join(sorted(p.names))}"] for p in parts]
+    except Exception as error:  # any error: the peers get it before they wait for this rank
+        refusal = error
+    try:
+        mine = "" if refusal is None else str(refusal) or type(refusal).__name__
+        said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), f"groups of {label}")]
+        sentence = next(filter(None, said), "")
+        if refusal is not None and mine == sentence:
+            raise refusal
+        if sentence:
+            raise Error(sentence)
+    finally:
+        refusal = None  # its traceback holds this frame
+    verify(lines, group.comm.all_gather_bytes, f"the wrapped {label}")
+    return parts
+
+
+def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) -> list[Part]:
+    for name in ("compress", "precision", "offload"):
+        if getattr(options, name) is not None:
+            raise NotImplementedError(f"{name}= is not there for a module with groups=")
+    named = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if n not in ignored]
+    taken: dict[int, str] = {}
+    parts: list[Part] = []
+    for key, ranks in options.groups.items():
+        title = text_of_group(key)
+        members = {id(p) for n, p in named if _matches(n, key)} if isinstance(key, str) else _held(key)
+        names = frozenset(n for n, p in named if id(p) in members)
+        if not names:
+            raise ValueError(f"groups: {title} matches no parameter of {type(module).__name__}{_near(key, named)}")
+        for name, parameter in named:
+            if id(parameter) in members and taken.setdefault(id(parameter), title) != title:
+                raise ValueError(
+                    f"groups: parameter {name!r} is of {taken[id(parameter)]} and of {title}: name it once"
+                )
+        is_mesh = hasattr(ranks, "get_group")
+        own = dataclasses.replace(
+            options, groups=None, device_mesh=ranks if is_mesh else None, process_group=None if is_mesh else ranks
+        )
+        numbers = tuple(ranks.mesh.flatten().tolist() if is_mesh else group_ranks(ranks))
+        same = next((each for each in parts if each.ranks == numbers), None)
+        if same is None:
+            parts.append(Part(title, names, numbers, own))
+        else:  # entries of the same ranks are one part
+            parts[parts.index(same)] = Part(f"{same.title}, {title}", same.names | names, numbers, same.options)
+    return parts
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return True if the pattern is that of a parameter, or of a module around it."""
+    steps = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(steps[:count]), pattern) for count in range(1, len(steps) + 1))
+
+
+def _held(module: torch.nn.Module) -> set[int]:
+    return {id(p) for p in module.parameters()}
+
+
+def _near(key: Any, named: Sequence[tuple[str, Any]]) -> str:
+    if not isinstance(key, str):
+        return ""
+    steps = {".".join(name.split(".")[:count]) for name, _ in named for count in range(1, name.count(".") + 2)}
+    near = difflib.get_close_matches(key, sorted(steps), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
+    """Raise for a part whose group and DTensors are not those of `ranks`, which average the rest."""
+    for name in sorted(part.names):
+        parameter = named[name]
+        if not is_dtensor(parameter):
+            raise Error(
+                f"groups: parameter {name!r} of {part.title} is a plain tensor, and ranks outside of its group have other values under that name: "
+                "make it a DTensor over them, distribute_tensor(tensor, mesh['ep'], [Shard(0)])"
+            )
+        mesh = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        shards = [rank for rank in mesh if rank in ranks]
+        is_apart = set(part.ranks) <= set(ranks) and len(set(part.ranks) & set(mesh)) == 1
+        if not is_apart or len(part.ranks) * len(shards) != len(ranks):
+            raise Error(
+                f"groups: ranks {_numbers(part.ranks)} average {name!r} of {part.title}, and ranks {_numbers(mesh)} hold its shards; together "
+                f"they must be the ranks that average the rest, {_numbers(ranks)}"
+            )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,160 @@
+"""Law: experts that fewer ranks have in common train at every stage as the whole model does in one process, with the same bits at every
+stage; a norm counts each parameter once; states and checkpoints hold each expert once, and load over other ranks."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from expert_subjects import backward, build, distributed, mesh_of, optimizer_of, oracle, train, wrapped
+from harness import LONG, gather, on_every_rank, same_everywhere
+from oracle.fold import bits_equal
+from peer import PEER, sw
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+STAGES = (0, 1, 2, 3, "private", "by hand")
+
+
+@on_every_rank(exactly=4)
+def test_every_stage_has_the_bits_of_stage_0_and_the_values_of_one_process(rank, world_size):
+    mesh = mesh_of(2)
+    expected, expected_norms, _ = oracle(world_size)
+    first = None
+    for stage in STAGES:
+        model, optimizer = wrapped(mesh, stage)
+        norms = train(model, optimizer, rank)
+        found = sw.full_state_dict(model)
+        assert norms == pytest.approx(expected_norms, rel=1e-5) and same_everywhere([norms, *found.values()]), stage
+        first = first or (found, norms)
+        assert norms == first[1], stage
+        for name, value in expected.items():
+            assert bits_equal(found[name], first[0][name]), (stage, name)
+            assert torch.allclose(found[name], value, rtol=0, atol=1e-6), (stage, name)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert bits_equal(found[name], value), name
+
+
+def states(model, optimizer):
+    return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)["state"]
+
+
+@on_every_rank(exactly=4)
+def test_a_checkpoint_has_the_same_bytes_over_any_ranks_and_loads_there(rank, world_size):
+    folder = Path(os.environ["SW_TEST_FOLDER"])
+    splits = [(1, 2), ("private", 4), (0, 1), (3, None)]
+    splits += [(0, 2), (2, 2), (3, 2), ("by hand", 2), (2, 1)] if LONG else []
+    for number, (stage, ep) in enumerate(splits):
+        if ep is None:  # experts are plain, and of all ranks
+            model = build()
+            model, optimizer = sw.wrap(model, optimizer_of(model), zero=stage)
+        else:
+            model, optimizer = wrapped(mesh_of(ep), stage)
+        path = folder / f"experts-{number}"
+        if number == 0:
+            train(model, optimizer, rank, steps=2)
+            kept, random = states(model, optimizer), torch.get_rng_state()
+            _, _, expected = oracle(world_size, steps=2)
+            for at, state in expected["state"].items():
+                for key, value in state.items():
+                    assert torch.allclose(kept[1][at][key], value, rtol=0, atol=1e-6), (at, key)
+        elif stage == 0:
+            first = any(engine.group.rank == 0 for engine in model._engines())
+            sw.load_full_state_dict(model, kept[0] if first else None)
+            whole = sw.full_optimizer_state_dict(model, optimizer)
+            sw.load_full_optimizer_state_dict(model, optimizer, {**whole, "state": kept[1]})
+        else:
+            sw.load(folder / "experts-0", model, optimizer)
+        found = states(model, optimizer)
+        assert_equal(found[0], kept[0])
+        assert found[1].keys() == kept[1].keys()
+        for at, state in kept[1].items():
+            assert_equal(found[1][at], state)
+        torch.set_rng_state(random)
+        sw.save(path, model, optimizer, step=2)
+        for each in sorted(each for each in path.iterdir() if each.is_file()):
+            first = folder / "experts-0" / each.name
+            assert each.name == "MANIFEST.json" or each.read_bytes() == first.read_bytes(), (stage, ep, each.name)
+    if ep is not None:
+        return
+    sw.load(folder / "experts-0", model, optimizer)
+    train(model, optimizer, rank, steps=1, first=2)
+    value = sw.full_state_dict(model)["layers.1.experts.up"]
+    assert torch.allclose(value, oracle(world_size, steps=3)[0]["layers.1.experts.up"], rtol=0, atol=1e-6)
+
+
+@on_every_rank(exactly=4)
+def test_accumulation_overflow_and_experts_without_tokens(rank, world_size):
+    mesh = mesh_of(2)
+    expected = oracle(world_size, None, 2, times=3)[0]
+    first = None
+    for stage in STAGES if LONG else (0, 2, "private"):
+        model, optimizer = wrapped(mesh, stage)
+        for step in range(2):
+            optimizer.zero_grad()
+            with model.no_sync():
+                backward(model, 3 * step, rank)
+            backward(model, 3 * step + 1, rank)
+            backward(model, 3 * step + 2, rank)  # on top of a standing mean
+            optimizer.step()
+        found = sw.full_state_dict(model)
+        first = first or found
+        assert_equal(found, first)
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=1e-6), (stage, name)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # one rank's overflow in an expert is one everywhere
+    optimizer.zero_grad()
+    backward(model, 9, rank)
+    if rank == 3:
+        gradients = (p.grad._local_tensor for p in model.parameters() if hasattr(p, "placements"))
+        pieces = (each if type(each) is torch.Tensor else each.piece for each in gradients)
+        next(each for each in pieces if each.numel()).view(-1)[0] = float("inf")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    assert gather(scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()) == [1.0] * world_size
+
+    model, optimizer = wrapped(mesh, 2)  # the router sends all tokens to the experts of one rank
+    with sw.full_parameters(model, writable=True), torch.no_grad():
+        for layer in model.module.layers:
+            layer.router.bias.copy_(torch.tensor([50.0, 40.0, 0.0, 0.0]))
+    train(model, optimizer, rank, steps=2)
+    assert same_everywhere([*sw.full_state_dict(model).values()])
+
+
+@on_every_rank(exactly=4)
+def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
+    mesh = mesh_of(2)
+
+    def told(text, groups, model=None, **options):
+        with pytest.raises(Exception, match=text) as caught:
+            sw.wrap(model or distributed(mesh), groups=groups, **options)
+        assert len(set(gather(str(caught.value)))) == 1
+
+    group = mesh["dp_mod_ep"]
+    three = torch.distributed.new_group([0, 1, 2] if rank < 3 else [3], use_local_synchronization=True)
+    told(r"'layers.\*.expert' matches no parameter of Model: did you mean 'layers.1.exp", {"layers.*.expert": group})
+    told("'layers.0.experts.down' is of .* and of .*: name it", {"layers.*.experts": group, "*.down": mesh["ep"]})
+    told(
+        "parameter 'layers.0.experts.down' of 'layers' is a plain tensor.*distribute_tensor", {"layers": group}, build()
+    )
+    told(
+        "ranks 0, 1 average 'layers.0.experts.down'.*ranks 0, 1 hold its shards.* 0, 1, 2, 3", {"*.experts": mesh["ep"]}
+    )
+    told("ranks 0, 1, 2 average .* and ranks 0, 1 hold its shards; together", {"*.experts": three})
+    told(
+        "ranks disagree about the wrapped Model: rank 0 has .*, ranks? 1",
+        {"*.experts" if rank else "*.experts.up": group},
+    )
+    told("groups: 'nothing' matches no parameter", {"*.experts" if rank != 2 else "nothing": group})
+    told("compress= is not there", {"*.experts": group}, compress=sw.Int8())
+    with pytest.raises(TypeError, match="groups must be a dict"):
+        sw.wrap(build(), groups=[group])
+    model = sw.wrap(distributed(mesh), groups={"*.experts": group})
+    with pytest.raises(NotImplementedError, match="join"):
+        model.join()
+    with pytest.raises(NotImplementedError, match="communication hooks"):
+        model.register_comm_hook(None, lambda state, bucket: bucket)
