@@ -27,6 +27,7 @@ from .content import (
     stateful_tree,
 )
 from .device_staging import DeviceStaging
+from .memory.tier import MemoryTier
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 from .peers import Peers, averages_gradients, os_error, whole_parameters
@@ -197,7 +198,7 @@ class Writer:
         self._timeout_s = timeout_s
         self._max_file_bytes = max_file_bytes
         self._nonce_prefix = nonce
-        self._number = 0
+        self._number = self._kept = 0
         self._held: Content | None = None
         self._spoiled = ""  # the reason why the beginning save must be cancelled
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -270,6 +271,30 @@ class Writer:
             elif isinstance(error, CheckpointError):
                 raise
             raise os_error(sentence, getattr(error, "errno", None)) from error
+
+    def keep(self, step: int, training: Training, tier: MemoryTier) -> None:
+        """Copy this rank's share into memory that outlives it. After tier.is_due(), on all ranks.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks for a failure before the agreement. A later one ends the tier.
+        """
+        self._kept += 1
+        slices, passing = released_slices(training.model)
+        with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
+            content, own, plan = self._agree(training, step, slices, passing)
+            sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
+            tier.put(
+                step,
+                f"{self._nonce_prefix}m{_base36(self._kept)}",
+                self._layout,
+                plan,
+                sources,
+                None if own is None else (own.plan(), own.sources()),
+                held_bytes(training.model, training.optimizer, self._peers.world_size),
+                self._staging.for_saver(),
+            )
 
     def _give_up(self, reason: str) -> None:
         """Abandon the beginning save. Its threads may already read memory that this writer holds for them."""
