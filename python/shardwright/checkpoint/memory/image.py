@@ -7,7 +7,7 @@ Bytes of the memfd:
 
 A table is a prefix, a head (JSON), runs and tallies:
 
-    prefix   magic (8 bytes), crc32 of the rest (4), bytes of head, runs, tallies (4 each)
+    prefix   magic (8 bytes), bytes of head, runs, tallies (4 each), crc32 of all but itself (4)
     head     step, nonce, rank, world_size, data; rank 0's also has metric and files [(path, nbytes)] in the order of blocks
     runs     (begin, nbytes), 8 bytes each: what the rank wrote
     tallies  checksums of the blocks, as in csrc/checkpoint/tally.h
@@ -50,18 +50,18 @@ class Table:
     def encode(self) -> bytes:
         head = json.dumps(self.head).encode()
         parts = head, self.runs, self.tallies
-        rest = b"".join(parts)
-        return _PREFIX.pack(_MAGIC, zlib.crc32(rest), *map(len, parts)) + rest
+        rest, lengths = b"".join(parts), [*map(len, parts)]
+        return _PREFIX.pack(_MAGIC, *lengths, _checksum(lengths, rest)) + rest
 
     @classmethod
     def decode(cls, data: Any) -> Table | None:
         """Return the table at the start of `data`; None if there is none, or a torn one."""
-        magic, crc, head, runs, tallies = _PREFIX.unpack_from(data)
+        magic, head, runs, tallies, checksum = _PREFIX.unpack_from(data)
         end = _PREFIX.size + head + runs + tallies
         if magic != _MAGIC or end > min(len(data), TABLE_BYTES):
             return None
         rest = bytes(data[_PREFIX.size : end])
-        if zlib.crc32(rest) != crc:
+        if _checksum([head, runs, tallies], rest) != checksum:
             return None
         return cls(json.loads(rest[:head]), rest[head : head + runs], rest[head + runs :])
 
@@ -72,6 +72,10 @@ class Table:
     @property
     def nbytes(self) -> int:
         return sum(nbytes for _, nbytes in self.each_run())
+
+
+def _checksum(lengths: Sequence[int], rest: bytes) -> int:
+    return zlib.crc32(rest, zlib.crc32(struct.pack("<8s3I", _MAGIC, *lengths)))
 
 
 class Image:
