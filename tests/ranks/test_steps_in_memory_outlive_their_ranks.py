@@ -65,8 +65,8 @@ def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose
     losses = trained(rank, pair, checkpoints, begin, begin + steps)
     tier.wait()
     checkpoints.wait()
-    gather(None)
     pid = tier._client.ask("list")[0]["pid"]
+    gather(None)
     if tier._host in lose and tier._is_first:
         os.kill(pid, signal.SIGKILL)
     gather(None)
