@@ -88,7 +88,9 @@ class Subject:
             assert all(torch.equal(a, b) for a, b in zip(before, self.model.parameters()))
 
 
-def work(rank: int, world_size: int, model: str, zero: int, hosts: list[int] | None, rounds: int, budget_s: float) -> Any:
+def work(
+    rank: int, world_size: int, model: str, zero: int, hosts: list[int] | None, rounds: int, budget_s: float
+) -> Any:
     process_group._forced_hosts = hosts
     directory = tempfile.mkdtemp(prefix="bench-memory-") if rank == 0 else ""
     told = [directory]

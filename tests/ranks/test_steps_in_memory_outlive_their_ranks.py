@@ -250,7 +250,10 @@ def test_where_memory_does_not_suffice_the_disk_alone_is_used(rank, world_size):
 
 def test_what_would_fit_is_named():
     gib = 1 << 30
-    needs = [budget.Need("a", 2 * gib, [gib, gib], 0, 8 * gib, "MemAvailable"), budget.Need("b", gib, [gib], 0, 8 * gib, "x")]
+    needs = [
+        budget.Need("a", 2 * gib, [gib, gib], 0, 8 * gib, "MemAvailable"),
+        budget.Need("b", gib, [gib], 0, 8 * gib, "x"),
+    ]
     assert budget.refusal(needs, 1) == "" and "memory_replicas=1 would fit" in budget.refusal(needs[:1], 2)
     assert "2 images of 2.00 GiB of its ranks and of 2 other hosts" in budget.refusal(needs[:1], 2)
     with open("/proc/meminfo") as file:

@@ -21,8 +21,8 @@ from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
-from .optimizer_extras import stepping_optimizer
 from .memory.tier import Candidate, MemoryTier
+from .optimizer_extras import stepping_optimizer
 from .peers import Peers, os_error
 from .reading import Reader, agree_on, apply_together
 from .remote.mirror import Mirror
@@ -103,10 +103,10 @@ class Checkpointer:
     local_directory : path-like, optional
         The local directory of an address, shared by the hosts. Default: one below ~/.cache/shardwright.
     memory_every : int, optional
-        save() also copies every step whose number is a multiple of it into memory that outlives killed ranks, in a process of
-        its own on each host, whether or not the step goes to disk. restore() takes the newest complete step of both. Costs twice
-        this host's share of a checkpoint in memory, and as much for each replica. If that does not fit, the disk alone is used
-        and the log says why, once. Default: the disk alone.
+        save() also copies each multiple of it into memory that outlives killed ranks, whether or not the step goes to disk.
+        restore() takes the newest complete step of both. The memory is twice this host's share of a checkpoint, and twice that
+        of another host for each replica. If it does not fit, the disk alone is used, and the log says why. close() frees it, so
+        save the last step to disk. Default: the disk alone.
     memory_replicas : int, optional
         Other hosts that get a copy of each host's share; a step survives the loss of as many neighbouring hosts. Default: 1
         where the next host is another machine, else 0.
@@ -337,8 +337,7 @@ class Checkpointer:
         if refusal is not None and every != 1:  # without `step` this rank cannot tell if its peers save now
             raise refusal
         if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
-            if self._memory.is_due(step + 1):
-                self._writer.keep(step + 1, self._training, self._memory)
+            self._keep(step + 1, self._memory)
         if refusal is None and (step + 1) % every:
             return False
         if self._on_busy != "wait" and any(self._peers.exchange(self._writer.is_busy, "is a save under way")):
@@ -353,6 +352,12 @@ class Checkpointer:
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
+
+    def _keep(self, step: int, memory: MemoryTier) -> None:
+        """Copy this rank's share of a step into memory, unless the tier is busy or off. Collective."""
+        ready = None if memory.off or memory.is_busy else self._writer.repeat(step, self._training)
+        if memory.is_due(step, ready is not None):
+            self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
 
     def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
         """Check that `every` of the first call is equal on all ranks: otherwise some wait for ranks that train on."""
@@ -459,8 +464,10 @@ class Checkpointer:
     @property
     def progress(self) -> dict[str, int]:
         """Return counts of this rank, without communication: bytes_total, bytes_written, staging_bytes (memory held),
-        direct_bytes, device_bytes (copied from a GPU in all saves), busy; with a memory tier also memory_step (the newest step that
-        this rank has copied), memory_bytes (of its share), memory_skipped (steps that found the copy before still under way)."""
+        direct_bytes, device_bytes (copied from a GPU in all saves), busy.
+
+        A memory tier adds memory_step (the newest step that this rank has copied), memory_bytes (of its share), and memory_skipped
+        (steps that found the copy before still under way to another host)."""
         self._check_open()
         return self._writer.progress() | ({} if self._memory is None else self._memory.progress())
 

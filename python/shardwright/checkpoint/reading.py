@@ -693,9 +693,7 @@ def agree_on(
     return (made[0], "") if is_sound else (None, refusal)
 
 
-def _open_together(
-    path: str, peers: Peers, source: Source | None = None
-) -> tuple[CheckpointFolder | None, str]:
+def _open_together(path: str, peers: Peers, source: Source | None = None) -> tuple[CheckpointFolder | None, str]:
     """Open the folder on rank 0 and send its catalog to all ranks. Return (folder, "") or (None, reason). Collective."""
     catalog = b""
     found: list[CheckpointFolder] = []

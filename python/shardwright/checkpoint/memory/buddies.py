@@ -37,12 +37,19 @@ class Buddies:
         make(k, slot, data, tables) returns the image for host (h - k)'s step.
     """
 
-    def __init__(self, wire: Any, peers: Sequence[tuple[int, int]], make: Callable[[int, int, int, int], Image]) -> None:
+    def __init__(
+        self, wire: Any, peers: Sequence[tuple[int, int]], make: Callable[[int, int, int, int], Image]
+    ) -> None:
         self._wire, self._peers, self._make = wire, peers, make
         self._changed = threading.Condition()
-        self._job: tuple[Image, int, str, int] | None = None  # image, slot, nonce, tables; of the step that is being sent
+        self._job: tuple[Image, int, str, int] | None = (
+            None  # image, slot, nonce, tables; of the step that is being sent
+        )
         self._started = 0
-        self._sent, self._received = [0] * len(peers), [0] * len(peers)  # a peer's step may come before ours has started
+        self._sent, self._received = (
+            [0] * len(peers),
+            [0] * len(peers),
+        )  # a peer's step may come before ours has started
         self._is_closed = False
         self.failure = ""
         for number in range(len(peers)):

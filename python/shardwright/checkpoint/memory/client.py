@@ -26,7 +26,8 @@ _PROGRAM = str(Path(__file__).with_name("guardian.py"))
 
 def ancestors() -> list[tuple[int, int]]:
     """Return (pid, start) of this process and of those above it, as far as this process sees them."""
-    found, pid = [], os.getpid()
+    found: list[tuple[int, int]] = []
+    pid = os.getpid()
     while pid > 0 and (started := start_of(pid)) and len(found) < 64:
         found.append((pid, started))
         try:

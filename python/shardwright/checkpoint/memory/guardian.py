@@ -7,6 +7,8 @@ It ends when the launcher (PID, begun at START) has ended; when the last rank ha
 last rank is gone. The kernel frees the images then.
 """
 
+from __future__ import annotations
+
 import array
 import fcntl
 import json
@@ -23,12 +25,12 @@ ADD_SEALS, SEAL_SIZE = 1033, 1 | 2 | 4  # F_ADD_SEALS; F_SEAL_SEAL | F_SEAL_SHRI
 LOOK_S = 1.0  # between looks at a launcher without a pidfd
 
 
-def peer_uid(connection):
+def peer_uid(connection: socket.socket) -> int:
     """Return the uid of the process at the other end."""
-    return PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[1]
+    return int(PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[1])
 
 
-def start_of(pid):
+def start_of(pid: int) -> int:
     """Return the time at which a process began, in the kernel's ticks; 0 if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -38,10 +40,13 @@ def start_of(pid):
 
 
 class Guardian:
-    def __init__(self, listener, launcher, started, linger_s):
+    """The images of one job on this host."""
+
+    def __init__(self, listener: socket.socket, launcher: int, started: int, linger_s: float) -> None:
         self.listener, self.launcher, self.started, self.linger_s = listener, launcher, started, linger_s
-        self.images = {}  # name -> (fd, meta)
-        self.ranks = {}  # fd of a connection -> [connection, has said goodbye]
+        self.images: dict[str, tuple[int, object]] = {}  # name -> (fd, meta)
+        self.ranks: dict[int, socket.socket] = {}  # by file descriptor
+        self.parting: set[int] = set()  # those that have said goodbye
         self.is_wanted = True  # some rank went without a word: its job may come back
         self.alone_since = time.monotonic()
         self.poll = select.poll()
@@ -52,7 +57,7 @@ class Guardian:
         except (AttributeError, OSError):
             self.pidfd = -1
 
-    def serve(self):
+    def serve(self) -> None:
         while start_of(self.launcher) == self.started:  # the pidfd may be of a process that took the number since
             left_s = self.linger_s - (time.monotonic() - self.alone_since)
             if not self.ranks and (not self.is_wanted or left_s <= 0):
@@ -66,7 +71,7 @@ class Guardian:
                 elif fd in self.ranks:
                     self.hear(fd)
 
-    def take(self):
+    def take(self) -> None:
         try:
             connection, _ = self.listener.accept()
         except OSError:
@@ -75,12 +80,12 @@ class Guardian:
             connection.close()
             return
         connection.setblocking(False)
-        self.ranks[connection.fileno()] = [connection, False]
+        self.ranks[connection.fileno()] = connection
         self.poll.register(connection, select.POLLIN)
         self.is_wanted = False
 
-    def hear(self, fd):
-        connection = self.ranks[fd][0]
+    def hear(self, fd: int) -> None:
+        connection = self.ranks[fd]
         try:
             message = connection.recv(MESSAGE_BYTES)
         except BlockingIOError:
@@ -90,7 +95,7 @@ class Guardian:
         if not message:
             self.leave(fd)
             return
-        passed = []
+        passed: list[int] = []
         try:
             answer = self.answer(fd, json.loads(message), passed)
         except Exception as error:  # tell the rank, and live on
@@ -101,19 +106,19 @@ class Guardian:
         except OSError:
             self.leave(fd)
 
-    def leave(self, fd):
-        connection, has_said_goodbye = self.ranks.pop(fd)
+    def leave(self, fd: int) -> None:
         self.poll.unregister(fd)
-        connection.close()
-        self.is_wanted |= not has_said_goodbye
+        self.ranks.pop(fd).close()
+        self.is_wanted |= fd not in self.parting
+        self.parting.discard(fd)
         self.alone_since = time.monotonic()
 
-    def answer(self, fd, asked, passed):
-        what, name = asked["what"], asked.get("name")
+    def answer(self, fd: int, asked: dict[str, object], passed: list[int]) -> dict[str, object]:
+        what, name = asked["what"], str(asked["name"])
         if what == "make":
             image = os.memfd_create("shardwright-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
-                os.ftruncate(image, asked["nbytes"])
+                os.ftruncate(image, int(str(asked["nbytes"])))
                 fcntl.fcntl(image, ADD_SEALS, SEAL_SIZE)
             except BaseException:
                 os.close(image)
@@ -127,18 +132,18 @@ class Guardian:
         if what == "drop":
             self.drop(name)
         elif what == "bye":
-            self.ranks[fd][1] = True
+            self.parting.add(fd)
         elif what == "list":
             held = sum(512 * os.fstat(image).st_blocks for image, _ in self.images.values())
             return {"names": sorted(self.images), "nbytes": held, "pid": os.getpid()}
         return {}
 
-    def drop(self, name):
+    def drop(self, name: str) -> None:
         if name in self.images:
             os.close(self.images.pop(name)[0])
 
 
-def main(name, launcher, started, linger_s):
+def main(name: str, launcher: str, started: str, linger_s: str) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(f"\0{name}")

@@ -19,8 +19,8 @@ from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan, Checkp
 from ...comm import process_group
 from ...comm.wire import Wire, sockets
 from ..peers import Peers
-from .budget import SLOTS, Need, in_gib, memory_left, refusal
 from .buddies import Buddies
+from .budget import SLOTS, Need, in_gib, memory_left, refusal
 from .client import Client, ancestors, launcher_of, name_of
 from .image import BLOCK_BYTES, Image, Table, pieces
 
@@ -140,6 +140,9 @@ class MemoryTier:
         self._room = _ROOM_BYTES  # alike on all ranks
         self._own_bytes = 0  # of rank 0's files in the last step
         self._failure = ""
+        self._checked: Any = None  # the layout for which the budget was checked
+        self._files: tuple[Any, list[tuple[str, int]]] = None, []  # of the last plan
+        self.are_ready = False
         self.skipped = self.kept_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
         self.replicas = self._choose_replicas(replicas)
@@ -206,7 +209,9 @@ class MemoryTier:
     def _meet_buddies(self) -> None:
         """Make the wire between carriers. Collective over hosts."""
         carriers = [self._hosts.index(host) for host in range(self._peers.host_count)]
-        token = self._peers.exchange(secrets.token_hex(32) if self._peers.rank == 0 else "", "wire of the memory tier")[0]
+        token = self._peers.exchange(secrets.token_hex(32) if self._peers.rank == 0 else "", "wire of the memory tier")[
+            0
+        ]
         if not self._is_first:
             return
         others = sockets()
@@ -225,19 +230,24 @@ class MemoryTier:
 
     # saving -----------------------------------------------------------------------------------------------------------
 
-    def is_due(self, step: int) -> bool:
-        """Return True if the state of `step` goes into memory now. Collective.
+    @property
+    def is_busy(self) -> bool:
+        """Return True while the copy of a step to or from another host is under way here."""
+        return self._buddies is not None and self._buddies.is_busy
 
-        False, alike on all ranks, while the copy of the step before is under way to some host, and once the tier is off."""
+    def is_due(self, step: int, ready: bool) -> bool:
+        """Return True if the state of `step` goes into memory now. Collective. `are_ready` then says if all ranks gave `ready`.
+
+        False, alike on all ranks, while is_busy on some rank, and once the tier is off."""
         if self.off:
             return False
-        busy = self._buddies is not None and self._buddies.is_busy
+        busy = self.is_busy
         failure = self._failure or ("" if self._buddies is None else self._buddies.failure)
         if not failure and self._client is not None and not self._client.is_alive:
             failure = "its guardian has ended"
-        mine = [step, busy, f"host {socket.gethostname()}: {failure}" if failure else "", 2 * self._own_bytes]
+        mine = [step, busy, f"host {socket.gethostname()}: {failure}" if failure else "", 2 * self._own_bytes, ready]
         told = self._peers.agreement(mine, "a step in memory") or [mine]
-        self._turn_off_if(next(filter(None, (reason for _, _, reason, _ in told)), ""))
+        self._turn_off_if(next(filter(None, (each[2] for each in told)), ""))
         for rank, (theirs, *_) in enumerate(told):
             if theirs != told[0][0]:
                 raise CheckpointError(f"rank 0 keeps step {told[0][0]} in memory while rank {rank} keeps step {theirs}")
@@ -248,6 +258,7 @@ class MemoryTier:
             return False
         self._room = max(self._room, told[0][3])
         self._complete = self._last or self._complete
+        self.are_ready = all(each[4] for each in told)
         return True
 
     def put(
@@ -258,7 +269,7 @@ class MemoryTier:
         plan: CheckpointPlan,
         sources: list[Any],
         own: tuple[CheckpointPlan, list[Any]] | None,
-        share_bytes: int,
+        share: Callable[[], int],
         device: Any,
     ) -> None:
         """Copy this rank's share of a step into memory. After is_due(), on all ranks. An error here ends the tier at the next step.
@@ -267,11 +278,11 @@ class MemoryTier:
         ----------
         layout
             Equal objects in successive calls stand for equal plans, alike on all ranks.
-        share_bytes : int
-            An estimate of this rank's bytes, for the budget.
+        share : callable
+            Returns an estimate of this rank's bytes, for the budget. Called for a new layout alone.
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
-        image = self._image(slot, layout, plan, share_bytes)
+        image = self._image(slot, layout, plan, share)
         if image is None:
             return
         self._last = slot, step
@@ -283,7 +294,9 @@ class MemoryTier:
         if self._buddies is not None:
             self._buddies.start(image, slot, nonce, len(self._here))
 
-    def _write(self, image: Image, step: int, nonce: str, plan: CheckpointPlan, sources: Any, own: Any, device: Any) -> None:
+    def _write(
+        self, image: Image, step: int, nonce: str, plan: CheckpointPlan, sources: Any, own: Any, device: Any
+    ) -> None:
         own_plan, own_sources = own or (None, [])
         image.clear(self._index)
         tallies, runs, self.kept_bytes = self._saver.keep(
@@ -299,11 +312,17 @@ class MemoryTier:
         }
         if own_plan is not None:
             own_files = own_plan.files()
-            head["files"] = [(path, nbytes) for path, nbytes, *_ in (*plan.files(), *own_files)]
+            head["files"] = [*self._files_of(plan), *((path, nbytes) for path, nbytes, *_ in own_files)]
             self._own_bytes = sum(_in_blocks(nbytes) for _, nbytes, *_ in own_files)
         image.write(self._index, Table(head, runs, tallies).encode())
 
-    def _image(self, slot: int, layout: Any, plan: CheckpointPlan, share_bytes: int) -> Image | None:
+    def _files_of(self, plan: CheckpointPlan) -> list[tuple[str, int]]:
+        """Return (path, bytes) of a plan's files; of the plan before it costs nothing."""
+        if self._files[0] is not plan:
+            self._files = plan, [(path, nbytes) for path, nbytes, *_ in plan.files()]
+        return self._files[1]
+
+    def _image(self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], int]) -> Image | None:
         """Return this host's image for a slot, made anew for another layout. Collective then. None: it does not fit."""
         key = layout, self._room
         found = self._images.get(slot)
@@ -312,12 +331,12 @@ class MemoryTier:
         if found is not None:
             found[1].close()
             del self._images[slot]
-        if not self._has_checked(layout):
-            self._turn_off_if(self._over_budget(share_bytes))
+        if self._checked is not layout:
+            self._turn_off_if(self._over_budget(share()))
             self._checked = layout
         if self.off:
             return None
-        data = sum(_in_blocks(nbytes) for _, nbytes, *_ in plan.files()) + _in_blocks(self._room)
+        data = sum(_in_blocks(nbytes) for _, nbytes in self._files_of(plan)) + _in_blocks(self._room)
         name = f"own-{slot}"
         made: list[Image] = []
 
@@ -337,11 +356,6 @@ class MemoryTier:
             return None
         self._images[slot] = key, made[0]
         return made[0]
-
-    _checked: Any = None
-
-    def _has_checked(self, layout: Any) -> bool:
-        return self._checked is layout
 
     def _over_budget(self, share_bytes: int) -> str:
         """Return the reason why the images of some host do not fit. Collective."""
