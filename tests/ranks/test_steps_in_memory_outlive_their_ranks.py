@@ -261,6 +261,46 @@ def test_what_would_fit_is_named():
     assert 0 < budget.memory_left()[0] < total
 
 
+@on_every_rank()
+def test_a_step_with_other_tensors_is_not_taken_for_the_one_before(rank, world_size):
+    """A step lists its tensors anew only if something has changed since the one before; each change must be seen."""
+    folder = shared_folder(rank)
+    pair = model, optimizer = build(Small, 0)
+    weight, noted = model.layers[0].weight, {}
+
+    def move():
+        weight.data = weight.data.clone()  # the same tensor in another place
+
+    def replace():
+        optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"].clone()
+
+    def leave_out():
+        model.layers[2] = torch.nn.Identity()
+
+    changes = [(lambda: None, True), (lambda: optimizer.param_groups[0].update(lr=0.5), True), (move, False)]
+    changes += [(replace, False), (leave_out, False), (lambda: model.register_buffer("count", torch.ones(3)), False)]
+    with sw.Checkpointer(folder, *pair, memory_every=1, user_state=noted) as checkpoints:
+        for number, (change, is_repeated) in enumerate(changes):
+            for step in (2 * number, 2 * number + 1):
+                noted["step"] = step
+                trained(0, pair, None, step, step + 1)
+                checkpoints.save(step, every=100)
+                change() if step % 2 == 0 else None
+            assert checkpoints._memory.are_ready is is_repeated, number
+            before = whole_state(*pair)
+            trained(0, pair, None, 77, 78)
+            random.random()
+            assert checkpoints.restore() == step + 1 and noted == {"step": step}
+            for ours, theirs in zip(whole_state(*pair), before):
+                assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, number
+
+
+def whole_state(model, optimizer):
+    state = [each[key].clone() for each in optimizer.state.values() for key in sorted(each)]
+    lr = optimizer.param_groups[0]["lr"]
+    return [*(each.clone() for each in model.state_dict().values()), *state, lr, random.getstate()]
+
+
 def asks(say, name):
     """A process of another user connects to the guardian, and asks for an image."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -118,6 +118,7 @@ class Guardian:
         if what == "make":
             image = os.memfd_create("shardwright-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
+                os.fchmod(image, 0o600)
                 os.ftruncate(image, int(str(asked["nbytes"])))
                 fcntl.fcntl(image, ADD_SEALS, SEAL_SIZE)
             except BaseException:
@@ -149,7 +150,7 @@ def main(name: str, launcher: str, started: str, linger_s: str) -> None:
         listener.bind(f"\0{name}")
     except OSError:  # another guardian was faster
         return
-    listener.listen(64)
+    listener.listen(1024)
     if os.fork():  # the caller waits for this process alone: ranks can call from here on
         return
     os.chdir("/")

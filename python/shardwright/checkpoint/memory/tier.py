@@ -28,7 +28,7 @@ _logger = logging.getLogger("shardwright")
 #: file of the checkpoint directory: the name of its guardians. Another directory, or one that was made anew, has another
 JOB = ".memory"
 _JOB_BYTES = 16
-#: space for rank 0's own files, which may grow from step to step
+#: address space for the growth of rank 0's own files while the layout stays; they may also double
 _ROOM_BYTES = 64 << 20
 _WINDOW_BYTES = 8 << 20
 #: name of the image that a host without one gets for a restore
@@ -137,8 +137,7 @@ class MemoryTier:
         self._images: dict[int, tuple[Any, Image]] = {}  # slot -> (layout that it was made for, image)
         self._complete: tuple[int, int] | None = None  # slot and step of the newest image that is complete on all hosts
         self._last: tuple[int, int] | None = None
-        self._room = _ROOM_BYTES  # alike on all ranks
-        self._own_bytes = 0  # of rank 0's files in the last step
+        self._room = 0  # bytes for rank 0's own files in an image of the present layout
         self._failure = ""
         self._checked: Any = None  # the layout for which the budget was checked
         self._files: tuple[Any, list[tuple[str, int]]] = None, []  # of the last plan
@@ -245,7 +244,7 @@ class MemoryTier:
         failure = self._failure or ("" if self._buddies is None else self._buddies.failure)
         if not failure and self._client is not None and not self._client.is_alive:
             failure = "its guardian has ended"
-        mine = [step, busy, f"host {socket.gethostname()}: {failure}" if failure else "", 2 * self._own_bytes, ready]
+        mine = [step, busy, f"host {socket.gethostname()}: {failure}" if failure else "", ready]
         told = self._peers.agreement(mine, "a step in memory") or [mine]
         self._turn_off_if(next(filter(None, (each[2] for each in told)), ""))
         for rank, (theirs, *_) in enumerate(told):
@@ -256,9 +255,8 @@ class MemoryTier:
         if any(is_busy for _, is_busy, *_ in told):
             self.skipped += 1
             return False
-        self._room = max(self._room, told[0][3])
         self._complete = self._last or self._complete
-        self.are_ready = all(each[4] for each in told)
+        self.are_ready = all(each[3] for each in told)
         return True
 
     def put(
@@ -282,7 +280,7 @@ class MemoryTier:
             Returns an estimate of this rank's bytes, for the budget. Called for a new layout alone.
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
-        image = self._image(slot, layout, plan, share)
+        image = self._image(slot, layout, plan, share, own)
         if image is None:
             return
         self._last = slot, step
@@ -313,7 +311,6 @@ class MemoryTier:
         if own_plan is not None:
             own_files = own_plan.files()
             head["files"] = [*self._files_of(plan), *((path, nbytes) for path, nbytes, *_ in own_files)]
-            self._own_bytes = sum(_in_blocks(nbytes) for _, nbytes, *_ in own_files)
         image.write(self._index, Table(head, runs, tallies).encode())
 
     def _files_of(self, plan: CheckpointPlan) -> list[tuple[str, int]]:
@@ -322,17 +319,17 @@ class MemoryTier:
             self._files = plan, [(path, nbytes) for path, nbytes, *_ in plan.files()]
         return self._files[1]
 
-    def _image(self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], int]) -> Image | None:
+    def _image(self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], int], own: Any) -> Image | None:
         """Return this host's image for a slot, made anew for another layout. Collective then. None: it does not fit."""
-        key = layout, self._room
         found = self._images.get(slot)
-        if found is not None and found[0][0] is layout and found[0][1] == self._room:
+        if found is not None and found[0] is layout:
             return found[1]
         if found is not None:
             found[1].close()
             del self._images[slot]
         if self._checked is not layout:
-            self._turn_off_if(self._over_budget(share()))
+            own_bytes = 0 if own is None else sum(_in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
+            self._turn_off_if(self._over_budget(share() + own_bytes, own_bytes))
             self._checked = layout
         if self.off:
             return None
@@ -354,25 +351,27 @@ class MemoryTier:
             self._turn_off_if(self._try(call, f"image {slot}") if not self.off else "")
         if self.off:
             return None
-        self._images[slot] = key, made[0]
+        self._images[slot] = layout, made[0]
         return made[0]
 
-    def _over_budget(self, share_bytes: int) -> str:
-        """Return the reason why the images of some host do not fit. Collective."""
+    def _over_budget(self, share_bytes: int, own_bytes: int) -> str:
+        """Return the reason why the images of some host do not fit. Set the room for rank 0's files. Collective."""
         left, limit = memory_left()
         held = 0
         if self._is_first and self._client is not None:
             with contextlib.suppress(CheckpointError):
                 held = int(self._client.ask("list")[0]["nbytes"])
-        told = self._peers.exchange([share_bytes, left, limit, held, socket.gethostname()], "budget of the memory tier")
+        mine = [share_bytes, left, limit, held, socket.gethostname(), own_bytes]
+        told = self._peers.exchange(mine, "budget of the memory tier")
+        self._room = 2 * told[0][5] + _ROOM_BYTES
         needs = []
         count = self._peers.host_count
         of_host = [sum(share for (share, *_), at in zip(told, self._hosts) if at == host) for host in range(count)]
         for host in range(count):
-            mine = [each for each, at in zip(told, self._hosts) if at == host]
-            least, limit = min((left, limit) for _, left, limit, *_ in mine)
+            here = [each for each, at in zip(told, self._hosts) if at == host]
+            least, limit = min((left, limit) for _, left, limit, *_ in here)
             theirs = [of_host[(host - k) % count] for k in range(1, self.replicas + 1)]
-            needs.append(Need(mine[0][4], of_host[host], theirs, mine[0][3], least, limit))
+            needs.append(Need(here[0][4], of_host[host], theirs, here[0][3], least, limit))
         return refusal(needs, self.replicas)
 
     # restoring --------------------------------------------------------------------------------------------------------
