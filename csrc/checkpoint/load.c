@@ -119,7 +119,7 @@ static sw_status open_file(worker *w, const sw_manifest_file *file, sw_error *er
     close_file(w);
     SW_TRY(sw_checkpoint_open_file(w->job->folder, file, false, w->path, &w->fd, err));
     (void)posix_fadvise(w->fd, 0, 0, POSIX_FADV_SEQUENTIAL); /* a hint: larger read-ahead */
-    if (w->job->options->is_direct &&
+    if (w->job->options->is_direct && !file->is_in_memory &&
         sw_checkpoint_open_file(w->job->folder, file, true, w->path, &w->direct_fd, NULL) ==
             SW_OK &&
         !sw_file_is_direct(w->direct_fd)) {
@@ -202,7 +202,7 @@ static sw_status load_one(worker *w, load_unit *unit, sw_error *err)
         uint8_t *to = place ? place : w->buffer + at % UNIT_BYTES;
         is_placed[b % UNIT_BLOCKS] = place != NULL;
         if (!is_direct)
-            SW_TRY(sw_file_read_at(w->fd, w->path, to, size, at, err));
+            SW_TRY(sw_file_read_at(w->fd, w->path, to, size, w->file->memory_begin + at, err));
         SW_TRY(check_block(w, to, b, size, err));
     }
     place_unit(w, unit, is_placed);

@@ -25,6 +25,9 @@ typedef struct sw_manifest_file {
     uint64_t first_block, block_count; /* counted through all files of this manifest */
     uint32_t *crcs;                    /* owned; one a block */
     uint16_t *covers;                  /* owned; one a block: tally.h. NULL once read or complete */
+    bool is_in_memory; /* its bytes lie in `memory_fd` (borrowed) from `memory_begin` on */
+    int memory_fd;
+    uint64_t memory_begin;
 } sw_manifest_file;
 
 typedef struct sw_manifest {

@@ -1,6 +1,8 @@
 /* open.c - see open.h. */
 #include "checkpoint/open.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -46,9 +48,22 @@ static sw_status open_under(const char *folder, const char *name, bool direct,
     return sw_file_open_read(path, direct, fd, size_bytes, err);
 }
 
+static sw_status open_in_memory(const char *folder, const sw_manifest_file *file,
+                                char path[SW_PATH_BYTES], int *fd, sw_error *err)
+{
+    SW_TRY(sw_path_join(path, folder, file->path, err));
+    *fd = fcntl(file->memory_fd, F_DUPFD_CLOEXEC, 0);
+    if (*fd < 0)
+        return sw_error_set(err, SW_E_OS, errno, "'%s' cannot be opened in memory: %s", path,
+                            strerror(errno));
+    return SW_OK;
+}
+
 sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *file, bool direct,
                                   char path[SW_PATH_BYTES], int *fd, sw_error *err)
 {
+    if (file->is_in_memory)
+        return open_in_memory(folder, file, path, fd, err);
     uint64_t size_bytes = 0;
     int opened = -1;
     char other[SW_PATH_BYTES];

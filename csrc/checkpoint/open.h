@@ -33,7 +33,8 @@ SW_MUST_USE sw_status sw_checkpoint_find(const char *folder, char found[SW_PATH_
                                          sw_manifest *manifest, sw_error *err);
 
 /* Open a file of it without following links; its size must be the manifest's. Past the page cache
- * if `direct` is set and the file system allows it. `path` is for messages. */
+ * if `direct` is set and the file system allows it. `path` is for messages. The file begins at
+ * `memory_begin` of *fd. */
 SW_MUST_USE sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *file,
                                               bool direct, char path[SW_PATH_BYTES], int *fd,
                                               sw_error *err);

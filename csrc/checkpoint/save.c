@@ -59,8 +59,7 @@ static sw_status copy_strings(const char *const *from, size_t count, char ***to,
     return SW_OK;
 }
 
-/* Clear the state of one save: return slots, keep memory. */
-static void clear_save(sw_saver *saver)
+void sw_save_clear(sw_saver *saver)
 {
     for (size_t i = 0; i < saver->chunk_count; ++i)
         if (saver->chunks[i].slot)
@@ -77,8 +76,7 @@ static void clear_save(sw_saver *saver)
     sw_manifest_fini(&saver->manifest);
 }
 
-/* Help the caller's thread to copy until there are files to write to; false: a thread failed. */
-static bool await_open(sw_saver *saver)
+bool sw_save_await_open(sw_saver *saver)
 {
     pthread_mutex_lock(&saver->mutex);
     while (!saver->is_open && saver->failure.status == SW_OK)
@@ -95,7 +93,7 @@ static void *help(void *context)
     sw_error err = {0};
     if (saver->options.is_idle_io)
         sw_thread_lower_io_priority();
-    if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
+    if (sw_save_await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
         sw_save_record_failure(saver, &err);
     return NULL;
 }
@@ -146,7 +144,8 @@ static void *coordinate(void *context)
     return NULL;
 }
 
-static sw_status check_request(const sw_saver *saver, const sw_save_request *request, sw_error *err)
+sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *request,
+                                sw_error *err)
 {
     if (saver->is_running)
         SW_FAIL(err, SW_E_STATE,
@@ -218,8 +217,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     return sw_save_list_ranges(saver, request, err);
 }
 
-/* The save runs already: a device error fails it, as a thread's error does. */
-static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
+void sw_save_copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
 {
     sw_error why;
     if (!request->stage)
@@ -240,7 +238,7 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     sw_error why = {0};
     sw_status status;
     sw_save_claim claim = {0};
-    SW_TRY(check_request(saver, request, err));
+    SW_TRY(sw_save_check_request(saver, request, err));
     pthread_mutex_lock(&saver->mutex); /* any thread may ask for progress at any time */
     status = prepare(saver, request, &why);
     pthread_mutex_unlock(&saver->mutex);
@@ -251,14 +249,14 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
     set_running(saver, true);
-    copy_claim(saver, &claim, request); /* while threads write the first blocks */
+    sw_save_copy_claim(saver, &claim, request); /* while threads write the first blocks */
     sw_save_claim_fini(&claim);
     return SW_OK;
 failed:
     for (size_t i = 0; i < claim.count; ++i)
         sw_stage_give(&saver->stage, claim.slots[i]);
     sw_save_claim_fini(&claim);
-    clear_save(saver);
+    sw_save_clear(saver);
     sw_saver_fail(saver, request->number, &why);
     if (err)
         *err = why;
@@ -306,7 +304,7 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
         return SW_OK;
     sw_thread_join(&saver->threads[0]);
     set_running(saver, false);
-    clear_save(saver);
+    sw_save_clear(saver);
     if (saver->outcome.status != SW_OK && err)
         *err = saver->outcome;
     return saver->outcome.status;
@@ -369,7 +367,7 @@ void sw_saver_destroy(sw_saver *saver)
         sw_thread_join(&saver->threads[0]);
     }
     sw_save_end_warming(saver);
-    clear_save(saver);
+    sw_save_clear(saver);
     free(saver->samples);
     sw_stage_fini(&saver->stage);
     pthread_cond_destroy(&saver->changed);

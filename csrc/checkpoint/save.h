@@ -21,6 +21,7 @@
 #include "checkpoint/device_stage.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/plan.h"
+#include "checkpoint/tally.h"
 
 typedef struct sw_save_source { /* bytes of a plan's source that this rank holds */
     size_t source;              /* its number in the plan */
@@ -90,6 +91,26 @@ SW_MUST_USE sw_status sw_saver_warm(sw_saver *saver, uint64_t bytes, sw_error *e
  * its stage first. */
 SW_MUST_USE sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request,
                                      sw_error *err);
+
+typedef struct sw_save_run { /* bytes of an image that one rank wrote */
+    uint64_t begin, size_bytes;
+} sw_save_run;
+
+typedef struct sw_save_kept { /* what a rank wrote into an image */
+    sw_tally_list tallies;
+    sw_save_run *runs; /* owned; ascending, as long as possible */
+    size_t run_count;
+    uint64_t size_bytes; /* of all runs */
+} sw_save_kept;
+
+/* Write this rank's part of a save into memory, and return when it is there. `image` holds the
+ * files of both parts, each from a block's boundary on: a block lies at its number times
+ * SW_BLOCK_BYTES, those of the own part behind those of the shared part. No message, no file, no
+ * commit: the request's folder, deadline (but a device's) and flags are not read. Cost: one read
+ * and one write of the ranges. On success, fini `kept`. */
+SW_MUST_USE sw_status sw_saver_keep(sw_saver *saver, const sw_save_request *request, uint8_t *image,
+                                    uint64_t image_bytes, sw_save_kept *kept, sw_error *err);
+void sw_save_kept_fini(sw_save_kept *kept);
 
 /* Copy what is still live. If there is nothing to copy it costs a mutex. */
 SW_MUST_USE sw_status sw_saver_protect(sw_saver *saver, sw_error *err);

@@ -64,7 +64,8 @@ static void give_back(sw_saver *saver, const sw_save_claim *claim)
 {
     pthread_mutex_lock(&saver->mutex);
     for (size_t i = claim->done; i < claim->count; ++i)
-        sw_stage_give(&saver->stage, claim->slots[i]);
+        if (claim->slots[i])
+            sw_stage_give(&saver->stage, claim->slots[i]);
     pthread_mutex_unlock(&saver->mutex);
 }
 

@@ -9,6 +9,7 @@
  * save_warm.c      touches staging before it is needed
  * save_write.c     from chunks to files
  * save_late.c      files of other ranks
+ * save_image.c     a save into memory: chunks go to their places in an image
  * save_tally.c     what each rank wrote, to rank 0
  * save_agree.c     creation of files, the verdict
  *
@@ -80,6 +81,7 @@ struct sw_saver {
     size_t sample_count, sample_room;
     sw_manifest manifest; /* rank 0's files; on the others the heading alone */
     sw_thread threads[SW_SAVER_THREADS_MAX], warm_thread;
+    uint8_t *image; /* borrowed; destination of a save into memory. NULL: slots of the stage */
 
     /* shared */
     pthread_mutex_t mutex;
@@ -100,6 +102,16 @@ SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
 /* Stop this rank; the first reason stays. */
 void sw_save_record_failure(sw_saver *saver, const sw_error *why);
 
+/* save.c */
+SW_MUST_USE sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *request,
+                                            sw_error *err);
+/* Help the caller's thread to copy until there are files to write to; false: a thread failed. */
+bool sw_save_await_open(sw_saver *saver);
+/* Copy the claim's chunks. The save runs already: a device error fails it, as a thread's does. */
+void sw_save_copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request);
+/* Clear the state of one save: return slots, keep memory. */
+void sw_save_clear(sw_saver *saver);
+
 /* save_ranges.c: list this rank's ranges. SW_E_STATE names a byte that this rank would write but
  * does not hold; later calls cannot fail for that. */
 SW_MUST_USE sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request,
@@ -110,6 +122,10 @@ typedef struct sw_save_span { /* bytes of a chunk that are contiguous in memory 
     bool is_on_device, is_header;
     size_t at, size_bytes; /* in the slot */
 } sw_save_span;
+/* Return the number of the block that `range` of `chunk` touches, through the files of both parts.
+ */
+uint64_t sw_save_block_of(const sw_saver *saver, const sw_save_chunk *chunk,
+                          const sw_save_range *range);
 /* Call `visit` with the spans of a chunk in order, headers included. */
 void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_save_span span),
                   void *context);

@@ -358,8 +358,8 @@ void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_sa
         walk_range(chunk->part, &chunk->ranges[i], visit, context);
 }
 
-static uint64_t block_of(const sw_saver *saver, const sw_save_chunk *chunk,
-                         const sw_save_range *range)
+uint64_t sw_save_block_of(const sw_saver *saver, const sw_save_chunk *chunk,
+                          const sw_save_range *range)
 {
     uint64_t base = chunk->part == &saver->own_part ? saver->shared_part.plan->block_count : 0;
     return base + range->file->first_block + range->offset / SW_BLOCK_BYTES;
@@ -375,7 +375,7 @@ sw_status sw_save_each_tally(const sw_saver *saver,
     for (size_t c = 0; c < saver->chunk_count; ++c)
         for (uint32_t i = 0; i < saver->chunks[c].range_count; ++i) {
             const sw_save_range *range = &saver->chunks[c].ranges[i];
-            uint64_t block = block_of(saver, &saver->chunks[c], range);
+            uint64_t block = sw_save_block_of(saver, &saver->chunks[c], range);
             uint64_t begin = range->offset - range->offset % SW_BLOCK_BYTES,
                      left = range->file->size_bytes - begin;
             if (block != open_block && open_block != UINT64_MAX)

@@ -5,22 +5,33 @@
 #include "kernels/crc32c.h"
 
 typedef struct chunk_filling {
-    const uint8_t *image;
-    uint8_t *destination;
+    const sw_saver *saver;
+    const sw_save_chunk *chunk;
+    uint8_t *destination; /* a slot; NULL: the saver's image */
 } chunk_filling;
+
+/* Return the place of a span: in its slot, or in the image at its place in the file. */
+static uint8_t *place_of(const chunk_filling *filling, const sw_save_span *span)
+{
+    if (filling->destination)
+        return filling->destination + span->at;
+    uint64_t block = sw_save_block_of(filling->saver, filling->chunk, span->range);
+    uint64_t in_block = span->range->offset % SW_BLOCK_BYTES + (span->at - span->range->at);
+    return filling->saver->image + block * SW_BLOCK_BYTES + in_block;
+}
 
 static void fill_span(void *context, sw_save_span span)
 {
     const chunk_filling *filling = context;
-    const uint8_t *from = span.is_on_device ? filling->image + span.at : span.data;
+    const uint8_t *from = span.is_on_device ? filling->chunk->image + span.at : span.data;
     uint32_t before = span.at == span.range->at ? 0 : span.range->crc;
-    span.range->crc = sw_crc32c_copy(before, filling->destination + span.at, from, span.size_bytes);
+    span.range->crc = sw_crc32c_copy(before, place_of(filling, &span), from, span.size_bytes);
 }
 
 void sw_save_fill(sw_saver *saver, sw_save_chunk *chunk, uint8_t *destination)
 {
     sw_error why;
-    chunk_filling filling = {.image = chunk->image, .destination = destination};
+    chunk_filling filling = {.saver = saver, .chunk = chunk, .destination = destination};
     sw_save_walk(chunk, fill_span, &filling);
     if (sw_save_compare_sample(saver, chunk, destination, &why) != SW_OK)
         sw_save_record_failure(saver, &why);
@@ -58,7 +69,7 @@ sw_status sw_save_claim_live(sw_saver *saver, bool eager_only, sw_save_claim *cl
     }
     pthread_mutex_lock(&saver->mutex);
     made.count = claim_live_locked(saver, eager_only, made.wanted);
-    if (made.count)
+    if (made.count && !saver->image)
         status = sw_stage_take(&saver->stage, made.count, made.slots, err);
     pthread_mutex_unlock(&saver->mutex);
     if (status == SW_OK)

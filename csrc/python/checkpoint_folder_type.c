@@ -84,6 +84,78 @@ static PyObject *folder_received(PyObject *type, PyObject *args)
     return make_folder((PyTypeObject *)type, path, &manifest, &catalog);
 }
 
+/* Adds [(path, bytes)] to a manifest. Returns -1 with an exception, or sets *err. */
+static int add_files(PyObject *files, sw_manifest *manifest, sw_error *err)
+{
+    for (Py_ssize_t i = 0; i < PyList_Size(files); ++i) {
+        const char *path;
+        unsigned long long size_bytes;
+        if (!PyArg_ParseTuple(PyList_GetItem(files, i), "sK", &path, &size_bytes) ||
+            sw_manifest_add_file(manifest, path, size_bytes, err) != SW_OK)
+            return -1;
+    }
+    return 0;
+}
+
+/* Adds lists of tallies likewise. */
+static int add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
+{
+    for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {
+        char *data;
+        Py_ssize_t size_bytes;
+        if (PyBytes_AsStringAndSize(PyList_GetItem(lists, i), &data, &size_bytes) < 0 ||
+            sw_tally_list_read((const uint8_t *)data, (size_t)size_bytes, sw_manifest_add_tally,
+                               manifest, err) != SW_OK)
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *folder_merged(PyObject *type, PyObject *args)
+{
+    const char *path, *nonce;
+    unsigned long long step;
+    PyObject *files, *lists;
+    sw_manifest manifest = {0};
+    sw_catalog catalog = {0};
+    sw_error err = {0};
+    if (!PyArg_ParseTuple(args, "sKisO!O!:merged", &path, &step, &manifest.world_size, &nonce,
+                          &PyList_Type, &files, &PyList_Type, &lists))
+        return NULL;
+    manifest.step = step;
+    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
+    if (add_files(files, &manifest, &err) < 0 || add_tallies(lists, &manifest, &err) < 0 ||
+        sw_manifest_complete(&manifest, &err) != SW_OK) {
+        sw_manifest_fini(&manifest);
+        if (PyErr_Occurred())
+            return NULL;
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    }
+    return make_folder((PyTypeObject *)type, path, &manifest, &catalog);
+}
+
+static PyObject *folder_lies_in(PyObject *op, PyObject *args)
+{
+    sw_manifest *manifest = &((folder_object *)op)->manifest;
+    PyObject *begins;
+    int fd;
+    if (!PyArg_ParseTuple(args, "iO!:lies_in", &fd, &PyDict_Type, &begins))
+        return NULL;
+    for (size_t i = 0; i < manifest->file_count; ++i) {
+        sw_manifest_file *file = &manifest->files[i];
+        PyObject *begin = PyDict_GetItemString(begins, file->path);
+        if (!begin)
+            return PyErr_Format(PyExc_ValueError, "lies_in: no begin is given for '%s'",
+                                file->path);
+        file->memory_begin = PyLong_AsUnsignedLongLong(begin);
+        if (PyErr_Occurred())
+            return NULL;
+        file->memory_fd = fd;
+        file->is_in_memory = true;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *folder_catalog(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
@@ -528,6 +600,12 @@ static PyMethodDef folder_methods[] = {
     {"received", folder_received, METH_VARARGS | METH_CLASS,
      "received($type, path, catalog, /)\n--\n\nA checkpoint of which another rank has read the "
      "catalog."},
+    {"merged", folder_merged, METH_VARARGS | METH_CLASS,
+     "merged($type, path, step, world_size, nonce, files, tallies, /)\n--\n\nA checkpoint of "
+     "[(path, nbytes)], of which ranks have written what their lists of tallies say."},
+    {"lies_in", folder_lies_in, METH_VARARGS,
+     "lies_in($self, fd, begins, /)\n--\n\nRead from an open file, in which each file begins at "
+     "begins[path]."},
     {"catalog", folder_catalog, METH_VARARGS,
      "catalog($self, paths, /)\n--\n\nThe manifest, headers of safetensors files and other files "
      "whole."},

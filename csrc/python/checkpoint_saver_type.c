@@ -15,7 +15,8 @@ typedef struct saver_object {
     PyObject *arena;        /* owned; the channel's pages; NULL at world size 1 */
     PyObject *shared, *own; /* owned; plans of the current save */
     long owner_pid;
-    bool in_use; /* a thread is inside a call that excludes others */
+    bool in_use;     /* a thread is inside a call that excludes others */
+    bool keeps_only; /* several ranks and no pages: only keep() works */
 } saver_object;
 
 typedef struct request_memory { /* borrowed by a request; Python objects own the strings */
@@ -141,11 +142,11 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
                                      &world_size, &arena, &host_list, &path, &threads, &direct,
                                      &idle_io, &bandwidth))
         return -1;
-    if (world_size < 1 || rank < 0 || rank >= world_size ||
-        (world_size > 1) != (arena != Py_None) || (host_list != Py_None) != (path != NULL)) {
+    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size == 1 && arena != Py_None) ||
+        (host_list != Py_None) != (path != NULL)) {
         PyErr_Format(PyExc_ValueError,
-                     "CheckpointSaver: rank must be in [0, world_size), several ranks need pages, "
-                     "and several hosts a path; got %d of %d",
+                     "CheckpointSaver: rank must be in [0, world_size), only several ranks have "
+                     "pages, and several hosts have a path; got %d of %d",
                      rank, world_size);
         return -1;
     }
@@ -168,6 +169,7 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
         Py_INCREF(arena);
         self->arena = arena;
     }
+    self->keeps_only = world_size > 1 && arena == Py_None;
     self->owner_pid = getpid();
     return 0;
 }
@@ -330,6 +332,9 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
         request.metric = PyFloat_AsDouble(metric);
         request.has_metric = true;
     }
+    if (self->keeps_only)
+        PyErr_SetString(PyExc_ValueError,
+                        "begin: several ranks need the pages that the constructor takes");
     if (PyErr_Occurred() || read_plan(state, shared, shared_sources, &request.shared) < 0 ||
         read_plan(state, own, own_sources, &request.own) < 0 ||
         read_stage(state, device, &request) < 0 ||
@@ -358,6 +363,57 @@ done:
     request_memory_fini(&memory);
     if (status == SW_OK)
         Py_RETURN_NONE;
+    return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(state, &err);
+}
+
+static PyObject *build_kept(const sw_save_kept *kept)
+{
+    return Py_BuildValue("(y#y#K)", kept->tallies.data ? (const char *)kept->tallies.data : "",
+                         (Py_ssize_t)kept->tallies.size_bytes, (const char *)kept->runs,
+                         (Py_ssize_t)(kept->run_count * sizeof *kept->runs),
+                         (unsigned long long)kept->size_bytes);
+}
+
+static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"nonce", "shared",      "shared_sources", "own",    "own_sources",
+                            "image", "image_bytes", "timeout_s",      "device", NULL};
+    saver_object *self = (saver_object *)op;
+    engine_state *state = sw_py_state_of(op);
+    sw_save_request request = {0};
+    request_memory memory = {0};
+    PyObject *shared, *shared_sources, *own, *own_sources, *device, *result = NULL;
+    unsigned long long image, image_bytes;
+    double timeout_s;
+    sw_save_kept kept = {0};
+    sw_error err = {0};
+    sw_status status = SW_E_INVALID;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sOO!OO!KKdO:keep", names, &request.nonce,
+                                     &shared, &PyList_Type, &shared_sources, &own, &PyList_Type,
+                                     &own_sources, &image, &image_bytes, &timeout_s, &device) ||
+        !enter(self))
+        return NULL;
+    if (read_plan(state, shared, shared_sources, &request.shared) < 0 ||
+        read_plan(state, own, own_sources, &request.own) < 0 ||
+        read_stage(state, device, &request) < 0 ||
+        read_sources(shared_sources, &memory.shared, NULL) < 0 ||
+        read_sources(own_sources, &memory.own, NULL) < 0)
+        goto done;
+    request.shared.sources = memory.shared;
+    request.own.sources = memory.own;
+    request.timeout_ns = (int64_t)(timeout_s * 1e9);
+    Py_BEGIN_ALLOW_THREADS
+    status =
+        sw_saver_keep(self->saver, &request, (uint8_t *)(uintptr_t)image, image_bytes, &kept, &err);
+    Py_END_ALLOW_THREADS
+    if (status == SW_OK)
+        result = build_kept(&kept);
+    sw_save_kept_fini(&kept);
+done:
+    leave(self);
+    request_memory_fini(&memory);
+    if (status == SW_OK)
+        return result;
     return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(state, &err);
 }
 
@@ -485,6 +541,8 @@ static PyObject *saver_spare(PyObject *op, PyObject *unused)
 static PyMethodDef saver_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS,
      "Takes the snapshot and starts the rest."},
+    {"keep", (PyCFunction)(void (*)(void))saver_keep, METH_VARARGS | METH_KEYWORDS,
+     "Writes this rank's part into memory; (tallies, runs, bytes)."},
     {"warm", saver_warm, METH_VARARGS,
      "warm($self, nbytes, /)\n--\n\nStaging for a save of as many bytes is touched by a thread of "
      "its own."},

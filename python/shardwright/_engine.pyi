@@ -886,7 +886,7 @@ class CheckpointSaver:
         idle_io: bool = False,
         bandwidth: int = 0,
     ) -> None:
-        """`pages`: an Arena of these ranks with at least 4096 bytes; None at world size 1. `hosts`: each rank's, numbered by their lowest
+        """`pages`: an Arena of these ranks with at least 4096 bytes; None at world size 1, and for keep() alone. `hosts`: each rank's, numbered by their lowest
         ranks, and `path`: a zeroed file of 4096 bytes for each; None where there is one. `bandwidth`: bytes a second."""
     def begin(
         self,
@@ -911,6 +911,21 @@ class CheckpointSaver:
         memory is read until protect() returns (lazy) or this returns (else, and what is on a device). `number` counts saves
         from 1, alike on all ranks; `nonce` is equal on all and never used before. `device`: what the GPU's memory comes down
         through, and the stream that wrote it."""
+    def keep(
+        self,
+        *,
+        nonce: str,
+        shared: CheckpointPlan,
+        shared_sources: list[tuple[int, int, int, int, bool, bool]],
+        own: CheckpointPlan | None,
+        own_sources: list[tuple[int, int, int, int, bool, bool]],
+        image: int,
+        image_bytes: int,
+        timeout_s: float,
+        device: tuple[DeviceStage, int] | None,
+    ) -> tuple[bytes, bytes, int]:
+        """Write this rank's part into the image at address `image`, where block n lies at n MiB, the own plan's blocks behind those of
+        the shared plan. Return its tallies, its runs as pairs of 8-byte words (begin, bytes), and their bytes."""
     def warm(self, nbytes: int, /) -> bool:
         """Staging for a save of as many bytes is touched by a thread of its own. Whether that could be begun."""
     def protect(self) -> None:
@@ -971,6 +986,14 @@ class CheckpointFolder:
     @classmethod
     def received(cls, path: str, catalog: bytes, /) -> CheckpointFolder:
         """The checkpoint at `path`, of which another rank has read `catalog`: no file is opened until something is read of it."""
+    @classmethod
+    def merged(
+        cls, path: str, step: int, world_size: int, nonce: str, files: list[tuple[str, int]], tallies: list[bytes], /
+    ) -> CheckpointFolder:
+        """A checkpoint of these files, of which ranks have written what their tallies of CheckpointSaver.keep() say. CheckpointError
+        names a block that they did not write once each."""
+    def lies_in(self, fd: int, begins: dict[str, int], /) -> None:
+        """Read from an open file, in which each file begins at begins[path]. The caller keeps `fd` open while it reads."""
     def catalog(self, paths: list[str], /) -> bytes:
         """The manifest, and of `paths` the headers of safetensors files and the others whole, checked. tensors() and read_bytes() of
         these files read nothing then."""

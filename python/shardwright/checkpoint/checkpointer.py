@@ -23,9 +23,10 @@ from ..parallel.fully_shard import wrapper_of
 from ..parallel.stop_request import StopRequest
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
+from .memory.tier import Candidate, MemoryTier
 from .optimizer_extras import stepping_optimizer
 from .peers import Peers, os_error
-from .reading import agree_on, apply_together
+from .reading import Reader, agree_on, apply_together
 from .remote.mirror import Mirror
 from .remote.store import Store, address_of, local_folder, on_first
 from .retention import (
@@ -107,6 +108,14 @@ class Checkpointer:
         A launcher counts that as success. Call save() after each step. Needs the main thread.
     local_directory : path-like, optional
         The local directory of an address, shared by the hosts. Default: one below ~/.cache/shardwright.
+    memory_every : int, optional
+        save() also copies each multiple of it into memory that outlives killed ranks, whether or not the step goes to disk.
+        restore() takes the newest complete step of both. The memory is twice this host's share of a checkpoint, and twice that
+        of another host for each replica. If it does not fit, the disk alone is used, and the log says why. close() frees it, so
+        save the last step to disk. Default: the disk alone.
+    memory_replicas : int, optional
+        Other hosts that get a copy of each host's share; a step survives the loss of as many neighbouring hosts. Default: 1
+        where the next host is another machine, else 0.
 
     Notes
     -----
@@ -155,6 +164,8 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         save_on: Iterable[int] = (),
         local_directory: str | os.PathLike[str] | None = None,
+        memory_every: int | None = None,
+        memory_replicas: int | None = None,
     ) -> None:
         self._peers = Peers(model, process_group, usable_timeout(timeout_s))
         checked: list[tuple[int, int, int]] = []
@@ -170,6 +181,10 @@ class Checkpointer:
                 "largest": best == "max",
             }
             file_bytes, _ = check_options(max_file_bytes, timeout_s)
+            integer("memory_every", 1 if memory_every is None else memory_every, 1, 2**63, "an integer of at least 1")
+            integer("memory_replicas", memory_replicas or 0, 0, 2**31, "None or an integer of at least 0")
+            if memory_every is None and memory_replicas is not None:
+                raise ValueError(f"memory_replicas={memory_replicas} needs memory_every: nothing goes into memory")
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
             checked.append((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
             self._save_on = check_signals(save_on)
@@ -187,7 +202,9 @@ class Checkpointer:
                     f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
                 )
             signals = [each.name for each in self._save_on]
-            return {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify), "save_on": signals}
+            memory = {"memory_every": memory_every, "memory_replicas": memory_replicas}
+            saves = {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
+            return {**saves, "save_on": signals, **memory}
 
         self._peers.agree(check, "Checkpointer()")
         ((max_file_bytes, threads, bandwidth),) = checked
@@ -204,6 +221,8 @@ class Checkpointer:
         self._every: int | None = None  # `every` of the first save(), equal on all ranks
         self._hooks: list[Any] = []
         self._mirror: Mirror | None = None
+        self._memory: MemoryTier | None = None
+        self._memory_every = memory_every
         nonce = self._take_directory()
         try:
             self._peers.together(self._open_mirror, f"opening {self._address}")
@@ -212,6 +231,10 @@ class Checkpointer:
                 self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
                 timeout_s=timeout_s, max_file_bytes=max_file_bytes,
             )  # fmt: skip
+            if memory_every is not None and not self._read_only:
+                self._memory = MemoryTier(
+                    self._peers, self.directory, memory_replicas, threads=threads, timeout_s=timeout_s
+                )
             if self._lazy:
                 self._hooks = _before_writes(
                     model, stepping_optimizer(self._training.optimizer), _protector(self._writer)
@@ -219,6 +242,8 @@ class Checkpointer:
         except BaseException:
             if self._mirror is not None:
                 self._mirror.close()
+            if self._memory is not None:
+                self._memory.close(goodbye=False)
             self._release()
             raise
         self._warm_staging()
@@ -345,6 +370,8 @@ class Checkpointer:
             self._agree_on_first(every, refusal)
         if refusal is not None and every != 1:  # without `step` this rank cannot tell if its peers save now
             raise refusal
+        if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
+            self._keep(step + 1, self._memory)
         if refusal is None and (step + 1) % every:
             return False
         if self._on_busy != "wait" and any(self._peers.exchange(self._writer.is_busy, "is a save under way")):
@@ -359,6 +386,12 @@ class Checkpointer:
             raise ValueError(f"metric must be finite, got {metric!r}")
         self._begin(step + 1, metric)
         return True
+
+    def _keep(self, step: int, memory: MemoryTier) -> None:
+        """Copy this rank's share of a step into memory, unless the tier is busy or off. Collective."""
+        ready = None if memory.off or memory.is_busy else self._writer.repeat(step, self._training)
+        if memory.is_due(step, ready is not None):
+            self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
 
     def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
         """Check that `every` of the first call is equal on all ranks: otherwise some wait for ranks that train on."""
@@ -468,9 +501,12 @@ class Checkpointer:
     @property
     def progress(self) -> dict[str, int]:
         """Return counts of this rank, without communication: bytes_total, bytes_written, staging_bytes (memory held),
-        direct_bytes, device_bytes (copied from a GPU in all saves), busy."""
+        direct_bytes, device_bytes (copied from a GPU in all saves), busy.
+
+        A memory tier adds memory_step (the newest step that this rank has copied), memory_bytes (of its share), and memory_skipped
+        (steps that found the copy before still under way to another host)."""
         self._check_open()
-        return self._writer.progress()
+        return self._writer.progress() | ({} if self._memory is None else self._memory.progress())
 
     # restoring --------------------------------------------------------------------------------------------------------
 
@@ -525,29 +561,34 @@ class Checkpointer:
         if any(each != wanted[0] for each in wanted):
             raise CheckpointError("restore: strict, include or rename differ between ranks: give the same on all ranks")
         listed = self._list(is_preference=step is None)
+        kept = [] if self._memory is None else self._memory.candidates()
         if step is not None:
             chosen = [path for found, path in listed if found == asked[0]]
-            if not chosen:
+            kept = [each for each in kept if each.step == asked[0]]
+            if not chosen and not kept:
                 there = ", ".join(str(found) for found, _ in listed[-5:]) or "none"
                 raise CheckpointError(
                     f"restore: '{self.directory}' has no checkpoint of step {asked[0]!r}; the newest are of: {there}"
                 )
             listed = [(asked[0], path) for path in chosen]
         refusals = []
-        for _, path in reversed(listed):
-            self._fetch(path)
-            spare = self._writer.spare()
-            reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0])
+        for _, place in reversed(_merged(listed, kept)):
+            reader, why, path = self._agree_on(place, made[0])
             if reader is not None:
                 apply_together(reader, self._peers, everything=True)
+                if isinstance(place, Candidate) and self._memory is not None:
+                    self._memory.took(place)
                 if step is not None:
                     self._go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
+                    if self._memory is not None:
+                        self._memory.forget_after(asked[0])
                 if not self._read_only:
                     self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
             logger.warning("restore() passes over a checkpoint: %s", why)
             refusals.append(why)
-            self._reject(path)
+            if not isinstance(place, Candidate):
+                self._reject(path)
         if refusals:
             raise CheckpointError(
                 f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
@@ -555,6 +596,22 @@ class Checkpointer:
                 else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
         return 0
+
+    def _agree_on(self, place: str | Candidate, names: NameMap) -> tuple[Reader | None, str, str]:
+        """Return (reader, "", path), or (None, the reason to pass over it, path), of a checkpoint on disk or in memory. Collective."""
+        source, path = None, place.label if isinstance(place, Candidate) else place
+        if isinstance(place, Candidate):
+            assert self._memory is not None
+            source, why = self._memory.assemble(place)
+            if source is None:
+                return None, why, path
+        else:
+            self._fetch(path)
+        spare = self._writer.spare()
+        found = agree_on(
+            path, self._training, self._peers, verify=self._verify, spare=spare, names=names, source=source
+        )
+        return *found, path
 
     def _fetch(self, path: str) -> None:
         """Download a checkpoint that only the address has. Collective."""
@@ -629,6 +686,8 @@ class Checkpointer:
                 try:
                     self._wait()
                     self._upload()
+                    if self._memory is not None:
+                        self._memory.close(goodbye=True)
                 finally:
                     self._close(self._writer.wait)
 
@@ -648,6 +707,8 @@ class Checkpointer:
                 self._writer.close()
                 if self._mirror is not None:
                     self._mirror.close()
+                if self._memory is not None:
+                    self._memory.close(goodbye=False)
             finally:
                 self._release()
 
@@ -675,6 +736,17 @@ def _asker(stop: StopRequest) -> Callable[[], None]:
         stop.is_asked = True
 
     return ask
+
+
+def _merged(listed: list[tuple[int, str]], kept: list[Candidate]) -> list[tuple[int, str | Candidate]]:
+    """Return checkpoints on disk and in memory in the order of preference, best last. Of one step, that in memory is better."""
+    found: list[tuple[int, str | Candidate]] = [*listed]
+    for each in kept:
+        at = len(found)
+        while at > 0 and found[at - 1][0] > each.step:
+            at -= 1
+        found.insert(at, (each.step, each))
+    return found
 
 
 def _lock_directory(directory: str) -> DirectoryLock:

@@ -104,12 +104,12 @@ class Content:
                     check_placements(name, tensor)
                     group.tensors[name] = slice_of_dtensor(tensor, boxes, stays=self.staging.takes)
 
-    def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
-        """Return this rank's sources in ascending order: of content that all ranks hold, the numbers in `needed` (None: all);
-        of content in parts, the parts that this rank has to write."""
+    def sources(self, needed: Sequence[int] | None = None, first: int = 0) -> list[Source]:
+        """Return this rank's sources in ascending order, numbered from `first` on: of content that all ranks hold, the numbers in
+        `needed` (None: all); of content in parts, the parts that this rank has to write."""
         wanted = None if needed is None else set(needed)
         found: list[Source] = []
-        number = -1
+        number = first - 1
         for group in self.groups:
             for name, tensor in group.tensors.items():
                 number += 1
@@ -171,17 +171,8 @@ def optimizer_content(
     names = parameter_names(optimizer, found)
     whole = optimizer.state if states is None else states
     tensors: dict[str, Any] = {}
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
-        encoded = tree.encode(options, f"param_groups.{number}", tensors)
-        if "$dict" in encoded:
-            raise CheckpointError(
-                f"param_groups.{number} has an option whose name is not a string or begins with '$': not savable"
-            )
-        groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
     further = further_state(optimizer)
-    body: dict[str, Any] = {"groups": groups}
+    body: dict[str, Any] = {"groups": group_options(optimizer, names, tensors)}
     if further:
         body["further"] = {key: tree.encode(value, f"further.{key}", tensors) for key, value in further.items()}
     eager = frozenset(tensors)  # a scheduler writes to them outside the optimizer's step
@@ -208,6 +199,20 @@ def optimizer_content(
 def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
     """Map the numbers that torch's state dicts use to parameters."""
     return dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
+
+
+def group_options(optimizer: Any, names: Mapping[int, str], tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """Encode the optimizer's groups: their options, and the names of their parameters."""
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        encoded = tree.encode(options, f"param_groups.{number}", tensors)
+        if "$dict" in encoded:
+            raise CheckpointError(
+                f"param_groups.{number} has an option whose name is not a string or begins with '$': not savable"
+            )
+        groups.append({**encoded, "params": [names[id(p)] for p in group["params"]]})
+    return groups
 
 
 def _encode_state(value: Any, key: str, parameter: str, tensors: dict[str, Any]) -> Any:
@@ -258,8 +263,9 @@ def ordered_parameters(optimizer: Any, names: Mapping[int, str], found: ModelTen
 # own ------------------------------------------------------------------------------------------------------------------
 
 
-def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the states of this process's random generators as a tree."""
+def random_state(tensors: dict[str, torch.Tensor], kept: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the states of this process's random generators as a tree. `kept`: that of Python's, of the call before, which is slow
+    to encode and changes in few steps."""
     numpy = sys.modules.get("numpy")
     states = {
         "python": random.getstate(),
@@ -267,7 +273,13 @@ def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         "numpy": numpy.random.get_state(legacy=True) if numpy else None,
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
     }
-    return {key: tree.encode(value, f"random.{key}", tensors) for key, value in states.items()}
+    kept = {} if kept is None else kept
+    if kept.get("state") != states["python"]:
+        kept["node"], kept["state"] = tree.encode(states["python"], "random.python", tensors), states["python"]
+    return {
+        key: kept["node"] if key == "python" else tree.encode(value, f"random.{key}", tensors)
+        for key, value in states.items()
+    }
 
 
 def set_random_state(states: Mapping[str, Any]) -> None:

@@ -96,7 +96,7 @@ def model_tensors(model: torch.nn.Module) -> ModelTensors:
         _add(found.parameters, found, first_names, name, tensor)
     for name, tensor in _walk_buffers(model, ""):
         _add(found.buffers, found, first_names, name, tensor)
-    for prefix, module in _walk(model, ""):
+    for prefix, module in walk(model, ""):
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             found.extras.setdefault(prefix + "_extra_state", module)
     return found
@@ -124,25 +124,25 @@ def _identity(tensor: torch.Tensor) -> Any:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+def walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield (prefix, module) of every module. A wrapper adds nothing to the prefix."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is None:
             continue
         hidden = name in _TRANSPARENT or (name == "module" and isinstance(module, (TorchDDP, DataParallel)))
-        yield from _walk(child, prefix if hidden else f"{prefix}{name}.")
+        yield from walk(child, prefix if hidden else f"{prefix}{name}.")
 
 
 def _walk_parameters(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for place, module in _walk(model, prefix):
+    for place, module in walk(model, prefix):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield place + name, parameter
 
 
 def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for place, module in _walk(model, prefix):
+    for place, module in walk(model, prefix):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield place + name, buffer

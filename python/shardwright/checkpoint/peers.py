@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError, CommError
 from ..comm.process_group import host_group, resolve_group
+from ..comm.wire import EAGER_HOSTS
 from ..parallel.fully_shard import wrapper_of
 
 _PAGE_BYTES = 4096
@@ -75,6 +76,24 @@ class Peers:
     def has_hosts(self) -> bool:
         """Return whether the ranks run on several hosts."""
         return self._group.host_count > 1
+
+    @property
+    def host_of(self) -> list[int]:
+        """Return each rank's host, numbered by its lowest rank."""
+        return list(self._group.host_of)
+
+    @property
+    def host_count(self) -> int:
+        return self._group.host_count
+
+    def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> Any:
+        """Return a Gloo group over `ranks`, this one among them. Collective over them."""
+        return self._group.gloo_group(name, ranks, timeout_s, connects_late=len(ranks) > EAGER_HOSTS)
+
+    def broadcast_memory(self, address: int, nbytes: int, root: int, label: str) -> None:
+        """Broadcast `root`'s bytes in place. Collective."""
+        if self.world_size > 1 and nbytes:
+            self._group.comm.broadcast([(address, nbytes)], root, label)
 
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
         """Make the channel on which ranks report during a save. Collective.

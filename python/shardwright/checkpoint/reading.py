@@ -31,6 +31,7 @@ from .content import (
     unlike_stateful,
 )
 from .filling import Filler
+from .memory.tier import Source
 from .names import dtype_name, model_tensors, stored_shape
 from .optimizer_extras import further_state, give_back, users_optimizer
 from .peers import Peers, whole_parameters
@@ -661,17 +662,19 @@ def agree_on(
     verify: bool,
     spare: Sequence[tuple[int, int]] = (),
     names: NameMap = NameMap(),
+    source: Source | None = None,
 ) -> tuple[Reader | None, str]:
     """Return (reader, "") if every rank finds `path` sound and fitting. Collective.
 
     If some rank cannot read it, return (None, reason) and leave live tensors unchanged. `spare`: see Reader.verify_share.
+    `source`: where the files are, if they are in memory; `path` then only names the checkpoint.
 
     Raises
     ------
     CheckpointError
         A rank cannot use a checkpoint that is sound or has a newer format. All ranks raise the same sentence.
     """
-    folder, refusal = _open_together(path, peers)
+    folder, refusal = _open_together(path, peers, source)
     if folder is None:
         return None, refusal
     made: list[Reader] = []
@@ -692,24 +695,26 @@ def agree_on(
     return (made[0], "") if is_sound else (None, refusal)
 
 
-def _open_together(path: str, peers: Peers) -> tuple[CheckpointFolder | None, str]:
+def _open_together(path: str, peers: Peers, source: Source | None = None) -> tuple[CheckpointFolder | None, str]:
     """Open the folder on rank 0 and send its catalog to all ranks. Return (folder, "") or (None, reason). Collective."""
     catalog = b""
     found: list[CheckpointFolder] = []
 
     def read() -> None:
         nonlocal catalog
-        found.append(CheckpointFolder(path))
+        found.append(CheckpointFolder(path) if source is None else source.open())
         headers = [each for each in found[0].files if each.endswith(".safetensors") and not _is_of_one_rank(each)]
         catalog = found[0].catalog([*(name for name in _SMALL if name in found[0].files), *headers])
 
     verdict = _verdict_of(read, path) if peers.rank == 0 else _SOUND
-    verdict, name = peers.exchange([verdict, found[0].path if found else path], f"opening {path}")[0]
+    begins = source.begins() if source is not None and found else {}
+    verdict, name, begins = peers.exchange([verdict, found[0].path if found else path, begins], f"opening {path}")[0]
     refusal = _hear([verdict], peers)
     if refusal:
         return None, refusal
     catalog = peers.broadcast(catalog, f"catalog of {path}")
-    return (found[0] if found else CheckpointFolder.received(name, catalog)), ""
+    folder = found[0] if found else CheckpointFolder.received(name, catalog)
+    return (folder if source is None else source.attach(folder, begins)), ""
 
 
 def _is_of_one_rank(path: str) -> bool:

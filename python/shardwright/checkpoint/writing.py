@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import secrets
@@ -20,6 +21,7 @@ from .content import (
     Content,
     Entries,
     Group,
+    Source,
     holds_shards,
     model_group,
     optimizer_content,
@@ -27,9 +29,11 @@ from .content import (
     stateful_tree,
 )
 from .device_staging import DeviceStaging
+from .memory.tier import MemoryTier
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 from .peers import Peers, averages_gradients, os_error, whole_parameters
+from .repeated import Repeated
 from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import (
@@ -173,6 +177,15 @@ class _Layout:
         return all(entry in (self.state or ()) for entry in structure_of(draft.shards))
 
 
+@dataclasses.dataclass
+class Ready:
+    """What a rank keeps of one step: its sources, rank 0's own files, and the owner of their memory."""
+
+    sources: list[Source]
+    own: Content | None
+    held: Content
+
+
 class Writer:
     """A rank's part in saves, one save at a time. The constructor is collective: ranks agree on nonce and channel.
 
@@ -197,7 +210,9 @@ class Writer:
         self._timeout_s = timeout_s
         self._max_file_bytes = max_file_bytes
         self._nonce_prefix = nonce
-        self._number = 0
+        self._number = self._kept = 0
+        self._repeated: Repeated | None = None
+        self._random: dict[str, Any] = {}  # of the last step: content.random_state
         self._held: Content | None = None
         self._spoiled = ""  # the reason why the beginning save must be cancelled
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -270,6 +285,68 @@ class Writer:
             elif isinstance(error, CheckpointError):
                 raise
             raise os_error(sentence, getattr(error, "errno", None)) from error
+
+    def repeat(self, step: int, training: Training) -> Ready | None:
+        """Return this rank's content of a step, if the training has the tensors of the last step that keep() copied and its other
+        state fits the layout. None: it has not, or that cannot be told. Not collective; raises nothing."""
+        last, layout = self._repeated, self._layout
+        if (
+            last is None
+            or layout is None
+            or layout.plan is None
+            or last.layout is not layout
+            or not last.fits(training)
+        ):
+            return None
+        try:
+            body, tensors = self._own_tree(training)
+            if not layout.rows.fits(structure_of(tensors), len(tree.dumps(body))):
+                return None
+            rest, own = Content([], self._staging), None
+            _add_rows(rest, layout, body, tensors)
+            if self._peers.rank == 0:
+                optimizer_tree = None if training.optimizer is None else last.optimizer_tree(training)
+                if optimizer_tree is None and training.optimizer is not None:
+                    return None
+                own = self._own_files(_state_tree(training, last.found, step), layout, optimizer_tree, last.found)
+            return Ready(last.sources + rest.sources(first=last.count), own, rest)
+        except Exception:  # the agreement of keep() raises it on all ranks
+            return None
+
+    def keep(self, step: int, training: Training, tier: MemoryTier, ready: Ready | None) -> None:
+        """Copy this rank's share into memory that outlives it. After tier.is_due(), on all ranks.
+
+        Parameters
+        ----------
+        ready : Ready, optional
+            The result of repeat(), if all ranks have one: then the ranks need not agree again.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks for a failure before the agreement. A later one ends the tier.
+        """
+        self._kept += 1
+        nonce = f"{self._nonce_prefix}m{_base36(self._kept)}"
+        if ready is not None:
+            self._put(step, nonce, training, tier, ready)
+            return
+        slices, passing = released_slices(training.model)
+        with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
+            content, own, plan = self._agree(training, step, slices, passing)
+            sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
+            self._repeated = None
+            if not slices and not passing:
+                optimizer_tree = None if own is None else tree.loads(own.texts.get("optimizer.json", b"null"))
+                found = model_tensors(training.model)
+                self._repeated = Repeated.of(training, self._layout, found, content, sources, optimizer_tree)
+            self._put(step, nonce, training, tier, Ready(sources, own, content))
+
+    def _put(self, step: int, nonce: str, training: Training, tier: MemoryTier, ready: Ready) -> None:
+        assert self._layout is not None and self._layout.plan is not None
+        own = None if ready.own is None else (ready.own.plan(), ready.own.sources())
+        share = functools.partial(held_bytes, training.model, training.optimizer, self._peers.world_size)
+        tier.put(step, nonce, self._layout, self._layout.plan, ready.sources, own, share, self._staging.for_saver())
 
     def _give_up(self, reason: str) -> None:
         """Abandon the beginning save. Its threads may already read memory that this writer holds for them."""
@@ -357,13 +434,7 @@ class Writer:
         described = describe_state(optimizer) if isinstance(optimizer, ShardedOptimizer) else {}
         if optimizer is not None:
             self._look_for_more(training)
-        tensors: dict[str, torch.Tensor] = {}
-        body = {
-            "random": random_state(tensors),
-            "dataloader": stateful_tree(training.dataloader, "dataloader", tensors),
-            "compressor": tree.encode(_compressor_state(training.model), "compressor", tensors),
-            "buffers": {},
-        }
+        body, tensors = self._own_tree(training)
         samples: Samples = {}
         checksums: dict[str, int] = {}
         if self._peers.world_size > 1:
@@ -373,6 +444,17 @@ class Writer:
         if self._peers.rank == 0 or holds_shards([training.user_state, training.extra]):
             state = _state_tree(training, found, step)
         return _Draft(found, described, body, tensors, samples, checksums, released, passing, state)
+
+    def _own_tree(self, training: Training) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the tree of this rank's own state and its tensors, without buffers."""
+        tensors: dict[str, torch.Tensor] = {}
+        body = {
+            "random": random_state(tensors, self._random),
+            "dataloader": stateful_tree(training.dataloader, "dataloader", tensors),
+            "compressor": tree.encode(_compressor_state(training.model), "compressor", tensors),
+            "buffers": {},
+        }
+        return body, tensors
 
     def _hear(self, draft: _Draft | None, failure: Exception | None, is_averaged: bool = False) -> bool:
         """Return True if some rank's training does not fit the layout. Collective.
@@ -468,9 +550,7 @@ class Writer:
         if training.optimizer is not None:
             group, optimizer_tree = optimizer_content(training.optimizer, draft.found, self._max_file_bytes, states)
             shared.groups.append(group)
-        each_ranks = layout.rows.tensors({name: _dense(each) for name, each in draft.tensors.items()})
-        shared.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
-        shared.lines[rows.LINES] = layout.rows.line(draft.body)
+        _add_rows(shared, layout, draft.body, draft.tensors)
         if layout.state is not None:
             held = draft.state[1] if draft.state is not None else {}
             parts = {n: self._part_of_state(held.get(n), dtype, shape) for n, dtype, shape in layout.state}
@@ -503,12 +583,17 @@ class Writer:
         if self._peers.rank:
             return None
         assert draft.state is not None
-        body, tensors = draft.state
+        return self._own_files(draft.state, layout, optimizer_tree, draft.found)
+
+    def _own_files(
+        self, state: Any, layout: _Layout, optimizer_tree: dict[str, Any] | None, found: ModelTensors
+    ) -> Content:
+        body, tensors = state
         own = Content([Group("state", dict(tensors), {"format": "pt"})] if layout.state is None else [], self._staging)
         own.texts["state.json"] = tree.dumps(body)
         if optimizer_tree is not None:
             own.texts["optimizer.json"] = tree.dumps(optimizer_tree)
-        index = _model_index(layout.plan, list(draft.found.all()))
+        index = _model_index(layout.plan, list(found.all()))
         if index:
             own.texts["model.safetensors.index.json"] = index
         return own
@@ -624,6 +709,13 @@ def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dic
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor detached, resolved and row-major."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _add_rows(content: Content, layout: _Layout, body: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Add a rank's own tree and its tensors to what all ranks write."""
+    each_ranks = layout.rows.tensors({name: _dense(each) for name, each in tensors.items()})
+    content.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
+    content.lines[rows.LINES] = layout.rows.line(body)
 
 
 def _model_index(plan: Any, names: Sequence[str]) -> bytes:

@@ -1,0 +1,186 @@
+"""Buddies: copies of a host's images on other hosts, sent behind training by each host's carrier.
+
+Host h sends to host (h + k) mod H for k in 1..replicas. Carriers have a wire of their own, beside the bridge's, so that a copy
+and a round of training wait for nothing of one another. A step is a message of its runs, the runs, and its tables; the receiver
+clears its tables first and writes them last, so a copy that was cut off is not taken.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .image import Image, Table, pieces
+
+_logger = logging.getLogger("shardwright")
+_HEAD_BYTES = 64
+_WINDOW_BYTES = 64 << 20
+_POLL_S = 0.001
+_SIZE, _TABLES, _RUNS = 1, 2, 3  # tags; one sender and one receiver a pair, so their order tells steps apart
+
+
+class Buddies:
+    """The sender and the receivers of one carrier.
+
+    Parameters
+    ----------
+    wire : Wire
+    peers : list of (int, int)
+        For each k: the carrier that receives ours, and the one whose images come here.
+    make : callable
+        make(k, slot, data, tables) returns the image for host (h - k)'s step.
+    """
+
+    def __init__(
+        self, wire: Any, peers: Sequence[tuple[int, int]], make: Callable[[int, int, int, int], Image]
+    ) -> None:
+        self._wire, self._peers, self._make = wire, peers, make
+        self._changed = threading.Condition()
+        self._job: tuple[Image, int, str, int] | None = (
+            None  # image, slot, nonce, tables; of the step that is being sent
+        )
+        self._started = 0
+        self._sent, self._received = (
+            [0] * len(peers),
+            [0] * len(peers),
+        )  # a peer's step may come before ours has started
+        self._is_closed = False
+        self.failure = ""
+        for number in range(len(peers)):
+            for body in (self._send_always, self._receive_always):
+                threading.Thread(target=self._run, args=(body, number), name="sw-buddies", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        with self._changed:
+            return self._is_busy()
+
+    def _is_busy(self) -> bool:
+        return any(count < self._started for count in (*self._sent, *self._received))
+
+    def start(self, image: Image, slot: int, nonce: str, tables: int) -> None:
+        """Begin to exchange a step. Not while is_busy. `image` stays as it is until the exchange ends."""
+        with self._changed:
+            self._job = image, slot, nonce, tables
+            self._started += 1
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return True once the exchange has ended, whatever its outcome."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_busy() or bool(self.failure), timeout_s)
+
+    def close(self, gently: bool) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._wire.close(gently)
+
+    def _run(self, body: Callable[[int], None], number: int) -> None:
+        try:
+            body(number)
+        except Exception as error:
+            with self._changed:
+                if not self._is_closed:
+                    self.failure = self.failure or f"{type(error).__name__}: {error}"
+                self._changed.notify_all()
+
+    def _next(self, number: int) -> tuple[Image, int, str, int] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._sent[number] < self._started)
+            return None if self._is_closed else self._job
+
+    def _count(self, done: list[int], number: int) -> None:
+        with self._changed:
+            done[number] += 1
+            self._changed.notify_all()
+
+    # sending ----------------------------------------------------------------------------------------------------------
+
+    def _send_always(self, number: int) -> None:
+        while (job := self._next(number)) is not None:
+            image, slot, nonce, count = job
+            tables = self._await_tables(image, nonce, count)
+            if tables is not None:
+                self._send(self._peers[number][0], image, slot, tables)
+            self._count(self._sent, number)
+
+    def _await_tables(self, image: Image, nonce: str, count: int) -> list[Table] | None:
+        """Return this host's tables of a step once all its ranks have written them; None at the end."""
+        found: dict[int, Table] = {}
+        while len(found) < count and not self._is_closed:
+            for index in (each for each in range(count) if each not in found):
+                table = image.table(index)
+                if table is not None and table.head["nonce"] == nonce:
+                    found[index] = table
+            time.sleep(_POLL_S if len(found) < count else 0)
+        return [found[index] for index in range(count)] if len(found) == count else None
+
+    def _send(self, rank: int, image: Image, slot: int, tables: Sequence[Table]) -> None:
+        encoded = [table.encode() for table in tables]
+        told = json.dumps([slot, image.data, [len(each) for each in encoded]]).encode()
+        self._wire_send(rank, _SIZE, _memory(len(told).to_bytes(8, "little").ljust(_HEAD_BYTES, b"\0")))
+        self._wire_send(rank, _SIZE, _memory(told))
+        self._wire_send(rank, _TABLES, _memory(b"".join(encoded)))
+        for begin, nbytes in _cut(tables):
+            self._wire.wait(self._wire.send(rank, _RUNS, image.address + begin, nbytes))
+
+    def _wire_send(self, rank: int, tag: int, memory: torch.Tensor) -> None:
+        self._wire.wait(self._wire.send(rank, tag, memory.data_ptr(), memory.numel()))
+
+    # receiving --------------------------------------------------------------------------------------------------------
+
+    def _receive_always(self, number: int) -> None:
+        rank = self._peers[number][1]
+        images: dict[int, Image] = {}
+        while True:
+            size = self._wire_receive(rank, _SIZE, _HEAD_BYTES)
+            told = self._wire_receive(rank, _SIZE, int.from_bytes(size[:8], "little"))
+            slot, data, lengths = json.loads(told)
+            encoded = self._wire_receive(rank, _TABLES, sum(lengths))
+            tables = [Table.decode(each) for each in _split(encoded, lengths)]
+            assert all(tables)
+            image = images.get(slot)
+            if image is None or (image.data, image.tables) != (data, len(lengths)):
+                image = images[slot] = self._make(number + 1, slot, data, len(lengths))
+            for index in range(image.tables):
+                image.clear(index)
+            for begin, nbytes in _cut([table for table in tables if table is not None]):
+                self._wire.wait(self._wire.receive(rank, _RUNS, image.address + begin, nbytes))
+            for index, each in enumerate(_split(encoded, lengths)):
+                image.write(index, each)
+            self._count(self._received, number)
+
+    def _wire_receive(self, rank: int, tag: int, nbytes: int) -> bytes:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._wire.wait(self._wire.receive(rank, tag, memory.data_ptr(), nbytes))
+        return memory.numpy().tobytes()
+
+
+def _cut(tables: Sequence[Table]) -> list[tuple[int, int]]:
+    """Return the runs of tables, joined where they continue one another, and cut at windows: alike on both sides."""
+    joined: list[tuple[int, int]] = []
+    for begin, nbytes in sorted(run for table in tables for run in table.each_run()):
+        if joined and sum(joined[-1]) == begin:
+            joined[-1] = joined[-1][0], joined[-1][1] + nbytes
+        else:
+            joined.append((begin, nbytes))
+    return [run for part in pieces(joined, _WINDOW_BYTES) for run in part]
+
+
+def _memory(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _split(data: bytes, lengths: Sequence[int]) -> list[bytes]:
+    found, at = [], 0
+    for length in lengths:
+        found.append(data[at : at + length])
+        at += length
+    return found

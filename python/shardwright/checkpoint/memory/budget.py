@@ -1,0 +1,67 @@
+"""Budget: the bytes that the images of a host need, and the bytes that its limits leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..._engine import host_limits
+
+SLOTS = 2
+#: part of what is left that images may take: training allocates, too
+_SHARE = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """A host's need, for its own images and for those of `of_others`, a number of bytes for each."""
+
+    host: str
+    own: int
+    of_others: Sequence[int]
+    held: int
+    """bytes that the guardian's images have already"""
+    left: int
+    limit: str
+
+    def nbytes(self, replicas: int) -> int:
+        return SLOTS * (self.own + sum(self.of_others[:replicas]))
+
+    def fits(self, replicas: int) -> bool:
+        return self.nbytes(replicas) - self.held <= _SHARE * self.left
+
+
+def memory_left() -> tuple[int, str]:
+    """Return the bytes that this process may still touch, and the name of the limit that says so."""
+    limits = host_limits()
+    found = [(_available(), "MemAvailable")]
+    if limits["memory_max_bytes"] is not None and limits["memory_current_bytes"] is not None:
+        left = max(0, limits["memory_max_bytes"] - limits["memory_current_bytes"])
+        found.append((left, f"the control group's limit of {in_gib(limits['memory_max_bytes'])}"))
+    return min(found)
+
+
+def _available() -> int:
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith(b"MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 1 << 62
+
+
+def refusal(needs: Sequence[Need], replicas: int) -> str:
+    """Return the reason why some host's images do not fit, with what would; "" if all fit."""
+    short = next((need for need in needs if not need.fits(replicas)), None)
+    if short is None:
+        return ""
+    fitting = [fewer for fewer in range(replicas) if all(need.fits(fewer) for need in needs)]
+    would = f"memory_replicas={fitting[-1]} would fit" if fitting else "no number of replicas would fit"
+    return (
+        f"host {short.host} needs {in_gib(short.nbytes(replicas))} for {SLOTS} images of {in_gib(short.own)} of its ranks and "
+        f"of {replicas} other hosts, and {in_gib(short.left)} are left there ({short.limit}), of which images take at most "
+        f"{_SHARE:.0%}: {would}"
+    )
+
+
+def in_gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,148 @@
+"""Client: a rank's connection to its host's guardian, which it starts where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from ..._engine import CheckpointError
+from .guardian import MESSAGE_BYTES, peer_uid, start_of
+
+#: seconds for which a guardian waits for a job to come back, after its last rank has gone without a word
+LINGER_S = 600.0
+_START_S = 20.0
+_ANSWER_S = 20.0
+_PROGRAM = str(Path(__file__).with_name("guardian.py"))
+
+
+def ancestors() -> list[tuple[int, int]]:
+    """Return (pid, start) of this process and of those above it, as far as this process sees them."""
+    found: list[tuple[int, int]] = []
+    pid = os.getpid()
+    while pid > 0 and (started := start_of(pid)) and len(found) < 64:
+        found.append((pid, started))
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            break
+    return found
+
+
+def launcher_of(chains: list[list[tuple[int, int]]], session: int) -> tuple[int, int]:
+    """Return (pid, start) of the process that has started a host's ranks, from the ancestors of each: the nearest that all have.
+
+    A rank alone on its host has its session's leader (`session`) if that is above it, since a wrapper such as `timeout` may be
+    between the two and ends with the rank; else its parent.
+
+    Raises
+    ------
+    CheckpointError
+        No process above them can be seen: the ranks are the first ones of their containers.
+    """
+    shared = set(chains[0][1:]).intersection(*chains[1:])
+    leaders = [each for each in shared if each[0] == session and len(chains) == 1]
+    found = next(iter(leaders), next((each for each in chains[0][1:] if each in shared), None))
+    if found is None:
+        raise CheckpointError("no process is above the ranks of this host, with which a guardian could end")
+    return found
+
+
+def name_of(job: str, place: int | None) -> str:
+    """Return the abstract name of this host's guardian of a job. `place`: the number of a simulated host."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino  # of two containers that share a network
+    return f"shardwright-memory-{os.geteuid()}-{job}-{namespace}" + ("" if place is None else f"-{place}")
+
+
+class Client:
+    """A connection to a guardian of the same user.
+
+    Raises
+    ------
+    CheckpointError
+        No guardian answers, or a process of another user does.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asking = threading.Lock()  # the threads that receive images of other hosts ask, too
+        try:
+            self._socket.settimeout(_ANSWER_S)
+            self._socket.connect(f"\0{name}")
+            uid = peer_uid(self._socket)
+            if uid != os.geteuid():
+                raise CheckpointError(f"a process of user {uid} answers in place of this host's guardian")
+        except OSError as error:
+            self._socket.close()
+            raise CheckpointError(f"this host's guardian does not answer: {error.strerror or error}") from error
+        except BaseException:
+            self._socket.close()
+            raise
+        _open.add(self)
+
+    @classmethod
+    def start(cls, name: str, launcher: tuple[int, int], linger_s: float = LINGER_S) -> Client:
+        """Return a connection to the guardian with this name, started now if there is none."""
+        with contextlib.suppress(CheckpointError):
+            return cls(name)
+        words = [sys.executable or "python3", "-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s)]
+        try:
+            subprocess.run(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True, timeout=_START_S, check=True,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CheckpointError(f"the guardian cannot be started: {error}") from error
+        return cls(name)
+
+    def ask(self, what: str, name: str = "", **arguments: Any) -> tuple[dict[str, Any], int]:
+        """Return the guardian's answer, and the file descriptor that came with it, which the caller closes; or -1."""
+        try:
+            with self._asking:
+                self._socket.sendall(json.dumps({"what": what, "name": name, **arguments}).encode())
+                message, passed, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+        except OSError as error:
+            raise CheckpointError(f"this host's guardian does not answer: {error.strerror or error}") from error
+        if not message:
+            raise CheckpointError("this host's guardian has ended")
+        answer = json.loads(message)
+        if "error" in answer:
+            raise CheckpointError(f"this host's guardian cannot {what} an image: {answer['error']}")
+        for fd in passed:
+            os.set_inheritable(fd, False)
+        return answer, passed[0] if passed else -1
+
+    @property
+    def is_alive(self) -> bool:
+        """Return False once the guardian has ended. Between two calls it says nothing."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self, *, goodbye: bool) -> None:
+        """Leave; with `goodbye` in order: after the last rank that does so, the guardian ends and frees the images."""
+        if goodbye:
+            with contextlib.suppress(CheckpointError):
+                self.ask("bye")
+        self._socket.close()
+
+
+_open: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Close inherited connections in a forked child: the guardian would take the rank for alive as long as the child is."""
+    for each in list(_open):
+        each._socket.close()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,172 @@
+"""Image: the files of one step in a memfd, each from a block's boundary on, and a table of each rank that wrote to it.
+
+Bytes of the memfd:
+
+    [0, data)                    files: block n of the plans lies at n MiB. Only what this host's ranks wrote has pages
+    data + i * TABLE_BYTES       the table of the i-th rank
+
+A table is a prefix, a head (JSON), runs and tallies:
+
+    prefix   magic (8 bytes), bytes of head, runs, tallies (4 each), crc32 of all but itself (4)
+    head     step, nonce, rank, world_size, data; rank 0's also has metric and files [(path, nbytes)] in the order of blocks
+    runs     (begin, nbytes), 8 bytes each: what the rank wrote
+    tallies  checksums of the blocks, as in csrc/checkpoint/tally.h
+
+A rank clears its prefix, writes its runs, then the table, then the prefix. A table is valid if and only if its checksum is right,
+so a rank that is killed at any moment leaves a valid table of whole bytes, or none. Threads of one rank at a time write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..._engine import CheckpointError
+from .client import Client
+
+BLOCK_BYTES = 1 << 20
+TABLE_BYTES = 64 << 20  # of address space; a table has as many pages as bytes
+_MAGIC = b"swimage1"
+_PREFIX = struct.Struct("<8sIIII")
+_RUN = struct.Struct("=QQ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What one rank wrote of one step."""
+
+    head: dict[str, Any]
+    runs: bytes
+    tallies: bytes
+
+    def encode(self) -> bytes:
+        head = json.dumps(self.head).encode()
+        parts = head, self.runs, self.tallies
+        rest, lengths = b"".join(parts), [*map(len, parts)]
+        return _PREFIX.pack(_MAGIC, *lengths, _checksum(lengths, rest)) + rest
+
+    @classmethod
+    def decode(cls, data: Any) -> Table | None:
+        """Return the table at the start of `data`; None if there is none, or a torn one."""
+        magic, head, runs, tallies, checksum = _PREFIX.unpack_from(data)
+        end = _PREFIX.size + head + runs + tallies
+        if magic != _MAGIC or end > min(len(data), TABLE_BYTES):
+            return None
+        rest = bytes(data[_PREFIX.size : end])
+        if _checksum([head, runs, tallies], rest) != checksum:
+            return None
+        return cls(json.loads(rest[:head]), rest[head : head + runs], rest[head + runs :])
+
+    def each_run(self) -> Iterator[tuple[int, int]]:
+        """Yield (begin, nbytes)."""
+        return _RUN.iter_unpack(self.runs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.each_run())
+
+
+def _checksum(lengths: Sequence[int], rest: bytes) -> int:
+    return zlib.crc32(rest, zlib.crc32(struct.pack("<8s3I", _MAGIC, *lengths)))
+
+
+class Image:
+    """A mapped image.
+
+    Parameters
+    ----------
+    fd : int
+        Owned.
+    meta : dict
+        data: bytes before the tables; tables: their number.
+    """
+
+    def __init__(self, fd: int, meta: dict[str, int]) -> None:
+        self.fd, self.data, self.tables = fd, meta["data"], meta["tables"]
+        try:
+            self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        except BaseException as error:
+            os.close(fd)
+            if isinstance(error, (OSError, ValueError)):
+                raise CheckpointError(f"an image of a step cannot be mapped: {error}") from error
+            raise
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    def make(cls, client: Client, name: str, data: int, tables: int) -> Image:
+        meta = {"data": data, "tables": tables}
+        _, fd = client.ask("make", name, nbytes=data + max(tables, 1) * TABLE_BYTES, meta=meta)
+        return cls(fd, meta)
+
+    @classmethod
+    def open(cls, client: Client, name: str) -> Image:
+        answer, fd = client.ask("open", name)
+        return cls(fd, answer["meta"])
+
+    @property
+    def address(self) -> int:
+        return self._bytes.data_ptr()
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._map)
+
+    def clear(self, index: int) -> None:
+        """Make table `index` invalid."""
+        at = self.data + index * TABLE_BYTES
+        self._map[at : at + _PREFIX.size] = bytes(_PREFIX.size)
+
+    def write(self, index: int, encoded: bytes) -> None:
+        """Write a cleared table, its prefix last."""
+        if len(encoded) > TABLE_BYTES:
+            raise CheckpointError(f"a rank wrote {len(encoded)} bytes of runs: a table has at most {TABLE_BYTES}")
+        at = self.data + index * TABLE_BYTES
+        self._map[at + _PREFIX.size : at + len(encoded)] = encoded[_PREFIX.size :]
+        self._map[at : at + _PREFIX.size] = encoded[: _PREFIX.size]
+
+    def table(self, index: int) -> Table | None:
+        at = self.data + index * TABLE_BYTES
+        return Table.decode(self.view[at : at + TABLE_BYTES])
+
+    def each_table(self) -> Iterator[Table]:
+        """Yield the valid tables."""
+        for index in range(self.tables):
+            table = self.table(index)
+            if table is not None:
+                yield table
+
+    def copy(self, runs: Sequence[tuple[int, int]], other: Image) -> None:
+        """Copy runs from another image."""
+        ours, theirs = self.view, other.view
+        for begin, nbytes in runs:
+            ours[begin : begin + nbytes] = theirs[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Close the file descriptor. The memory is unmapped with its last reference."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def pieces(runs: Sequence[tuple[int, int]], window: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut runs into lists of at most `window` bytes each."""
+    part: list[tuple[int, int]] = []
+    room = window
+    for begin, nbytes in runs:
+        while nbytes:
+            taken = min(nbytes, room)
+            part.append((begin, taken))
+            begin, nbytes, room = begin + taken, nbytes - taken, room - taken
+            if not room:
+                yield part
+                part, room = [], window
+    if part:
+        yield part

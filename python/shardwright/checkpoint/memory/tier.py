@@ -1,0 +1,597 @@
+"""MemoryTier: a rank's part in keeping steps in memory, and in finding them again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan, CheckpointSaver, Error
+from ...comm import process_group
+from ...comm.wire import Wire, sockets
+from ..peers import Peers
+from .buddies import Buddies
+from .budget import SLOTS, Need, in_gib, memory_left, refusal
+from .client import Client, ancestors, launcher_of, name_of
+from .image import BLOCK_BYTES, Image, Table, pieces
+
+_logger = logging.getLogger("shardwright")
+#: file of the checkpoint directory: the name of its guardians. Another directory, or one that was made anew, has another
+JOB = ".memory"
+_JOB_BYTES = 16
+#: address space for the growth of rank 0's own files while the layout stays; they may also double
+_ROOM_BYTES = 64 << 20
+_WINDOW_BYTES = 8 << 20
+#: name of the image that a host without one gets for a restore
+_WHOLE = "whole"
+_ROUND_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A step that is complete in the memory of these hosts.
+
+    Attributes
+    ----------
+    data : bytes of an image before its tables
+    parts : for each host, (image, rank -> (bytes of its table, bytes of its runs))
+    """
+
+    step: int
+    nonce: str
+    world_size: int
+    data: int
+    parts: tuple[tuple[tuple[str, dict[int, tuple[int, int]]], ...], ...]
+
+    @property
+    def label(self) -> str:
+        return f"step {self.step} in memory"
+
+    def best(self, host: int) -> str | None:
+        """Return the image of a host that has the most of it."""
+        found = sorted(self.parts[host], key=lambda each: (-len(each[1]), each[0]))
+        return found[0][0] if found else None
+
+    def lacks(self, host: int, rank: int) -> bool:
+        """Return True if best(host) has not what `rank` wrote."""
+        name = self.best(host)
+        return name is None or rank not in dict(self.parts[host])[name]
+
+    def holder(self, host: int, rank: int) -> str | None:
+        """Return the name of an image of `host` that has what `rank` wrote."""
+        return next((name for name, ranks in self.parts[host] if rank in ranks), None)
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        return next(ranks[rank] for host in self.parts for _, ranks in host if rank in ranks)
+
+
+class Source:
+    """The files of a candidate, as one image of this host has them after MemoryTier.assemble()."""
+
+    def __init__(self, candidate: Candidate, image: Image, tables: dict[int, Table]) -> None:
+        self._candidate, self._image, self._tables = candidate, image, tables
+        self._files: list[tuple[str, int]] = []
+
+    def open(self) -> CheckpointFolder:
+        """Open it on rank 0, which has the tables of all ranks."""
+        chosen = self._candidate
+        self._files = [(path, nbytes) for path, nbytes in self._tables[0].head["files"]]
+        tallies = [self._tables[rank].tallies for rank in range(chosen.world_size)]
+        folder = CheckpointFolder.merged(
+            chosen.label, chosen.step, chosen.world_size, chosen.nonce, self._files, tallies
+        )
+        return self.attach(folder, self.begins())
+
+    def begins(self) -> dict[str, int]:
+        """Return the first byte of each file in an image. On rank 0, after open()."""
+        begins, at = {}, 0
+        for path, nbytes in self._files:
+            begins[path] = at
+            at += -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        return begins
+
+    def attach(self, folder: CheckpointFolder, begins: dict[str, int]) -> CheckpointFolder:
+        folder.lies_in(self._image.fd, begins)
+        return folder
+
+    def close(self) -> None:
+        self._image.close()
+
+
+class MemoryTier:
+    """This rank's part. The constructor is collective. It never raises for a tier that cannot be: `off` then says why, alike on
+    all ranks, and the log of rank 0 has it once.
+
+    Parameters
+    ----------
+    directory : str
+    replicas : int, optional
+        Hosts that get a copy of each host's images. Default: 1 where the next host is another machine, else 0.
+    threads : int
+        Copying threads of each rank.
+
+    Raises
+    ------
+    ValueError
+        On every rank: more replicas than other hosts.
+    """
+
+    def __init__(self, peers: Peers, directory: str, replicas: int | None, *, threads: int, timeout_s: float) -> None:
+        self._peers, self._timeout_s = peers, timeout_s
+        self.off = ""
+        self._hosts = peers.host_of
+        self._host = self._hosts[peers.rank]
+        self._here = [rank for rank, host in enumerate(self._hosts) if host == self._host]
+        self._index = self._here.index(peers.rank)
+        self._client: Client | None = None
+        self._buddies: Buddies | None = None
+        self._images: dict[int, tuple[Any, Image]] = {}  # slot -> (layout that it was made for, image)
+        self._complete: tuple[int, int] | None = None  # slot and step of the newest image that is complete on all hosts
+        self._last: tuple[int, int] | None = None
+        self._room = 0  # bytes for rank 0's own files in an image of the present layout
+        self._failure = ""
+        self._checked: Any = None  # the layout for which the budget was checked
+        self._files: tuple[Any, list[tuple[str, int]]] = None, []  # of the last plan
+        self.are_ready = False
+        self.skipped = self.kept_bytes = 0
+        self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
+        self.replicas = self._choose_replicas(replicas)
+        self._turn_off_if(self._try(functools.partial(self._find_guardians, directory), "guardians"))
+        if not self.off and self.replicas:
+            self._turn_off_if(self._try(self._meet_buddies, "buddies"))
+
+    # agreement --------------------------------------------------------------------------------------------------------
+
+    def _try(self, call: Callable[[], None], label: str) -> str:
+        """Call call() on all ranks, which may be collective only up to its first error. Return the first reason. Collective."""
+        reason = ""
+        try:
+            call()
+        except (CheckpointError, OSError, MemoryError, RuntimeError) as error:
+            reason = f"host {socket.gethostname()}: {error or type(error).__name__}"
+        return next(filter(None, self._peers.exchange(reason, f"memory tier: {label}")), "")
+
+    def _turn_off_if(self, reason: str) -> None:
+        """Fall back to the disk alone if there is a reason, which is alike on all ranks."""
+        if not reason or self.off:
+            return
+        self.off = reason
+        if self._peers.rank == 0:
+            _logger.warning("checkpoints go to the disk alone, without a memory tier: %s", reason)
+        self.close(goodbye=True)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._index == 0
+
+    def _choose_replicas(self, asked: int | None) -> int:
+        others = self._peers.host_count - 1
+        machines = self._peers.exchange(_machine() if self._is_first else "", "machines of hosts")
+        names = [each for rank, each in enumerate(machines) if self._hosts.index(self._hosts[rank]) == rank]
+        if asked is None:
+            if not others or any(each == names[(host + 1) % len(names)] for host, each in enumerate(names)):
+                return 0
+            return 1
+        if asked > others:
+            raise ValueError(
+                f"memory_replicas must be in [0, {others}], the number of other hosts, got {asked}: ranks "
+                f"{', '.join(map(str, self._here))} are all on host {socket.gethostname()}, and a copy there would be lost with it"
+            )
+        return asked
+
+    def _find_guardians(self, directory: str) -> None:
+        """Connect each rank to its host's guardian, which the host's first rank starts. Collective up to an error."""
+        told = self._peers.together(
+            lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors()], "guardians of the memory tier"
+        )
+        chains = [[(pid, start) for pid, start in told[rank][1]] for rank in self._here]
+        place = None if process_group._forced_hosts is None else self._host
+        name, failure = name_of(told[0][0], place), None
+        if self._is_first:
+            try:
+                self._client = Client.start(name, launcher_of(chains, os.getsid(0)))
+            except (CheckpointError, OSError) as error:
+                failure = error
+        self._peers.together(functools.partial(_raise, failure), "starting the guardians of the memory tier")
+        if not self._is_first:
+            self._client = Client(name)
+
+    def _meet_buddies(self) -> None:
+        """Make the wire between carriers. Collective over hosts."""
+        carriers = [self._hosts.index(host) for host in range(self._peers.host_count)]
+        token = self._peers.exchange(secrets.token_hex(32) if self._peers.rank == 0 else "", "wire of the memory tier")[
+            0
+        ]
+        if not self._is_first:
+            return
+        others = sockets()
+        gloo = self._peers.gloo_group(f"memory/{token[:16]}", carriers, self._timeout_s)
+        wire = Wire(gloo, carriers, bytes.fromhex(token), others, lambda: process_group._exits)
+        count = len(carriers)
+        pairs = [
+            (carriers[(self._host + k) % count], carriers[(self._host - k) % count])
+            for k in range(1, self.replicas + 1)
+        ]
+        self._buddies = Buddies(wire, pairs, self._make_theirs)
+
+    def _make_theirs(self, distance: int, slot: int, data: int, tables: int) -> Image:
+        assert self._client is not None
+        return Image.make(self._client, f"of-{distance}-{slot}", data, tables)
+
+    # saving -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True while the copy of a step to or from another host is under way here."""
+        return self._buddies is not None and self._buddies.is_busy
+
+    def is_due(self, step: int, ready: bool) -> bool:
+        """Return True if the state of `step` goes into memory now. Collective. `are_ready` then says if all ranks gave `ready`.
+
+        False, alike on all ranks, while is_busy on some rank, and once the tier is off."""
+        if self.off:
+            return False
+        busy = self.is_busy
+        failure = self._failure or ("" if self._buddies is None else self._buddies.failure)
+        if not failure and self._client is not None and not self._client.is_alive:
+            failure = "its guardian has ended"
+        mine = [step, busy, f"host {socket.gethostname()}: {failure}" if failure else "", ready]
+        told = self._peers.agreement(mine, "a step in memory") or [mine]
+        self._turn_off_if(next(filter(None, (each[2] for each in told)), ""))
+        for rank, (theirs, *_) in enumerate(told):
+            if theirs != told[0][0]:
+                raise CheckpointError(f"rank 0 keeps step {told[0][0]} in memory while rank {rank} keeps step {theirs}")
+        if self.off:
+            return False
+        if any(is_busy for _, is_busy, *_ in told):
+            self.skipped += 1
+            return False
+        self._complete = self._last or self._complete
+        self.are_ready = all(each[3] for each in told)
+        return True
+
+    def put(
+        self,
+        step: int,
+        nonce: str,
+        layout: Any,
+        plan: CheckpointPlan,
+        sources: list[Any],
+        own: tuple[CheckpointPlan, list[Any]] | None,
+        share: Callable[[], int],
+        device: Any,
+    ) -> None:
+        """Copy this rank's share of a step into memory. After is_due(), on all ranks. An error here ends the tier at the next step.
+
+        Parameters
+        ----------
+        layout
+            Equal objects in successive calls stand for equal plans, alike on all ranks.
+        share : callable
+            Returns an estimate of this rank's bytes, for the budget. Called for a new layout alone.
+        """
+        slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
+        image = self._image(slot, layout, plan, share, own)
+        if image is None:
+            return
+        self._last = slot, step
+        try:
+            self._write(image, step, nonce, plan, sources, own, device)
+        except (CheckpointError, MemoryError, OSError, ValueError) as error:
+            self._failure = f"a step cannot be copied: {error}"
+            return
+        if self._buddies is not None:
+            self._buddies.start(image, slot, nonce, len(self._here))
+
+    def _write(
+        self, image: Image, step: int, nonce: str, plan: CheckpointPlan, sources: Any, own: Any, device: Any
+    ) -> None:
+        own_plan, own_sources = own or (None, [])
+        image.clear(self._index)
+        tallies, runs, self.kept_bytes = self._saver.keep(
+            nonce=nonce, shared=plan, shared_sources=sources, own=own_plan, own_sources=own_sources,
+            image=image.address, image_bytes=image.data, timeout_s=self._timeout_s, device=device,
+        )  # fmt: skip
+        head = {
+            "step": step,
+            "nonce": nonce,
+            "rank": self._peers.rank,
+            "world_size": self._peers.world_size,
+            "data": image.data,
+        }
+        if own_plan is not None:
+            own_files = own_plan.files()
+            head["files"] = [*self._files_of(plan), *((path, nbytes) for path, nbytes, *_ in own_files)]
+        image.write(self._index, Table(head, runs, tallies).encode())
+
+    def _files_of(self, plan: CheckpointPlan) -> list[tuple[str, int]]:
+        """Return (path, bytes) of a plan's files; of the plan before it costs nothing."""
+        if self._files[0] is not plan:
+            self._files = plan, [(path, nbytes) for path, nbytes, *_ in plan.files()]
+        return self._files[1]
+
+    def _image(self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], int], own: Any) -> Image | None:
+        """Return this host's image for a slot, made anew for another layout. Collective then. None: it does not fit."""
+        found = self._images.get(slot)
+        if found is not None and found[0] is layout:
+            return found[1]
+        if found is not None:
+            found[1].close()
+            del self._images[slot]
+        if self._checked is not layout:
+            own_bytes = 0 if own is None else sum(_in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
+            self._turn_off_if(self._over_budget(share() + own_bytes, own_bytes))
+            self._checked = layout
+        if self.off:
+            return None
+        data = sum(_in_blocks(nbytes) for _, nbytes in self._files_of(plan)) + _in_blocks(self._room)
+        name = f"own-{slot}"
+        made: list[Image] = []
+
+        def make() -> None:
+            assert self._client is not None
+            if self._is_first:
+                made.append(Image.make(self._client, name, data, len(self._here)))
+
+        def open_it() -> None:
+            assert self._client is not None
+            if not self._is_first:
+                made.append(Image.open(self._client, name))
+
+        for call in (make, open_it):
+            self._turn_off_if(self._try(call, f"image {slot}") if not self.off else "")
+        if self.off:
+            return None
+        self._images[slot] = layout, made[0]
+        return made[0]
+
+    def _over_budget(self, share_bytes: int, own_bytes: int) -> str:
+        """Return the reason why the images of some host do not fit. Set the room for rank 0's files. Collective."""
+        left, limit = memory_left()
+        held = 0
+        if self._is_first and self._client is not None:
+            with contextlib.suppress(CheckpointError):
+                held = int(self._client.ask("list")[0]["nbytes"])
+        mine = [share_bytes, left, limit, held, socket.gethostname(), own_bytes]
+        told = self._peers.exchange(mine, "budget of the memory tier")
+        self._room = 2 * told[0][5] + _ROOM_BYTES
+        needs = []
+        count = self._peers.host_count
+        of_host = [sum(share for (share, *_), at in zip(told, self._hosts) if at == host) for host in range(count)]
+        for host in range(count):
+            here = [each for each, at in zip(told, self._hosts) if at == host]
+            least, limit = min((left, limit) for _, left, limit, *_ in here)
+            theirs = [of_host[(host - k) % count] for k in range(1, self.replicas + 1)]
+            needs.append(Need(here[0][4], of_host[host], theirs, here[0][3], least, limit))
+        return refusal(needs, self.replicas)
+
+    # restoring --------------------------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[Candidate]:
+        """Return the steps that are complete in the memory of all hosts together, oldest first. Collective."""
+        if self.off:
+            return []
+        self.wait()
+        mine: list[Any] = []
+        if self._is_first:
+            try:
+                mine = self._look()
+            except (CheckpointError, OSError) as error:
+                _logger.warning("steps in memory cannot be read: %s", error)
+        told = self._peers.exchange(mine, "steps in memory")
+        found: dict[Any, dict[int, list[tuple[str, dict[int, tuple[int, int]]]]]] = {}
+        for rank, images in enumerate(told):
+            for name, *key, ranks in images:
+                held = {int(each): (sizes[0], sizes[1]) for each, sizes in ranks.items()}
+                found.setdefault(tuple(key), {}).setdefault(self._hosts[rank], []).append((name, held))
+        complete = []
+        for (step, nonce, world_size, data), by_host in sorted(found.items(), key=lambda each: each[0]):
+            if {rank for images in by_host.values() for _, ranks in images for rank in ranks} == {*range(world_size)}:
+                parts = tuple(tuple(by_host.get(host, ())) for host in range(self._peers.host_count))
+                complete.append(Candidate(step, nonce, world_size, data, parts))
+        return complete
+
+    def _look(self) -> list[Any]:
+        """Return (image, step, nonce, world size, data, rank -> sizes) of the valid tables that this host's guardian holds."""
+        assert self._client is not None
+        found: dict[Any, dict[int, tuple[int, int]]] = {}
+        for name in self._client.ask("list")[0]["names"]:
+            image = Image.open(self._client, name)
+            for table in image.each_table():
+                key = name, *(table.head[each] for each in ("step", "nonce", "world_size", "data"))
+                found.setdefault(key, {})[table.head["rank"]] = len(table.encode()), table.nbytes
+            image.close()
+        return [(*key, ranks) for key, ranks in found.items()]
+
+    def assemble(self, chosen: Candidate) -> tuple[Source | None, str]:
+        """Bring the bytes of a candidate together in one image of each host. Return (source, "") or (None, reason). Collective.
+
+        Costs nothing where each host's own image has all of it, as where there is one host. Else each rank's bytes that some host
+        lacks are broadcast."""
+        made: list[Image] = []
+        reason = self._try(lambda: self._make_room(chosen), "room to restore")
+        reason = reason or self._try(lambda: made.append(self._open_best(chosen)), "an image to restore")
+        if reason:
+            return None, reason
+        tables = {t.head["rank"]: t for t in made[0].each_table() if t.head["nonce"] == chosen.nonce}
+        failures: list[str] = []
+        try:
+            for rank in range(chosen.world_size):
+                self._fill(chosen, rank, made[0], tables, failures)
+        except Error as error:  # alike on all ranks
+            return None, str(error)
+        reason = next(filter(None, self._peers.exchange(failures[0] if failures else "", "steps in memory")), "")
+        return (None, reason) if reason else (Source(chosen, made[0], tables), "")
+
+    def _make_room(self, chosen: Candidate) -> None:
+        """Check that what this host lacks fits; make an image if it has none."""
+        if not self._is_first or self._client is None:
+            return
+        lacking = [rank for rank in range(chosen.world_size) if chosen.lacks(self._host, rank)]
+        missing = sum(chosen.sizes(rank)[1] for rank in lacking)
+        left, limit = memory_left()
+        if missing > left:
+            raise CheckpointError(f"{in_gib(missing)} of {chosen.label} do not fit: {in_gib(left)} are left ({limit})")
+        if chosen.best(self._host) is None:
+            Image.make(self._client, _WHOLE, chosen.data, 0).close()
+
+    def _open_best(self, chosen: Candidate) -> Image:
+        assert self._client is not None
+        return Image.open(self._client, chosen.best(self._host) or _WHOLE)
+
+    def _fill(self, chosen: Candidate, rank: int, image: Image, tables: dict[int, Table], failures: list[str]) -> None:
+        """Bring what `rank` wrote to the hosts that lack it. Collective if some host has nothing of it. A failure of this rank
+        alone is added to `failures`: its peers wait for it in the same broadcasts."""
+        needing = [host for host in range(self._peers.host_count) if chosen.lacks(host, rank)]
+        if self._is_first and self._host in needing and (name := chosen.holder(self._host, rank)):
+            with _noting(failures), self._opened(name) as other:
+                tables[rank] = _table_of(other, chosen, rank)
+                image.copy([*tables[rank].each_run()], other)
+        if all(chosen.holder(host, rank) for host in needing):
+            return
+        holder = next(host for host in range(self._peers.host_count) if chosen.holder(host, rank))
+        root = self._hosts.index(holder)
+        with contextlib.ExitStack() as stack:
+            source = None
+            encoded = bytearray(chosen.sizes(rank)[0])
+            if self._peers.rank == root:
+                with _noting(failures):
+                    source = stack.enter_context(self._opened(str(chosen.holder(holder, rank))))
+                    encoded[:] = _table_of(source, chosen, rank).encode()
+            self._broadcast(encoded, root)
+            received = Table.decode(encoded)
+            if received is None:
+                raise CheckpointError(f"what rank {rank} wrote of {chosen.label} cannot be read any more")
+            takes = self._is_first and self._host in needing and not chosen.holder(self._host, rank)
+            for part in pieces([*received.each_run()], _WINDOW_BYTES):
+                window = bytearray(sum(nbytes for _, nbytes in part))
+                if source is not None:
+                    _gather(source, part, window)
+                self._broadcast(window, root)
+                if takes:
+                    _scatter(window, part, image)
+        tables.setdefault(rank, received)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[Image]:
+        assert self._client is not None
+        image = Image.open(self._client, name)
+        try:
+            yield image
+        finally:
+            image.close()
+
+    def _broadcast(self, data: bytearray, root: int) -> None:
+        memory = torch.frombuffer(data, dtype=torch.uint8)
+        self._peers.broadcast_memory(memory.data_ptr(), len(data), root, "a step in memory")
+
+    def took(self, chosen: Candidate) -> None:
+        """Keep the restored candidate until the next step is complete."""
+        if self._is_first and self._client is not None and chosen.best(self._host) is None:
+            with contextlib.suppress(CheckpointError):
+                self._client.ask("drop", _WHOLE)
+        names = [name for host in chosen.parts for name, _ in host]
+        self._complete = int(names[0].rpartition("-")[2]), chosen.step
+
+    def forget_after(self, step: int) -> None:
+        """Drop later steps, which a rollback has abandoned. Collective."""
+        later = [each for each in self.candidates() if each.step > step]
+        for name in {name for each in later for name, _ in each.parts[self._host]} if self._is_first else ():
+            with contextlib.suppress(CheckpointError):
+                assert self._client is not None
+                self._client.ask("drop", name)
+        self._complete = None if self._complete is not None and self._complete[1] > step else self._complete
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until the last step is on all hosts, or its copy has failed. Not collective."""
+        while self._buddies is not None and not self._buddies.wait(_ROUND_S) and self._peers.is_alive:
+            pass
+
+    def progress(self) -> dict[str, int]:
+        """Return memory_step, the newest step that this rank has in memory; its bytes; and the steps that were skipped."""
+        step = 0 if self._last is None else self._last[1]
+        return {"memory_step": step, "memory_bytes": self.kept_bytes, "memory_skipped": self.skipped}
+
+    def close(self, *, goodbye: bool) -> None:
+        """Leave the guardian; with `goodbye` in order, so that it frees the images once all ranks have done so."""
+        if self._buddies is not None:
+            self._buddies.close(gently=goodbye)
+            self._buddies = None
+        for _, image in self._images.values():
+            image.close()
+        self._images.clear()
+        if self._client is not None:
+            self._client.close(goodbye=goodbye)
+            self._client = None
+        self._saver.close()
+
+
+def _in_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _gather(image: Image, runs: Sequence[tuple[int, int]], window: bytearray) -> None:
+    at, view = 0, image.view
+    for begin, nbytes in runs:
+        window[at : at + nbytes] = view[begin : begin + nbytes]
+        at += nbytes
+
+
+def _scatter(window: bytearray, runs: Sequence[tuple[int, int]], image: Image) -> None:
+    at, view, data = 0, image.view, memoryview(window)
+    for begin, nbytes in runs:
+        view[begin : begin + nbytes] = data[at : at + nbytes]
+        at += nbytes
+
+
+def _table_of(image: Image, chosen: Candidate, rank: int) -> Table:
+    for table in image.each_table():
+        if (table.head["rank"], table.head["nonce"]) == (rank, chosen.nonce):
+            return table
+    raise CheckpointError(f"the table of rank {rank} of {chosen.label} has gone")
+
+
+@contextlib.contextmanager
+def _noting(failures: list[str]) -> Iterator[None]:
+    """Add an error of the block to `failures`."""
+    try:
+        yield
+    except (CheckpointError, OSError, MemoryError) as error:
+        failures.append(str(error) or type(error).__name__)
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _job_of(directory: str) -> str:
+    """Return the name of the directory's guardians, made at the first use."""
+    path = os.path.join(directory, JOB)
+    with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="ascii") as file:
+        found = str(json.load(file)["job"])
+        if len(bytes.fromhex(found)) == _JOB_BYTES:
+            return found
+    made = secrets.token_hex(_JOB_BYTES)
+    fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="ascii") as file:
+        json.dump({"job": made}, file)
+    os.replace(f"{path}.new", path)
+    return made
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return socket.gethostname()

@@ -1,0 +1,362 @@
+"""Law: with a memory tier a killed job goes on from the newest step that all its ranks had copied, bit for bit, at any world size
+and stage; a torn copy is never taken; a host's memory may be lost where another host has a copy; strangers get nothing; and where
+memory does not suffice the disk alone is used.
+
+Hosts are simulated: ranks of this machine are told which host they are on, and each such host has a guardian of its own."""
+
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import tempfile
+import time
+from unittest import mock
+
+import pytest
+import torch
+from checkpoint_subjects import Small, build
+from harness import LONG, gather, on_every_rank
+from peer import PEER, batch, sw
+from shardwright.checkpoint.memory import budget, client
+from shardwright.checkpoint.memory.image import Table
+from shardwright.comm import process_group
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+from test_checkpoint_survives_kill_at_any_moment import fill, training, values_of
+from test_strangers_are_kept_out import become, needs_root, stranger
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
+KILLS = 60 if LONG else 3
+TO_DISK = 4
+
+
+def trained(rank, pair, checkpoints, begin, end):
+    model, optimizer = pair
+    losses = []
+    for step in range(begin, end):
+        torch.manual_seed(1000 * step + rank)
+        loss = model(batch(rank, 5, 24, step=step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if checkpoints is not None:
+            checkpoints.save(step, every=TO_DISK)
+            checkpoints._memory.wait()  # steps here take less time than the copy to another host, and some would be skipped
+    return losses
+
+
+def state(pair):
+    with sw.full_parameters(pair[0]):
+        return [value.tolist() for value in pair[0].state_dict().values()]
+
+
+def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose=()):
+    """Restore, train `steps` more, and return (step restored, state then, losses, pid of the guardian)."""
+    process_group._forced_hosts = hosts
+    pair = sw.wrap(*build(Small, 3), zero=zero, timeout_s=20)
+    checkpoints = sw.Checkpointer(folder, *pair, memory_every=1, memory_replicas=replicas)
+    tier = checkpoints._memory
+    assert not tier.off, tier.off
+    begin = checkpoints.restore()
+    restored = state(pair)
+    losses = trained(rank, pair, checkpoints, begin, begin + steps)
+    tier.wait()
+    checkpoints.wait()
+    pid = tier._client.ask("list")[0]["pid"]
+    gather(None)
+    if tier._host in lose and tier._is_first:
+        os.kill(pid, signal.SIGKILL)
+    gather(None)
+    return begin, restored, losses, pid
+
+
+def alone(rank, world_size, zero, steps, hosts=None):
+    process_group._forced_hosts = hosts
+    pair = sw.wrap(*build(Small, 3), zero=zero)
+    losses = trained(rank, pair, None, 0, steps)
+    return losses, state(pair)
+
+
+def killed(team):
+    for rank in range(team.world_size):
+        team.signal(rank, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("zero", range(4) if LONG else [2])
+@pytest.mark.timeout(120)
+def test_a_killed_job_goes_on_from_memory_at_any_world_size(world_size, fresh_ranks, zero):
+    with fresh_ranks(world_size) as team:
+        whole = team.run(alone, zero=zero, steps=9)
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        arguments = {"folder": folder, "zero": zero}
+        with fresh_ranks(world_size) as team:
+            first = team.run(go_on, **arguments, steps=6)
+            killed(team)
+        with fresh_ranks(world_size) as team:
+            second = team.run(go_on, **arguments, steps=3)
+            killed(team)
+        assert [each[0] for each in first] == [0] * world_size
+        assert [each[0] for each in second] == [6] * world_size, "the disk has step 4, memory step 6"
+        for rank in range(world_size):
+            assert first[rank][2] + second[rank][2] == whole[rank][0], "losses as of a job that was not killed"
+        with fresh_ranks(2) as team:  # other ranks
+            third = team.run(go_on, **arguments, steps=0)
+            killed(team)
+        assert [(step, restored) for step, restored, *_ in third] == [(9, whole[0][1])] * 2
+        with fresh_ranks(world_size) as team:
+            team.run(ends_in_order, folder=folder)
+        deadline = time.monotonic() + 5
+        while os.path.exists(f"/proc/{third[0][3]}") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not os.path.exists(f"/proc/{third[0][3]}"), "the guardian ends with the job"
+
+
+def ends_in_order(rank, world_size, folder):
+    pair = sw.wrap(*build(Small, 3), zero=0)
+    other = torch.nn.Linear(3, 3)
+    with pytest.raises(sw.CheckpointError, match="'step 9 in memory' does not fit the model"):
+        with sw.Checkpointer(folder, other, memory_every=1) as checkpoints:
+            checkpoints.restore()
+    with sw.Checkpointer(folder, *pair, memory_every=2) as checkpoints:
+        assert checkpoints.restore(step=4) == 4  # of the disk; a rollback
+        assert checkpoints.restore() == 4, "memory forgot the later steps"
+        trained(rank, pair, checkpoints, 4, 7)
+        assert checkpoints.progress["memory_step"] == 6
+        assert checkpoints.restore() == 6
+
+
+def keep_for_ever(rank, world_size, folder):
+    """Keep steps whose every value tells the step; note each step that save() has returned from."""
+    torch.manual_seed(rank)
+    model, optimizer = training()
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1)
+    start = checkpoints.restore()
+    assert start == 0 or values_of(model, optimizer) == {float(start)}
+    with open(f"{folder}/rank{rank}", "wb", buffering=0) as noted:
+        for step in itertools.count(start):
+            fill(model, optimizer, step + 1)
+            checkpoints.save(step, every=50)
+            os.pwrite(noted.fileno(), b"%15d" % (step + 1), 0)
+
+
+def restore_and_look(rank, world_size, folder):
+    model, optimizer = training()
+    checkpoints = sw.Checkpointer(folder, model, optimizer, memory_every=1)
+    step = checkpoints.restore()
+    return step, sorted(values_of(model, optimizer)) if step else []
+
+
+@pytest.mark.timeout(900)
+def test_a_copy_that_a_kill_has_torn_is_never_taken(world_size, fresh_ranks):
+    seed = int(time.time())
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        highest = 0
+        for _ in range(KILLS):
+            with fresh_ranks(world_size) as team:
+                team.start(keep_for_ever, folder=folder)
+                deadline = time.monotonic() + 20
+                while noted(folder, world_size) <= highest:
+                    if time.monotonic() > deadline:
+                        pytest.fail(f"seed {seed}: no step in time: {team.wait(1)}")
+                    time.sleep(0.005)
+                time.sleep(chance.uniform(0, 0.1))
+                victims = [*range(world_size)] if chance.random() < 0.7 else [chance.randrange(world_size)]
+                for rank in victims:
+                    team.signal(rank, signal.SIGKILL)
+            highest = noted(folder, world_size)
+            with fresh_ranks(world_size) as team:
+                answers = team.run(restore_and_look, folder=folder)
+                killed(team)
+            (step,) = {step for step, _ in answers}
+            assert highest <= step <= highest + 1, (seed, highest, answers)
+            assert all(found == [float(step)] for _, found in answers), (seed, answers)
+
+
+def noted(folder, world_size):
+    """Return the last step from whose save() all ranks have returned."""
+    found = []
+    for rank in range(world_size):
+        try:
+            found.append(int(open(f"{folder}/rank{rank}").read() or 0))
+        except FileNotFoundError:
+            found.append(0)
+    return min(found)
+
+
+def test_a_table_is_taken_whole_or_not_at_all():
+    encoded = Table({"nonce": "1m1", "rank": 0}, b"0123456789abcdef", b"tally").encode()
+    padded = encoded + bytes(64)
+    assert Table.decode(padded) == Table({"nonce": "1m1", "rank": 0}, b"0123456789abcdef", b"tally")
+    for length in range(len(encoded)):
+        assert Table.decode(encoded[:length] + bytes(64 + len(encoded) - length)) is None
+        flipped = bytearray(padded)
+        flipped[length] ^= 0x10
+        assert Table.decode(flipped) is None
+
+
+@pytest.mark.timeout(120)
+def test_a_host_that_is_lost_is_restored_from_its_buddy(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        arguments = {"folder": folder, "zero": 1, "hosts": [0, 1, 1]}
+        with fresh_ranks(3) as team:
+            first = team.run(go_on, **arguments, steps=3, replicas=1, lose=[1])
+            killed(team)
+        with fresh_ranks(3) as team:  # a new host 1, which has nothing
+            second = team.run(go_on, **arguments, steps=2, replicas=1, lose=[0])
+            killed(team)
+        assert [each[0] for each in second] == [3] * 3
+        with fresh_ranks(3) as team:
+            third = team.run(go_on, **arguments, steps=0, replicas=1, lose=[0, 1])
+            killed(team)
+        assert [each[0] for each in third] == [5] * 3
+        with fresh_ranks(3) as team:
+            last = team.run(go_on, **arguments, steps=0, replicas=0)
+            killed(team)
+        assert [each[0] for each in last] == [4] * 3, "both are lost: the disk has step 4"
+        with fresh_ranks(3) as team:
+            whole = team.run(alone, zero=1, steps=5, hosts=[0, 1, 1])
+        assert [each[1] for each in third] == [each[1] for each in whole]
+        for rank in range(3):
+            assert first[rank][2] + second[rank][2] == whole[rank][0]
+
+
+@on_every_rank()
+def test_where_memory_does_not_suffice_the_disk_alone_is_used(rank, world_size):
+    folder = shared_folder(rank)
+    pair = build(Small, 0)
+    trained(0, pair, None, 0, 1)
+    with pytest.raises(ValueError, match=r"memory_replicas must be in \[0, 0\].*all on host"):
+        sw.Checkpointer(folder, *pair, memory_every=1, memory_replicas=1)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shardwright").addHandler(handler)
+    few = 40_000 if rank == 0 else 1 << 30
+    with mock.patch("shardwright.checkpoint.memory.tier.memory_left", lambda: (few, "a test's limit")):
+        with sw.Checkpointer(folder, *pair, memory_every=1) as checkpoints:
+            assert checkpoints.restore() == 0
+            trained(0, pair, checkpoints, 0, 5)
+    logging.getLogger("shardwright").removeHandler(handler)
+    assert "no number of replicas would fit" in checkpoints._memory.off and "a test's limit" in checkpoints._memory.off
+    assert [each for each in said if "memory tier" in each] == [
+        f"checkpoints go to the disk alone, without a memory tier: {checkpoints._memory.off}"
+    ] * (rank == 0)
+    assert [name for name in sorted(os.listdir(folder)) if name[0] != "."] == ["step-000004"]
+
+
+def test_what_would_fit_is_named():
+    gib = 1 << 30
+    needs = [
+        budget.Need("a", 2 * gib, [gib, gib], 0, 8 * gib, "MemAvailable"),
+        budget.Need("b", gib, [gib], 0, 8 * gib, "x"),
+    ]
+    assert budget.refusal(needs, 1) == "" and "memory_replicas=1 would fit" in budget.refusal(needs[:1], 2)
+    assert "2 images of 2.00 GiB of its ranks and of 2 other hosts" in budget.refusal(needs[:1], 2)
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1]) * 1024
+    assert 0 < budget.memory_left()[0] < total
+
+
+@on_every_rank()
+def test_a_step_with_other_tensors_is_not_taken_for_the_one_before(rank, world_size):
+    """A step lists its tensors anew only if something has changed since the one before; each change must be seen."""
+    folder = shared_folder(rank)
+    pair = model, optimizer = build(Small, 0)
+    weight, noted = model.layers[0].weight, {}
+
+    def move():
+        weight.data = weight.data.clone()  # the same tensor in another place
+
+    def replace():
+        optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"].clone()
+
+    def leave_out():
+        model.layers[2] = torch.nn.Identity()
+
+    changes = [(lambda: None, True), (lambda: optimizer.param_groups[0].update(lr=0.5), True), (move, False)]
+    changes += [(replace, False), (leave_out, False), (lambda: model.register_buffer("count", torch.ones(3)), False)]
+    with sw.Checkpointer(folder, *pair, memory_every=1, user_state=noted) as checkpoints:
+        for number, (change, is_repeated) in enumerate(changes):
+            for step in (2 * number, 2 * number + 1):
+                noted["step"] = step
+                trained(0, pair, None, step, step + 1)
+                checkpoints.save(step, every=100)
+                change() if step % 2 == 0 else None
+            assert checkpoints._memory.are_ready is is_repeated, number
+            before = whole_state(*pair)
+            trained(0, pair, None, 77, 78)
+            random.random()
+            assert checkpoints.restore() == step + 1 and noted == {"step": step}
+            for ours, theirs in zip(whole_state(*pair), before):
+                assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, number
+
+
+def whole_state(model, optimizer):
+    state = [each[key].clone() for each in optimizer.state.values() for key in sorted(each)]
+    lr = optimizer.param_groups[0]["lr"]
+    return [*(each.clone() for each in model.state_dict().values()), *state, lr, random.getstate()]
+
+
+def asks(say, name):
+    """A process of another user connects to the guardian, and asks for an image."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(5)
+    connection.connect("\0" + name)
+    try:
+        connection.send(json.dumps({"what": "open", "name": "own-0"}).encode())
+        heard = socket.recv_fds(connection, 4096, 1)[:2]
+    except OSError as error:
+        heard = type(error).__name__
+    say.write("begun\n")
+    say.write(f"{heard}\n")
+
+
+def squats(say, name):
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\0" + name)
+    listener.listen(8)
+    say.write("begun\n")
+    signal.pause()
+
+
+@needs_root
+def test_strangers_neither_read_nor_replace_a_guardian(tmp_path):
+    assert become is not None
+    job, launcher = "0" * 32, client.ancestors()[0]
+    name = client.name_of(job, None)
+    with stranger("nobody", squats, name), pytest.raises(sw.CheckpointError, match="a process of user 65534 answers"):
+        client.Client.start(name, launcher)
+    guardian = client.Client.start(name, launcher)
+    guardian.ask("make", "own-0", nbytes=4096, meta={})
+    with stranger("nobody", asks, name) as say:
+        assert say.readline() in ("(b'', [])\n", "ConnectionResetError\n", "BrokenPipeError\n")
+    with open(f"/proc/{guardian.ask('list')[0]['pid']}/status") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    assert int(fields["VmRSS"].split()[0]) < 15 << 10 and int(fields["Threads"]) == 1
+    other = client.Client.start(client.name_of("1" * 32, None), launcher)  # another job of this user
+    assert other.ask("list")[0]["names"] == [] and guardian.ask("list")[0]["names"] == ["own-0"]
+    for each in (other, guardian):
+        each.close(goodbye=True)
+
+
+def test_a_guardian_ends_with_its_launcher_and_after_its_linger():
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(1)
+    pids = []
+    for job, launcher, linger_s in (("2", (child, client.start_of(child)), 60.0), ("3", client.ancestors()[0], 0.2)):
+        guardian = client.Client.start(client.name_of(job * 32, None), launcher, linger_s)
+        pids.append(guardian.ask("list")[0]["pid"])
+        guardian.close(goodbye=False)
+    assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
