@@ -496,9 +496,12 @@ class Checkpointer:
             listed = [(asked[0], path) for path in chosen]
         refusals = []
         for _, path in reversed(listed):
-            self._fetch(path)
-            spare = self._writer.spare()
-            reader, why = agree_on(path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0])
+            reader, why = None, self._fetch(path)
+            if not why:
+                spare = self._writer.spare()
+                reader, why = agree_on(
+                    path, self._training, self._peers, verify=self._verify, spare=spare, names=made[0]
+                )
             if reader is not None:
                 apply_together(reader, self._peers, everything=True)
                 if step is not None:
@@ -517,10 +520,15 @@ class Checkpointer:
             )
         return 0
 
-    def _fetch(self, path: str) -> None:
-        """Download a checkpoint that only the address has. Collective."""
-        if self._address is not None:
+    def _fetch(self, path: str) -> str:
+        """Download a checkpoint that only the address has. Return "", or the reason why not, on all ranks alike. Collective."""
+        if self._address is None:
+            return ""
+        try:
             on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}")
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def _download(self, path: str) -> None:
         if self._mirror is not None:
@@ -532,7 +540,7 @@ class Checkpointer:
         def note() -> None:
             if self._peers.rank == 0 and self._lock is not None:
                 try:
-                    go_on_from(self.directory, chosen)
+                    go_on_from(self.directory, chosen, () if self._mirror is None else self._mirror.remote_only)
                 except Exception as error:
                     why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
                     raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
@@ -543,12 +551,16 @@ class Checkpointer:
         """Return rank 0's list of (step, path) of folders with a manifest: oldest first, or in order of preference, best last."""
         listed: list[tuple[int, str]] = []
         refusal, code = "", None
-        if self._peers.rank == 0:
+        if self._address is not None and self._peers.rank == 0 and self._mirror is None:
+            refusal = (
+                f"{self._read_only}; checkpoints of '{self._address}' are copied there: name another local_directory"
+            )
+        elif self._peers.rank == 0:
             try:
                 found = list_checkpoints(self.directory)
+                found = found if self._mirror is None else self._mirror.listed(found)
                 found = in_order(self.directory, found) if is_preference else found
                 listed = [(kept.step, kept.path) for kept in found]
-                listed = listed if self._mirror is None else self._mirror.listed(listed)
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 code = getattr(error, "errno", None)
