@@ -104,3 +104,98 @@ def test_an_upload_that_was_cut_off_goes_on(address: str, tmp_path: Path, monkey
         assert [kept.step for kept in Store(address).checkpoints()] == [1]
         assert sorted(sent) == sorted({*sent}) and sent[:2] == first  # no file twice
         assert checkpoints.restore() == 1
+
+
+def failing_downloads(monkeypatch: pytest.MonkeyPatch, *broken_names: str) -> list[str]:
+    """Make downloads of these names fail. Return the names, as a list to take some out of."""
+    download, broken = Store.download, [*broken_names]
+
+    def fetch(self: Store, name: str, local: str) -> None:
+        if name in broken:
+            raise OSError("the network is gone")
+        download(self, name, local)
+
+    monkeypatch.setattr(Store, "download", fetch)
+    return broken
+
+
+def test_a_download_that_fails_is_passed_over(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sw.Checkpointer(address, *trained(1.0)) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step)
+    shutil.rmtree(tmp_path / "cache")
+    broken = failing_downloads(monkeypatch, "step-000002")
+    with sw.Checkpointer(address, *trained(9.0)) as checkpoints:
+        assert checkpoints.restore() == 1
+        assert "the network is gone" in caplog.text
+        with pytest.raises(sw.CheckpointError, match="checkpoint of step 2 cannot be read.*network is gone"):
+            checkpoints.restore(step=2)
+        broken.clear()
+        assert checkpoints.restore() == 2
+
+
+def test_a_rollback_is_kept_beside_checkpoints_that_only_the_address_has(address: str, tmp_path: Path) -> None:
+    with sw.Checkpointer(address, *trained(1.0)) as checkpoints:
+        for step in range(5):
+            checkpoints.save(step)
+    folders = next((tmp_path / "cache" / "shardwright").iterdir())
+    for gone in ("step-000001", "step-000004"):
+        shutil.rmtree(folders / gone)
+    with sw.Checkpointer(address, *trained(2.0)) as checkpoints:
+        assert checkpoints.steps() == [1, 2, 3, 4, 5] and checkpoints.restore(step=2) == 2
+        assert checkpoints.restore() == 2  # 3 and 5 are abandoned, and 4, which only the address has
+        checkpoints.save(2)
+        checkpoints.wait()
+        assert checkpoints.restore() == 3 and checkpoints.steps() == [1, 2, 3, 4, 5]
+
+
+def test_an_address_whose_folder_cannot_be_written_is_refused(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sw.Checkpointer(address, *trained(1.0)) as checkpoints:
+        checkpoints.save(0)
+
+    def lock(_: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("shardwright.checkpoint.checkpointer._lock_directory", lock)
+    with sw.Checkpointer(address, *trained(9.0)) as checkpoints:
+        for call in (checkpoints.restore, checkpoints.steps):
+            with pytest.raises(sw.CheckpointError, match="cannot be written to.*name another local_directory"):
+                call()
+
+
+def test_a_failure_ends_with_the_upload_that_succeeds(
+    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mirrors, "_PAUSES_S", ())
+    upload, tries = Store.upload, []
+
+    def refuse_first(self: Store, local: str, name: str) -> None:
+        tries.append(name)
+        if len(tries) == 1:
+            raise OSError("the network is gone")
+        upload(self, local, name)
+
+    monkeypatch.setattr(Store, "upload", refuse_first)
+    with sw.Checkpointer(address, *trained(1.0)) as checkpoints:
+        checkpoints.save(0)
+        checkpoints._writer.wait()
+        mirror = checkpoints._mirror
+        with mirror._changed:
+            assert mirror._changed.wait_for(lambda: mirror._failure, 10)
+            mirror._asked += 1  # as a wait() of another round, which has not taken the failure
+            mirror._changed.notify_all()
+            assert mirror._changed.wait_for(lambda: mirror._answered >= mirror._asked, 10)
+        assert [kept.step for kept in Store(address).checkpoints()] == [1]
+        checkpoints.wait()  # nothing is lacking any more
+
+
+def test_a_removal_that_was_cut_off_is_ended(address: str, tmp_path: Path) -> None:
+    sw.save(f"{address}/step-000001", *trained(1.0))
+    fs, base = fsspec.core.url_to_fs(address)
+    fs.rm_file(f"{base}/step-000001/MANIFEST.json")
+    Store(address).remove("step-000001")
+    assert names(address) == []

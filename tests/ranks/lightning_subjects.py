@@ -104,6 +104,19 @@ class Adversaries(Subject):
         return optimizers, [torch.optim.lr_scheduler.StepLR(each, 1, 0.9) for each in optimizers]
 
 
+class KeepsAnObject(Subject):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = object()
+
+
+class WatchSaves(pl.callbacks.ModelCheckpoint):
+    """Note the folder that is being written when a save returns."""
+
+    def _save_checkpoint(self, trainer, filepath):
+        super()._save_checkpoint(trainer, filepath)
+        self.__dict__.setdefault("was_writing", []).append(trainer.strategy._folders.writing)
+
+
 class Wide(Subject):
     """Norms of gradients of this size depend on the order in which elements are added."""
 
@@ -190,9 +203,9 @@ def saved(path):
     return torch.load(path, weights_only=False)
 
 
-def keep_last(folder):
+def keep_last(folder, **options):
     """Save at the end of each epoch; names tell the epoch."""
-    return pl.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    return pl.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, **options)
 
 
 def fabric(strategy):

@@ -38,6 +38,12 @@ def test_all_ranks_save_to_an_address_and_restore_from_it(rank, world_size):
         shutil.rmtree(f"{folder}/local")
     again = trained(1, rank)
     with sw.Checkpointer(f"{address}/run", *again, **local) as checkpoints:
+        if rank == 0:
+            checkpoints._mirror._store.download = lambda *_: 1 / 0
+        with pytest.raises(sw.CheckpointError, match="none of the 1 checkpoints.*division by zero"):
+            checkpoints.restore()
+        if rank == 0:
+            del checkpoints._mirror._store.download
         assert checkpoints.restore() == 5
         if rank == 0:
             checkpoints._mirror._store.upload = lambda *_: 1 / 0

@@ -2,6 +2,7 @@
 micro-batches, skips steps that overflow, saves and resumes at another stage, and writes to gathered parameters."""
 
 import argparse
+import logging
 import math
 import os
 import tempfile
@@ -74,6 +75,24 @@ def plain(rank):
     return [loss.item() for loss in losses], norms[-1], [p.detach().clone() for p in module.parameters()]
 
 
+def assert_rank_0_decides_and_its_errors_are_everybodys(rank, engine, root):
+    told = engine.micro_steps
+    alone = root if rank == 0 else f"{root}/not here"  # only rank 0 sees the file `latest`
+    with open(f"{root}/latest.of.{rank}", "w") as file:
+        file.write("none")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            os.path, "isfile", lambda path: False if rank and path.endswith("latest") else os.path.exists(path)
+        )
+        assert engine.load_checkpoint(root)[0] == f"{root}/of 3" and engine.micro_steps != told, alone
+    for path, call in (("latest.new", engine.save_checkpoint), ("weights.bin", engine.save_16bit_model)):
+        folder = f"{root}/{path} of ranks"
+        if rank == 0:
+            os.makedirs(f"{folder}/{path}")  # a folder where rank 0 wants to write a file
+        with pytest.raises((OSError, RuntimeError, sw.Error), match="[Dd]irectory"):
+            call(folder, *(["weights.bin"] if path == "weights.bin" else []))
+
+
 @on_every_rank()
 def test_an_engine_is_the_plain_loop_at_every_stage_and_resumes_at_any_other(rank, world_size):
     losses, norm, expected = plain(rank)
@@ -100,6 +119,7 @@ def test_an_engine_is_the_plain_loop_at_every_stage_and_resumes_at_any_other(ran
         engine.destroy()
         assert_same([p.detach() for p in engine.module.parameters()], expected, stage)
     assert other.load_checkpoint(f"{root}/nowhere") == (None, {})
+    assert_rank_0_decides_and_its_errors_are_everybodys(rank, other, root)
 
 
 @on_every_rank()
@@ -152,6 +172,11 @@ def test_overflows_skip_steps_and_boundaries_may_be_set(rank, world_size):
         engine.step()
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
 @on_every_rank()
 def test_arguments_of_initialize(rank, world_size):
     parser = sw.deepspeed.add_config_arguments(argparse.ArgumentParser())
@@ -173,5 +198,16 @@ def test_arguments_of_initialize(rank, world_size):
     assert engine(rows).dtype == torch.bfloat16 and rows.shape == (6, 7)
     engine.eval()
     assert not engine.module.training and not engine.wrapped.training
+    counted = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3])
+    engine.lr_scheduler, told = counted, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("shardwright"), "warning", lambda text, *words: told.append(text % words))
+        kept = [engine._plain_scheduler_state() for _ in range(2)]
+    assert "milestones" not in kept[0] and "last_epoch" in kept[1]
+    assert told == [] if rank else len(told) == 1 and "leaves out 'milestones' of the MultiStepLR" in told[0]
+    stream = Stream()
+    if world_size > 1:
+        with pytest.raises(ValueError, match="training_data is an IterableDataset, which cannot be divided"):
+            sw.deepspeed.initialize(model=Mlp(), config=config, training_data=stream)
     with pytest.raises(NotImplementedError, match="mpu does not exist here"):
         sw.deepspeed.initialize(model=model, config=config, mpu=object())

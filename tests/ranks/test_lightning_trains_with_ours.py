@@ -136,6 +136,87 @@ def resume_on_one_rank(rank, world_size, folder):
     assert_same(loaded.state_dict().values(), subjects.saved(path)["state_dict"].values())
 
 
+def folders_at_every_stage(rank, world_size, folder):
+    """With state_dict_type="sharded" ModelCheckpoint writes folders of slices, which go on at any stage with the same bits."""
+    import lightning_subjects as subjects
+
+    names = list(subjects.STAGES)[:: 1 if LONG else 4]
+    for number, name in enumerate(names):
+        at, other = f"{folder}/{name}", names[number - 1]
+        sharded = {**subjects.STAGES[name], "state_dict_type": "sharded"}
+        watch = subjects.WatchSaves(at, "{epoch}", save_top_k=-1)
+        trainer, module, data = subjects.fit(sharded, at, enable_checkpointing=True, callbacks=[watch])
+        assert watch.was_writing == [f"{at}/epoch=0.ckpt", f"{at}/epoch=1.ckpt"]  # the call returned before the end
+        assert all(pathlib.Path(at, f"epoch={epoch}.ckpt", "MANIFEST.json").is_file() for epoch in (0, 1)), name
+        kinds = ["full", "sharded"] if LONG else [["full", "sharded"][number % 2]]  # what is loaded depends on the path
+        for kind in kinds:
+            again = {**subjects.STAGES[other], "state_dict_type": kind}
+            _, resumed, _ = subjects.fit(again, f"{at}-{other}", ckpt_path=f"{at}/epoch=0.ckpt")
+            assert resumed.losses == module.losses[len(module.losses) // 2 :], (name, other, kind)
+            assert_same(resumed.state_dict().values(), module.state_dict().values(), (name, other, kind))
+    with torch.no_grad():
+        [p.zero_() for p in module.parameters()]
+    trainer.validate(module, datamodule=data, ckpt_path=f"{at}/epoch=1.ckpt", verbose=False)
+    assert_same(resumed.state_dict().values(), module.state_dict().values(), "validated")
+    sharded = {"zero": 3, "state_dict_type": "sharded"}
+    stock = f"{folder}/stock"
+    subjects.fit("ddp", stock, enable_checkpointing=True, callbacks=[subjects.keep_last(stock)])
+    _, resumed, _ = subjects.fit(sharded, folder, ckpt_path=f"{stock}/epoch=0.ckpt")
+    assert_same(
+        resumed.state_dict().values(), subjects.saved(f"{stock}/epoch=1.ckpt")["state_dict"].values(), "of a file"
+    )
+    newest = subjects.pl.callbacks.ModelCheckpoint(
+        f"{folder}/newest", "{epoch}", save_last="link", every_n_train_steps=1
+    )
+    subjects.fit(sharded, folder, enable_checkpointing=True, callbacks=[newest], max_steps=3)
+    assert sorted(each.name for each in pathlib.Path(folder, "newest").iterdir()) == ["epoch=0.ckpt", "last.ckpt"]
+    assert subjects.fit(sharded, folder, ckpt_path=f"{folder}/newest/last.ckpt", max_steps=4)[0].global_step == 4
+
+
+def folders_are_refused_on_all_ranks(rank, world_size, folder):
+    import lightning_subjects as subjects
+
+    sharded = {"zero": 2, "state_dict_type": "sharded"}
+    with pytest.raises(ValueError, match="state_dict_type must be 'full' or 'sharded', got 'local'"):
+        subjects.ShardwrightStrategy(state_dict_type="local")
+    pathlib.Path(folder, "mine", "epoch=1.ckpt", "theirs").mkdir(parents=True, exist_ok=True)
+    for callbacks, build, sentence in (
+        ([subjects.keep_last(f"{folder}/mine", enable_version_counter=False)], "Subject", "theirs"),
+        (
+            [subjects.keep_last(f"{folder}/ema"), subjects.ema()],
+            "Subject",
+            "put weights into the checkpoint's state_dict",
+        ),
+        ([subjects.keep_last(f"{folder}/two")], "Adversaries", "takes one optimizer, got 2"),
+        ([subjects.keep_last(f"{folder}/odd")], "KeepsAnObject", "checkpoint.mine is a object"),
+    ):
+        with pytest.raises((engine.CheckpointError, ValueError), match=sentence):
+            build = getattr(subjects, build)
+            subjects.fit(sharded, folder, build, enable_checkpointing=True, callbacks=callbacks)
+    assert pathlib.Path(folder, "mine", "epoch=0.ckpt", "MANIFEST.json").is_file()  # the save before was waited for
+
+
+def save_folders_for_one_rank(rank, world_size, folder):
+    import lightning_subjects as subjects
+
+    for kind in ("full", "sharded"):
+        callbacks = [subjects.keep_last(f"{folder}/{kind}")]
+        subjects.fit(
+            {"zero": 2, "state_dict_type": kind}, folder, epochs=1, enable_checkpointing=True, callbacks=callbacks
+        )
+
+
+def resume_folders_on_one_rank(rank, world_size, folder):
+    import lightning_subjects as subjects
+
+    found = []
+    for kind in ("full", "sharded"):
+        path, options = f"{folder}/{kind}/epoch=0.ckpt", {"zero": 1, "state_dict_type": kind}
+        found.append(subjects.fit(options, folder, ckpt_path=path, use_distributed_sampler=False)[1])
+    assert found[0].losses == found[1].losses and found[0].losses
+    assert_same(*(each.state_dict().values() for each in found))
+
+
 def save_after_the_fit(rank, world_size, folder):
     """The Trainer saves after its fit and fits once more."""
     import lightning_subjects as subjects
@@ -312,6 +393,8 @@ LAWS = {
     "SWA": (2, functools.partial(train_at_every_stage, callbacks=["swa"])),
     "files": (2, files_of_every_stage),
     "resumed": (2, resume_at_every_stage),
+    "folders": (2, folders_at_every_stage),
+    "refused folders": (2, folders_are_refused_on_all_ranks),
     "saved after the fit": (2, save_after_the_fit),
     "masters": (2, masters_are_not_rounded),
     "odd modules": (2, fit_odd_modules),
@@ -345,7 +428,9 @@ def test_the_trainer_is_ddps(team, tmp_path, law):
 
 @pytest.mark.timeout(150)
 def test_a_file_of_two_ranks_is_resumed_by_one(team, tmp_path):
-    team.run(run, 140, folder=str(tmp_path), laws=[(2, save_for_one_rank), (1, resume_on_one_rank)])
+    laws = [(2, save_for_one_rank), (1, resume_on_one_rank)]
+    laws += [(2, save_folders_for_one_rank), (1, resume_folders_on_one_rank)]
+    team.run(run, 140, folder=str(tmp_path), laws=laws)
 
 
 @pytest.mark.timeout(150)

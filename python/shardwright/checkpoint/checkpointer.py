@@ -606,17 +606,24 @@ class Checkpointer:
             if source is None:
                 return None, why, path
         else:
-            self._fetch(path)
+            why = self._fetch(path)
+            if why:
+                return None, why, path
         spare = self._writer.spare()
         found = agree_on(
             path, self._training, self._peers, verify=self._verify, spare=spare, names=names, source=source
         )
         return *found, path
 
-    def _fetch(self, path: str) -> None:
-        """Download a checkpoint that only the address has. Collective."""
-        if self._address is not None:
+    def _fetch(self, path: str) -> str:
+        """Download a checkpoint that only the address has. Return "", or the reason why not, on all ranks alike. Collective."""
+        if self._address is None:
+            return ""
+        try:
             on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}")
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def _download(self, path: str) -> None:
         if self._mirror is not None:
@@ -628,7 +635,7 @@ class Checkpointer:
         def note() -> None:
             if self._peers.rank == 0 and self._lock is not None:
                 try:
-                    go_on_from(self.directory, chosen)
+                    go_on_from(self.directory, chosen, () if self._mirror is None else self._mirror.remote_only)
                 except Exception as error:
                     why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
                     raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
@@ -639,12 +646,16 @@ class Checkpointer:
         """Return rank 0's list of (step, path) of folders with a manifest: oldest first, or in order of preference, best last."""
         listed: list[tuple[int, str]] = []
         refusal, code = "", None
-        if self._peers.rank == 0:
+        if self._address is not None and self._peers.rank == 0 and self._mirror is None:
+            refusal = (
+                f"{self._read_only}; checkpoints of '{self._address}' are copied there: name another local_directory"
+            )
+        elif self._peers.rank == 0:
             try:
                 found = list_checkpoints(self.directory)
+                found = found if self._mirror is None else self._mirror.listed(found)
                 found = in_order(self.directory, found) if is_preference else found
                 listed = [(kept.step, kept.path) for kept in found]
-                listed = listed if self._mirror is None else self._mirror.listed(listed)
             except Exception as error:
                 refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
                 code = getattr(error, "errno", None)

@@ -92,43 +92,92 @@ def save(
         options |= {"process_group": process_group, "timeout_s": timeout_s}
         _save_remote(peers, address, local_directory, overwrite, lambda f: save(f, module, optimizer, **options))
         return
-    checked: list[tuple[str, Training]] = []
-
-    def check() -> dict[str, Any]:
-        options = check_options(max_file_bytes, timeout_s)
-        checked.append((absolute_path("path", path), Training(module, optimizer, extra=extra)))
-        name = os.path.basename(checked[0][0])
-        return {"step": check_step(step), "max_file_bytes": options[0], "path": name, "overwrite": bool(overwrite)}
-
-    peers.agree(check, "save()")
-    ((folder, training),) = checked
-    step, (max_file_bytes, timeout_s) = check_step(step), check_options(max_file_bytes, timeout_s)
-    refusal, code, stale, replaces = "", None, [], ""
-    if peers.rank == 0:
-        try:
-            CheckpointFolder.make(os.path.dirname(folder))
-            replaces = CheckpointFolder.identity(folder)  # before the check: a later folder is another save's
-            refusal = why_not_there(folder, overwrite)
-            stale = of_saves(*os.path.split(folder))
-        except Exception as error:  # every failure goes to the other ranks, which wait for it
-            refusal = f"the folder for '{folder}' cannot be made: {in_words(error)}"
-            code = getattr(error, "errno", None)
-    refusal, code, nonce = peers.exchange([refusal, code, new_nonce()], f"save to {folder}")[0]
-    if refusal:
-        raise os_error(refusal, code)
-    board = f"{folder}.{nonce}.board"  # not by the path alone: another save to it would read what these ranks say
+    saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s)
     try:
-        with contextlib.closing(
-            Writer(
-                peers, nonce, board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s, max_file_bytes=max_file_bytes
-            )
-        ) as writer:  # fmt: skip
-            try:
-                writer.begin(folder, step, training, stale=stale, replaces=replaces)
-            finally:  # over several hosts the others wait for a rank that could not begin
-                writer.wait()
+        try:
+            saver.begin(path, lambda: Training(module, optimizer, extra=extra), step=step, overwrite=overwrite)
+        finally:  # over several hosts the others wait for a rank that could not begin
+            saver.wait()
     finally:
-        peers.remove_board(board)
+        saver.close()
+
+
+class PathSaver:
+    """Saves to paths of the caller's choice, one at a time, written behind training. Collective.
+
+    Parameters
+    ----------
+    peers : Peers
+    max_file_bytes, timeout_s
+        As in save(), checked by the first begin().
+    """
+
+    def __init__(self, peers: Peers, *, max_file_bytes: Any = MAX_FILE_BYTES, timeout_s: Any = 1800.0) -> None:
+        self._peers, self._options = peers, (max_file_bytes, timeout_s)
+        self._writer: Writer | None = None
+        self._board = ""
+
+    def begin(
+        self,
+        path: str | os.PathLike[str],
+        make: Callable[[], Training],
+        *,
+        step: int = 0,
+        overwrite: bool = False,
+        replaces_file: bool = False,
+    ) -> None:
+        """Take the snapshot of make() and start to write it to `path`. The caller has waited for the save before.
+
+        `replaces_file`: a file or a link at `path` is removed first.
+        """
+        checked: list[tuple[str, Training]] = []
+
+        def check() -> dict[str, Any]:
+            options = check_options(*self._options)
+            checked.append((absolute_path("path", path), make()))
+            name = os.path.basename(checked[0][0])
+            return {"step": check_step(step), "max_file_bytes": options[0], "path": name, "overwrite": bool(overwrite)}
+
+        self._peers.agree(check, "save()")
+        ((folder, training),) = checked
+        refusal, code, stale, replaces = "", None, [], ""
+        if self._peers.rank == 0:
+            try:
+                CheckpointFolder.make(os.path.dirname(folder))
+                if replaces_file and (os.path.islink(folder) or os.path.isfile(folder)):
+                    os.unlink(folder)
+                replaces = CheckpointFolder.identity(folder)  # before the check: a later folder is another save's
+                refusal = why_not_there(folder, overwrite)
+                stale = of_saves(*os.path.split(folder))
+            except Exception as error:  # every failure goes to the other ranks, which wait for it
+                refusal = f"the folder for '{folder}' cannot be made: {in_words(error)}"
+                code = getattr(error, "errno", None)
+        refusal, code, nonce = self._peers.exchange([refusal, code, new_nonce()], f"save to {folder}")[0]
+        if refusal:
+            raise os_error(refusal, code)
+        if self._writer is None:
+            file_bytes, timeout_s = check_options(*self._options)
+            # not by the path alone: another save to it would read what these ranks say
+            self._board = f"{folder}.{nonce}.board"
+            self._writer = Writer(
+                self._peers, nonce, self._board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s,
+                max_file_bytes=file_bytes,
+            )  # fmt: skip
+        self._writer.begin(folder, check_step(step), training, stale=stale, replaces=replaces)
+
+    def wait(self, *, together: bool = True) -> None:
+        """Wait until no save runs. Raise CheckpointError if it failed on some rank. `together`: all ranks call it."""
+        if self._writer is not None:
+            (self._writer.wait if together else self._writer.wait_alone)()
+
+    def close(self, *, together: bool = True) -> None:
+        """Cancel a running save and free all memory. Call wait() first. `together`: all ranks call it."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            if self._board and together:
+                self._peers.remove_board(self._board)
 
 
 def load(

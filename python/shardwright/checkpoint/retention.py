@@ -157,16 +157,19 @@ def abandoned(directory: str) -> set[str]:
 
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
     """Return checkpoints in the order of restore()'s preference, best last: abandoned ones come first."""
-    if not abandoned(directory):
+    nonces = abandoned(directory)
+    if not nonces:
         return list(kept)
-    left = {each.path for each in list_checkpoints(directory, look=True) if each.state == ABANDONED}
+    left = {each.path for each in (*list_checkpoints(directory, look=True), *kept) if each.nonce in nonces}
     return sorted(kept, key=lambda each: (each.path not in left, each.step, each.path))
 
 
-def go_on_from(directory: str, chosen: Kept) -> None:
-    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not. Durable. Reads one manifest per checkpoint."""
+def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> None:
+    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not. Durable. Reads one manifest per checkpoint.
+
+    `elsewhere`: checkpoints that the directory may lack, with their nonces."""
     path = os.path.join(directory, BRANCH)
-    listed = list_checkpoints(directory, look=True)
+    listed = [*list_checkpoints(directory, look=True), *elsewhere]
     before = abandoned(directory)
     after = {k.nonce for k in listed if k.nonce and (k.step > chosen.step or k.nonce in before)} - {chosen.nonce}
     if after == before:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from .._engine import CheckpointError
 from ..options.name_map import NameMap
 
 LOW = (torch.bfloat16, torch.float16)
@@ -113,6 +115,30 @@ class Contents:
             if name in state and dtype in LOW and each.dtype == torch.float32:
                 state[name] = {**state[name], MASTER: each}
         return dataclasses.replace(self, model=model, state=state)
+
+    def with_extra(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return what a writer made of model, optimizer and step, with `extra` beside it.
+
+        Raises
+        ------
+        CheckpointError
+            A key of `extra` is one of `body`: it would take the place of the model, the optimizer or the step.
+        """
+        taken = [key for key in self.extra if key in body]
+        if taken:
+            raise CheckpointError(
+                f"the checkpoint has a further value under '{taken[0]}', where the written file has its own"
+            )
+        return {**body, **self.extra}
+
+    def take_step(self) -> None:
+        """Take the count of completed steps from `extra`, where a program keeps it as the plain number `step`."""
+        step = self.extra.get("step")
+        if isinstance(step, Lazy) and math.prod(step.shape) == 1 and not step.dtype.is_floating_point:
+            step = step.read().item()
+        if type(step) is int and step >= 0:
+            self.step = step
+            del self.extra["step"]
 
     def tensors(self) -> Iterator[Lazy]:
         """Yield every tensor."""

@@ -54,6 +54,10 @@ class _Reader(FileSystemReader):
             raise CheckpointError(f"'{place}' cannot be read: {error or type(error).__name__}") from None
         if not isinstance(entries, dict) or not isinstance(found.storage_data, dict):
             raise CheckpointError(f"'{place}' is not the metadata of torch.distributed.checkpoint's file system writer")
+        for each in found.storage_data.values():
+            path = getattr(each, "relative_path", None)
+            if not isinstance(path, str) or os.path.isabs(path) or ".." in path.split("/"):
+                raise CheckpointError(f"'{place}' names the data file {path!r}, which is not in its folder")
         return found
 
 
@@ -96,6 +100,7 @@ def read_dcp(path: str) -> Contents:
     for folder in folders:
         values |= _values(folder, left_out)
     contents = _sorted(values)
+    contents.take_step()
     contents.left_out += left_out
     return contents
 
@@ -142,6 +147,8 @@ def _sorted(values: Mapping[tuple[Any, ...], Any]) -> Contents:
         if kind == "model" or (kind == "other" and not has_model and isinstance(value, Lazy)):
             name = ".".join(map(str, rest))
             if isinstance(value, Lazy):
+                if name in contents.model:
+                    raise CheckpointError(f"the folder holds the tensor '{name}' of the model twice")
                 contents.model[name] = value
             elif value is not None:
                 contents.extra.setdefault("model_extra_state", {})[name] = value
@@ -250,6 +257,6 @@ def write_dcp(contents: Contents, output: str, tell: Tell) -> None:
     state: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
     if contents.groups is not None:
         state["optim"] = {"state": contents.state, "param_groups": contents.groups}
-    state |= {"step": contents.step, **contents.extra}
+    state = contents.with_extra({**state, "step": contents.step})
     writer = FileSystemWriter(output, sync_files=True)
     dcp.save(replaced(state, stand_in), storage_writer=writer, planner=_LazyPlanner(lazy, tell), no_dist=True)

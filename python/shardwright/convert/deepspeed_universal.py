@@ -7,6 +7,7 @@ true}}`: the folders, a model's file, and the flat options of the optimizer.
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -19,6 +20,8 @@ from .folders import Tell
 from .unpickle import load_torch_file
 
 _FP32, _PARAM, _STEP = "fp32", "param", "step"
+#: names of parameters and of their state, which become names of folders and files
+_NAME = re.compile(r"[\w-][\w.-]*")
 _OPTIMIZER_STATE = "optimizer_state.pt"
 #: the release of DeepSpeed that these files follow
 _VERSION = "0.14.0"
@@ -33,6 +36,7 @@ def read_universal(folder: str) -> Contents:
     shapes = first["param_shapes"]
     for names in shapes:
         for name, shape in names.items():
+            _check_name("parameter", name)
             _take_parameter(contents, os.path.join(zero, name), name, tuple(shape))
     options = os.path.join(zero, _OPTIMIZER_STATE)
     groups = load_torch_file(options).get("param_groups") if os.path.isfile(options) else None
@@ -76,8 +80,7 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
         for name in group["params"]:
             if name not in contents.model:
                 raise CheckpointError(f"the optimizer has the parameter '{name}', which the model lacks")
-            if "/" in name or name in (".", ".."):
-                raise CheckpointError(f"the parameter {name!r} cannot be the name of a folder: rename it")
+            _check_name("parameter", name)
         shapes.append(OrderedDict((name, torch.Size(contents.model[name].shape)) for name in group["params"]))
         for name in group["params"]:
             _write_parameter(contents, os.path.join(folder, "zero", name), name, tell)
@@ -100,6 +103,12 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
         os.fsync(file.fileno())
 
 
+def _check_name(kind: str, name: Any) -> None:
+    """Raise CheckpointError unless `name` can be the name of a folder or file, inside its own folder."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CheckpointError(f"the {kind} {name!r} cannot be the name of a file: use letters, digits, _, - and .")
+
+
 def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> None:
     os.makedirs(folder)
     state = dict(contents.state.get(name, {}))
@@ -107,6 +116,12 @@ def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> 
     step = state.pop(_STEP, None)
     if step is not None:
         _save(step.read() if isinstance(step, Lazy) else step, os.path.join(folder, f"{_STEP}.pt"))
+    for key in state:
+        _check_name(f"optimizer state of '{name}',", key)
+    if _FP32 in state:
+        raise CheckpointError(
+            f"the optimizer state of '{name}' has the key '{_FP32}', the name of the weights' own file"
+        )
     for key, value in {_FP32: weight, **state}.items():
         if isinstance(value, Lazy):
             memory = value.read()

@@ -125,9 +125,11 @@ def model_of(first: Mapping[str, Any], path: str) -> Contents:
     shared = dict(first.get("shared_params") or {})
     contents = Contents({}, tied={name: kept for name, kept in shared.items() if name in first["module"]})
     for name, value in first["module"].items():
-        if isinstance(value, torch.Tensor) and name not in shared:
-            contents.model[name] = Lazy.of(value)
-        elif not isinstance(value, torch.Tensor) and value is not None:
+        if isinstance(value, torch.Tensor):
+            contents.model |= {} if name in shared else {name: Lazy.of(value)}
+            continue
+        value = without_placeholders(value, name, contents.left_out)
+        if value is not None and not isinstance(value, Placeholder):
             contents.extra.setdefault("model_extra_state", {})[name] = value
     step = first.get("global_steps", 0)
     contents.step = step if isinstance(step, int) else 0

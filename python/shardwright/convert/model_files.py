@@ -124,7 +124,11 @@ def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dic
     if not isinstance(state, Mapping):
         raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")
     if key is not None:
-        contents.left_out += [f"{k} of {os.path.basename(path)}" for k in body if k != key]
+        contents.extra |= {"step": body["step"]} if type(body.get("step")) is int else {}
+        contents.take_step()
+        contents.left_out += [
+            f"{k} of {os.path.basename(path)}" for k in body if k != key and (k != "step" or not contents.step)
+        ]
     found = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -220,7 +224,7 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
     body: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
     if contents.groups is not None:
         body["optimizer"] = by_position(contents)
-    body |= {"step": contents.step, **contents.extra}
+    body = contents.with_extra({**body, "step": contents.step})
     shared: dict[int, torch.Tensor] = {}
     size = sum(each.nbytes + _ALIGNMENT for each in {id(e): e for e in leaves(body)}.values())
     with tempfile.TemporaryFile(dir=os.path.dirname(output)) as spool:

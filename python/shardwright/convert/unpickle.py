@@ -1,17 +1,27 @@
-"""Unpickling that executes nothing: tensors, plain containers and numbers are made, any other class becomes a placeholder."""
+"""Unpickling that executes nothing: tensors, plain containers and numbers are made, any other class becomes a placeholder.
+
+A pickle is a program. It calls what find_class() returns, and it sets attributes of any object by its opcode BUILD. So
+find_class() returns functions without side effects alone, and BUILD is refused on classes, functions and members of an
+enumeration, which outlive the file. Numpy's own functions trust their arguments (a forged dtype makes bytes into
+pointers), so arrays are made here from a numeric dtype and bytes of the right count.
+"""
 
 from __future__ import annotations
 
 import collections
+import enum
+import math
 import pickle
+import re
+import tarfile
 import types
-import zipfile
 from collections.abc import Iterable
 from typing import IO, Any
 
 import torch
 
 from .._engine import CheckpointError
+from ..torch_compat.archives import records_of
 
 
 class Placeholder:
@@ -51,33 +61,113 @@ _PLAIN = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath", "PurePath"),
     "torch": ("Size", "device"),
     "torch._utils": (
-        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
-        *("_rebuild_parameter_with_state", "_rebuild_device_tensor_from_numpy"),
+        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
+        *("_rebuild_parameter", "_rebuild_parameter_with_state"),
     ),
     "torch.nn.parameter": ("Parameter", "Buffer"),
     "torch.serialization": ("_get_layout",),
     "torch.storage": ("UntypedStorage", "TypedStorage"),
 }  # fmt: skip
-_NUMPY = {"_reconstruct", "scalar", "dtype", "ndarray"}
+#: numpy's names of booleans, integers, floats and complex numbers that torch has too
+_NUMERIC = re.compile(r"b1|\?|[iu][1248]|f[248]|c8|c16")
 
 
-class Unpickler(pickle.Unpickler):
-    """An unpickler for torch.load and for DCP's metadata. `known`: further modules, of which classes alone are made."""
+class _NumpyDtype(Placeholder):
+    """A dtype of numpy as a pickle makes it: a name, and the byte order as its state. `dtype`: None unless numeric."""
+
+    name = "numpy.dtype"
+
+    def __init__(self, name: Any = None, *_: Any) -> None:
+        import numpy
+
+        is_numeric = isinstance(name, str) and _NUMERIC.fullmatch(name)
+        self.dtype: Any = numpy.dtype(name) if is_numeric else None
+
+    def __setstate__(self, state: Any) -> None:
+        is_plain = isinstance(state, tuple) and len(state) >= 5 and state[2:5] == (None, None, None)
+        is_plain = is_plain and isinstance(state[1], str) and state[1] in ("<", ">", "=", "|")
+        self.dtype = self.dtype.newbyteorder(state[1]) if is_plain and self.dtype is not None else None
+
+    def read(self, data: Any, count: int) -> Any:
+        """Return `count` numbers of this dtype in native byte order; None unless `data` is exactly their bytes."""
+        import numpy
+
+        if self.dtype is None or type(data) is not bytes or len(data) != count * self.dtype.itemsize:
+            return None
+        return numpy.frombuffer(data, self.dtype, count).astype(self.dtype.newbyteorder("="))
+
+
+class _NumpyArray(Placeholder):
+    """An array of numpy as a pickle makes it: empty, then shape, dtype and bytes as its state. `array`: None unless numeric."""
+
+    name = "numpy.ndarray"
+    array: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _NumpyDtype):
+            return
+        _, shape, dtype, is_fortran, data = state
+        if isinstance(shape, tuple) and all(type(each) is int and each >= 0 for each in shape):
+            numbers = dtype.read(data, math.prod(shape))
+            self.array = None if numbers is None else numbers.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _numpy_array(*_: Any) -> _NumpyArray:
+    return _NumpyArray()
+
+
+def _numpy_scalar(dtype: Any = None, data: Any = None) -> Any:
+    """Return a number of numpy; a placeholder for any but plain ones."""
+    numbers = dtype.read(data, 1) if isinstance(dtype, _NumpyDtype) else None
+    return _placeholder("numpy.scalar")() if numbers is None else numbers[0]
+
+
+def _tensor_of_numpy(data: Any, dtype: Any, *_: Any) -> Any:
+    """Return a tensor of a device without storages, which torch.save writes as an array of numpy."""
+    if not isinstance(data, _NumpyArray) or data.array is None:
+        return _placeholder("numpy.ndarray")()
+    return torch.from_numpy(data.array).to(dtype)
+
+
+_NUMPY = {"_reconstruct": _numpy_array, "scalar": _numpy_scalar, "dtype": _NumpyDtype, "ndarray": _NumpyArray}
+
+
+class Unpickler(pickle._Unpickler):
+    """An unpickler for torch.load and for DCP's metadata. `known`: further modules, of which classes alone are made.
+
+    It is pickle's form in Python: the one in C cannot refuse an opcode.
+    """
 
     known: Iterable[str] = ()
 
     def find_class(self, module: str, name: str) -> Any:
+        if "." in name:  # a dotted name would reach what the module imports
+            return _placeholder(f"{module}.{name}")
         if name in _PLAIN.get(module, ()) or (module == "torch" and _is_torch_value(name)):
             return super().find_class(module, name)
         if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
             return _without_attributes
+        if (module, name) == ("torch._utils", "_rebuild_device_tensor_from_numpy"):
+            return _tensor_of_numpy
         if module.split(".")[0] == "numpy" and name in _NUMPY:
-            return super().find_class(module, name)
-        if module in self.known and "." not in name:  # a dotted name would reach what the module imports
+            return _NUMPY[name]
+        if module in self.known:
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:
                 return found
-        return type("Placeholder", (Placeholder,), {"name": f"{module}.{name}"})
+        return _placeholder(f"{module}.{name}")
+
+    def _build(self) -> None:
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if callable(target) or isinstance(target, enum.Enum):
+            raise pickle.UnpicklingError(f"the pickle sets attributes of {target!r}, which it did not make")
+        self.load_build()  # type: ignore[attr-defined]
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]
+
+
+def _placeholder(name: str) -> type[Placeholder]:
+    return type("Placeholder", (Placeholder,), {"name": name})
 
 
 def _without_attributes(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
@@ -104,20 +194,29 @@ def load_torch_file(path: str | IO[bytes]) -> Any:
     Raises
     ------
     CheckpointError
-        The file is not one of torch.save.
+        The file is not one of torch.save, or it holds code.
     """
-    is_zip = isinstance(path, str) and zipfile.is_zipfile(path)
+    what = f"'{path}'" if isinstance(path, str) else "the object"
     try:
-        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=False, pickle_module=_MODULE)
-    except OSError:
+        records = records_of(path)
+        if records is None and tarfile.is_tarfile(path):
+            raise CheckpointError(f"{what} is a tar archive: no torch since 0.1.10 writes one")
+        if any(name == "constants.pkl" or name.startswith("code/") for name in records or ()):
+            raise CheckpointError(
+                f"{what} is a TorchScript archive, whose code torch.load would run: save a state dict"
+            )
+        is_mapped = isinstance(path, str) and records is not None
+        return torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=False, pickle_module=_MODULE)
+    except (OSError, CheckpointError):
         raise
     except Exception as error:
-        what = f"'{path}'" if isinstance(path, str) else "the object"
         raise CheckpointError(f"{what} is not one of torch.save: {error or type(error).__name__}") from None
 
 
 def without_placeholders(value: Any, name: str, left_out: list[str]) -> Any:
     """Return a value of plain types without placeholders, and add a sentence for each to `left_out`."""
+    if isinstance(value, _NumpyArray) and value.array is not None:
+        return value.array
     if isinstance(value, dict):
         kept = {}
         for key, item in value.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
@@ -24,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from .._engine import Error
 from ..checkpoint import load, save
-from ..comm.process_group import resolve_group
+from ..comm.agreement import gather_answers
+from ..comm.process_group import host_group, resolve_group
 from ..layout.memory import address_of
 from ..optim.clip_grad import clip_grad_norm_
 from ..wrapping import full_state_dict, wrap
@@ -176,6 +178,11 @@ def _make_loader(made: Plan, group: Any, data: Any, collate_fn: Any) -> DataLoad
         return None
     kept = {"batch_size": made.micro_batch_size, "collate_fn": collate_fn, "drop_last": made.drop_last}
     if isinstance(data, torch.utils.data.IterableDataset):
+        if dist.get_world_size(group) > 1:  # as in DeepSpeed, whose sampler needs a data set with a length
+            raise ValueError(
+                "initialize: training_data is an IterableDataset, which cannot be divided among ranks: divide it by rank, "
+                "and pass it to a torch.utils.data.DataLoader of your own"
+            )
         return DataLoader(data, **kept)
     sampler: DistributedSampler[Any] = DistributedSampler(
         data, dist.get_world_size(group), dist.get_rank(group), drop_last=made.drop_last
@@ -214,7 +221,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self.loss_scaler = None if made.loss_scale is None else LossScale(**made.loss_scale)
         self._boundary: bool | None = None
-        self._is_local = False
+        self._is_local = self._told_of_scheduler = False
         self._norm: torch.Tensor | float | None = None
         group = wrapped.process_group
         self.global_rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -451,18 +458,35 @@ class DeepSpeedEngine(torch.nn.Module):
         if self.loss_scaler is not None:
             extra["loss_scale"] = self.loss_scaler.state_dict()
         if hasattr(self.lr_scheduler, "state_dict"):
-            state = self.lr_scheduler.state_dict()
-            plain = (int, float, str, bool, list, type(None))
-            extra["scheduler"] = {name: value for name, value in state.items() if isinstance(value, plain)}
+            extra["scheduler"] = self._plain_scheduler_state()
         path = os.path.join(save_dir, tag)
         save(path, self.wrapped, self.optimizer, step=self.global_steps, extra=extra, overwrite=True)
-        if save_latest and self.global_rank == 0:
-            latest = os.path.join(save_dir, "latest")
+        latest = os.path.join(save_dir, "latest")
+
+        def write_latest() -> None:
             with open(f"{latest}.new", "w", encoding="utf-8") as file:
                 file.write(tag)
             os.replace(f"{latest}.new", latest)
-        self._barrier()
+
+        if save_latest:
+            self._on_rank_0(write_latest, f"writing {latest}")
         return True
+
+    def _plain_scheduler_state(self) -> dict[str, Any]:
+        """Return the entries of the schedule's state that a checkpoint holds; name the others once."""
+        state = self.lr_scheduler.state_dict()
+        plain = (int, float, str, bool, list, tuple, type(None))
+        kept = {name: value for name, value in state.items() if isinstance(value, plain)}
+        left = [name for name in state if name not in kept]
+        if left and self.global_rank == 0 and not self._told_of_scheduler:
+            self._told_of_scheduler = True
+            kind = type(self.lr_scheduler).__name__
+            _logger.warning(
+                "save_checkpoint leaves out %s of the %s: load_checkpoint keeps what the new schedule has there",
+                ", ".join(map(repr, left)),
+                kind,
+            )
+        return kept
 
     def load_checkpoint(
         self,
@@ -481,7 +505,7 @@ class DeepSpeedEngine(torch.nn.Module):
         load_dir : str
             The save_dir.
         tag : str, optional
-            Default: the one in load_dir/latest.
+            Default: the one in load_dir/latest. Rank 0's is loaded on all ranks.
         load_optimizer_states, load_lr_scheduler_states : bool
             False: leave the optimizer, or the schedule, as it is.
         load_module_only : bool
@@ -498,14 +522,19 @@ class DeepSpeedEngine(torch.nn.Module):
             raise NotImplementedError(
                 "load_checkpoint: load_module_strict=False and custom_load_fn do not exist here: call sw.load_full_state_dict"
             )
-        if tag is None:
-            latest = os.path.join(load_dir, "latest")
-            if not os.path.isfile(latest):
-                _logger.warning("%s does not exist: pass tag=, or nothing is loaded", latest)
-                return None, {}
+        latest = os.path.join(load_dir, "latest")
+
+        def chosen() -> str | None:
+            if tag is not None or not os.path.isfile(latest):
+                return None if tag is None else str(tag)
             with open(latest, encoding="utf-8") as file:
-                tag = file.read().strip()
-        path = os.path.join(load_dir, str(tag))
+                return file.read().strip()
+
+        tag = self._on_rank_0(chosen, f"reading {latest}")
+        if tag is None:
+            _logger.warning("%s does not exist: pass tag=, or nothing is loaded", latest)
+            return None, {}
+        path = os.path.join(load_dir, tag)
         takes_optimizer = load_optimizer_states and not load_module_only
         extra = load(path, self.wrapped, self.optimizer if takes_optimizer else None)
         if not load_module_only:
@@ -531,16 +560,25 @@ class DeepSpeedEngine(torch.nn.Module):
             if low is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
                 key = address_of(value) or id(value), value.shape, value.stride()
                 state[name] = made.setdefault(key, value.to(low))
-        if self.global_rank == 0:
+
+        def write() -> None:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
-        self._barrier()
+
+        self._on_rank_0(write, f"writing {save_filename}")
         return True
 
     save_fp16_model = save_16bit_model
 
-    def _barrier(self) -> None:
-        dist.barrier(self.wrapped.process_group)
+    def _on_rank_0(self, work: Callable[[], str | None], label: str) -> str | None:
+        """Return rank 0's work(), on every rank. Collective: an error of rank 0 is one on all ranks."""
+        comm = host_group(self.wrapped.process_group, self.wrapped._options.timeout_s).comm
+
+        def answer() -> bytes:
+            return json.dumps(work() if self.global_rank == 0 else None).encode()
+
+        found: str | None = json.loads(gather_answers(comm, answer, label, refusals=(Exception,))[0])
+        return found
 
 
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 
-from .._engine import Error
+from .._engine import CheckpointError, Error
 from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
 from ..wrapping import keep_optimizer, shard_optimizer, unwrap
+from .lightning_folders import Folders, folder_at, load_folder
 from .whole import whole_parameters
 
+_logger = logging.getLogger("shardwright")
 #: hooks in which callbacks that average weights read parameters, and those in which they write them
 _READING = ("on_train_batch_end", "on_train_epoch_end")
 _WRITING = (
@@ -107,6 +111,11 @@ class TrainerMixin(_Wraps):
     ----------
     zero : {0, 1, 2, 3}
         The stage; see wrap.
+    state_dict_type : {"full", "sharded"}
+        "full": checkpoints are DDPStrategy's files, which rank 0 writes. "sharded": checkpoints of a fit are folders of
+        shardwright. Each rank writes its slices behind training. A folder appears when it is complete, at the latest when
+        the next save begins or the fit ends; until then a checkpoint that ModelCheckpoint removes stays. Both forms
+        resume at any stage and number of ranks, whichever is set here.
     precision, compress, partition, offload, **options
         Further options of wrap, and arguments of DDPStrategy. `clip_grad_norm` is refused: Lightning clips.
 
@@ -118,10 +127,19 @@ class TrainerMixin(_Wraps):
     model: Any
     optimizers: list[Any]
     lightning_module: Any
+    is_global_zero: bool
     precision_plugin: Any
     _clips_by = "pass gradient_clip_val to the Trainer"
     _failed: bool
     _replaced: list[tuple[Any, str]]
+    _folders: Folders | None = None
+    _loaded: tuple[str, bool] | None = None  # the folder that was loaded, and True if its optimizer still waits
+
+    def __init__(self, *, state_dict_type: str = "full", **options: Any) -> None:
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
+        super().__init__(**options)
+        self._is_sharded = state_dict_type == "sharded"
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         return self._wrap(model)
@@ -136,6 +154,8 @@ class TrainerMixin(_Wraps):
         clips = type(self.precision_plugin).clip_grad_by_norm
         if clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):  # not a plugin's own way to clip
             self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
+        for callback in trainer.callbacks if self._is_sharded else ():
+            self._replace(callback, "file_exists", self._is_there)
         for callback in trainer.callbacks if wrapper._zero == 3 else ():
             if {each.__name__ for each in type(callback).__mro__} & set(_AVERAGING):
                 for name in _READING + _WRITING:
@@ -151,6 +171,10 @@ class TrainerMixin(_Wraps):
         """Create optimizers like DDPStrategy, and slice them. Collective."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
         self.optimizers = [self._slice(optimizer) for optimizer in self.optimizers]
+        if self._is_sharded and len(self.optimizers) > 1:
+            raise ValueError(
+                f"state_dict_type='sharded' takes one optimizer, got {len(self.optimizers)}: give the strategy 'full'"
+            )
 
     def _clip_by_norm(self, method: Callable[..., None], optimizer: Any, clip_val: float) -> None:
         wrapper = self._wrapper_of(self.model)
@@ -166,24 +190,96 @@ class TrainerMixin(_Wraps):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True if wrapping may convert parameters, which a checkpoint must not be rounded to before."""
-        return self._wrap_options["precision"] is not None
+        """True if wrapping may convert parameters, which a checkpoint must not be rounded to before, or if checkpoints are
+        folders, which fill wrapped modules."""
+        return self._wrap_options["precision"] is not None or self._is_sharded
+
+    @property
+    def _writes_folders(self) -> bool:
+        return self._is_sharded and self._wrapper_of(self.model) is not None
+
+    def _is_there(self, method: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
+        """Return True also for the folder that is being written: ModelCheckpoint gives its names once."""
+        writing = "" if self._folders is None else self._folders.writing
+        return bool(method(filepath, trainer)) or os.path.abspath(filepath) == writing
+
+    @property
+    def _only_optimizer(self) -> torch.optim.Optimizer | None:
+        real = [each for each in self.optimizers if type(each).__name__ != "_MockOptimizer"]
+        return real[0] if real else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save like DDPStrategy, or begin to write a folder. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank: the save before this one failed, or this one cannot begin.
+        """
+        if not self._writes_folders:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options has no meaning with state_dict_type='sharded', which uses no CheckpointIO")
+        if self._folders is None:
+            wrapper = self._wrapper_of(self.model)
+            assert wrapper is not None
+            self._folders = Folders(wrapper, super().remove_checkpoint)  # type: ignore[misc]
+        path = str(super().broadcast(filepath))  # type: ignore[misc]
+        self._folders.begin(path, checkpoint, self._only_optimizer)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, once a save that is being written is durable."""
+        (super().remove_checkpoint if self._folders is None else self._folders.remove)(filepath)  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a file like DDPStrategy, or fill module and optimizer from a folder. Collective for a folder."""
+        folder = super().broadcast(folder_at(checkpoint_path) if self.is_global_zero else None)  # type: ignore[misc]
+        self._loaded = None
+        if folder is None:
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        wrapper, module = self._wrapper_of(self.model), self.lightning_module
+        fits = module.trainer.state.fn == "fit"
+        optimizer = self._only_optimizer if fits and wrapper is not None else None
+        found = load_folder(folder, wrapper or module, optimizer, strict=module.strict_loading)
+        self._loaded = folder, fits and wrapper is None
+        return found
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state dict; {} while checkpoints are folders, which hold slices."""
+        return {} if self._writes_folders else super().optimizer_state(optimizer)  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict. Collective at zero=3."""
+        """Return the module's state dict; {} while checkpoints are folders. Collective at zero=3."""
+        if self._writes_folders:
+            return {}
         return _state_of(self._wrapper_of(self.model), super().lightning_module_state_dict)  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state dict of any stage. Collective at zero=3."""
+        if self._loaded is not None:
+            return  # load_checkpoint() did
         with whole_parameters(self._wrapper_of(self.model), writable=True):
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of any stage and number of ranks; each optimizer places its own."""
+        if self._loaded is not None:
+            folder, waits = self._loaded
+            if waits and self._only_optimizer is not None:  # the folder was loaded before the module was wrapped
+                module = self._wrapper_of(self.model) or self.lightning_module
+                load_folder(folder, module, self._only_optimizer, strict=self.lightning_module.strict_loading)
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
 
     # the end ------------------------------------------------------------------------------------------------------
+
+    def on_train_end(self) -> None:
+        """Wait for the last save. Collective."""
+        super().on_train_end()  # type: ignore[misc]
+        if self._folders is not None:
+            self._folders.wait()
 
     def on_exception(self, exception: BaseException) -> None:
         """Note that ranks may no longer be together."""
@@ -193,6 +289,12 @@ class TrainerMixin(_Wraps):
     def teardown(self) -> None:
         """Give every rank whole parameters, and tear down like DDPStrategy."""
         wrapper = self._wrapper_of(self.model)
+        folders, self._folders = self._folders, None
+        if folders is not None:
+            try:
+                folders.close(together=not self._failed)
+            except CheckpointError as error:  # on_train_end() raised one of a fit that ended
+                _logger.warning("the last save failed: %s", error)
         if wrapper is not None:
             for owner, name in self._replaced:
                 delattr(owner, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -40,18 +41,21 @@ class Mirror:
         self._asked = self._answered = 0
         self._failure = ""
         self._closing = False
+        self.remote_only: list[Kept] = []  # as of the last listed()
         self._copied: set[str] | None = None  # nonces that the store has; None: not looked yet
         shutil.rmtree(os.path.join(directory, _LINKS), ignore_errors=True)
         self._thread = threading.Thread(target=self._run, name="shardwright upload", daemon=True)
         self._thread.start()
 
-    def listed(self, local: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return local (step, path), and those of the store's checkpoints whose steps are not among them; oldest first."""
-        steps = {step for step, _ in local}
-        there = [
-            (k.step, os.path.join(self._directory, k.path)) for k in self._store.checkpoints() if k.step not in steps
+    def listed(self, local: list[Kept]) -> list[Kept]:
+        """Return local checkpoints, and those of the store whose steps are not among them, under local paths; oldest first."""
+        steps = {kept.step for kept in local}
+        self.remote_only = [
+            dataclasses.replace(kept, path=os.path.join(self._directory, kept.path))
+            for kept in self._store.checkpoints()
+            if kept.step not in steps
         ]
-        return sorted([*there, *local], key=lambda each: each[0]) if there else local
+        return sorted([*self.remote_only, *local], key=lambda kept: (kept.step, kept.path))
 
     def fetch(self, path: str) -> None:
         """Download the checkpoint of this local path, unless it is there."""
@@ -76,7 +80,7 @@ class Mirror:
         self._thread.join()
 
     def _run(self) -> None:
-        seen: set[tuple[str, int]] = set()
+        seen: set[tuple[str, int]] | None = None  # the folders of the last upload without a failure
         while True:
             with self._changed:
                 asked = self._asked
@@ -84,11 +88,12 @@ class Mirror:
                     return
             now = self._names()
             failure = "" if now == seen and asked == self._answered else self._copy_all()
-            seen = now if not failure else set()
+            seen = None if failure else now
             with self._changed:
-                self._failure = failure or self._failure
+                self._failure = failure  # a success ends an older failure, which nothing lacks any more
                 if now == self._names():
                     self._answered = max(self._answered, asked)
+                self._changed.notify_all()
                 pause = 5.0 if failure else _POLL_S
                 self._changed.wait_for(lambda: self._closing or self._asked > self._answered, pause)
 

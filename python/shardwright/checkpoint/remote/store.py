@@ -199,6 +199,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
-        with contextlib.suppress(*_NO_FILE):
+        with contextlib.suppress(*_NO_FILE):  # a removal that was cut off has left the files alone
             self._fs.rm_file(self._path(name, MANIFEST))
+        with contextlib.suppress(*_NO_FILE):
             self._fs.rm(self._path(name), recursive=True)

@@ -1,0 +1,130 @@
+"""Lightning's checkpoints as folders of shardwright: every rank writes its slices, behind training.
+
+A folder holds the module and the optimizer as sw.save() writes them. What else the Trainer puts into a checkpoint (loops,
+callbacks, schedules) is the folder's `extra`, of plain values and tensors: reading it executes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError, CheckpointFolder
+from ..checkpoint import load, tree
+from ..checkpoint.files import PathSaver
+from ..checkpoint.peers import Peers
+from ..checkpoint.writing import Training
+from ..parallel.ddp import DistributedDataParallel
+
+__all__ = ["Folders", "folder_at", "load_folder"]
+
+_logger = logging.getLogger("shardwright")
+_WEIGHTS, _OPTIMIZERS, _HPARAMS = "state_dict", "optimizer_states", "hyper_parameters"
+
+
+class Folders:
+    """The saves of one fit, one at a time.
+
+    Parameters
+    ----------
+    wrapper : DistributedDataParallel
+    remove : callable
+        Remove the checkpoint at a path, of any form.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, remove: Callable[[str], None]) -> None:
+        self._wrapper, self._remove = wrapper, remove
+        self._saver = PathSaver(Peers(wrapper), timeout_s=wrapper._options.timeout_s)
+        self._later: list[str] = []  # to remove once the running save is durable
+        self._told = False
+        #: absolute path of the folder that is being written; "" for none
+        self.writing = ""
+
+    def begin(self, path: str, checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+        """Wait for the save before, and begin to write `checkpoint` to `path`. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank: the save before failed, or this one cannot begin.
+        """
+        self.wait()
+        rest = dict(checkpoint)
+        weights, has_optimizer = rest.pop(_WEIGHTS, None), rest.pop(_OPTIMIZERS, None) is not None
+
+        def make() -> Training:
+            if weights:
+                raise CheckpointError(
+                    "a callback or on_save_checkpoint put weights into the checkpoint's state_dict, which a folder takes from "
+                    "the module: give the strategy state_dict_type='full'"
+                )
+            kept = self._without_objects(rest)
+            tree.encode(kept, "checkpoint", {})  # on every rank, so that all raise
+            return Training(self._wrapper, optimizer if has_optimizer else None, extra=kept)
+
+        self._saver.begin(path, make, step=int(rest.get("global_step", 0)), overwrite=True, replaces_file=True)
+        self.writing = os.path.abspath(path)
+
+    def _without_objects(self, rest: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint with those hyper-parameters alone that are plain values. A resumed run has its own."""
+        if not isinstance(rest.get(_HPARAMS), dict):
+            return rest
+        plain, left = {}, []
+        for name, value in rest[_HPARAMS].items():
+            try:
+                tree.encode(value, str(name), {})
+                plain[name] = value
+            except CheckpointError:
+                left.append(repr(name))
+        if left and not self._told:
+            self._told = True
+            _logger.warning("checkpoints leave out the hyper-parameters %s, no plain values", ", ".join(left))
+        return {**rest, _HPARAMS: plain}
+
+    def remove(self, path: str) -> None:
+        """Remove the checkpoint at `path`, now or once the running save is durable."""
+        if self.writing:
+            self._later.append(path)
+        else:
+            self._remove(path)
+
+    def wait(self, *, together: bool = True) -> None:
+        """Wait for the running save, and remove what waited for it. `together`: all ranks call it.
+
+        Raises
+        ------
+        CheckpointError
+            The save failed on some rank. Older checkpoints stay.
+        """
+        later, self._later = self._later, []
+        try:
+            self._saver.wait(together=together)
+        finally:
+            self.writing = ""
+        for path in later:
+            self._remove(path)
+
+    def close(self, *, together: bool = True) -> None:
+        """Wait, and free all memory."""
+        try:
+            self.wait(together=together)
+        finally:
+            self._saver.close(together=together)
+
+
+def folder_at(path: Any) -> str | None:
+    """Return the path of the folder of shardwright at `path`, which may be a link; None for anything else."""
+    found = os.path.realpath(os.fspath(path))
+    return found if CheckpointFolder.find(found) is not None else None
+
+
+def load_folder(folder: str, module: torch.nn.Module, optimizer: Any, *, strict: bool) -> dict[str, Any]:
+    """Fill module and optimizer, and return the Trainer's checkpoint without their states. Collective."""
+    extra = load(folder, module, optimizer, strict=strict)
+    if not isinstance(extra, dict) or "loops" not in extra:
+        raise CheckpointError(f"'{folder}' was not written by Lightning's Trainer: load it with sw.load()")
+    return {**extra, _WEIGHTS: {}, _OPTIMIZERS: []}

@@ -1,0 +1,34 @@
+"""The zip archives of torch.save and torch.jit.save, read by the parser of torch.load."""
+
+from __future__ import annotations
+
+from typing import IO
+
+import torch
+
+__all__ = ["records_of"]
+
+
+def records_of(source: str | IO[bytes]) -> list[str] | None:
+    """Return the names of an archive's records; None if the file is no archive for torch.load.
+
+    Another parser may find other records in a file made to deceive: torch.load itself chooses between a state dict and
+    TorchScript by this list.
+
+    Parameters
+    ----------
+    source : path or file
+        A file is left at the position at which it was.
+    """
+    if isinstance(source, str):
+        with open(source, "rb") as file:
+            return records_of(file)
+    at = source.tell()
+    try:
+        if not torch.serialization._is_zipfile(source):
+            return None
+        with torch.serialization._open_zipfile_reader(source) as archive:
+            names: list[str] = archive.get_all_records()
+            return names
+    finally:
+        source.seek(at)
