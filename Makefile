@@ -94,7 +94,7 @@ test-torch-suites: build $(VENV)/.suites
 	$(BIN)/python tests/torch_suites $(SUITES)
 
 asan: build
-	$(BIN)/python -m pytest tests/test_csrc.py -k asan $(PYTEST_ARGS)
+	SW_TEST_MODES=asan $(BIN)/python -m pytest tests/test_csrc.py -k asan $(PYTEST_ARGS)
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_fake_gpu.py -k asan $(PYTEST_ARGS)
 
 tsan: build

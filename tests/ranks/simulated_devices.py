@@ -7,10 +7,9 @@ there can be counted, where the package asks for it; a test's own scenes may mix
 
 from __future__ import annotations
 
-import functools
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,18 @@ _ACROSS = ("copy_", "_to_copy", "_foreach_copy_", "index", "index_put_")
 _WAIT = ("item", "_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim")
 #: no operation of these has a number from the host
 _ALL_THERE = ("_amp_foreach_non_finite_check_and_unscale_",)
+#: read nothing of what they are given but its shape
+_SHAPES_ALONE = (
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_empty",
+    "new_zeros",
+)
+READ, WRITE = 1, 2
 _KEPT = 4096
 #: functions of the package that a program calls for values
 _GIVE_VALUES = ("full_gradients", "state_dict")
@@ -91,18 +102,19 @@ class Devices:
         if self.on_gpu(tensor) and _place_in_package() is not None:
             raise error
 
-    def before(self, function: Any, args: Any, kwargs: Any) -> bool | None:
-        """Raises what torch would; where the results are, as far as that is known."""
-        name = function.overloadpacket.__name__
-        given = list(_given(function, args, kwargs))
-        where = [self.on_gpu(tensor) for tensor in given]
+    def before(self, operator: Operator, given: list[torch.Tensor], args: Any, kwargs: Any) -> bool | None:
+        """Raises what torch would; where the results are, as far as that is known. `given`: operator.given(args, kwargs)."""
+        on_gpu = self.on_gpu
+        where = [on_gpu(tensor) for tensor in given]
         if True in where:
+            name = operator.name
             if name in _WAIT or (name == "copy_" and False in where and not _non_blocking(args, kwargs)):
                 self.wait(name)
             if name not in _ACROSS:
                 if False in where:
                     self._check(name, given, where)
-                self.after(list(_given(function, args, kwargs, written=True)), True)
+                if operator.written:
+                    self.after(operator.tensors(operator.written, args, kwargs), True)
             # torch itself, and scenes, name the device of a tensor
             return None if kwargs.get("device") is not None and _place_in_package() is not None else True
         known = all(each is False for each in where) and kwargs.get("device") is None
@@ -119,24 +131,69 @@ class Devices:
         """An operation has made `result`."""
         if on_gpu is None:
             return
-        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and self.on_gpu(tensor) is None:
+        for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
+            if self.on_gpu(tensor) is None:
                 self.put(tensor, on_gpu)
 
 
-@functools.cache
-def _positions(function: Any, written: bool) -> tuple[tuple[int, str], ...]:
-    arguments = [(at, each) for at, each in enumerate(function._schema.arguments) if "Tensor" in str(each.type)]
-    writes = [(at, each) for at, each in arguments if each.alias_info is not None and each.alias_info.is_write]
-    return tuple((position, each.name) for position, each in (writes if written else arguments))
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Of an argument, or of a result: most are a tensor, or a flat list."""
+    flat = value if type(value) in (list, tuple) else tree_leaves(value)
+    return [each for each in flat if isinstance(each, torch.Tensor)]
 
 
-def _given(function: Any, args: Any, kwargs: Any, written: bool = False) -> Iterator[torch.Tensor]:
-    for position, name in _positions(function, written):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        for tensor in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
+class Operator:
+    """What the schema of an operator of torch's says of its arguments that may hold tensors: (position, name) of each.
+
+    Attributes
+    ----------
+    arguments : all of them; `written` : those that it writes to.
+    accesses : the access to each of them; none where their values stay untouched.
+    """
+
+    __slots__ = ("function", "name", "arguments", "written", "accesses", "label")
+
+    def __init__(self, function: Any) -> None:
+        schema = function._schema
+        of_tensors = [(at, each) for at, each in enumerate(schema.arguments) if "Tensor" in str(each.type)]
+        writes = [each.alias_info is not None and each.alias_info.is_write for _, each in of_tensors]
+        self.function, self.name, self.label = function, function.overloadpacket.__name__, str(function).encode()
+        self.arguments = [(at, each.name) for at, each in of_tensors]
+        self.written = [argument for argument, is_written in zip(self.arguments, writes) if is_written]
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        untouched = is_view or self.name in _SHAPES_ALONE
+        self.accesses = [] if untouched else [READ | WRITE if is_written else READ for is_written in writes]
+
+    def tensors(self, arguments: list[tuple[int, str]], args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """The tensors in these arguments."""
+        found: list[torch.Tensor] = []
+        for position, name in arguments:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif value is not None:
+                found += _tensors_in(value)
+        return found
+
+    def accessed(self, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
+        """Each tensor whose values the operator reads or writes, with the access."""
+        found: list[tuple[torch.Tensor, int]] = []
+        for (position, name), access in zip(self.arguments, self.accesses):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                found.append((value, access))
+            elif value is not None:
+                found += [(each, access) for each in _tensors_in(value)]
+        return found
+
+
+_operators: dict[int, Operator] = {}
+
+
+def operator_of(function: Any) -> Operator:
+    """By the identity of the function, which is kept: torch computes its hash in Python."""
+    found = _operators.get(id(function))
+    return found or _operators.setdefault(id(function), Operator(function))
 
 
 def _non_blocking(args: Any, kwargs: Any) -> bool:

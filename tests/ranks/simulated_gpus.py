@@ -37,27 +37,14 @@ from shardwright.comm import process_group
 from shardwright.gradients.sharded_gradient import ShardedGradient
 from shardwright.parameters.read_guard import _Guarded
 from shardwright.torch_compat import cuda as sw_device
-from simulated_devices import Devices
+from simulated_devices import WRITE, Devices, operator_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 POLICIES = ("eager", "on demand", "random", "late")
-READ, WRITE = 1, 2
 #: small, so that messages take several, and since launches look at all memory
 SLOT_BYTES = 8192
 #: GPUs run what they can where their host has called nothing for so long: it waits for others, who may wait for that
 STALL_S = 0.05
-#: read nothing of what they are given but its shape
-_SHAPES_ALONE = (
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "new_empty",
-    "new_zeros",
-)
 
 
 def build() -> dict[str, str]:
@@ -129,10 +116,6 @@ def meet(rank: int) -> str:
     return folder
 
 
-class _Access(ctypes.Structure):
-    _fields_ = (("begin", ctypes.c_void_p), ("size_bytes", ctypes.c_uint64), ("access", ctypes.c_int))
-
-
 class _Runtime(sw_device.CudaRuntime):
     """What the engine sees instead of torch.cuda."""
 
@@ -167,7 +150,7 @@ class _Runtime(sw_device.CudaRuntime):
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         self._gpus.notice(tensor)
-        self._gpus.operate([(tensor.data_ptr(), tensor.nbytes, WRITE)], "torch's own zeros")
+        self._gpus.operate([(tensor.data_ptr(), tensor.nbytes, WRITE)], b"torch's own zeros")
         return tensor
 
     def make_room(self, ordinal: int) -> None:
@@ -177,21 +160,6 @@ class _Runtime(sw_device.CudaRuntime):
     def libraries(self) -> dict[str, str | None]:
         paths = self._gpus.paths
         return {"libcuda": paths["cuda"], "libnccl": paths["nccl"], "packaged": str(self._gpus.folder)}
-
-
-@functools.cache
-def _tensors_of(function: Any) -> tuple[tuple[int, str, int], ...]:
-    """(position, name, access) of each argument of an operator that may hold tensors; none, where their values stay untouched."""
-    schema = function._schema
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    if is_view or function.overloadpacket.__name__ in _SHAPES_ALONE:
-        return ()
-    found = []
-    for position, argument in enumerate(schema.arguments):
-        if "Tensor" in str(argument.type):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            found.append((position, argument.name, READ | WRITE if writes else READ))
-    return tuple(found)
 
 
 def _guarded(function: Any) -> Any:
@@ -218,16 +186,13 @@ class _Watch(TorchDispatchMode):
         if ShardedGradient in types:  # what it does with its memory is seen, too; from inside here it would not be
             with self:
                 return ShardedGradient.__torch_dispatch__(function, types, args, kwargs)
-        accesses = []
-        for position, name, access in _tensors_of(function):
-            value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
-                if isinstance(tensor, torch.Tensor):
-                    accesses += self._gpus.ranges(tensor, access)
-        self._gpus.operate(accesses, function)
-        on_gpu = self._gpus.devices.before(function, args, kwargs)
+        operator, gpus = operator_of(function), self._gpus
+        accessed = operator.accessed(args, kwargs)
+        gpus.operate([span for tensor, access in accessed for span in gpus.ranges(tensor, access)], operator.label)
+        given = [tensor for tensor, _ in accessed] or operator.tensors(operator.arguments, args, kwargs)
+        on_gpu = gpus.devices.before(operator, given, args, kwargs)
         result = function(*args, **kwargs)
-        self._gpus.devices.after(result, on_gpu)
+        gpus.devices.after(result, on_gpu)
         if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
             self._gpus.synchronize()
         return result
@@ -283,7 +248,6 @@ class SimulatedGpus:
         self._cuda.sim_torch_limit_memory.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_cache.argtypes = (ctypes.c_uint64,)
         self._cuda.sim_torch_memory_in_use.restype = ctypes.c_uint64
-        self._labels: dict[Any, bytes] = {}
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._held: list[torch.Tensor] = []
@@ -441,6 +405,8 @@ class SimulatedGpus:
         at = bisect.bisect(self._begins, address)
         if not at or address >= self._ends[at - 1]:
             return []
+        if tensor.is_contiguous():
+            return [(address, tensor.numel() * tensor.element_size(), access)]
         spans = [(address, tensor.element_size())]
         for size, stride in sorted(zip(tensor.shape, tensor.stride()), key=lambda pair: pair[1]):
             step = stride * tensor.element_size()
@@ -452,12 +418,12 @@ class SimulatedGpus:
                     spans = [(begin + k * step, length) for k in range(size) for begin, length in spans]
         return [(begin, length, access) for begin, length in spans]
 
-    def operate(self, accesses: list[tuple[int, int, int]], label: Any) -> None:
-        """torch is about to run an operation; str(label) is its name."""
-        array = (_Access * len(accesses))(*accesses)
-        text = self._labels.get(label) or self._labels.setdefault(label, str(label).encode())
-        if self._cuda.sim_torch_op(self.stream, array, len(accesses), text) < 0:
-            raise AssertionError(f"the simulation is stuck before {label}: {self.reports()}")
+    def operate(self, accesses: list[tuple[int, int, int]], label: bytes) -> None:
+        """torch is about to run an operation of that name."""
+        words = [word for access in accesses for word in access]  # sim_torch_access: three of 64 bits
+        array = (ctypes.c_uint64 * len(words))(*words) if words else None
+        if self._cuda.sim_torch_op(self.stream, array, len(accesses), label) < 0:
+            raise AssertionError(f"the simulation is stuck before {label.decode()}: {self.reports()}")
 
     def _pass_time(self) -> None:
         while not self._left.wait(STALL_S):
@@ -465,7 +431,7 @@ class SimulatedGpus:
 
     def _drain(self) -> None:
         """Everything on torch's stream runs; the host learns nothing of it."""
-        self.operate([], "a wait for other ranks")
+        self.operate([], b"a wait for other ranks")
 
     def synchronize(self) -> None:
         """The host waits for torch's stream."""
