@@ -185,8 +185,19 @@ static sw_status step_in_place(loop *l)
     return sw_device_units_gather_anew(l->whole, l->optimizer, err);
 }
 
+static void choose_values(loop *l, int step)
+{
+    for (size_t u = 0; u < UNITS; ++u)
+        for (size_t k = 0; k < RUNS; ++k) {
+            unsigned char *values = l->pinned + (u * RUNS + k) * SLICE_MAX;
+            for (size_t i = 0; i < slice_bytes[u][k] << is_cast[u]; ++i)
+                values[i] = slice_byte(l->self->rank, step, u, k, i);
+            gpu_sim->host_access(values, SLICE_MAX, SW_ACCESS_WRITE, "the test's values");
+        }
+}
+
 /* Write the slices of this step on the optimizer's stream. */
-static sw_status step_on_slices(loop *l, int step)
+static sw_status step_on_slices(loop *l)
 {
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
@@ -194,9 +205,6 @@ static sw_status step_on_slices(loop *l, int step)
         for (size_t k = 0; k < RUNS; ++k) {
             unsigned char *from = l->pinned + (u * RUNS + k) * SLICE_MAX;
             size_t bytes = slice_bytes[u][k] << is_cast[u];
-            for (size_t i = 0; i < bytes; ++i)
-                from[i] = slice_byte(l->self->rank, step, u, k, i);
-            gpu_sim->host_access(from, SLICE_MAX, SW_ACCESS_WRITE, "the test's values");
             if (bytes)
                 SW_TRY(device->ops->copy_async(device, l->slice[u][k], from, bytes, l->optimizer,
                                                err));
@@ -277,40 +285,63 @@ static sw_status read_kept(loop *l)
     return SW_OK;
 }
 
-static void compare(loop *l, int step)
+static void compare(loop *l, int step, const size_t *order, size_t count)
 {
-    static const size_t order[] = {0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 4, 2, 0};
     const unsigned char *seen = l->seen;
     gpu_sim->host_access(l->seen, l->seen_bytes, SW_ACCESS_READ, "the test's look");
-    for (size_t n = 0; n < sizeof order / sizeof *order; ++n)
+    for (size_t n = 0; n < count; ++n)
         for (size_t k = 0; k < RUNS; ++k)
             for (int r = 0; r < l->self->world_size; ++r)
                 for (size_t i = 0; i < slice_bytes[order[n]][k]; ++i)
                     l->run->wrong += *seen++ != unit_byte(r, step, order[n], k, i);
     check(seen == l->seen + l->seen_bytes, "the test reads other units than it compares");
+    l->seen_bytes = 0;
+}
+
+/* Wait for reads as the engine does. A wait until the deadline that ignores a failed peer would
+ * keep that peer's memory open for longer than the peer waits at its end, which would leave it
+ * behind. */
+static sw_status await_reads(loop *l)
+{
+    sw_device *device = l->self->device;
+    sw_error *err = &l->self->err;
+    SW_TRY(device->ops->event_record(device, l->read, l->compute, err));
+    SW_TRY(device->ops->stream_wait(device, l->optimizer, l->read, err)); /* as means do */
+    return sw_peers_wait(l->self->comm, l->read, "the test's reads", err);
 }
 
 static sw_status train_step(loop *l, int step)
 {
+    static const size_t order[] = {0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 4, 2, 0};
     sw_device *device = l->self->device;
-    sw_error *err = &l->self->err;
-    uint64_t waits, allocations = device->stats.allocations;
-    SW_TRY(step_on_slices(l, step));
-    waits = device->stats.host_waits;
-    SW_TRY(step_in_place(l));
+    uint64_t waits = device->stats.host_waits, allocations = device->stats.allocations;
+    choose_values(l, step);
+    if (step % 2) /* each of the two orders streams by itself */
+        SW_TRY(step_in_place(l));
+    SW_TRY(step_on_slices(l));
+    if (step % 2 == 0)
+        SW_TRY(step_in_place(l));
     SW_TRY(pass(l));
     SW_TRY(detours(l));
     SW_TRY(read_kept(l));
     check(device->stats.host_waits == waits, "a step waits on the host");
     check(device->stats.allocations == allocations, "a step allocates");
-    SW_TRY(device->ops->event_record(device, l->read, l->compute, err));
-    SW_TRY(device->ops->stream_wait(device, l->optimizer, l->read, err)); /* as means do */
-    /* Wait as the engine does. A wait until the deadline that ignores a failed peer would keep that
-     * peer's memory open for longer than the peer waits at its end, which would leave it behind. */
-    SW_TRY(sw_peers_wait(l->self->comm, l->read, "the test's reads", err));
-    SW_TRY(sw_peers_wait(l->self->comm, l->stepped, "the test's slices", err));
-    compare(l, step);
-    l->seen_bytes = 0;
+    SW_TRY(await_reads(l));
+    SW_TRY(sw_peers_wait(l->self->comm, l->stepped, "the test's slices", &l->self->err));
+    compare(l, step, order, sizeof order / sizeof *order);
+    return SW_OK;
+}
+
+/* Units that the host has waited for may be read on any stream. */
+static sw_status wait_on_host(loop *l, int step)
+{
+    SW_TRY(sw_device_units_gather_anew(l->whole, l->optimizer, &l->self->err));
+    for (size_t n = 0; n < KEPT; ++n) {
+        SW_TRY(sw_device_unit_wait(l->whole, n, &l->self->err));
+        SW_TRY(read_unit(l, kept_unit[n], l->kept[n]));
+    }
+    SW_TRY(await_reads(l));
+    compare(l, step, kept_unit, KEPT);
     return SW_OK;
 }
 
@@ -336,7 +367,7 @@ static sw_status train(loop *l)
     for (int step = 0; step < STEPS; ++step)
         SW_TRY(train_step(l, step));
     if (!l->run->leave_at_once)
-        return SW_OK;
+        return wait_on_host(l, STEPS - 1);
     /* The slices stay until the communicator has ended. */
     SW_TRY(sw_device_unit_gather(l->units, 1, &l->self->err));
     return sw_device_units_gather_anew(l->whole, l->optimizer, &l->self->err);
