@@ -9,7 +9,6 @@ import json
 import locale
 import os
 import re
-import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ import pytest
 from shardwright import _engine
 from shardwright.cli import main
 from shardwright.torch_compat.cuda import CudaRuntime
-from test_csrc import BUILDERS, ROOT, Builder, run_checked, shipped_flags
+from test_csrc import BUILDERS, ROOT, Builder, shipped_flags
+from test_fake_gpu import kernel_text
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 OLDEST, NEWEST = 75, 120
@@ -51,13 +51,12 @@ def source(tmp_path: Path) -> Path:
 def targets(architectures: list[int]) -> list[list[str]]:
     """Return nvcc's options, one list a run.
 
-    The long form (`make kernels`) compiles each architecture alone. The quick form makes machine code for two of them from the
-    compiler's output for the oldest, whose text asks for no architecture, and for the newest from its own.
+    The long form (`make kernels`) compiles each architecture alone. The quick form makes machine code for one of them from the
+    compiler's output for the oldest: the text asks for no architecture.
     """
     if LONG:
         return [[f"-arch=sm_{number}", "-cubin"] for number in architectures]
-    pairs = [f"arch=compute_{OLDEST},code=sm_{number}" for number in architectures if number in (OLDEST, 90)]
-    pairs += [f"arch=compute_{number},code=sm_{number}" for number in architectures[-1:]]
+    pairs = [f"arch=compute_{OLDEST},code=sm_{number}" for number in architectures if number == 90]
     return [[part for pair in pairs for part in ("-gencode", pair)] + ["-fatbin"]] if pairs else []
 
 
@@ -217,15 +216,9 @@ def test_images_are_compiled_ahead_of_time(
 
 def text_program(builder: Builder) -> Path:
     """Return tests/fake/test_kernel_text.c, linked with the kernels' text as C++ and the engine."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no C++ compiler {compiler!r} on this machine")
-    builder.folder.mkdir(parents=True, exist_ok=True)
-    text = builder.folder / "kernel_text.o"
-    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Icsrc", "-x", "c++"]
-    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a GPU traps on misalignment, too
-    run_checked([compiler, *flags, "-c", str(ROOT / "tests" / "fake" / "kernel_text.cpp"), "-o", str(text)])
-    return builder.program(ROOT / "tests" / "fake" / "test_kernel_text.c", [str(text), "-lstdc++"])
+    text = kernel_text()
+    own = ROOT / "tests" / "fake" / "test_kernel_text.c"
+    return builder.program(own, [str(text), f"-Wl,-rpath,{text.parent}"])
 
 
 def test_the_text_has_the_bits_of_the_host_kernels() -> None:

@@ -72,10 +72,10 @@ def start(launcher, *arguments):
 
 
 _FORGE = """
-import contextlib, importlib, json, os, runpy, sys
-for name in ("torch._dynamo", "torch.distributed", "shardwright", "matplotlib.figure", "matplotlib.backends.backend_agg"):
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+import importlib, json, os, runpy, sys
+for name in ("torch._dynamo", "torch.distributed", "shardwright"):
+    importlib.import_module(name)
+sys.modules["matplotlib"] = None  # a curve costs more than 20 steps; test_the_loss_falls_under_every_launcher draws
 for line in sys.stdin:
     request, pids = json.loads(line), []
     for rank in range(request["world"]):
@@ -156,6 +156,7 @@ def losses(output):
 @pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("one process", 1), ("accelerate", 2)])
 def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
     output = run(launcher, "--steps", "60", "--out", str(tmp_path))
+    assert (tmp_path / "loss.png").exists() or "matplotlib is not installed" in output
     found = LAST_LINE.fullmatch(output.strip().splitlines()[-1])
     assert found, output
     first, last, world, _ = found.groups()
@@ -167,8 +168,8 @@ def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
 
 def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, train):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train("--steps", "170", "--out", whole)
-    process = start("torchrun", "--steps", "170", "--out", str(killed))
+    train("--steps", "140", "--out", whole)
+    process = start("torchrun", "--steps", "140", "--out", str(killed))
     try:
         deadline = time.monotonic() + 60
         while not newest(killed) and process.poll() is None and time.monotonic() < deadline:
@@ -177,8 +178,8 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, train):
         for pid in [*children_of(process.pid), process.pid]:  # every rank, in the middle of a step
             os.kill(pid, 9)
         process.communicate()
-    assert "step-000100" <= newest(killed) < "step-000170"
-    train("--steps", "170", "--resume", "--zero", "2", "--out", killed)
+    assert "step-000100" <= newest(killed) < "step-000140"
+    train("--steps", "140", "--resume", "--zero", "2", "--out", killed)
     assert saved_losses(killed) == saved_losses(whole)
 
 
@@ -234,7 +235,7 @@ def test_the_loss_falls_with_compressed_gradients(tmp_path, train, compress):
 
 
 def test_the_compression_study_in_its_short_form(tmp_path, forked):
-    short = ["--seeds", "1", "--steps", "12", "--width", "32", "--out", tmp_path]
+    short = ["--seeds", "1", "--steps", "12" if LONG else "6", "--width", "32", "--out", tmp_path]
     forked(ROOT / "examples" / "compression_study.py", *short)
     head, *rows = [json.loads(line) for line in (tmp_path / "compression_study.jsonl").read_text().splitlines()]
     assert head["seeds"] == 1 and len(rows) == 14

@@ -73,6 +73,7 @@ def kernel_text() -> Path:
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler {compiler!r} on this machine")
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-Icsrc", "-fPIC", "-shared"]
+    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a GPU traps on misalignment, too
     own = FAKE / "kernel_text.cpp"
     inputs = [own, FAKE / "cuda_text.hpp", *(CSRC / "kernels" / "cuda").glob("*.cu*")]
     return build_library(ROOT / "build" / "fake" / "libkerneltext.so", [compiler, *flags, str(own)], inputs)

@@ -60,6 +60,11 @@ IMPORTED_LATE = ("torch._dynamo", "torch._inductor.compile_fx", "torch.distribut
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def in_turn(values: Sequence[Any], at: int, of: int = 2) -> list[Any]:
+    """Return all of them in the long form; else every `of`-th, beginning with the one whose turn it is in case `at` of a law."""
+    return list(values) if LONG else list(values)[at % of :: of]
+
+
 def world_sizes() -> list[int]:
     text = os.environ.get("SW_TEST_WORLDS") or ("1,2,3,5" if LONG else "1,3")
     return [int(word) for word in text.split(",")]
@@ -382,6 +387,12 @@ class Team:
         self._connections = [multiprocessing.connection.Connection(s.detach()) for s in sockets]
         self._closed = False
         self.worn = False
+
+    def ended(self) -> list[int]:
+        """Return the exit code of each rank, as subprocess gives it; none while a rank runs."""
+        if len(multiprocessing.connection.wait(self._pidfds, 0)) < self.world_size:
+            return []
+        return [os.waitstatus_to_exitcode(status) for status in self._reap_once(range(self.world_size))]
 
     def start(self, body: Callable[..., Any], **arguments: Any) -> None:
         for connection in self._connections:

@@ -15,6 +15,7 @@ from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 
 def flip(path, place):

@@ -11,7 +11,7 @@ import pytest
 import test_compressed_gradients_at_every_stage as at_every_stage
 import torch
 from compressed_on_gpus import Trained, running_out_of_the_mean, steps
-from harness import LONG, gather
+from harness import LONG, gather, in_turn
 from models import Mlp
 from peer import PEER, batch
 from shardwright.parallel import auto_compression
@@ -36,15 +36,17 @@ PROMISES: list[tuple[str, dict[str, Any]]] = [
     *[("gradients_are_the_naive_compressor_s", {"name": n, "zero": z}) for n in ("int8", "int4") for z in (2, 3)][
         :: 1 if LONG else 3
     ],
-    ("a_resumed_state_goes_on_with_the_same_bits", {"name": "powersgd", "zero": 2}),
-    ("a_resumed_state_goes_on_with_the_same_bits", {"name": "powersgd in turns", "zero": 3}),
+    *(
+        ("a_resumed_state_goes_on_with_the_same_bits", {"name": name, "zero": zero})
+        for name, zero in in_turn([("powersgd", 2), ("powersgd in turns", 3)], 1)
+    ),
     ("a_standing_average_is_not_compressed_again", {"name": "int4"}),
-    *(("local_sums_and_unused_parameters_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
-    *(("values_that_are_not_finite_leave_no_trace", {"name": n}) for n in ("int4", "powersgd")),
-    *(("norms_and_low_precision_are_as_at_stage_0", {"name": n}) for n in ("int8", "powersgd")),
+    *(("local_sums_and_unused_parameters_are_as_at_stage_0", {"name": n}) for n in in_turn(("int8", "powersgd"), 0)),
+    *(("values_that_are_not_finite_leave_no_trace", {"name": n}) for n in in_turn(("int4", "powersgd"), 1)),
+    *(("norms_and_low_precision_are_as_at_stage_0", {"name": n}) for n in in_turn(("int8", "powersgd"), 1)),
     *(
         ("complex_gradients_are_compressed_as_pairs", {"name": n, "dtype": torch.complex64})
-        for n in ("int4", "powersgd")
+        for n in in_turn(("int4", "powersgd"), 0)
     ),
 ]
 

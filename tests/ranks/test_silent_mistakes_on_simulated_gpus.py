@@ -10,7 +10,7 @@ import pytest
 import test_gradients_that_are_not_averaged_are_refused as gradients
 import test_units_are_whole_only_while_they_run as units
 import torch
-from harness import LONG, at_least_two, gather
+from harness import LONG, at_least_two, gather, in_turn
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
@@ -93,7 +93,7 @@ def changed_gradients(
             expected = gradients.changing(*gradients.wrap("0", Heads), *arguments)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gradients, "sw", OnGpuByHand(gpus))
-            for stage in ("0", "1"):
+            for stage in in_turn(("0", "1"), len(change)):
                 found = gradients.changing(*gradients.wrap(stage, Heads), *arguments)
                 assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True)), stage
     gather(None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import test_communication_hooks_at_every_stage as hooks
 import torch
-from harness import at_least_two, gather, same_everywhere
+from harness import at_least_two, gather, in_turn, same_everywhere
 from peer import PEER
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
@@ -40,7 +40,7 @@ def test_torchs_hooks_have_the_bits_of_the_cpu(
 
 def torchs_hooks(gpus: SimulatedGpus, rank: int, world_size: int, name: str) -> None:
     build = hooks.Mlp if name == "powersgd" else hooks.Picture
-    for cap in (0.001, 25):
+    for cap in in_turn((0.001, 25), list(hooks.HOOKS).index(name)):
         given = {"build": build, "bucket_cap_mb": cap}
         torch.manual_seed(rank)
         with gpus.torch_on_cpu():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import test_sliced_ranks_may_run_out_of_inputs as uneven
 import torch
-from harness import at_least_two, same_everywhere
+from harness import at_least_two, in_turn, same_everywhere
 from models import Heads, Mlp
 from peer import PEER
 from shardwright.optim import device_offload
@@ -153,7 +153,7 @@ def on_a_mesh(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     body = uneven.accumulated_onto_the_average
     expected = on_cpu(gpus, rank, world_size, 0, body)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 1):
         uneven.assert_same(uneven.run(rank, world_size, zero, body, device_mesh=mesh, bucket_cap_mb=0.001), expected)
 
 
@@ -169,7 +169,7 @@ def other_owners(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         return sw.optim.AdamW(parameters, lr=1e-2)
 
     expected = on_cpu(gpus, rank, world_size, 0, uneven.clipped_by_ours, optimizer=make)
-    for zero in STAGES:
-        for options in ({"partition": "tensor"}, {"offload": "cpu"})[:: 1 if LONG or zero == 3 else 2]:
+    for zero in in_turn(STAGES, 0):
+        for options in in_turn(({"partition": "tensor"}, {"offload": "cpu"}), int(zero == 3)):
             found = uneven.run(rank, world_size, zero, uneven.clipped_by_ours, optimizer=make, **options)
             uneven.assert_same(found, expected)

@@ -6,12 +6,16 @@ Figures mean nothing here."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +116,37 @@ def bodies(gpus: SimulatedGpus, rank: int, world_size: int, chosen: list[tuple[s
 # runs that do not end well -------------------------------------------------------------------------------------------
 
 
+def be_a_program(rank: int, world_size: int, folder: str, arguments: list[str], output: str) -> None:
+    """In a forked interpreter: `python ARGUMENTS`, in a session of its own."""
+    os.setsid()
+    for standard in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), standard)
+    assert arguments[0] == "-m"
+    sys.argv = arguments[1:]
+    try:
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        raise SystemExit(0)
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+class Forked:
+    """In place of subprocess.Popen: an interpreter that has torch already."""
+
+    def __init__(self, fresh_ranks: Any, command: list[str], stdout: Any, **_: Any) -> None:
+        assert command[0] == sys.executable
+        self._team = fresh_ranks(1, [(be_a_program, {"arguments": command[1:], "output": stdout.name})])
+        (self.pid,) = self._team.pids
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (ended := self._team.ended()):
+            (self.returncode,) = ended
+            self._team.close()
+        return self.returncode
+
+
 class Clock:
     """A clock that a test puts forward."""
 
@@ -124,8 +159,11 @@ class Clock:
         return time.monotonic() + self.passed
 
 
-def test_a_run_that_ends_badly_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{RANKS}:{RANKS.parent}")
+def test_a_run_that_ends_badly_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_ranks: Any
+) -> None:
+    starts = SimpleNamespace(Popen=functools.partial(Forked, fresh_ranks), STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(runner, "subprocess", starts)
     cases, here = ("first", "second"), "gpu_check_endings"
     limit = 120.0
     given = [

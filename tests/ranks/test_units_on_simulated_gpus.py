@@ -19,7 +19,7 @@ import test_fully_shard_composes_zero_3_in_place as by_hand
 import test_units_are_gathered_in_their_compute_dtype as computed
 import test_units_are_whole_only_while_they_run as units
 import torch
-from harness import LONG, at_least_two, gather, same_everywhere
+from harness import LONG, at_least_two, gather, in_turn, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
@@ -140,7 +140,7 @@ def half_of_the_bytes(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 def test_no_step_waits_for_the_gpu_or_allocates(
     teams: Any, world_size: int, paths: dict[str, str], policy: str, cut: str
 ) -> None:
-    for precision in (None, "bf16"):
+    for precision in in_turn((None, "bf16"), int(cut == "nested")):
         run(teams, world_size, paths, quiet_steps, cut, precision, policy=policy)
 
 
@@ -320,7 +320,7 @@ def on_a_mesh(
         for training, made in [(stages.accumulating_onto_the_average, Mlp), (stages.clipped_by_ours, stages.Odd)]:
             options = {"build": made, "bucket_cap_mb": 0.001}
             whole = stages.run(0, training, rank, **options)
-            for zero in (1, 2, 3):
+            for zero in in_turn((1, 2, 3), int(made is Mlp)):
                 given = {**options, "device_mesh": mesh, "deterministic": deterministic or zero > 1}
                 sliced = stages.run(zero, training, rank, **given)
                 if given["deterministic"]:

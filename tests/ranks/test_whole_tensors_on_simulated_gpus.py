@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import test_whole_tensors_are_stepped_on_by_their_owners as whole
 import torch
-from harness import LONG, gather, same_everywhere
+from harness import LONG, gather, in_turn, same_everywhere
 from models import Heads, Mlp
 from peer import PEER, batch
 from shardwright.optim import device_offload
@@ -51,7 +51,7 @@ def test_every_training_has_the_bits_of_the_cpu(
 def train(gpus: SimulatedGpus, rank: int, world_size: int, training: str, optimizer: str) -> None:
     body, make = getattr(whole, training), whole.OPTIMIZERS[optimizer]
     expected = on_cpu(gpus, rank, 0, body, make)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, TRAININGS.index(training)):
         forms = [{"bucket_cap_mb": 0.001}, {"units": nn.Linear} if zero == 3 else {}]
         for options in forms if LONG else forms[zero // 3 :][:1]:
             found = whole.run(rank, zero, body, make, **options)
@@ -69,7 +69,7 @@ def test_every_kind_of_parameter(teams: Any, world_size: int, paths: dict[str, s
 def every_kind(gpus: SimulatedGpus, rank: int, world_size: int, build: Any, training: str) -> None:
     body, make = getattr(whole, training), whole.OPTIMIZERS["TrustRatio"]
     expected = on_cpu(gpus, rank, 0, body, make, build)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, int(build is Heads)):
         given = {"units": 1.0} if zero == 3 and build is Heads else {}  # ranks run the same units
         whole.assert_same(whole.run(rank, zero, body, make, build, bucket_cap_mb=0.001, **given), expected, zero)
 
@@ -127,7 +127,7 @@ def muon(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
     with gpus.torch_on_cpu():
         expected = steps(sw.wrap, 0)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 0):
         whole.assert_same(steps(OnGpu(gpus).wrap, zero), expected, zero)
 
 
@@ -140,8 +140,8 @@ def test_states_and_checkpoints_go_between_stages(
 
 def travelling(gpus: SimulatedGpus, rank: int, world_size: int, optimizer: str) -> None:
     make, expected = whole.OPTIMIZERS[optimizer], None
-    pairs = [(0, 2), (2, 1), (1, 3), (3, 2), (3, 0)]
-    for first, second in pairs if LONG else pairs[optimizer == "AdamW" :: 2]:
+    pairs = [(0, 2), (2, 1), (1, 3), (3, 0)]
+    for first, second in in_turn([*pairs, (3, 2)] if LONG else pairs, int(optimizer == "AdamW")):
         folder = gather(str(gpus.folder / f"saved-{first}-{second}"))[0]
         found = []
         for zero, begin in ((first, 0), (second, 2)):
@@ -177,7 +177,7 @@ def offloaded(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         return sw.optim.AdamW(parameters, lr=1e-2)
 
     expected = on_cpu(gpus, rank, 0, whole.plain, make, whole.Odd)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 1):
         found = whole.run(rank, zero, whole.plain, make, whole.Odd, offload="cpu")
         whole.assert_same(found, expected, zero)
 
@@ -192,6 +192,6 @@ def on_a_mesh(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     make = whole.OPTIMIZERS["TrustRatio"]
     expected = on_cpu(gpus, rank, 0, whole.plain, make)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 0):
         found = whole.run(rank, zero, whole.plain, make, device_mesh=mesh, bucket_cap_mb=0.001)
         whole.assert_same(found, expected, zero)
