@@ -15,6 +15,7 @@ from models import Mlp
 from oracle.fold import bits_equal, fold
 from peer import PEER, batch, data_parallel, sw
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -239,6 +240,14 @@ def test_a_profile_has_a_range_for_each_collective(rank, world_size, zero):
     kind = "reduce_scatter" if zero else "all_reduce"
     assert counts[f"shardwright:{kind}"] == 3 and counts["shardwright:broadcast"] == 3
     assert counts["DistributedDataParallel.forward"] == 3
+    more = {"share_parameters": False} if zero else {"bucket_cap_mb": 1e-4}
+    wrapped = data_parallel(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), zero=3 if zero else 0, **more)
+    if not zero:
+        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of(wrapped, rank).backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["shardwright:all_gather" if zero else "shardwright:comm_hook"] >= 1 + (not zero)
 
 
 # mixed_precision=

@@ -16,6 +16,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointPlan
 from . import tree
+from .composed import apart
 from .device_staging import DeviceStaging
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
 from .optimizer_extras import further_state
@@ -178,7 +179,7 @@ def optimizer_content(
     eager = frozenset(tensors)  # a scheduler writes to them outside the optimizer's step
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
-        values = whole.get(parameter, {})
+        values = apart(whole.get(parameter, {}))
         entry = {}
         for key in sorted(values, key=str):
             entry[str(key)] = _encode_state(values[key], str(key), name, tensors)

@@ -21,6 +21,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..options.name_map import NameMap
 from ..parallel.optimizer_agreement import unlike_saved
 from . import tree
+from .composed import together
 from .content import (
     holds_shards,
     load_stateful,
@@ -443,7 +444,7 @@ class Reader:
         for parameter_name, values in body["state"].items():
             parameter, group = by_name[parameter_name]
             decoded = {_key(parameter, optimizer, key): tree.decode(node, tensors) for key, node in values.items()}
-            kept = kept_by(optimizer, parameter, decoded)
+            kept = kept_by(optimizer, parameter, together(decoded, parameter.shape))
             state[parameter] = {key: _on_device(value, key, parameter, group) for key, value in kept.items()}
         others = {} if self._names.is_all else dict(optimizer.state)
         optimizer.state.clear()
@@ -476,7 +477,7 @@ class Reader:
                     value = part_of(local_of(parameter), value)
                     value = memory_order(value, optimizer.layout_of(parameter))[run[0] : run[1]].clone()
                 state[key] = optimizer.as_held(parameter, value)
-            states[parameter] = state
+            states[parameter] = together(state, optimizer.layout_of(parameter).shape)
         positions = {n: position for position, n in enumerate(by_name)}
         groups = [
             {

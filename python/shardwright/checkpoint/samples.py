@@ -16,6 +16,7 @@ import torch
 from .._engine import CheckpointError, sample_crc32c
 from ..layout.memory import has_memory
 from ..torch_compat import cuda
+from .composed import apart
 from .content import parameter_names
 from .names import ModelTensors
 
@@ -40,7 +41,7 @@ def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Ten
     names = parameter_names(optimizer, found)
     for parameter, values in optimizer.state.items():
         if isinstance(values, Mapping) and id(parameter) in names:
-            for key, value in values.items():
+            for key, value in apart(values).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{key}.{names[id(parameter)]}", value
 

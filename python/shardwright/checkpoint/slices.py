@@ -23,6 +23,7 @@ from ..parallel.fully_shard import wrapper_of
 from ..parameters.released import ReleasedParameters
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import local_box
+from .composed import apart, check_sliceable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -210,6 +211,10 @@ def describe_state(optimizer: ShardedOptimizer) -> dict[int, dict[str, Entry]]:
     for number, parameter in enumerate(_parameters(optimizer)):
         state, piece, _ = optimizer.held_state(parameter)
         if state:
+            layout = optimizer.layout_of(parameter)
+            is_whole = piece is not None and piece.numel() == layout.numel() and is_row_major(layout)
+            check_sliceable(str(number), state, is_whole=is_whole)
+            state = apart(state)
             described[number] = {str(key): _entry(str(key), value, piece) for key, value in state.items()}
     return described
 
@@ -250,7 +255,7 @@ def held_values(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     found = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         state, piece, first = optimizer.held_state(parameter)
-        values = {str(key): value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        values = {str(key): value for key, value in apart(state).items() if not isinstance(value, torch.Tensor)}
         if values and piece is not None and first == 0 and optimizer.replica_of(parameter).slicing.speaks:
             found[number] = values
     return found
@@ -282,6 +287,7 @@ def sliced_state(
             found[parameter] = optimizer.gathered_state(parameter)
             continue
         state, piece, first = optimizer.held_state(parameter)
+        state = apart(state)
         found[parameter] = entries = {}
         for key, (kind, dtype, shape) in described[number].items():
             if kind == VALUE:

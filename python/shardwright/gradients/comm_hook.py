@@ -19,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from .._engine import Error, Reducer
 from ..layout.shard_mesh import Slicing
 from ..layout.views import dense_strides, dtype_name
+from ..torch_compat import autograd as _hooks
 
 #: cuts lie at multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
@@ -166,7 +167,14 @@ class HookRunner:
 
     def _reduce(self, bucket: _Bucket, flat: torch.Tensor, position: int, is_last: bool, used: list[bool]) -> None:
         bucket.clear_padding(flat)
-        result = _value_of(self._hook(self._state, GradBucket(bucket, flat, position, is_last, used)))
+        given = GradBucket(bucket, flat, position, is_last, used)
+        if _hooks.profiler_enabled():
+            with _hooks.collective_range(
+                "comm_hook", f"{_name(self._hook)} bucket={position}", flat.numel(), [flat.dtype]
+            ):
+                result = _value_of(self._hook(self._state, given))
+        else:
+            result = _value_of(self._hook(self._state, given))
         if result.numel() != flat.numel():
             raise Error(
                 f"the communication hook {_name(self._hook)} returned {result.numel()} elements "

@@ -13,7 +13,6 @@ import torch
 
 from .._engine import Reducer
 from ..layout.param_table import ParameterTable
-from ..layout.views import dtype_name
 from ..torch_compat import autograd as _hooks
 from .module_gradients import ModuleGradients
 from .sparse_gradients import SparseGradients
@@ -144,12 +143,19 @@ class Rounds:
             self.runs_callbacks = False
 
     def _range(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a profiler's range for the end of a round, which waits for the averages."""
+        """Return a profiler's range for the end of a round, which waits for the averages of all buckets.
+
+        The engine averages buckets on its own threads, so that one range names the sizes of all.
+        """
         trained = [p for p in self._table.parameters if p.requires_grad]
-        dtypes = ",".join({dtype_name(p.dtype): None for p in trained})
         kind = "reduce_scatter" if self._zero >= 2 else "all_reduce"
+        shapes = [self._reducer.bucket_shape(bucket) for bucket in range(self._reducer.bucket_count)]
+        buckets = " buckets=" + ",".join(f"{numel}:{dtype}" for _, numel, dtype, is_trained in shapes if is_trained)
         numel = sum(p.numel() for p in trained)
-        return torch.profiler.record_function(f"shardwright:{kind}", f"{self._label} numel={numel} dtype={dtypes}")
+        range_: contextlib.AbstractContextManager[Any] = _hooks.collective_range(
+            kind, self._label, numel, [p.dtype for p in trained], buckets
+        )
+        return range_
 
 
 def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:

@@ -2,7 +2,7 @@
 
 A strategy wraps the module with shardwright instead of torch's DistributedDataParallel and slices each optimizer. What
 Lightning saves, loads and averages are whole parameters and full optimizer states, so its files are those of
-DDPStrategy at every stage.
+DDPStrategy at every stage. With state_dict_type="sharded" the Trainer's checkpoints are folders (lightning_folders).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from ..layout.param_groups import check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
-from ..layout.views import dtype_name
 from ..options.compressors import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
@@ -504,8 +503,7 @@ class Replica:
             self.backend.broadcast(tensors, root, label)
             return
         numel = sum(each.numel() for each in tensors)
-        dtypes = ",".join({dtype_name(each.dtype): None for each in tensors})
-        with torch.profiler.record_function("shardwright:broadcast", f"{label} numel={numel} dtype={dtypes}"):
+        with _hooks.collective_range("broadcast", label, numel, [each.dtype for each in tensors]):
             self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:

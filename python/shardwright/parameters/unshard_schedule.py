@@ -384,10 +384,13 @@ class UnitSchedule:
     def _gather(self, unit: Unit) -> None:
         if not unit.is_whole:
             self._check_released(unit)
-            if self._coded and not self._keepers:
-                self._units.gather_codes(unit.number)
+            gather = self._units.gather_codes if self._coded and not self._keepers else self._units.gather
+            if _hooks.profiler_enabled():
+                label, numel = f"unit {unit.number}", sum(each.numel() for each in unit.whole)
+                with _hooks.collective_range("all_gather", label, numel, [each.dtype for each in unit.whole]):
+                    gather(unit.number)
             else:
-                self._units.gather(unit.number)
+                gather(unit.number)
             unit.is_whole = True
             unit.show_whole()
             unit.note_versions()

@@ -21,7 +21,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ __all__ = [
     "is_compiled",
     "inside_functional_call",
     "ignore_steps",
+    "collective_range",
     "profiler_enabled",
     "queue_at_end",
     "raw_stream",
@@ -72,6 +73,15 @@ graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _
 
 #: tells whether a profiler of torch's records in this thread
 profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+
+def collective_range(op: str, label: str, numel: int, dtypes: Iterable[torch.dtype], more: str = "") -> Any:
+    """Return a profiler's range of one collective, "shardwright:<op>", whose arguments say what it moves.
+
+    Callers ask profiler_enabled() first: without a profiler nothing is described.
+    """
+    names = ",".join({str(each).removeprefix("torch."): None for each in dtypes})
+    return torch.profiler.record_function(f"shardwright:{op}", f"{label}{more} numel={numel} dtype={names}")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
