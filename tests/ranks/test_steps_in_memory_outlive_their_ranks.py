@@ -30,6 +30,7 @@ from test_strangers_are_kept_out import become, needs_root, stranger
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 KILLS = 60 if LONG else 3
 TO_DISK = 4
+client.LINGER_S = 20.0  # a test that fails leaves no memory behind for long
 
 
 def trained(rank, pair, checkpoints, begin, end):
@@ -329,15 +330,15 @@ def test_strangers_neither_read_nor_replace_a_guardian(tmp_path):
     job, launcher = "0" * 32, client.ancestors()[0]
     name = client.name_of(job, None)
     with stranger("nobody", squats, name), pytest.raises(sw.CheckpointError, match="a process of user 65534 answers"):
-        client.Client.start(name, launcher)
-    guardian = client.Client.start(name, launcher)
+        client.Client.start(name, "a", launcher)
+    guardian = client.Client.start(name, "a", launcher)
     guardian.ask("make", "own-0", nbytes=4096, meta={})
     with stranger("nobody", asks, name) as say:
         assert say.readline() in ("(b'', [])\n", "ConnectionResetError\n", "BrokenPipeError\n")
     with open(f"/proc/{guardian.ask('list')[0]['pid']}/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     assert int(fields["VmRSS"].split()[0]) < 15 << 10 and int(fields["Threads"]) == 1
-    other = client.Client.start(client.name_of("1" * 32, None), launcher)  # another job of this user
+    other = client.Client.start(client.name_of("1" * 32, None), "a", launcher)  # another job of this user
     assert other.ask("list")[0]["names"] == [] and guardian.ask("list")[0]["names"] == ["own-0"]
     for each in (other, guardian):
         each.close(goodbye=True)
@@ -350,7 +351,7 @@ def test_a_guardian_ends_with_its_launcher_and_after_its_linger():
         os._exit(1)
     pids = []
     for job, launcher, linger_s in (("2", (child, client.start_of(child)), 60.0), ("3", client.ancestors()[0], 0.2)):
-        guardian = client.Client.start(client.name_of(job * 32, None), launcher, linger_s)
+        guardian = client.Client.start(client.name_of(job * 32, None), "a", launcher, linger_s)
         pids.append(guardian.ask("list")[0]["pid"])
         guardian.close(goodbye=False)
     assert all(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -223,7 +223,7 @@ class Checkpointer:
             )  # fmt: skip
             if memory_every is not None and not self._read_only:
                 self._memory = MemoryTier(
-                    self._peers, self.directory, memory_replicas, threads=threads, timeout_s=timeout_s
+                    self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
             if self._lazy:
                 self._hooks = _before_writes(

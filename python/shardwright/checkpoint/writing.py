@@ -29,11 +29,11 @@ from .content import (
     stateful_tree,
 )
 from .device_staging import DeviceStaging
+from .memory.repeated import Repeated
 from .memory.tier import MemoryTier
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 from .peers import Peers, averages_gradients, os_error, whole_parameters
-from .repeated import Repeated
 from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import (

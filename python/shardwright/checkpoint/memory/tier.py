@@ -114,6 +114,8 @@ class MemoryTier:
     Parameters
     ----------
     directory : str
+    run : str
+        Alike on all ranks, and never used before.
     replicas : int, optional
         Hosts that get a copy of each host's images. Default: 1 where the next host is another machine, else 0.
     threads : int
@@ -125,7 +127,9 @@ class MemoryTier:
         On every rank: more replicas than other hosts.
     """
 
-    def __init__(self, peers: Peers, directory: str, replicas: int | None, *, threads: int, timeout_s: float) -> None:
+    def __init__(
+        self, peers: Peers, directory: str, run: str, replicas: int | None, *, threads: int, timeout_s: float
+    ) -> None:
         self._peers, self._timeout_s = peers, timeout_s
         self.off = ""
         self._hosts = peers.host_of
@@ -145,7 +149,7 @@ class MemoryTier:
         self.skipped = self.kept_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
         self.replicas = self._choose_replicas(replicas)
-        self._turn_off_if(self._try(functools.partial(self._find_guardians, directory), "guardians"))
+        self._turn_off_if(self._try(functools.partial(self._find_guardians, directory, run), "guardians"))
         if not self.off and self.replicas:
             self._turn_off_if(self._try(self._meet_buddies, "buddies"))
 
@@ -188,7 +192,7 @@ class MemoryTier:
             )
         return asked
 
-    def _find_guardians(self, directory: str) -> None:
+    def _find_guardians(self, directory: str, run: str) -> None:
         """Connect each rank to its host's guardian, which the host's first rank starts. Collective up to an error."""
         told = self._peers.together(
             lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors()], "guardians of the memory tier"
@@ -198,12 +202,12 @@ class MemoryTier:
         name, failure = name_of(told[0][0], place), None
         if self._is_first:
             try:
-                self._client = Client.start(name, launcher_of(chains, os.getsid(0)))
+                self._client = Client.start(name, run, launcher_of(chains, os.getsid(0)))
             except (CheckpointError, OSError) as error:
                 failure = error
         self._peers.together(functools.partial(_raise, failure), "starting the guardians of the memory tier")
         if not self._is_first:
-            self._client = Client(name)
+            self._client = Client(name, run)
 
     def _meet_buddies(self) -> None:
         """Make the wire between carriers. Collective over hosts."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from .content import Content, Source, group_options, holds_shards, parameter_names
-from .names import ModelTensors, walk
-from .optimizer_extras import further_state
-from .slices import is_dtensor
+from ...layout.memory import address_of
+from ..content import Content, Source, group_options, holds_shards, parameter_names
+from ..names import ModelTensors, walk
+from ..optimizer_extras import further_state
+from ..slices import is_dtensor
 
 
 class Repeated:
@@ -59,6 +60,7 @@ class Repeated:
             or layout.state is not None
             or holds_shards([training.user_state, training.extra])
             or any(not isinstance(each, torch.Tensor) or is_dtensor(each) for each in tensors)
+            or any(each.numel() and not address_of(each) for each in tensors)
         ):
             return None
         made = cls(training, layout, found, content, sources, 1 + (training.optimizer is not None))
