@@ -308,7 +308,7 @@ class Writer:
             if self._peers.rank == 0:
                 optimizer_text = last.optimizer_text(training)
                 own = self._own_files(_state_tree(training, last.found, step), layout, optimizer_text, last.found)
-            return Ready(last.sources + rest.sources(first=last.count), own, rest)
+            return Ready(last.sources + rest.sources(None, last.count), own, rest)
         except Exception:  # the agreement of keep() raises it on all ranks
             return None
 
