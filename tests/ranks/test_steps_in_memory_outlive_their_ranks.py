@@ -136,6 +136,9 @@ def ends_in_order(rank, world_size, folder):
         trained(rank, pair, checkpoints, 4, 7)
         assert checkpoints.progress["memory_step"] == 6
         assert checkpoints.restore() == 6
+        assert checkpoints.restore(step=4) == 4
+        trained(rank, pair, checkpoints, 4, 6)
+        assert checkpoints.restore() == 6, "in the images of before"
 
 
 def keep_for_ever(rank, world_size, folder):
@@ -392,9 +395,9 @@ def test_a_guardian_ends_with_its_launcher_and_after_its_linger():
         pids.append(guardian.ask("list")[0]["pid"])
         guardian.close(goodbye=False)
     assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    os.kill(child, signal.SIGKILL)  # it is not reaped yet: the guardian ends nevertheless
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
+    os.waitpid(child, 0)
 
 
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")

@@ -20,6 +20,7 @@ from .guardian import MESSAGE_BYTES, peer_uid, start_of
 #: seconds for which a guardian waits for a job to come back, after its last rank has gone without a word
 LINGER_S = 600.0
 _START_S = 20.0
+_STARTS = 3  # a guardian that is about to end still has the name
 _ANSWER_S = 20.0
 _PROGRAM = str(Path(__file__).with_name("guardian.py"))
 
@@ -95,24 +96,17 @@ class Client:
     @classmethod
     def start(cls, name: str, run: str, launcher: tuple[int, int], linger_s: float | None = None) -> Client:
         """Return a connection to the guardian with this name, started now if there is none."""
-        with contextlib.suppress(CheckpointError):
-            return cls(name, run)
-        words = [
-            sys.executable or "python3",
-            "-I",
-            "-S",
-            _PROGRAM,
-            name,
-            *map(str, launcher),
-            str(linger_s or LINGER_S),
-        ]
-        try:
-            subprocess.run(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True, timeout=_START_S, check=True,
-            )  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            raise CheckpointError(f"the guardian cannot be started: {error}") from error
+        options = ["-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s or LINGER_S)]
+        for _ in range(_STARTS):
+            with contextlib.suppress(CheckpointError):
+                return cls(name, run)
+            try:
+                subprocess.run(
+                    [sys.executable or "python3", *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    start_new_session=True, timeout=_START_S, check=True,
+                )  # fmt: skip
+            except (OSError, subprocess.SubprocessError) as error:
+                raise CheckpointError(f"the guardian cannot be started: {error}") from error
         return cls(name, run)
 
     def ask(self, what: str, name: str = "", **arguments: Any) -> tuple[dict[str, Any], int]:

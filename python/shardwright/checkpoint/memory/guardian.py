@@ -31,10 +31,11 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def start_of(pid: int) -> int:
-    """Return the time at which a process began, in the kernel's ticks; 0 if there is none."""
+    """Return the time at which a process began, in the kernel's ticks; 0 if it has ended, reaped or not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return 0
 
