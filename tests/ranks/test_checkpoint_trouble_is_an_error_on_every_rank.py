@@ -278,8 +278,8 @@ def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
     openings = reading._open_together
     for before, after in (("a", "a.replaced"), ("a.replaced", "a")):
 
-        def opened(path, peers):
-            found = openings(path, peers)
+        def opened(path, peers, source):
+            found = openings(path, peers, source)
             assert os.path.basename(found[0].path) == before  # noqa: B023
             gather(None)
             if rank == 0:

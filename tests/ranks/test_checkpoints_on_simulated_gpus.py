@@ -199,3 +199,28 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, nth: int) -> N
             assert len(set(said)) == 1 and (f"rank {world_size - 1}: " in said[0] or world_size == 1), said
         assert [n for n in (1, 2, 3) if os.path.exists(f"{folder}/step-{n:06d}/MANIFEST.json")] == [1, 3]
         assert checkpoints.restore() == 3
+
+
+@pytest.mark.parametrize("has_buffers", [True, False])
+def test_steps_go_from_the_gpu_into_memory(
+    teams: Any, world_size: int, paths: dict[str, str], has_buffers: bool
+) -> None:
+    run(teams, world_size, paths, into_memory, has_buffers, policy="random")
+
+
+def into_memory(gpus: SimulatedGpus, rank: int, world_size: int, has_buffers: bool) -> None:
+    """Without buffers, steps after the first use the addresses of the one before."""
+    folder = shared_folder(rank)
+    torch.manual_seed(0)
+    module = Subject(rank) if has_buffers else Mlp()
+    model, optimizer = OnGpu(gpus).wrap(module, OPTIMIZERS["sw.AdamW"](module.parameters()), broadcast_buffers=False)
+    with checkpointer(folder, model, optimizer, memory_every=1) as checkpoints:
+        for step in range(4):
+            go_on(model, optimizer, rank, range(step, step + 1))
+            assert not checkpoints.save(step, every=100)
+            if step == 2:
+                values = [p.detach().clone() for p in model.parameters()]
+        assert checkpoints._memory.are_ready is not has_buffers
+        assert checkpoints.progress["memory_step"] == 4 and checkpoints.progress["device_bytes"] > 0
+        assert checkpoints.restore(step=3) == 3
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values))

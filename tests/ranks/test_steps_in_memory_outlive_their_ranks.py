@@ -4,6 +4,7 @@ memory does not suffice the disk alone is used.
 
 Hosts are simulated: ranks of this machine are told which host they are on, and each such host has a guardian of its own."""
 
+import gc
 import itertools
 import json
 import logging
@@ -15,10 +16,12 @@ import tempfile
 import time
 from unittest import mock
 
+import network
 import pytest
 import torch
 from checkpoint_subjects import Small, build
 from harness import LONG, gather, on_every_rank
+from hosts import Lab
 from peer import PEER, batch, sw
 from shardwright.checkpoint.memory import budget, client
 from shardwright.checkpoint.memory.image import Table
@@ -30,6 +33,9 @@ from test_strangers_are_kept_out import become, needs_root, stranger
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 KILLS = 60 if LONG else 3
 TO_DISK = 4
+STAGES = {stage: {"zero": stage} for stage in range(4)}
+STAGES |= {"private": {"zero": 3, "share_parameters": False, "units": torch.nn.Linear}}
+client.LINGER_S = 20.0  # a test that fails leaves no memory behind for long
 
 
 def trained(rank, pair, checkpoints, begin, end):
@@ -56,7 +62,7 @@ def state(pair):
 def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose=()):
     """Restore, train `steps` more, and return (step restored, state then, losses, pid of the guardian)."""
     process_group._forced_hosts = hosts
-    pair = sw.wrap(*build(Small, 3), zero=zero, timeout_s=20)
+    pair = sw.wrap(*build(Small, 3), timeout_s=20, **STAGES[zero])
     checkpoints = sw.Checkpointer(folder, *pair, memory_every=1, memory_replicas=replicas)
     tier = checkpoints._memory
     assert not tier.off, tier.off
@@ -75,9 +81,16 @@ def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose
 
 def alone(rank, world_size, zero, steps, hosts=None):
     process_group._forced_hosts = hosts
-    pair = sw.wrap(*build(Small, 3), zero=zero)
+    pair = sw.wrap(*build(Small, 3), **STAGES[zero])
     losses = trained(rank, pair, None, 0, steps)
     return losses, state(pair)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def killed(team):
@@ -85,7 +98,7 @@ def killed(team):
         team.signal(rank, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("zero", range(4) if LONG else [2])
+@pytest.mark.parametrize("zero", STAGES if LONG else [2])
 @pytest.mark.timeout(120)
 def test_a_killed_job_goes_on_from_memory_at_any_world_size(world_size, fresh_ranks, zero):
     with fresh_ranks(world_size) as team:
@@ -108,10 +121,7 @@ def test_a_killed_job_goes_on_from_memory_at_any_world_size(world_size, fresh_ra
         assert [(step, restored) for step, restored, *_ in third] == [(9, whole[0][1])] * 2
         with fresh_ranks(world_size) as team:
             team.run(ends_in_order, folder=folder)
-        deadline = time.monotonic() + 5
-        while os.path.exists(f"/proc/{third[0][3]}") and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not os.path.exists(f"/proc/{third[0][3]}"), "the guardian ends with the job"
+        wait_for(lambda: not os.path.exists(f"/proc/{third[0][3]}"))  # the guardian ends with the job
 
 
 def ends_in_order(rank, world_size, folder):
@@ -126,6 +136,9 @@ def ends_in_order(rank, world_size, folder):
         trained(rank, pair, checkpoints, 4, 7)
         assert checkpoints.progress["memory_step"] == 6
         assert checkpoints.restore() == 6
+        assert checkpoints.restore(step=4) == 4
+        trained(rank, pair, checkpoints, 4, 6)
+        assert checkpoints.restore() == 6, "in the images of before"
 
 
 def keep_for_ever(rank, world_size, folder):
@@ -248,6 +261,34 @@ def test_where_memory_does_not_suffice_the_disk_alone_is_used(rank, world_size):
     assert [name for name in sorted(os.listdir(folder)) if name[0] != "."] == ["step-000004"]
 
 
+@on_every_rank()
+def test_a_tier_that_fails_leaves_the_disk(rank, world_size):
+    """One rank cannot copy, or the guardian is killed: training goes on, all ranks use the disk, and nothing stays open."""
+    pair = build(Small, 0)
+    counts = []
+    for trouble in ("copy", "guardian", "copy"):
+        folder = shared_folder(rank)
+        with sw.Checkpointer(folder, *pair, memory_every=1) as checkpoints:
+            tier = checkpoints._memory
+            trained(0, pair, checkpoints, 0, 2)
+            pid = tier._client.ask("list")[0]["pid"]
+            gather(None)
+            if trouble == "copy" and rank == world_size - 1:
+                tier._write = mock.Mock(side_effect=MemoryError("no memory for a test"))
+            elif rank == 0 and trouble == "guardian":
+                os.kill(pid, signal.SIGKILL)
+                wait_for(lambda client=tier._client: not client.is_alive)
+            gather(None)
+            trained(0, pair, checkpoints, 2, 5)
+            assert ("no memory for a test" if trouble == "copy" else "its guardian has ended") in tier.off
+            assert checkpoints.restore() == TO_DISK and checkpoints.describe()["memory"] == tier.off
+        del tier, checkpoints
+        gc.collect()
+        gather(None)
+        counts.append(len(os.listdir("/proc/self/fd")))  # the first Checkpointer made the communicator, too
+    assert counts == counts[:1] * 3
+
+
 def test_what_would_fit_is_named():
     gib = 1 << 30
     needs = [
@@ -329,15 +370,15 @@ def test_strangers_neither_read_nor_replace_a_guardian(tmp_path):
     job, launcher = "0" * 32, client.ancestors()[0]
     name = client.name_of(job, None)
     with stranger("nobody", squats, name), pytest.raises(sw.CheckpointError, match="a process of user 65534 answers"):
-        client.Client.start(name, launcher)
-    guardian = client.Client.start(name, launcher)
+        client.Client.start(name, "a", launcher)
+    guardian = client.Client.start(name, "a", launcher)
     guardian.ask("make", "own-0", nbytes=4096, meta={})
     with stranger("nobody", asks, name) as say:
         assert say.readline() in ("(b'', [])\n", "ConnectionResetError\n", "BrokenPipeError\n")
     with open(f"/proc/{guardian.ask('list')[0]['pid']}/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     assert int(fields["VmRSS"].split()[0]) < 15 << 10 and int(fields["Threads"]) == 1
-    other = client.Client.start(client.name_of("1" * 32, None), launcher)  # another job of this user
+    other = client.Client.start(client.name_of("1" * 32, None), "a", launcher)  # another job of this user
     assert other.ask("list")[0]["names"] == [] and guardian.ask("list")[0]["names"] == ["own-0"]
     for each in (other, guardian):
         each.close(goodbye=True)
@@ -350,13 +391,27 @@ def test_a_guardian_ends_with_its_launcher_and_after_its_linger():
         os._exit(1)
     pids = []
     for job, launcher, linger_s in (("2", (child, client.start_of(child)), 60.0), ("3", client.ancestors()[0], 0.2)):
-        guardian = client.Client.start(client.name_of(job * 32, None), launcher, linger_s)
+        guardian = client.Client.start(client.name_of(job * 32, None), "a", launcher, linger_s)
         pids.append(guardian.ask("list")[0]["pid"])
         guardian.close(goodbye=False)
     assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
-    os.kill(child, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)  # it is not reaped yet: the guardian ends nevertheless
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
     os.waitpid(child, 0)
-    deadline = time.monotonic() + 5
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
+@pytest.mark.timeout(180)
+def test_hosts_that_are_apart_go_on_from_one_anothers_memory(hosts):
+    """As with simulated hosts, over a network of two; every rank of host 1 and its guardian are lost."""
+    (teams,) = hosts.args
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, network.network(2, None) as made:
+        arguments = {"folder": folder, "zero": 2, "replicas": 1}
+        lab = Lab(teams, made, (2, 1), True)
+        with lab.team as team:
+            first = team.run(go_on, **arguments, steps=3, lose=[1])
+            lab.kill(1)
+            lab.kill(0)
+        with Lab(teams, made, (1, 1), True).team as team:
+            second = team.run(go_on, **arguments, steps=1)
+        assert [each[0] for each in first] == [0] * 3 and [each[0] for each in second] == [3] * 2

@@ -233,7 +233,7 @@ class Checkpointer:
             )  # fmt: skip
             if memory_every is not None and not self._read_only:
                 self._memory = MemoryTier(
-                    self._peers, self.directory, memory_replicas, threads=threads, timeout_s=timeout_s
+                    self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
             if self._lazy:
                 self._hooks = _before_writes(
@@ -247,7 +247,9 @@ class Checkpointer:
             self._release()
             raise
         self._warm_staging()
-        self._retire = weakref.finalize(self, _finish, self._writer, self._lock, self._mirror, os.getpid())
+        self._retire = weakref.finalize(
+            self, _finish, self._writer, self._lock, self._mirror, self._memory, os.getpid()
+        )
         self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
         replica = getattr(wrapper_of(model), "_replica", None)
@@ -739,7 +741,10 @@ class Checkpointer:
     def describe(self) -> dict[str, Any]:
         """Return the entry of sw.describe()."""
         state = "closed" if self._closed else self._writer.progress()
-        return {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
+        found = {"directory": self.directory, "snapshot": "lazy" if self._lazy else "copy", "state": state}
+        if self._memory is not None:
+            found["memory"] = self._memory.off or f"each {self._memory_every}, {self._memory.replicas} replicas"
+        return found
 
 
 def _asker(stop: StopRequest) -> Callable[[], None]:
@@ -821,7 +826,9 @@ def _finish_all() -> None:
                 logger.warning("the last save failed: %s", error)
 
 
-def _finish(writer: Writer, lock: DirectoryLock | None, mirror: Mirror | None, pid: int) -> None:
+def _finish(
+    writer: Writer, lock: DirectoryLock | None, mirror: Mirror | None, memory: MemoryTier | None, pid: int
+) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() != pid:
         return
@@ -832,6 +839,8 @@ def _finish(writer: Writer, lock: DirectoryLock | None, mirror: Mirror | None, p
     writer.close()
     if mirror is not None:
         mirror.close()
+    if memory is not None:
+        memory.close(goodbye=False)
     if lock is not None:
         lock.release()
 

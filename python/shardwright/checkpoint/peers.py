@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError, CommError
 from ..comm.process_group import host_group, resolve_group
-from ..comm.wire import EAGER_HOSTS
+from ..comm.wire import Wire
 from ..parallel.fully_shard import wrapper_of
 
 _PAGE_BYTES = 4096
@@ -86,9 +86,19 @@ class Peers:
     def host_count(self) -> int:
         return self._group.host_count
 
-    def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> Any:
-        """Return a Gloo group over `ranks`, this one among them. Collective over them."""
-        return self._group.gloo_group(name, ranks, timeout_s, connects_late=len(ranks) > EAGER_HOSTS)
+    @property
+    def carriers(self) -> list[int]:
+        """Return the lowest rank of each host."""
+        return self._group.carriers
+
+    @property
+    def simulated_host(self) -> int | None:
+        """Return this rank's host if a test has chosen it; else None."""
+        return self._group.simulated_host
+
+    def make_wire(self, name: str, secret: bytes, timeout_s: float) -> Wire:
+        """Return a wire between the carriers. Collective over them."""
+        return self._group.make_wire(name, secret, timeout_s)
 
     def broadcast_memory(self, address: int, nbytes: int, root: int, label: str) -> None:
         """Broadcast `root`'s bytes in place. Collective."""

@@ -79,10 +79,10 @@ class Rows:
         }
         return mine == wanted and nbytes < self.line_bytes
 
-    def line(self, body: Any) -> tuple[int, int, bytes]:
-        """Return (bytes of the file, first byte of this rank's line, the line)."""
-        text = tree.dumps(body).rstrip(b"\n").ljust(self.line_bytes - 1) + b"\n"
-        return self.world_size * self.line_bytes, self.rank * self.line_bytes, text
+    def line(self, text: bytes) -> tuple[int, int, bytes]:
+        """Return (bytes of the file, first byte of this rank's line, the line) for the text of its tree."""
+        line = text.rstrip(b"\n").ljust(self.line_bytes - 1) + b"\n"
+        return self.world_size * self.line_bytes, self.rank * self.line_bytes, line
 
     def tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, Sliced]:
         """Return the tensors of the file with this rank's parts. `own`: its row-major tensors."""

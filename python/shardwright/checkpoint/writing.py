@@ -29,11 +29,11 @@ from .content import (
     stateful_tree,
 )
 from .device_staging import DeviceStaging
+from .memory.repeated import Repeated
 from .memory.tier import MemoryTier
 from .names import ModelTensors, check_wrappers, model_tensors
 from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 from .peers import Peers, averages_gradients, os_error, whole_parameters
-from .repeated import Repeated
 from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import (
@@ -300,16 +300,15 @@ class Writer:
             return None
         try:
             body, tensors = self._own_tree(training)
-            if not layout.rows.fits(structure_of(tensors), len(tree.dumps(body))):
+            text = tree.dumps(body)
+            if not layout.rows.fits(structure_of(tensors), len(text)):
                 return None
             rest, own = Content([], self._staging), None
-            _add_rows(rest, layout, body, tensors)
+            _add_rows(rest, layout, text, tensors)
             if self._peers.rank == 0:
-                optimizer_tree = None if training.optimizer is None else last.optimizer_tree(training)
-                if optimizer_tree is None and training.optimizer is not None:
-                    return None
-                own = self._own_files(_state_tree(training, last.found, step), layout, optimizer_tree, last.found)
-            return Ready(last.sources + rest.sources(first=last.count), own, rest)
+                optimizer_text = last.optimizer_text(training)
+                own = self._own_files(_state_tree(training, last.found, step), layout, optimizer_text, last.found)
+            return Ready(last.sources + rest.sources(None, last.count), own, rest)
         except Exception:  # the agreement of keep() raises it on all ranks
             return None
 
@@ -337,9 +336,9 @@ class Writer:
             sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
             self._repeated = None
             if not slices and not passing:
-                optimizer_tree = None if own is None else tree.loads(own.texts.get("optimizer.json", b"null"))
+                optimizer_text = b"" if own is None else own.texts.get("optimizer.json", b"")
                 found = model_tensors(training.model)
-                self._repeated = Repeated.of(training, self._layout, found, content, sources, optimizer_tree)
+                self._repeated = Repeated.of(training, self._layout, found, content, sources, optimizer_text)
             self._put(step, nonce, training, tier, Ready(sources, own, content))
 
     def _put(self, step: int, nonce: str, training: Training, tier: MemoryTier, ready: Ready) -> None:
@@ -550,7 +549,7 @@ class Writer:
         if training.optimizer is not None:
             group, optimizer_tree = optimizer_content(training.optimizer, draft.found, self._max_file_bytes, states)
             shared.groups.append(group)
-        _add_rows(shared, layout, draft.body, draft.tensors)
+        _add_rows(shared, layout, tree.dumps(draft.body), draft.tensors)
         if layout.state is not None:
             held = draft.state[1] if draft.state is not None else {}
             parts = {n: self._part_of_state(held.get(n), dtype, shape) for n, dtype, shape in layout.state}
@@ -583,16 +582,15 @@ class Writer:
         if self._peers.rank:
             return None
         assert draft.state is not None
-        return self._own_files(draft.state, layout, optimizer_tree, draft.found)
+        optimizer_text = b"" if optimizer_tree is None else tree.dumps(optimizer_tree)
+        return self._own_files(draft.state, layout, optimizer_text, draft.found)
 
-    def _own_files(
-        self, state: Any, layout: _Layout, optimizer_tree: dict[str, Any] | None, found: ModelTensors
-    ) -> Content:
+    def _own_files(self, state: Any, layout: _Layout, optimizer_text: bytes, found: ModelTensors) -> Content:
         body, tensors = state
         own = Content([Group("state", dict(tensors), {"format": "pt"})] if layout.state is None else [], self._staging)
         own.texts["state.json"] = tree.dumps(body)
-        if optimizer_tree is not None:
-            own.texts["optimizer.json"] = tree.dumps(optimizer_tree)
+        if optimizer_text:
+            own.texts["optimizer.json"] = optimizer_text
         index = _model_index(layout.plan, list(found.all()))
         if index:
             own.texts["model.safetensors.index.json"] = index
@@ -711,11 +709,11 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _add_rows(content: Content, layout: _Layout, body: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Add a rank's own tree and its tensors to what all ranks write."""
+def _add_rows(content: Content, layout: _Layout, text: bytes, tensors: dict[str, torch.Tensor]) -> None:
+    """Add the text of a rank's own tree and its tensors to what all ranks write."""
     each_ranks = layout.rows.tensors({name: _dense(each) for name, each in tensors.items()})
     content.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
-    content.lines[rows.LINES] = layout.rows.line(body)
+    content.lines[rows.LINES] = layout.rows.line(text)
 
 
 def _model_index(plan: Any, names: Sequence[str]) -> bytes:

@@ -186,9 +186,7 @@ class HostGroup:
         try:
             if self.host_count > 1 and self.rank in carriers:
                 meeting.go(self.host_count)
-                others = wire.sockets()
-                gloo = self.gloo_group("wire", carriers, timeout_s, connects_late=self.host_count > wire.EAGER_HOSTS)
-                bridge = wire.Wire(gloo, carriers, met.secret, others, lambda: _exits)
+                bridge = self.make_wire("wire", met.secret, timeout_s)
         except (RuntimeError, MemoryError, OSError) as error:
             with contextlib.suppress(RuntimeError):  # the wire has ended already
                 self.comm.abort(str(error))
@@ -225,6 +223,17 @@ class HostGroup:
         store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
         return wire.make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
+
+    def make_wire(self, name: str, secret: bytes, timeout_s: float) -> wire.Wire:
+        """Return a wire between the carriers. Collective over them; its timeout is for finding one another."""
+        others = wire.sockets()
+        gloo = self.gloo_group(name, self.carriers, timeout_s, connects_late=self.host_count > wire.EAGER_HOSTS)
+        return wire.Wire(gloo, self.carriers, secret, others, lambda: _exits)
+
+    @property
+    def simulated_host(self) -> int | None:
+        """Return this rank's host if a test has chosen it, since all such hosts are one; else None."""
+        return None if _forced_hosts is None else self.host_of[self.rank]
 
     def join_inside(self, timeout_s: float) -> HostComm | None:
         """Return a communicator of this host's ranks, in order; None for a single rank. Collective over all hosts."""

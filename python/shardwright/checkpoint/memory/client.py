@@ -20,6 +20,7 @@ from .guardian import MESSAGE_BYTES, peer_uid, start_of
 #: seconds for which a guardian waits for a job to come back, after its last rank has gone without a word
 LINGER_S = 600.0
 _START_S = 20.0
+_STARTS = 3  # a guardian that is about to end still has the name
 _ANSWER_S = 20.0
 _PROGRAM = str(Path(__file__).with_name("guardian.py"))
 
@@ -66,13 +67,15 @@ def name_of(job: str, place: int | None) -> str:
 class Client:
     """A connection to a guardian of the same user.
 
+    `run` names the start of a job, alike on its ranks.
+
     Raises
     ------
     CheckpointError
         No guardian answers, or a process of another user does.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, run: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asking = threading.Lock()  # the threads that receive images of other hosts ask, too
         try:
@@ -88,21 +91,23 @@ class Client:
             self._socket.close()
             raise
         _open.add(self)
+        self.ask("hello", run)
 
     @classmethod
-    def start(cls, name: str, launcher: tuple[int, int], linger_s: float = LINGER_S) -> Client:
+    def start(cls, name: str, run: str, launcher: tuple[int, int], linger_s: float | None = None) -> Client:
         """Return a connection to the guardian with this name, started now if there is none."""
-        with contextlib.suppress(CheckpointError):
-            return cls(name)
-        words = [sys.executable or "python3", "-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s)]
-        try:
-            subprocess.run(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True, timeout=_START_S, check=True,
-            )  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            raise CheckpointError(f"the guardian cannot be started: {error}") from error
-        return cls(name)
+        options = ["-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s or LINGER_S)]
+        for _ in range(_STARTS):
+            with contextlib.suppress(CheckpointError):
+                return cls(name, run)
+            try:
+                subprocess.run(
+                    [sys.executable or "python3", *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    start_new_session=True, timeout=_START_S, check=True,
+                )  # fmt: skip
+            except (OSError, subprocess.SubprocessError) as error:
+                raise CheckpointError(f"the guardian cannot be started: {error}") from error
+        return cls(name, run)
 
     def ask(self, what: str, name: str = "", **arguments: Any) -> tuple[dict[str, Any], int]:
         """Return the guardian's answer, and the file descriptor that came with it, which the caller closes; or -1."""
@@ -129,7 +134,7 @@ class Client:
         return not poll.poll(0)
 
     def close(self, *, goodbye: bool) -> None:
-        """Leave; with `goodbye` in order: after the last rank that does so, the guardian ends and frees the images."""
+        """Leave; with `goodbye` in order. Once all ranks of a start have left in order, the guardian ends and frees the images."""
         if goodbye:
             with contextlib.suppress(CheckpointError):
                 self.ask("bye")

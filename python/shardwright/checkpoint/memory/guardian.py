@@ -31,10 +31,11 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def start_of(pid: int) -> int:
-    """Return the time at which a process began, in the kernel's ticks; 0 if there is none."""
+    """Return the time at which a process began, in the kernel's ticks; 0 if it has ended, reaped or not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         return 0
 
@@ -46,8 +47,12 @@ class Guardian:
         self.listener, self.launcher, self.started, self.linger_s = listener, launcher, started, linger_s
         self.images: dict[str, tuple[int, object]] = {}  # name -> (fd, meta)
         self.ranks: dict[int, socket.socket] = {}  # by file descriptor
+        self.runs: dict[int, object] = {}  # the start of the job that each belongs to
+        self.run: object = None  # the last one that was heard of
         self.parting: set[int] = set()  # those that have said goodbye
-        self.is_wanted = True  # some rank went without a word: its job may come back
+        self.is_wanted = (
+            True  # no rank has come yet, or one of the last start went without a word: the job may come back
+        )
         self.alone_since = time.monotonic()
         self.poll = select.poll()
         self.poll.register(listener, select.POLLIN)
@@ -82,7 +87,6 @@ class Guardian:
         connection.setblocking(False)
         self.ranks[connection.fileno()] = connection
         self.poll.register(connection, select.POLLIN)
-        self.is_wanted = False
 
     def hear(self, fd: int) -> None:
         connection = self.ranks[fd]
@@ -109,7 +113,8 @@ class Guardian:
     def leave(self, fd: int) -> None:
         self.poll.unregister(fd)
         self.ranks.pop(fd).close()
-        self.is_wanted |= fd not in self.parting
+        if self.runs.pop(fd, None) == self.run:  # a rank of an earlier start says nothing of this one
+            self.is_wanted |= fd not in self.parting
         self.parting.discard(fd)
         self.alone_since = time.monotonic()
 
@@ -132,6 +137,9 @@ class Guardian:
             return {"meta": meta}
         if what == "drop":
             self.drop(name)
+        elif what == "hello":
+            self.is_wanted &= name == self.run
+            self.run = self.runs[fd] = name
         elif what == "bye":
             self.parting.add(fd)
         elif what == "list":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 
 from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan, CheckpointSaver, Error
-from ...comm import process_group
-from ...comm.wire import Wire, sockets
 from ..peers import Peers
 from .buddies import Buddies
 from .budget import SLOTS, Need, in_gib, memory_left, refusal
@@ -34,6 +33,7 @@ _WINDOW_BYTES = 8 << 20
 #: name of the image that a host without one gets for a restore
 _WHOLE = "whole"
 _ROUND_S = 0.5
+_MEET_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +114,8 @@ class MemoryTier:
     Parameters
     ----------
     directory : str
+    run : str
+        Alike on all ranks, and never used before.
     replicas : int, optional
         Hosts that get a copy of each host's images. Default: 1 where the next host is another machine, else 0.
     threads : int
@@ -125,7 +127,9 @@ class MemoryTier:
         On every rank: more replicas than other hosts.
     """
 
-    def __init__(self, peers: Peers, directory: str, replicas: int | None, *, threads: int, timeout_s: float) -> None:
+    def __init__(
+        self, peers: Peers, directory: str, run: str, replicas: int | None, *, threads: int, timeout_s: float
+    ) -> None:
         self._peers, self._timeout_s = peers, timeout_s
         self.off = ""
         self._hosts = peers.host_of
@@ -145,7 +149,7 @@ class MemoryTier:
         self.skipped = self.kept_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
         self.replicas = self._choose_replicas(replicas)
-        self._turn_off_if(self._try(functools.partial(self._find_guardians, directory), "guardians"))
+        self._turn_off_if(self._try(functools.partial(self._find_guardians, directory, run), "guardians"))
         if not self.off and self.replicas:
             self._turn_off_if(self._try(self._meet_buddies, "buddies"))
 
@@ -178,9 +182,13 @@ class MemoryTier:
         machines = self._peers.exchange(_machine() if self._is_first else "", "machines of hosts")
         names = [each for rank, each in enumerate(machines) if self._hosts.index(self._hosts[rank]) == rank]
         if asked is None:
-            if not others or any(each == names[(host + 1) % len(names)] for host, each in enumerate(names)):
-                return 0
-            return 1
+            same = [host for host, each in enumerate(names) if others and each == names[(host + 1) % len(names)]]
+            if same and self._peers.rank == 0:
+                _logger.warning(
+                    "hosts %d and %d are one machine: steps in memory are not copied to other hosts; memory_replicas=1 asks for it",
+                    same[0], (same[0] + 1) % len(names),
+                )  # fmt: skip
+            return 1 if others and not same else 0
         if asked > others:
             raise ValueError(
                 f"memory_replicas must be in [0, {others}], the number of other hosts, got {asked}: ranks "
@@ -188,40 +196,36 @@ class MemoryTier:
             )
         return asked
 
-    def _find_guardians(self, directory: str) -> None:
+    def _find_guardians(self, directory: str, run: str) -> None:
         """Connect each rank to its host's guardian, which the host's first rank starts. Collective up to an error."""
         told = self._peers.together(
             lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors()], "guardians of the memory tier"
         )
         chains = [[(pid, start) for pid, start in told[rank][1]] for rank in self._here]
-        place = None if process_group._forced_hosts is None else self._host
-        name, failure = name_of(told[0][0], place), None
+        name, failure = name_of(told[0][0], self._peers.simulated_host), None
         if self._is_first:
             try:
-                self._client = Client.start(name, launcher_of(chains, os.getsid(0)))
+                self._client = Client.start(name, run, launcher_of(chains, os.getsid(0)))
             except (CheckpointError, OSError) as error:
                 failure = error
         self._peers.together(functools.partial(_raise, failure), "starting the guardians of the memory tier")
         if not self._is_first:
-            self._client = Client(name)
+            self._client = Client(name, run)
 
     def _meet_buddies(self) -> None:
         """Make the wire between carriers. Collective over hosts."""
-        carriers = [self._hosts.index(host) for host in range(self._peers.host_count)]
-        token = self._peers.exchange(secrets.token_hex(32) if self._peers.rank == 0 else "", "wire of the memory tier")[
-            0
-        ]
+        told = self._peers.exchange(secrets.token_hex(32) if self._peers.rank == 0 else "", "wire of the memory tier")
         if not self._is_first:
             return
-        others = sockets()
-        gloo = self._peers.gloo_group(f"memory/{token[:16]}", carriers, self._timeout_s)
-        wire = Wire(gloo, carriers, bytes.fromhex(token), others, lambda: process_group._exits)
-        count = len(carriers)
-        pairs = [
-            (carriers[(self._host + k) % count], carriers[(self._host - k) % count])
+        secret = bytes.fromhex(told[0])
+        name = f"memory/{hashlib.sha256(secret).hexdigest()[:16]}"
+        wire = self._peers.make_wire(name, secret, min(_MEET_S, self._timeout_s))
+        carriers = self._peers.carriers
+        others = [
+            (carriers[(self._host + k) % len(carriers)], carriers[(self._host - k) % len(carriers)])
             for k in range(1, self.replicas + 1)
         ]
-        self._buddies = Buddies(wire, pairs, self._make_theirs)
+        self._buddies = Buddies(wire, others, self._make_theirs)
 
     def _make_theirs(self, distance: int, slot: int, data: int, tables: int) -> Image:
         assert self._client is not None
@@ -505,10 +509,15 @@ class MemoryTier:
     def forget_after(self, step: int) -> None:
         """Drop later steps, which a rollback has abandoned. Collective."""
         later = [each for each in self.candidates() if each.step > step]
-        for name in {name for each in later for name, _ in each.parts[self._host]} if self._is_first else ():
-            with contextlib.suppress(CheckpointError):
-                assert self._client is not None
-                self._client.ask("drop", name)
+        names = {name for each in later for name, _ in each.parts[self._host]} if self._is_first else set()
+
+        def forget() -> None:
+            for name in names:
+                with self._opened(name) as image:  # ranks may have mapped it, so it stays
+                    for index in range(image.tables):
+                        image.clear(index)
+
+        self._turn_off_if(self._try(forget, "forgetting later steps"))
         self._complete = None if self._complete is not None and self._complete[1] > step else self._complete
 
     # the end ----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
-from .content import Content, Source, group_options, holds_shards, parameter_names
-from .names import ModelTensors, walk
-from .optimizer_extras import further_state
-from .slices import is_dtensor
+from ..._engine import CheckpointError
+from ...layout.memory import address_of
+from .. import tree
+from ..content import Content, Source, group_options, holds_shards, parameter_names
+from ..names import ModelTensors, walk
+from ..optimizer_extras import further_state
+from ..slices import is_dtensor
 
 
 class Repeated:
@@ -38,7 +41,7 @@ class Repeated:
         self._marks = list(self._each_mark(training))
         self._tensors = [*found.parameters.values(), *_state_of(training.optimizer)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._entries: Any = None  # of optimizer.json, on rank 0
+        self._entries = b""  # the text of "state" in optimizer.json, on rank 0
 
     @classmethod
     def of(
@@ -48,7 +51,7 @@ class Repeated:
         found: ModelTensors,
         content: Content,
         sources: Sequence[Source],
-        optimizer_tree: dict[str, Any] | None,
+        optimizer_text: bytes,
     ) -> Repeated | None:
         """Return what can be repeated; None if something may change between steps without a sign, or is copied before it is saved."""
         state = list(_state_of(training.optimizer))
@@ -59,6 +62,7 @@ class Repeated:
             or layout.state is not None
             or holds_shards([training.user_state, training.extra])
             or any(not isinstance(each, torch.Tensor) or is_dtensor(each) for each in tensors)
+            or any(each.numel() and not address_of(each) for each in tensors)
         ):
             return None
         made = cls(training, layout, found, content, sources, 1 + (training.optimizer is not None))
@@ -66,7 +70,8 @@ class Repeated:
             training.optimizer is not None and further_state(training.optimizer)
         ):
             return None
-        made._entries = None if optimizer_tree is None else optimizer_tree["state"]
+        if optimizer_text:
+            made._entries = tree.dumps(tree.loads(optimizer_text)["state"]).rstrip()
         return made
 
     def fits(self, training: Any) -> bool:
@@ -78,12 +83,15 @@ class Repeated:
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
         )
 
-    def optimizer_tree(self, training: Any) -> dict[str, Any] | None:
-        """Return the tree of optimizer.json on rank 0; None if an option has become a tensor."""
+    def optimizer_text(self, training: Any) -> bytes:
+        """Return the text of optimizer.json on rank 0, b"" without an optimizer. Raise CheckpointError if an option is a tensor."""
+        if training.optimizer is None:
+            return b""
         tensors: dict[str, Any] = {}
-        names = parameter_names(training.optimizer, self.found)
-        groups = group_options(training.optimizer, names, tensors)
-        return None if tensors else {"groups": groups, "state": self._entries}
+        groups = group_options(training.optimizer, parameter_names(training.optimizer, self.found), tensors)
+        if tensors:
+            raise CheckpointError(f"the option {next(iter(tensors))} has become a tensor")
+        return b'{"groups":%s,"state":%s}\n' % (tree.dumps(groups).rstrip(), self._entries)
 
     def _each_mark(self, training: Any) -> Iterator[Any]:
         for module in self._modules:
