@@ -662,7 +662,7 @@ class Checkpointer:
             return
         try:  # the block's own error goes on, and other ranks may not come here: wait alone
             with self._call.of("close()", waits=True):
-                self._close(self._writer.wait_alone)
+                self._close(functools.partial(self._writer.wait_alone, lambda: self._stop.is_asked))
         except CheckpointError as failure:
             logger.warning("the last save failed: %s", failure)
 
