@@ -19,9 +19,10 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..chaos import agent_of
+from ..comm.signals import SaveSignals, check_signals
+from ..comm.stop_request import StopRequest
 from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
-from ..parallel.stop_request import StopRequest
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .optimizer_extras import stepping_optimizer
@@ -44,7 +45,6 @@ from .retention import (
     replaced_ones,
     to_retire,
 )
-from .signals import SaveSignals, check_signals
 from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")
