@@ -199,6 +199,7 @@ ADDRESSES = {
         ),
         *("checkpoint/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/filling"),
         *("checkpoint/names", "checkpoint/memory/repeated", "checkpoint/samples", "checkpoint/slices"),
+        "parallel/replica_check",
     ],
     "plain memory of the check's own": ["gpu_check/faults", "gpu_check/speed"],
     "a bucket of torch's own wrapper": ["compress/fsdp2", "compress/hooks"],

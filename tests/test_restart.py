@@ -2,6 +2,7 @@
 the root cause."""
 
 import json
+import resource
 import threading
 from datetime import timedelta
 
@@ -90,6 +91,16 @@ def test_a_report_of_another_ranks_death_is_not_the_root_cause(tmp_path, monkeyp
     assert failure(own, 1).message["message"] == "by torch's record"  # kept
     write(tmp_path, monkeypatch, heard, "own")
     assert failure(own, 1).timestamp == failure(report, 1).timestamp or failure(own, 1).timestamp > 0
+
+
+def test_a_full_disk_leaves_no_error_file_that_an_agent_cannot_read(tmp_path, monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        path = write(tmp_path, monkeypatch, ValueError("bad batch"), "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir()) and failure(path, 1).message.startswith("To enable traceback")
 
 
 def test_options_that_the_launcher_decides_are_refused():

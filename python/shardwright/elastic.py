@@ -156,8 +156,11 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         if not self._shuffle:
             return index
         if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
-            self._order = epoch, torch.randperm(self._size, generator=generator).tolist()
+            generator = torch.Generator("cpu").manual_seed((self._seed + epoch) % 2**63)
+            self._order = (
+                epoch,
+                torch.randperm(self._size, generator=generator, dtype=torch.int64, device="cpu").tolist(),
+            )
         return self._order[1][index]
 
     def accumulates(self) -> bool:

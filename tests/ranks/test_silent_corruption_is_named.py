@@ -15,14 +15,14 @@ from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
-STAGES = [
-    {"zero": 0},
-    {"zero": 0, "transport": "staged", "compress": sw.Fp16() if sw else None},
-    {"zero": 1, "bucket_cap_mb": 0.001},
-    {"zero": 2},
-    {"zero": 3, "share_parameters": False, "units": nn.Linear},
-    {"zero": 3},
-]
+STAGES = {
+    "0": {"zero": 0},
+    "0 compressed": {"zero": 0, "transport": "staged", "compress": sw.Fp16() if sw else None},
+    "1": {"zero": 1, "bucket_cap_mb": 0.001},
+    "2": {"zero": 2},
+    "3 private": {"zero": 3, "share_parameters": False, "units": nn.Linear},
+    "3": {"zero": 3},
+}
 
 
 def wrapped(options, dtype=torch.float32, every=2):
@@ -47,11 +47,12 @@ def flip_a_bit(parameter, index):
     parameter.data.view(-1)[index : index + 1].view(torch.int32).bitwise_xor_(1 << 3)
 
 
+@pytest.mark.parametrize("stages", [("0", "0 compressed", "1", "2")], ids=["all"])
 @on_every_rank()
-def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size):
+def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size, stages):
     if world_size == 1:
         return
-    for options in STAGES[:4]:
+    for options in map(STAGES.__getitem__, stages):
         model, optimizer = wrapped(options)
         for number in range(3):
             step(model, optimizer, rank, number)
@@ -64,7 +65,8 @@ def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size):
         else:
             model._replica.check._steps += 1
         with pytest.raises(
-            engine.Error, match="the replicas of Mlp differ 4 steps after the start of these ranks: parameter '2.weight'"
+            engine.Error,
+            match="the replicas of Mlp differ 4 steps after the start of these ranks: parameter '2.weight'",
         ) as caught:
             step(model, optimizer, rank, 4)
         if world_size > 2:
@@ -76,10 +78,11 @@ def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size):
         gather(None)
 
 
+@pytest.mark.parametrize("stages", [tuple(STAGES)], ids=["all"])
 @on_every_rank()
-def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank, world_size):
+def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank, world_size, stages):
     bad = world_size - 1
-    for options in STAGES:
+    for options in map(STAGES.__getitem__, stages):
         model, optimizer = wrapped(options)
         for number in range(2):
             step(model, optimizer, rank, number)
@@ -87,7 +90,8 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank, world_size):
         x[3, 2] = float("nan") if rank == bad else x[3, 2]
         model(x).square().mean().backward()
         with pytest.raises(
-            engine.Error, match=rf"Mlp, 2 steps after the start of these ranks: the averaged .* finite: rank {bad} brought .*'0.weight'"
+            engine.Error,
+            match=rf"Mlp, 2 steps after the start of these ranks: the averaged .* finite: rank {bad} brought .*'0.weight'",
         ) as caught:
             optimizer.step()
         assert same_everywhere(str(caught.value)), options
@@ -100,7 +104,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank, world_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_every_rank()
 def test_a_check_of_a_sound_run_changes_no_bit(rank, world_size, dtype):
-    for options in STAGES:
+    for options in STAGES.values():
         found = []
         for every in (None, 1):
             model, optimizer = wrapped(options, dtype, every)
@@ -115,7 +119,7 @@ def test_a_check_of_a_sound_run_changes_no_bit(rank, world_size, dtype):
 
 @on_every_rank()
 def test_overflowed_losses_that_a_scaler_skips_are_no_error(rank, world_size):
-    for options in (STAGES[0], STAGES[3]):
+    for options in (STAGES["0"], STAGES["2"]):
         model, optimizer = wrapped(options, every=1)
         before = whole(model)
         scaler = torch.amp.GradScaler("cpu")
@@ -131,7 +135,7 @@ def test_overflowed_losses_that_a_scaler_skips_are_no_error(rank, world_size):
 
 @on_every_rank()
 def test_hyperparameters_that_differ_are_still_named_as_such(rank, world_size):
-    model, optimizer = wrapped(STAGES[0], every=1)
+    model, optimizer = wrapped(STAGES["0"], every=1)
     step(model, optimizer, rank, 0)
     optimizer.param_groups[0]["lr"] = 0.5 if rank == 0 else 0.1
     step(model, optimizer, rank, 1)
@@ -142,7 +146,7 @@ def test_hyperparameters_that_differ_are_still_named_as_such(rank, world_size):
 
 @on_every_rank()
 def test_a_save_never_stores_replicas_that_differ(rank, world_size):
-    for options in (STAGES[0], STAGES[2]):
+    for options in (STAGES["0"], STAGES["1"]):
         model, optimizer = wrapped(options, every=100)
         with sw.Checkpointer(gather(tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]))[0], model, optimizer) as saver:
             step(model, optimizer, rank, 0)

@@ -25,6 +25,7 @@ _OPTIMIZERS = "test_an_optimizer_is_its_modules_and_the_same_on_all_ranks"
 _AVERAGES = "test_averages_of_weights_at_every_stage"
 _GRADIENTS = "test_gradients_that_are_not_averaged_are_refused"
 _UNITS = "test_fully_shard_composes_zero_3_in_place"
+_CORRUPTION = "test_silent_corruption_is_named"
 _READS = "test_released_parameters_are_not_read"
 #: (module, test without "test_", arguments)
 LAWS: list[tuple[str, str, dict[str, Any]]] = [
@@ -53,6 +54,8 @@ LAWS: list[tuple[str, str, dict[str, Any]]] = [
     ],
     (_UNITS, "a_list_of_modules_is_one_unit", {"reshard_after_forward": True, "tied": True}),
     (_UNITS, "an_inner_module_with_a_mesh_of_its_own_is_refused_on_all_ranks", {"odd": "last"}),
+    (_CORRUPTION, "a_flipped_bit_is_named_before_the_next_checked_step", {"stages": ("0", "2")}),
+    (_CORRUPTION, "a_gradient_that_is_not_finite_is_named_with_its_rank", {"stages": ("0", "2", "3 private")}),
     (_READS, "a_read_is_an_error_with_the_name", {}),
     (_READS, "what_needs_no_values_answers", {}),
     (_READS, "modules_of_the_outermost_unit_may_be_called_by_themselves", {}),

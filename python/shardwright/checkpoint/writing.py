@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ from .slices import (
 
 logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.1, 0.5
-_GRACE_S = 5.0
+_GRACE_S, _HURRIED_S = 5.0, 0.2
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -654,13 +654,14 @@ class Writer:
             raise failure
         self.wait_alone()
 
-    def wait_alone(self) -> None:
-        """Wait as wait() does, without communication."""
+    def wait_alone(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Wait as wait() does, without communication. `is_hurried`: a launcher wants this rank to end, once a peer has died."""
         lost_at: float | None = None
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
                 lost_at = time.monotonic()
-            if lost_at is not None and time.monotonic() - lost_at > _GRACE_S:  # a verdict on its way may still come
+            grace_s = _HURRIED_S if is_hurried() else _GRACE_S
+            if lost_at is not None and time.monotonic() - lost_at > grace_s:  # a verdict on its way may still come
                 self._saver.cancel("another rank failed or left while the checkpoint was written")
         self._held = None
 

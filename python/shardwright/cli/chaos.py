@@ -28,6 +28,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"shardwright chaos: {error}")
         return 2
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs are ended on the way
     reference = None
     if any(_RUN in word for word in words):
         reference = Run(Plan(()), words, "reference").watch(options.timeout)

@@ -155,6 +155,15 @@ def _platform_is_known() -> str:
     return os.uname().machine
 
 
+def _ranks_can_restart() -> str:
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: with --rdzv-backend c10d each start of torchrun has a store of its own"
+    return (
+        "groups of sw.wrap and sw.init_process_group; a program that calls torch.distributed.init_process_group itself needs "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d (docs/launch.md)"
+    )
+
+
 _CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("engine loads", _engine_loads),
     ("platform", _platform_is_known),
@@ -162,4 +171,5 @@ _CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("engine computes", _engine_computes),
     ("shared memory", _memory_can_be_shared),
     ("watching peers", _peers_can_be_watched),
+    ("restarts by torchrun", _ranks_can_restart),
 )

@@ -336,9 +336,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
-            for replica in self.replicas:
-                if replica.check is not None:
-                    replica.check.refuse(replica.gradients.slices())
+            if self._replica.check is not None:
+                self._replica.check.refuse(gradient_of(self._index[id(parameter)]) for parameter in states)
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank's slices
             refusal = error
         self._agree(refusal, states)

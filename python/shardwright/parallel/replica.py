@@ -17,6 +17,7 @@ from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
 from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, group_ranks
+from ..comm.stop_request import StopRequest
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
 from ..gradients.module_gradients import ModuleGradients
 from ..gradients.rounds import Rounds
@@ -42,7 +43,6 @@ from .join_link import JoinLink
 from .replica_check import ReplicaCheck
 from .step_in_backward import adopt as adopt_steps_in_backward
 from .steppers import Steppers
-from .stop_request import StopRequest
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink

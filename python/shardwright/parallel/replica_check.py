@@ -93,7 +93,7 @@ class ReplicaCheck:
 
     def _digest(self, replica: Any) -> int:
         self._digested, self._digests = self._steps, digests(replica)
-        words = torch.tensor(self._digests, dtype=torch.int64)
+        words = torch.tensor(self._digests, dtype=torch.int64, device="cpu")
         return crc32c(words.data_ptr(), words.nbytes)
 
     def digest_of_save(self) -> int:
@@ -160,9 +160,7 @@ class ReplicaCheck:
         said = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"gradients of {replica.label}")]
         rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in enumerate(said) if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
-        why = (
-            "; ".join(rows[:_MOST_NAMED]) + more or "each rank's own gradients are finite, so that their sum overflowed"
-        )
+        why = "; ".join(rows[:_MOST_NAMED]) + more or "no rank brought one, so that it came with their sum"
         raise Error(f"{replica.label}, {self._steps} steps after the start of these ranks: {NOT_FINITE}: {why}")
 
 

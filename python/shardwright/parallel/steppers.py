@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..comm.process_group import HostGroup
+from ..comm.stop_request import StopRequest
 from .optimizer_agreement import StepNotes
-from .stop_request import StopRequest
 
 
 class Steppers:

@@ -1,0 +1,207 @@
+"""Law of `shardwright chaos`: each fault of the plan happens once, in its step, and the report says what it cost; a training under faults ends
+with the bits of one without."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from shardwright import chaos
+from shardwright.cli import main
+from shardwright.cli.chaos import Result, lines_of, report_of
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG = os.environ.get("SW_TEST_LONG") == "1"
+
+
+def plan_file(folder, text, name="plan.json"):
+    path = folder / name
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"fault": [{"kind": "kil", "rank": 0, "step": 1}]}, "fault 0 has the unknown kind 'kil': did you mean 'kill'?"),
+        ({"fault": [{"kind": "earthquake", "rank": 0, "step": 1}]}, "unknown kind 'earthquake'; known are kill, stop, slow, raise, flip, disk, cut"),
+        ({"fault": [{"kind": "kill", "step": 1}]}, "fault 0: rank must be a whole number of at least 0, got None"),
+        ({"fault": [{"kind": "kill", "rank": 0, "step": 1, "when": 2}]}, "fault 0 has an unknown key 'when'"),
+        ({"fault": [{"kind": "slow", "rank": 0, "step": 1, "seconds": -1}]}, "fault 0: seconds must be from 0 to 1e6, got -1"),
+        ({"fault": [{"kind": "cut", "rank": 0, "step": 1}]}, "which needs the commands link.down and link.up"),
+        ({"random": {"count": 0, "ranks": 2, "steps": 9}}, "random: count must be a whole number of at least 1, got 0"),
+        ({"random": {"count": 3, "ranks": 2, "steps": 9, "kinds": ["kill", "boom"]}}, "random has the unknown kind 'boom'"),
+        ({}, "the plan has no fault"),
+        ("[", "Expecting value"),
+        ([], "a plan is a table"),
+    ],
+)  # fmt: skip
+def test_a_wrong_plan_is_one_sentence(tmp_path, capsys, given, sentence):
+    path = plan_file(tmp_path, given)
+    assert main(["chaos", "--plan", path, "--", "true"]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith(f"shardwright chaos: {path}: ") and sentence in said and said.count("\n") == 1
+
+
+def test_a_plan_of_a_seed_is_the_same_each_time(tmp_path):
+    entry = {"count": 50, "ranks": 3, "steps": 40, "seconds": 2.0}
+    plans = [chaos.read_plan(plan_file(tmp_path, {"seed": seed, "random": entry})) for seed in (5, 5, 6)]
+    assert plans[0] == plans[1] != plans[2]
+    faults = plans[0].faults
+    assert len(faults) == 50 and list(faults) == sorted(faults, key=lambda fault: fault.step)
+    assert {fault.rank for fault in faults} == {0, 1, 2} and all(1 <= fault.step < 40 for fault in faults)
+    assert all(0 <= fault.at < 1 and fault.seconds <= 2 for fault in faults)
+    if sys.version_info >= (3, 11):
+        toml = plan_file(
+            tmp_path, "seed = 5\nrandom = {count = 50, ranks = 3, steps = 40, seconds = 2.0}\n", "plan.toml"
+        )
+        assert chaos.read_plan(toml) == plans[0]
+    assert main(["chaos", "--plan", str(tmp_path / "none.json"), "--", "true"]) == 2
+
+
+def test_a_report_tells_times_and_lost_steps():
+    def event(time, name, rank=0, **facts):
+        return {"event": name, "rank": rank, "pid": 1, "time": time, **facts}
+
+    events = [
+        event(0.0, "start", attempt="0"), event(0.1, "restored", step=0), event(1.0, "step", step=0), event(2.0, "step", step=1),
+        event(2.5, "fault", 1, number=0, kind="kill"), event(2.6, "error", message="CommError: rank 1 died"),
+        event(4.0, "start", attempt="1"), event(4.5, "restored", step=1), event(4.75, "stepping", step=1),
+        event(5.0, "step", step=1), event(5.5, "fault", number=1, kind="slow"), event(6.0, "step", step=2),
+        event(7.0, "end", digest=[7]),
+    ]  # fmt: skip
+    plan = chaos.Plan((chaos.Fault("kill", 1, 2), chaos.Fault("slow", 0, 3), chaos.Fault("kill", 0, 9)))
+    report = report_of(plan, Result(events, 0, 7.0), Result([event(3.0, "end", digest=[7])], 0, 3.0))
+    killed, slowed, never = report["faults"]
+    assert (killed["detected_s"], killed["started_s"], killed["restarted_s"], killed["steps_lost"]) == (
+        0.1,
+        1.5,
+        2.25,
+        1,
+    )
+    assert slowed == {"kind": "slow", "rank": 0, "step": 3, "fired": True} and not never["fired"]
+    assert report["state_equal"] is True and report["starts"] == 2
+    text = "\n".join(lines_of(report))
+    assert "kill      1      2     0.10 s     2.25 s          1" in text and "did not happen" in text
+    other = report_of(plan, Result(events, 0, 7.0), Result([event(3.0, "end", digest=[8])], 0, 3.0))
+    assert other["state_equal"] is False and "NOT EQUAL" in lines_of(other)[-1]
+    assert report_of(plan, Result(events, 0, 7.0), None)["state_equal"] is None
+
+
+PROGRAM = """
+import sys, torch, shardwright as sw
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 3)
+model, optimizer = sw.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), check_every=1)
+with sw.Checkpointer(sys.argv[1], model, optimizer, keep_last=2) as checkpoints:
+    for step in range(checkpoints.restore(), 8):
+        model(torch.full((2, 6), step + 1.0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        try:
+            checkpoints.save(step)
+        except sw.CheckpointError as error:
+            print("no room:", error.errno)
+"""
+
+
+def run_chaos(tmp_path, plan, *command):
+    report = tmp_path / "report.json"
+    words = [sys.executable, "-m", "shardwright", "chaos", "--plan", plan, "--report", str(report), "--", *command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1700)
+    return done, json.loads(report.read_text()) if report.exists() else {}
+
+
+def test_faults_that_need_no_restart_leave_one_rank_with_the_same_bits(tmp_path):
+    """One rank without a launcher. A full disk costs a save, a pause costs time."""
+    program = plan_file(tmp_path, PROGRAM, "train.py")
+    kinds = [("slow", 2), ("disk", 3), ("stop", 5)]
+    plan = plan_file(
+        tmp_path, {"fault": [{"kind": kind, "rank": 0, "step": step, "seconds": 0.2} for kind, step in kinds]}
+    )
+    done, report = run_chaos(tmp_path, plan, sys.executable, program, str(tmp_path / "{run}"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["fired"] for row in report["faults"]] == [True] * 3 and report["state_equal"] is True
+    assert "no room: 27" in done.stdout  # EFBIG
+
+
+WARM = (sys.executable, str(ROOT / "tests" / "warm_launcher.py"))
+SURVIVE = str(ROOT / "examples" / "10_survive.py")
+
+
+@pytest.fixture
+def in_memory():
+    """A folder in which a save does not wait for a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="sw-test-chaos-") as folder:
+        yield folder
+
+
+@pytest.mark.skipif(not LONG, reason="starts ranks six times")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_killed_rank_and_a_flipped_bit_leave_the_bits_of_a_run_without(tmp_path, in_memory, zero):
+    flip = [{"kind": "flip", "rank": 0, "step": 18}] if zero == 0 else []
+    faults = [{"kind": "kill", "rank": 1, "step": 7}, *flip, {"kind": "raise", "rank": 0, "step": 25}]
+    plan = plan_file(tmp_path, {"fault": faults})
+    done, report = run_chaos(tmp_path, plan, *WARM, "3", "9", SURVIVE, in_memory + "/{run}", "--zero", str(zero))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert report["state_equal"] is True and all(row["fired"] for row in report["faults"])
+    assert all(row["steps_lost"] <= 2 for row in report["faults"])
+
+
+@pytest.mark.skipif(not LONG, reason="starts ranks of torchrun four times")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [["--standalone"], ["--master-port", "29517"]], ids=["c10d", "static"])
+def test_torchruns_defaults_restart(tmp_path, in_memory, options):
+    plan = plan_file(tmp_path, {"fault": [{"kind": "kill", "rank": 1, "step": 7}]})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "2", "--max-restarts", "3"]
+    done, report = run_chaos(tmp_path, plan, *torchrun, SURVIVE, in_memory + "/{run}", "--steps", "12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert report["state_equal"] is True and report["starts"] == 2
+
+
+@pytest.mark.skipif(not LONG, reason="a hundred faults, of which most restart all ranks")
+@pytest.mark.timeout(1800)
+def test_a_hundred_random_faults_leave_the_bits_of_a_run_without(tmp_path, in_memory):
+    kinds = ["kill", "stop", "slow", "raise", "disk", "flip"]
+    plan = plan_file(
+        tmp_path, {"seed": 7, "random": {"count": 100, "ranks": 2, "steps": 300, "seconds": 1.0, "kinds": kinds}}
+    )
+    done, report = run_chaos(tmp_path, plan, *WARM, "2", "200", SURVIVE, in_memory + "/{run}", "--steps", "300")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert report["state_equal"] is True and all(row["fired"] for row in report["faults"])
+
+
+@pytest.mark.skipif(not LONG, reason="starts ranks of torchrun twice")
+@pytest.mark.timeout(600)
+def test_a_signal_saves_ends_with_0_and_another_world_size_goes_on(tmp_path, in_memory):
+    """Each rank's weights after 40 steps of 2 and 3 ranks are those of 2 ranks alone, up to rounding."""
+
+    def run(world_size, folder, steps):
+        words = [*WARM, str(world_size), "0", SURVIVE, folder, "--steps", str(steps)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [float(line.split("weights ")[1]) for line in done.stdout.splitlines() if "weights" in line]
+
+    alone = run(2, in_memory + "/alone", 40)
+    run(2, in_memory + "/changed", 20)
+    found = run(3, in_memory + "/changed", 40)
+    assert len(found) == 3 and len(set(found)) == 1 and found[0] == pytest.approx(alone[0], rel=1e-6)
+    steps = in_memory + "/signal"
+    words = [*WARM, "2", "0", SURVIVE, steps, "--steps", "100000"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while process.poll() is None and not list(Path(steps).glob("step-0*")):
+            time.sleep(0.05)
+        (rank, *_) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(rank), signal.SIGUSR1)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0 and said.count("is saved after a signal") == 2, said
