@@ -522,7 +522,8 @@ def load_full_state_dict(
     label = f"loaded state of {type(bare).__name__}"
     with full_parameters(module, writable=True):
         loads = any(engine.group.rank == 0 for engine in engines)
-        verdict = _load_state(bare, state, strict) if loads else ("", [], [])
+        also = " and on the first rank of each group" if len(engines) > 1 else ""
+        verdict = _load_state(bare, state, strict, also) if loads else ("", [], [])
         said = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)]
         failure, missing, unexpected = next((each for each in said if each[0]), said[0])
         known = {id(p) for engine in engines for p in engine.table.module_parameters}
@@ -543,11 +544,11 @@ def load_full_state_dict(
     return UnmatchedNames(missing, unexpected)
 
 
-def _load_state(bare: torch.nn.Module, state: Any, strict: bool) -> tuple[str, list[str], list[str]]:
+def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> tuple[str, list[str], list[str]]:
     """Return (the errors, names that `state` lacks, names that the module lacks)."""
     if not isinstance(state, Mapping):
         return (
-            f"state must be a mapping of names to tensors on the first rank of each group, got {type(state).__name__}",
+            f"state must be a mapping of names to tensors on rank 0{also}, got {type(state).__name__}",
             [],
             [],
         )

@@ -1,6 +1,10 @@
 """Law: stages of a pipeline, wrapped at any stage of ZeRO, train as the whole model does in one process, under every schedule, with
 one round a step; the norm of all stages is one number on all ranks; tensor parallelism composes with it."""
 
+import os
+from collections import OrderedDict
+from pathlib import Path
+
 import pytest
 import torch
 from harness import LONG, gather, on_every_rank
@@ -117,6 +121,78 @@ def test_a_pipeline_trains_as_one_process(rank, world_size, case):
         for key, value in found.items():
             assert bits_equal(value, first[0][key]), (stage, key)
             assert torch.allclose(value, expected[key], rtol=0, atol=1e-6), (stage, key)
+
+
+def pipeline(mesh, own, count, stage):
+    """(stages of this rank, their optimizers), with the names of the whole model."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    stages, optimizers = [], []
+    for index in own:
+        module = nn.Sequential(OrderedDict([(str(index), block(index))]))
+        if mesh["tp"].size() > 1:
+            parallelize_module(module, mesh["tp"], {"*.0": ColwiseParallel(), "*.2": RowwiseParallel()})
+        options = {"zero": 3, "share_parameters": False} if stage == "private" else {"zero": stage}
+        module, optimizer = sw.wrap(module, optimizer_of(module), device_mesh=mesh["dp"], **options)
+        stages.append(sw.PipelineStage(module, index, count, torch.device("cpu"), group=mesh["pp"].get_group()))
+        optimizers.append(optimizer)
+    return stages, optimizers
+
+
+def whole(count, stage):
+    module = nn.Sequential(*map(block, range(count)))
+    return sw.wrap(module, optimizer_of(module), zero=stage)
+
+
+def bytes_of(folder):
+    return {
+        each.name: each.read_bytes() for each in folder.iterdir() if each.is_file() and each.name != "MANIFEST.json"
+    }
+
+
+@on_every_rank(exactly=4)
+def test_one_checkpoint_holds_all_stages_and_loads_over_any_number_of_them(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    folder = Path(os.environ["SW_TEST_FOLDER"])
+    names = ("pp", "dp", "tp")
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=names)
+    place = mesh.get_local_rank("pp")
+    stages, optimizers = pipeline(mesh, [place, place + 2], 4, 2)
+    for stage, optimizer in zip(stages, optimizers):
+        stage.submod(torch.randn(3, WIDTH)).square().mean().backward()
+        optimizer.step()
+    sw.save(folder / "two", stages, optimizers, step=7, extra={"epoch": 3})
+    kept = bytes_of(folder / "two")
+    assert {"model.safetensors", "optimizer.json"} <= kept.keys()
+
+    model, optimizer = whole(4, 1)  # pp 2 -> 1
+    assert sw.load(folder / "two", model, optimizer) == {"epoch": 3}
+    found = sw.full_state_dict(model)
+    for stage in stages:
+        for key, value in sw.full_state_dict(stage.submod).items():
+            assert bits_equal(value, found[key]), key
+    assert sw.full_optimizer_state_dict(model, optimizer)["state"][0]["step"].item() == 1
+    sw.save(folder / "one", model, optimizer, step=7, extra={"epoch": 3})
+    assert bytes_of(folder / "one") == kept
+
+    cases = [((4, 1, 1), 0), ((2, 1, 2), "private")] + ([((2, 2, 1), 3), ((2, 1, 2), 1)] if LONG else [])
+    for sizes, stage in cases:  # 1 -> 4, and 1 -> 2 with tensor parallelism
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        count, place = 4 // sizes[0], mesh.get_local_rank("pp")
+        own = range(count * place, count * (place + 1))
+        stages, optimizers = pipeline(mesh, own, 4, stage)
+        assert sw.load(folder / "one", stages, optimizers) == {"epoch": 3}
+        path = folder / f"{sizes}-{stage}"
+        sw.save(path, stages, optimizers, step=7, extra={"epoch": 3})
+        assert bytes_of(path) == kept, sizes
+
+    with pytest.raises(sw.CheckpointError, match="exists already|is there already|already"):
+        sw.save(folder / "one", stages, optimizers)
+    with pytest.raises(ValueError, match="each stage needs its optimizer"):
+        sw.save(folder / "x", stages, optimizers[:-1] or [None, None])
+    with pytest.raises(sw.CheckpointError, match="which no stage of the pipeline has"):
+        sw.load(folder / "one", stages[:1] if place == 0 else stages, optimizers[:1] if place == 0 else optimizers)
 
 
 @on_every_rank(exactly=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import re
@@ -16,6 +17,7 @@ from .._engine import CheckpointError, CheckpointFolder, Error
 from ..options.name_map import NameMap, Rename
 from .partial import of_saves
 from .peers import Peers, os_error
+from .pipeline import PipelineWriter, Stage, is_pipeline, load_stages, stages_of
 from .reading import agree_on, apply_together
 from .remote.store import Store, address_of, local_folder, on_first
 from .retention import REPLACED
@@ -28,7 +30,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 def save(
     path: str | os.PathLike[str],
-    module: torch.nn.Module,
+    module: Any,
     optimizer: Any = None,
     *,
     step: int = 0,
@@ -46,15 +48,18 @@ def save(
     path : path-like, or an address of fsspec such as s3://bucket/run/a
         For an address the folder is written locally, uploaded by rank 0, manifest last, and removed here. A path that does not exist, and neither does `path`.replaced, which readers try next. save() creates its parent folders
         and removes the left-overs of killed saves to it.
-    module : Module
-        Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model.
-    optimizer : Optimizer, optional
+    module : Module, PipelineStage or list of PipelineStage
+        Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model. Or this rank's
+        stages of a pipeline: one save holds the stages of all ranks, whose modules must have the whole model's names.
+    optimizer : Optimizer, or list of Optimizer, optional
+        Of stages: one each.
     step : int
         Completed steps, recorded in the manifest.
     extra : tree of plain values and tensors, optional
         Rank 0's value, which load() returns.
     process_group : ProcessGroup, optional
-        Default: the module's, else the default group, else this rank alone.
+        Default: the module's, else the default group, else this rank alone. Of stages: the ranks of all of them; default:
+        the default group.
     max_file_bytes : int
         Bytes of tensors in one file; a larger tensor has a file of its own.
     timeout_s : float
@@ -73,8 +78,8 @@ def save(
 
     Notes
     -----
-    Collective. Every rank writes 1/W of the bytes. Each job, and each disjoint group of ranks such as a pipeline stage, needs a
-    path of its own. Of concurrent saves to one path the first commit wins, and the others raise on all of their ranks.
+    Collective. Every rank writes 1/W of the bytes. Each job, and each group of ranks that saves by itself, needs a path of its
+    own. Of concurrent saves to one path the first commit wins, and the others raise on all of their ranks.
 
     Examples
     --------
@@ -85,17 +90,28 @@ def save(
     ...     sw.load(folder + "/a", model)
     {'epoch': 3}
     """
-    peers = Peers(module, process_group, usable_timeout(timeout_s))
+    peers = _peers_of(module, process_group, timeout_s)
     address = address_of(path)
     if address is not None:
         options = {"step": step, "extra": extra, "max_file_bytes": max_file_bytes}
         options |= {"process_group": process_group, "timeout_s": timeout_s}
         _save_remote(peers, address, local_directory, overwrite, lambda f: save(f, module, optimizer, **options))
         return
-    saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s)
+    stages: list[Stage] = []
+
+    def make() -> Training:
+        if not is_pipeline(module):
+            return Training(module, optimizer, extra=extra)
+        stages.extend(stages_of(module, optimizer))
+        return Training(torch.nn.Module(), extra=extra)
+
+    def writer(*args: Any, **options: Any) -> Writer:
+        return PipelineWriter(*args, stages=stages, **options) if stages else Writer(*args, **options)
+
+    saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s, writer=writer)
     try:
         try:
-            saver.begin(path, lambda: Training(module, optimizer, extra=extra), step=step, overwrite=overwrite)
+            saver.begin(path, make, step=step, overwrite=overwrite)
         finally:  # over several hosts the others wait for a rank that could not begin
             saver.wait()
     finally:
@@ -110,10 +126,19 @@ class PathSaver:
     peers : Peers
     max_file_bytes, timeout_s
         As in save(), checked by the first begin().
+    writer : callable
+        Make the writer: Writer, or what takes the same arguments.
     """
 
-    def __init__(self, peers: Peers, *, max_file_bytes: Any = MAX_FILE_BYTES, timeout_s: Any = 1800.0) -> None:
-        self._peers, self._options = peers, (max_file_bytes, timeout_s)
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        max_file_bytes: Any = MAX_FILE_BYTES,
+        timeout_s: Any = 1800.0,
+        writer: Callable[..., Writer] = Writer,
+    ) -> None:
+        self._peers, self._options, self._make_writer = peers, (max_file_bytes, timeout_s), writer
         self._writer: Writer | None = None
         self._board = ""
 
@@ -159,7 +184,7 @@ class PathSaver:
             file_bytes, timeout_s = check_options(*self._options)
             # not by the path alone: another save to it would read what these ranks say
             self._board = f"{folder}.{nonce}.board"
-            self._writer = Writer(
+            self._writer = self._make_writer(
                 self._peers, nonce, self._board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s,
                 max_file_bytes=file_bytes,
             )  # fmt: skip
@@ -182,7 +207,7 @@ class PathSaver:
 
 def load(
     path: str | os.PathLike[str],
-    module: torch.nn.Module,
+    module: Any,
     optimizer: Any = None,
     *,
     process_group: Any = None,
@@ -229,26 +254,39 @@ def load(
     -----
     Collective. Ranks share the verification; each then reads the bytes that it needs.
     """
-    peers = Peers(module, process_group, usable_timeout(timeout_s))
+    peers = _peers_of(module, process_group, timeout_s)
     address = address_of(path)
     if address is not None:
         options = {"process_group": process_group, "verify": verify, "timeout_s": timeout_s}
         options |= {"strict": strict, "include": include, "rename": rename}
         return _load_remote(peers, address, local_directory, lambda f: load(f, module, optimizer, **options))
     checked: list[tuple[str, Training, NameMap]] = []
+    stages: list[Stage] = []
 
     def check() -> dict[str, Any]:
         check_timeout(timeout_s)
         names = NameMap(include, rename, strict)
-        checked.append((absolute_path("path", path), Training(module, optimizer), names))
+        if is_pipeline(module):
+            if names.include:
+                raise ValueError("include is not there for stages of a pipeline, each of which takes its own tensors")
+            stages.extend(stages_of(module, optimizer))
+        training = stages[0].training if stages else Training(module, optimizer)
+        checked.append((absolute_path("path", path), training, names))
         return {"verify": bool(verify), **names.describe()}
 
     peers.agree(check, "load()")
     ((folder, training, names),) = checked
+    if stages:
+        options = {"verify": verify, "timeout_s": timeout_s, "strict": strict, "rename": rename}
+        return load_stages(folder, peers, stages, load, options)
     reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
     if reader is None:
         raise CheckpointError(refusal)
     return apply_together(reader, peers, everything=False)
+
+
+def _peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
+    return Peers(torch.nn.Module() if is_pipeline(module) else module, process_group, usable_timeout(timeout_s))
 
 
 def _save_remote(

@@ -89,6 +89,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._memory: Any = replica.parameters()
         #: by number: the replica and its storage, and the parameter's number there
         self._places = [(r, r.parameters(), i) for r in self.replicas for i in range(len(r.table.parameters))]
+        #: parameters of the tables by number
+        self._held = [p for each in self.replicas for p in each.table.parameters]
         numbered = (p for each in self.replicas for p in each.table.module_parameters)
         self._index = {id(p): i for i, p in enumerate(numbered)}
         self._masters = None if has_own_masters(optimizer) else Masters()
@@ -126,11 +128,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def replica_of(self, parameter: torch.Tensor) -> Replica:
         """Return the replica that holds a parameter."""
         return self._places[self._index[id(parameter)]][0]
-
-    def _parameter(self, index: int) -> torch.nn.Parameter:
-        """Return the parameter of a table by its number here."""
-        replica, _, at = self._places[index]
-        return replica.table.parameters[at]
 
     def _like(self, index: int) -> torch.Tensor:
         replica, _, at = self._places[index]
@@ -303,10 +300,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            index = self._index
-            states = {
-                p: state_of(self._parameter(index[id(p)]).grad) for group in self.param_groups for p in group["params"]
-            }
+            held, index = self._held, self._index
+            states = {p: state_of(held[index[id(p)]].grad) for group in self.param_groups for p in group["params"]}
         self._step_together(self._own_gradient, states)
         return loss
 
@@ -397,12 +392,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _facts(self, replica: Replica, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
         """Return the values, besides the groups, on which the ranks of a replica must agree before a step."""
         names, index, places = replica.table.names, self._index, self._places
-        without = [(places[index[id(p)]], state) for p, state in states.items() if state != A_GRADIENT]
-        own = [(names[at], state) for (of, _, at), state in without if of is replica]
+        without = [
+            (names[places[index[id(p)]][2]], state)
+            for p, state in states.items()
+            if state != A_GRADIENT and places[index[id(p)]][0] is replica
+        ]
         return {
             "factors that gradients were scaled by": replica.gradients.factors(),
-            "parameters without a gradient": [name for name, state in own if state == NO_GRADIENT],
-            "parameters whose gradient was zeroed": [name for name, state in own if state == ZEROED],
+            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
+            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
         }
 
     def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
@@ -443,7 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         low, high = memory.run(at, replica.group.rank)
         kept: dict[str, Any] = {}
         for key, value in state.items():
-            value = part_of(self._parameter(index), value)
+            value = part_of(self._held[index], value)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = memory_order(value, parameter)[low:high].clone()
             elif (
@@ -550,7 +548,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
-            parameter = self._parameter(int(index))
+            parameter = self._held[int(index)]
             kept = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
             self._inner.state[piece] = self._placed(int(index), kept, piece)
         self._loaded()
@@ -723,7 +721,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
             result = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
-            whole[key] = whole_of(self._parameter(index), result)
+            whole[key] = whole_of(self._held[index], result)
         return whole
 
 

@@ -409,7 +409,8 @@ class DistributedDataParallel(TorchDDP):
         ):
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
-        for each in self._engines():
+        engines = replica, *self._parts
+        for each in engines:
             each.arrange_hooks(is_compiling)
         announcer = replica.join_link.announcer
         if announcer is not None and announcer.is_on:
@@ -423,7 +424,7 @@ class DistributedDataParallel(TorchDDP):
         if self._join_config.enable:
             self._agree_on_sync(training and self.require_backward_grad_sync)
         try:
-            for each in self._engines():
+            for each in engines:
                 if training:
                     each.before_forward(self.require_backward_grad_sync)
                 else:
@@ -441,9 +442,9 @@ class DistributedDataParallel(TorchDDP):
         synchronises = training and self.require_backward_grad_sync
         if self.require_forward_param_sync is not synchronises:
             self.require_forward_param_sync = synchronises
-        for replica in (
-            self._engines() if training and self._replica is not None else ()
-        ):  # hooks of outputs open rounds in this order
+        if not training or self._replica is None:
+            return output
+        for replica in (self._replica, *self._parts):  # hooks of outputs open rounds in this order
             replica.forwards.end()
             if replica.access.guard is not None:
                 replica.access.guard.check("after a forward")

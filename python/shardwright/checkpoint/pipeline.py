@@ -1,0 +1,240 @@
+"""One checkpoint of all stages of a pipeline: save() and load() with a list of stages.
+
+The ranks of a stage agree on its content as for a module of their own. Then all ranks exchange the names of all stages, and
+plan one folder: a tensor that this rank does not have is one of which it writes no part. Stages follow one another in their
+order, so the folder is that of the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ..parallel.fully_shard import wrapper_of
+from . import tree
+from .content import Content, Group
+from .names import ModelTensors, model_tensors
+from .peers import Peers, averages_gradients, whole_parameters
+from .slices import Sliced, released_slices, sliced_state
+from .stored import stored_tensors
+from .writing import Training, Writer, new_nonce
+
+__all__ = ["PipelineWriter", "Stage", "load_stages", "stages_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage of this rank. `index`: its place in the pipeline."""
+
+    index: int
+    training: Training
+
+
+def is_pipeline(module: Any) -> bool:
+    """Return whether `module` is a stage of torch.distributed.pipelining, or a list of them."""
+    each = module[0] if isinstance(module, (list, tuple)) and module else module
+    return hasattr(each, "stage_index") and hasattr(each, "submod")
+
+
+def stages_of(module: Any, optimizer: Any) -> list[Stage]:
+    """Return the stages of this rank in their order. Raise ValueError for stages and optimizers that do not fit."""
+    stages = list(module) if isinstance(module, (list, tuple)) else [module]
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if optimizer is None:
+        optimizers = [None] * len(stages)
+    if len(optimizers) != len(stages):
+        raise ValueError(f"each stage needs its optimizer: got {len(stages)} stages and {len(optimizers)} optimizers")
+    odd = next((each for each in stages if not is_pipeline(each) or wrapper_of(each.submod) is None), None)
+    if odd is not None:
+        raise ValueError(f"a stage must be an sw.PipelineStage, whose module is wrapped, got a {type(odd).__name__}")
+    found = [Stage(s.stage_index, Training(s.submod, o)) for s, o in zip(stages, optimizers)]
+    return sorted(found, key=lambda stage: stage.index)
+
+
+@dataclasses.dataclass
+class _Held:
+    """What this rank has of a stage, and what all its ranks have of it together."""
+
+    told: dict[str, Any]
+    tensors: dict[str, Any]
+
+
+class PipelineWriter(Writer):
+    """A Writer of all stages of a pipeline. `peers` are the ranks of all of them."""
+
+    def __init__(self, peers: Peers, nonce: str, board: str, stages: Sequence[Stage], **options: Any) -> None:
+        super().__init__(peers, nonce, board, **options)
+        self._stages, self._options = stages, options
+        self._kept = contextlib.ExitStack()
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        with self._kept:
+            super().begin(*args, **kwargs)
+
+    def _agree(self, training: Training, step: int, *_: Any) -> tuple[Content, Content | None, CheckpointPlan]:
+        held: list[_Held] = []
+
+        def describe() -> list[Any]:
+            held.extend(self._hold(stage, step) for stage in self._stages)
+            return [each.told for each in held]
+
+        told = {
+            each["index"]: each
+            for of_rank in self._peers.together(describe, "stages of a pipeline")
+            for each in of_rank
+        }
+        in_order = [told[index] for index in sorted(told)]
+        made: list[Any] = []
+
+        def make() -> int:
+            owned = {each.told["index"]: each.tensors for each in held}
+            draft = self._find(training, step, {}, set())
+            draft.found = _joined_model(in_order, owned)
+            made.extend((draft, *_joined_optimizer(in_order, owned)))
+            return 0
+
+        self._peers.together(make, "content of a pipeline")
+        draft, optimizer, body = made
+        self._hear(draft, None)
+        layout = self._lay_out(draft)
+        shared, _ = self._shared_content(training, draft, None, layout)
+        if optimizer is not None:
+            shared.groups.insert(1, Group("optimizer", optimizer, {"format": "pt"}, True, self._max_file_bytes))
+        layout.plan = CheckpointPlan(*shared.entries())
+        digests = self._peers.exchange(layout.plan.digest, "plan of a checkpoint")
+        if len({*digests}) > 1:
+            raise CheckpointError("ranks would write other files than rank 0: their stages do not fit together")
+        return shared, self._own_content(draft, layout, body), layout.plan
+
+    def _hold(self, stage: Stage, step: int) -> _Held:
+        """Return what this rank has of a stage. Collective over the stage's ranks."""
+        training, optimizer = stage.training, stage.training.optimizer
+        peers = Peers(training.model, None, self._timeout_s)
+        writer = Writer(peers, new_nonce(), None, **self._options)
+        self._kept.callback(writer.close)
+        slices, passing = released_slices(training.model)
+        if passing:
+            self._kept.enter_context(whole_parameters(training.model, writable=False))
+        draft, failure = None, None
+        try:
+            draft = writer._find(training, step, slices, passing)
+            if draft.found.extras:
+                raise CheckpointError(
+                    f"'{next(iter(draft.found.extras))}' is extra state, which a pipeline cannot save"
+                )
+        except Exception as error:  # the stage's ranks get it before they wait for this one
+            failure = error
+        writer._hear(draft, failure, averages_gradients(training.model))
+        assert draft is not None
+        layout = writer._lay_out(draft)
+        states = None
+        if hasattr(optimizer, "replica_of"):
+            states = sliced_state(optimizer, layout.described, writer._values(optimizer, layout))
+        content, body = writer._shared_content(training, draft, states, layout)
+        self._kept.callback(content.held.clear)
+        groups = content.groups[: 1 if optimizer is None else 2]
+        tensors = {
+            f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first) for g in groups for n, t in g.tensors.items()
+        }
+        rows = {
+            g.stem: [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in g.tensors.items()]
+            for g in groups
+        }
+        told = {"index": stage.index, "buffers": list(draft.found.buffers), "tied": draft.found.tied, **rows}
+        if body is not None:
+            told["tree"] = json.loads(tree.dumps(body))
+        return _Held(told, tensors)
+
+
+def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
+    """Return a tensor as parts, of which one of the ranks that have equal ones writes it."""
+    if isinstance(tensor, Sliced):
+        return tensor
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    writes = not of_first or peers.rank == 0
+    turn = (0, 1) if of_first else (peers.rank, peers.world_size)
+    return Sliced(tensor.dtype, tuple(tensor.shape), ((0, flat),) if writes else (), (tensor,), None, turn)
+
+
+def _join(
+    in_order: Sequence[Any], owned: Mapping[int, Any], stem: str, takes: Callable[[Any, str], bool]
+) -> dict[str, Any]:
+    """Return the tensors of all stages; of a name in several stages the first one's."""
+    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
+    for told in in_order:
+        for name, dtype, shape in told[stem]:
+            if not takes(told, name):
+                continue
+            if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
+                raise CheckpointError(
+                    f"'{name}' of stage {told['index']} has another shape or dtype than in a stage before it"
+                )
+            own = owned.get(told["index"], {}).get(f"{stem}.{name}")
+            found.setdefault(name, own or Sliced(getattr(torch, dtype), tuple(shape), ()))
+    return found
+
+
+def _joined_model(in_order: Sequence[Any], owned: Mapping[int, Any]) -> ModelTensors:
+    tied = {name: kept for told in in_order for name, kept in told["tied"].items()}
+    parameters = _join(in_order, owned, "model", lambda told, name: name not in told["buffers"])
+    return ModelTensors(parameters, _join(in_order, owned, "model", lambda told, name: name in told["buffers"]), tied)
+
+
+def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tuple[dict[str, Any] | None, Any]:
+    """Return the tensors and the tree of the optimizers of all stages, as one."""
+    trees = [told.get("tree") for told in in_order]
+    if all(each is None for each in trees):
+        return None, None
+    body = trees[0]
+    for told, other in zip(in_order[1:], trees[1:]):
+        if body is None or other is None or len(other["groups"]) != len(body["groups"]):
+            raise CheckpointError(
+                f"the optimizer of stage {told['index']} has other groups than that of the first stage"
+            )
+        for number, (mine, theirs) in enumerate(zip(body["groups"], other["groups"])):
+            odd = next((k for k in {**mine, **theirs} if k != "params" and mine.get(k) != theirs.get(k)), None)
+            if odd is not None:
+                raise CheckpointError(
+                    f"group {number} has {odd}={mine.get(odd)} in the first stage and {theirs.get(odd)} in stage {told['index']}: "
+                    "one checkpoint holds one optimizer"
+                )
+            mine["params"] += [name for name in theirs["params"] if name not in mine["params"]]
+        body["state"] |= {name: each for name, each in other["state"].items() if name not in body["state"]}
+    return _join(in_order, owned, "optimizer", lambda told, name: True), body
+
+
+def load_stages(
+    path: str, peers: Peers, stages: Sequence[Stage], load: Callable[..., Any], options: Mapping[str, Any]
+) -> Any:
+    """Fill each stage of this rank from one checkpoint. Return its `extra`. Collective over the ranks of all stages."""
+    names = {stage.index: list(model_tensors(stage.training.model).all()) for stage in stages}
+    tied = [name for stage in stages for name in model_tensors(stage.training.model).tied]
+    of_all = peers.exchange([*(name for each in names.values() for name in each), *tied], f"load of {path}")
+
+    def check() -> None:
+        if peers.rank or not options["strict"] or options["rename"] is not None:
+            return
+        known = {name for each in of_all for name in each}
+        left_over = [name for name in stored_tensors(CheckpointFolder(path), "model")[0] if name not in known]
+        if left_over:
+            raise CheckpointError(f"'{path}' has '{left_over[0]}', which no stage of the pipeline has")
+
+    peers.together(check, f"load of {path}")
+    extra: list[Any] = [None]
+
+    def fill() -> None:
+        for stage in stages:
+            own = "|".join(map(re.escape, names[stage.index]))
+            training = stage.training
+            extra[0] = load(path, training.model, training.optimizer, **{**options, "include": f"^(?:{own})$"})
+
+    peers.together(fill, f"load of {path}")
+    return extra[0]
