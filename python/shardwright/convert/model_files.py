@@ -124,11 +124,10 @@ def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dic
     if not isinstance(state, Mapping):
         raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")
     if key is not None:
-        contents.extra |= {"step": body["step"]} if type(body.get("step")) is int else {}
-        contents.take_step()
-        contents.left_out += [
-            f"{k} of {os.path.basename(path)}" for k in body if k != key and (k != "step" or not contents.step)
-        ]
+        has_step = type(body.get("step")) is int and body["step"] >= 0
+        contents.step = body["step"] if has_step else contents.step
+        taken = (key, "step") if has_step else (key,)
+        contents.left_out += [f"{k} of {os.path.basename(path)}" for k in body if k not in taken]
     found = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
