@@ -2,8 +2,10 @@
 
 A pickle is a program. It calls what find_class() returns, and it sets attributes of any object by its opcode BUILD. So
 find_class() returns functions without side effects alone, and BUILD is refused on classes, functions and members of an
-enumeration, which outlive the file. Numpy's own functions trust their arguments (a forged dtype makes bytes into
-pointers), so arrays are made here from a numeric dtype and bytes of the right count.
+enumeration, which outlive the file. Constructors of torch trust their arguments, of which some are addresses: classes of
+tensors and storages can be named, not called, and no call has keywords. Numpy's functions trust theirs too (a forged
+dtype makes bytes into pointers), so arrays are made here from a numeric dtype and bytes of the right count. No opcode
+allocates what the file does not hold.
 """
 
 from __future__ import annotations
@@ -54,20 +56,21 @@ class Placeholder:
 
 #: module -> names of classes and functions that build plain values
 _PLAIN = {
-    "builtins": ("set", "frozenset", "complex", "bytearray", "slice", "int", "float", "str", "bool", "bytes", "dict", "list", "tuple"),
+    "builtins": ("set", "frozenset", "complex", "slice", "int", "float", "str", "bool", "dict", "list", "tuple"),
     "collections": ("OrderedDict", "defaultdict", "Counter", "deque"),
     "_codecs": ("encode",),
     "datetime": ("timedelta", "datetime", "date"),
     "pathlib": ("Path", "PosixPath", "PurePosixPath", "PurePath"),
     "torch": ("Size", "device"),
-    "torch._utils": (
-        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
-        *("_rebuild_parameter", "_rebuild_parameter_with_state"),
-    ),
+    "torch._utils": ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "torch.nn.parameter": ("Parameter", "Buffer"),
     "torch.serialization": ("_get_layout",),
     "torch.storage": ("UntypedStorage", "TypedStorage"),
 }  # fmt: skip
+#: modules by their names in protocol 2
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+#: may be named, as the type of a tensor or storage, and are never called
+_NAMED_ALONE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 #: numpy's names of booleans, integers, floats and complex numbers that torch has too
 _NUMERIC = re.compile(r"b1|\?|[iu][1248]|f[248]|c8|c16")
 
@@ -129,6 +132,35 @@ def _tensor_of_numpy(data: Any, dtype: Any, *_: Any) -> Any:
     return torch.from_numpy(data.array).to(dtype)
 
 
+def _bytes(data: Any = b"", encoding: str = "latin-1", *_: Any) -> bytes:
+    """Return bytes(data, encoding), of what the file holds: bytes(n) would take memory for n."""
+    return data.encode(encoding) if isinstance(data, str) else bytes(memoryview(data))
+
+
+def _bytearray(*arguments: Any) -> bytearray:
+    return bytearray(_bytes(*arguments))
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any, *_: Any) -> torch.Tensor:
+    """Return a parameter without attributes of its own."""
+    return torch.nn.Parameter(data, bool(requires_grad))
+
+
+def _without_attributes(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
+    """Return a tensor that was saved with attributes of its own, without them."""
+    if isinstance(rebuild, type) and issubclass(rebuild, _NAMED_ALONE):
+        raise pickle.UnpicklingError(f"the pickle calls {rebuild!r}, which trusts its arguments")
+    return rebuild(*arguments)
+
+
+_OWN = {
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytearray,
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _tensor_of_numpy,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+}
 _NUMPY = {"_reconstruct": _numpy_array, "scalar": _numpy_scalar, "dtype": _NumpyDtype, "ndarray": _NumpyArray}
 
 
@@ -141,14 +173,13 @@ class Unpickler(pickle._Unpickler):
     known: Iterable[str] = ()
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _RENAMED.get(module, module)
         if "." in name:  # a dotted name would reach what the module imports
             return _placeholder(f"{module}.{name}")
         if name in _PLAIN.get(module, ()) or (module == "torch" and _is_torch_value(name)):
             return super().find_class(module, name)
-        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
-            return _without_attributes
-        if (module, name) == ("torch._utils", "_rebuild_device_tensor_from_numpy"):
-            return _tensor_of_numpy
+        if (module, name) in _OWN:
+            return _OWN[module, name]
         if module.split(".")[0] == "numpy" and name in _NUMPY:
             return _NUMPY[name]
         if module in self.known:
@@ -163,16 +194,39 @@ class Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"the pickle sets attributes of {target!r}, which it did not make")
         self.load_build()  # type: ignore[attr-defined]
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}  # type: ignore[dict-item]
+    def _check_call(self, target: Any) -> None:
+        if isinstance(target, type) and issubclass(target, _NAMED_ALONE):
+            raise pickle.UnpicklingError(f"the pickle calls {target!r}, which trusts its arguments")
+
+    def _reduce(self) -> None:
+        self._check_call(self.stack[-2])  # type: ignore[attr-defined]
+        self.load_reduce()  # type: ignore[attr-defined]
+
+    def _newobj(self) -> None:
+        self._check_call(self.stack[-2])  # type: ignore[attr-defined]
+        self.load_newobj()  # type: ignore[attr-defined]
+
+    def _instantiate(self, target: Any, arguments: Any) -> None:
+        """Serve the opcodes INST and OBJ."""
+        self._check_call(target)
+        super()._instantiate(target, arguments)  # type: ignore[misc]
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("the pickle has an opcode that no torch writes")
+
+    dispatch = {
+        **pickle._Unpickler.dispatch,  # type: ignore[dict-item]
+        pickle.BUILD[0]: _build,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _newobj,
+        pickle.NEWOBJ_EX[0]: _refuse,  # a call with keywords
+        pickle.BYTEARRAY8[0]: _refuse,  # memory of a size that the file names
+        **dict.fromkeys((pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]), _refuse),  # the process's own registry
+    }
 
 
 def _placeholder(name: str) -> type[Placeholder]:
     return type("Placeholder", (Placeholder,), {"name": name})
-
-
-def _without_attributes(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
-    """Return a tensor that was saved with attributes of its own, without them."""
-    return rebuild(*arguments)
 
 
 def _is_torch_value(name: str) -> bool:

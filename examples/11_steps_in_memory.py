@@ -1,6 +1,6 @@
 """Keep each step in memory that outlives killed ranks: rank 1 kills itself once, and the job goes on from the step before.
 
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 1 examples/09_steps_in_memory.py FOLDER
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 1 examples/11_steps_in_memory.py FOLDER
 """
 
 import os
