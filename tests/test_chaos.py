@@ -170,9 +170,9 @@ def test_torchruns_defaults_restart(tmp_path, in_memory, options):
 def test_a_hundred_random_faults_leave_the_bits_of_a_run_without(tmp_path, in_memory):
     kinds = ["kill", "stop", "slow", "raise", "disk", "flip"]
     plan = plan_file(
-        tmp_path, {"seed": 7, "random": {"count": 100, "ranks": 2, "steps": 300, "seconds": 1.0, "kinds": kinds}}
+        tmp_path, {"seed": 7, "random": {"count": 100, "ranks": 2, "steps": 110, "seconds": 1.0, "kinds": kinds}}
     )
-    done, report = run_chaos(tmp_path, plan, *WARM, "2", "200", SURVIVE, in_memory + "/{run}", "--steps", "300")
+    done, report = run_chaos(tmp_path, plan, *WARM, "2", "200", SURVIVE, in_memory + "/{run}", "--steps", "110")
     assert done.returncode == 0, done.stdout + done.stderr
     assert report["state_equal"] is True and all(row["fired"] for row in report["faults"])
 

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["KINDS", "PLAN_NAME", "SOCKET_NAME", "VARIABLE", "Fault", "Plan", "agent_of", "read_plan"]
+__all__ = ["KINDS", "PLAN_NAME", "SOCKET_NAME", "VARIABLE", "Fault", "Plan", "agent_of", "mark_of", "read_plan"]
 
 VARIABLE = "SHARDWRIGHT_CHAOS"
 #: kind -> what happens to the rank
@@ -176,6 +176,11 @@ def _seconds(entry: Mapping[str, Any], where: str) -> float:
     return float(value)
 
 
+def mark_of(folder: str, number: int) -> str:
+    """Return the folder that exists once a fault has happened."""
+    return os.path.join(folder, f"fired-{number}")
+
+
 # in a rank ----------------------------------------------------------------------------------------------------------
 
 
@@ -253,13 +258,10 @@ class Agent:
 
     def _due(self, *kinds: str) -> list[tuple[int, Fault]]:
         found = [(n, each) for n, each in self._faults.items() if each.kind in kinds and each.step == self._step]
-        return [(n, each) for n, each in found if not os.path.exists(self._mark(n))]
-
-    def _mark(self, number: int) -> str:
-        return os.path.join(self._folder, f"fired-{number}")
+        return [(n, each) for n, each in found if not os.path.exists(mark_of(self._folder, n))]
 
     def _fire(self, number: int, fault: Fault) -> None:
-        os.mkdir(self._mark(number))
+        os.mkdir(mark_of(self._folder, number))
         self.tell("fault", number=number, step=self._step, kind=fault.kind, seconds=fault.seconds)
 
     def _signal(self, number: int, fault: Fault) -> None:

@@ -14,6 +14,9 @@ The plan has faults at given steps, or a number of random ones with a seed:
 Steps are those of Checkpointer.save() and restore(), which the training must call in each step. If the command has {run}, it
 runs twice, first without faults ("reference"), then with them ("faults"), each in a folder of its own, and the final
 parameters are compared bit for bit. The command needs as many restarts as the plan has faults.
+
+"Detected" is the time to the first error of any rank; it is empty if no rank reported one before the launcher ended it.
+"Restarted" is the time to the first new step. Both are empty if another fault came before.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..chaos import KINDS, PLAN_NAME, SOCKET_NAME, VARIABLE, Fault, Plan, read_plan
+from ..chaos import KINDS, PLAN_NAME, SOCKET_NAME, VARIABLE, Fault, Plan, mark_of, read_plan
 
 _RUN = "{run}"
 _LOOK_S = 0.05
@@ -88,11 +91,14 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclasses.dataclass
 class Result:
-    """The reports of a run's ranks, in order, and the command's exit code; None: it was ended at the timeout."""
+    """The reports of a run's ranks, in order, the command's exit code (None: it was ended at the timeout), and the numbers
+    of the faults that happened. A rank may end before it has reported one.
+    """
 
     events: list[dict[str, Any]]
     code: int | None
     seconds: float
+    marks: frozenset[int] = frozenset()
 
 
 class Run:
@@ -133,7 +139,9 @@ class Run:
                     act()
                 for pidfd in self._pidfds.values():
                     os.close(pidfd)
-        return Result(sorted(self._events, key=lambda event: event["time"]), code, time.monotonic() - begin_s)
+            marks = frozenset(n for n in range(len(self._plan.faults)) if os.path.exists(mark_of(folder, n)))
+        ordered = sorted(self._events, key=lambda event: event["time"])
+        return Result(ordered, code, time.monotonic() - begin_s, marks)
 
     def _hear(self, ear: socket.socket) -> None:
         with selectors.DefaultSelector() as selector:
@@ -190,6 +198,7 @@ def report_of(plan: Plan, result: Result, reference: Result | None) -> dict[str,
     for number, fault in enumerate(plan.faults):
         fired = next((e for e in result.events if e["event"] == "fault" and e["number"] == number), None)
         rows.append(_row(fault, fired, result.events))
+        rows[-1]["fired"] = fired is not None or number in result.marks
     equal = None if reference is None else _digests(result) == _digests(reference) != {}
     starts = {(e["rank"], e["attempt"]) for e in result.events if e["event"] == "start"}
     return {
