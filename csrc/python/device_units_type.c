@@ -333,7 +333,8 @@ static PyMethodDef units_methods[] = {
     {"take", units_take, METH_VARARGS,
      "take($self, unit, stream, /)\n--\n\nThe stream sees it from now on."},
     {"wait", units_wait, METH_VARARGS,
-     "wait($self, unit, /)\n--\n\nAll streams see it from now on: the host waits until it is whole."},
+     "wait($self, unit, /)\n--\n\nAll streams see it from now on: the host waits until it is "
+     "whole."},
     {"release", units_release, METH_VARARGS,
      "release($self, unit, stream, /)\n--\n\nThe stream was given all that uses it."},
     {"gather_apart", units_gather_apart, METH_VARARGS,

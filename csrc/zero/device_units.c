@@ -249,8 +249,8 @@ sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
     return gather_by(u, index, gather_next, err);
 }
 
-/* The state of a unit that a stream, or the host, has waited for. If it is UNSHARDED already, its event still
- * stands. */
+/* The state of a unit that a stream, or the host, has waited for. If it is UNSHARDED already, its
+ * event still stands. */
 static sw_status state_when_whole(const device_unit *unit, sw_shard_state *state, sw_error *err)
 {
     *state = unit->state;

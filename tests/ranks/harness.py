@@ -47,6 +47,8 @@ Join = tuple[Callable[..., None], dict[str, Any]]
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 DEADLINE_S = 180.0 if LONG else 45.0
 GRACE_S = 3.0
+#: a killed process ends within it, unless the kernel keeps it
+END_S = 45.0
 GATHER_LIMIT_S = 60.0
 #: a team is replaced beyond: bodies leave process groups behind, and each of gloo's threads wakes 100 times a second
 WORN_THREADS = 24
@@ -345,6 +347,17 @@ class Forge:
         os.waitpid(self.pid, 0)
 
 
+def _what_keeps(pid: int) -> str:
+    """A process's number, state, and where the kernel has it."""
+    found = []
+    for name in ("status", "wchan", "stack"):
+        try:
+            found.append(pathlib.Path(f"/proc/{pid}/{name}").read_text()[:600])
+        except OSError as error:
+            found.append(str(error))
+    return f"{pid}: {' | '.join(found)}"
+
+
 def _status_text(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
@@ -439,9 +452,19 @@ class Team:
         if not hasattr(self, "_statuses"):
             self._statuses: dict[int, int] = {}
         missing = [rank for rank in ranks if rank not in self._statuses]
+        self._await_ends(missing)
         for rank, status in zip(missing, self._forge.reap([self.pids[r] for r in missing]) if missing else []):
             self._statuses[rank] = status
         return [self._statuses[rank] for rank in ranks]
+
+    def _await_ends(self, ranks: Sequence[int]) -> None:
+        """The forge, which serves all teams, is not to wait for a process that does not end."""
+        alive, deadline = {self._pidfds[rank]: self.pids[rank] for rank in ranks}, time.monotonic() + END_S
+        while alive and (left := deadline - time.monotonic()) > 0:
+            for ended in multiprocessing.connection.wait(list(alive), left):
+                del alive[ended]
+        if alive:
+            raise RuntimeError(f"processes that do not end: {[_what_keeps(pid) for pid in alive.values()]}")
 
     def close(self) -> None:
         if self._closed:

@@ -48,6 +48,10 @@ class Copies(Protocol):
         """Put released parameters back in their slots."""
 
 
+def _arrange_nothing(is_compiling: bool) -> None:
+    """Leave hooks as they are."""
+
+
 def weak_source(
     method: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -120,9 +124,10 @@ class Storage:
     def settle(self) -> None:
         """Make the current stream wait for parameters that are gathered behind the last step."""
 
-    def arrange_hooks(self, is_compiling: bool = False) -> None:
-        """Keep parameters whole in all hooks of the user's modules, early and late ones. `is_compiling`: torch's
-        compiler runs the forward."""
+    def hook_arranger(self) -> Callable[[bool], None]:
+        """Return what each forward begins with: it keeps parameters whole in all hooks of the user's modules, early and
+        late ones. Its argument is True where torch's compiler runs the forward."""
+        return _arrange_nothing
 
     def follow(self, copies: Copies) -> None:
         """Make low-precision copies while parameters are whole."""

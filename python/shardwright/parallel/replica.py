@@ -145,8 +145,10 @@ class Replica:
             if self.link is not None:
                 self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
             raise
+        if self.link is not None:  # else a rank would return whose peer has failed
+            group.comm.barrier(f"the memory of the wrapped {self.label}")
         #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
-        self.arrange_hooks: Callable[[bool], None] = self._storage.arrange_hooks
+        self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)

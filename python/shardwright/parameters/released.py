@@ -89,7 +89,10 @@ class ReleasedParameters(Storage, SliceRuns):
     def accept_writes(self) -> None:
         self.schedule.accept_writes()
 
-    def arrange_hooks(self, is_compiling: bool = False) -> None:
+    def hook_arranger(self) -> Callable[[bool], None]:
+        return self._arrange_hooks
+
+    def _arrange_hooks(self, is_compiling: bool) -> None:
         self.schedule.arrange_hooks()
 
     def follow(self, copies: Copies) -> None:

@@ -142,28 +142,22 @@ class StepGathers:
         self._take({self._group_of[id(parameter)]})
 
     def _take(self, groups: Iterable[int]) -> None:
+        engine = self._engine
+        assert engine is not None
         with self._lock:
-            self._take_pending(groups)
-
-    def _take_pending(self, groups: Iterable[int]) -> None:
-        assert self._engine is not None
-        stream = self._link.current_stream()
-        for group in sorted(self._pending.intersection(groups)):
-            try:
-                self._take_group(self._engine, group, stream)
-            except Error:  # a communicator that has ended says so at the next forward
-                if self._link.comm.is_alive:
-                    raise
-            self._pending.discard(group)
-            self._guard.lower(self._members[group])
-
-    def _take_group(self, engine: DeviceUnits, group: int, stream: int) -> None:
-        try:
-            engine.take(group, stream)
-            if stream != self._stream:  # the step's stream reads next, and nothing orders it behind this one
-                engine.take(group, self._stream)
-        except NotImplementedError:  # one of them is captured, and must not wait for work outside of its graph
-            engine.wait(group)
+            stream = self._link.current_stream()
+            for group in sorted(self._pending.intersection(groups)):
+                try:
+                    engine.take(group, stream)
+                    if stream != self._stream:  # the step's stream reads next, and nothing orders it behind this one
+                        engine.take(group, self._stream)
+                except NotImplementedError:  # one of them is captured, and must not wait for work outside of its graph
+                    engine.wait(group)
+                except Error:  # a communicator that has ended says so at the next forward
+                    if self._link.comm.is_alive:
+                        raise
+                self._pending.discard(group)
+                self._guard.lower(self._members[group])
 
 
 def _weakly(gathers: StepGathers) -> Any:

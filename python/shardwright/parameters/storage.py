@@ -9,7 +9,7 @@ buckets lie and how slices travel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class ParameterMemory(ParameterSlices):
         buckets = {reducer.place(index)[0] for index in moving}
         self._buckets: Any = backend.empty(reducer, buckets, request, shared=shared)
         self.reason = self._buckets.reason
+        self.settle: Any = self._buckets.settle
         if shared and self._buckets.is_copied:  # each copy starts with the values of its first rank
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
         for index in moving:
@@ -58,11 +59,9 @@ class ParameterMemory(ParameterSlices):
             backend.fence(f"parameters of {self._label} shared")
             self._make_casts(request)
 
-    def settle(self) -> None:
-        self._buckets.settle()
-
-    def arrange_hooks(self, is_compiling: bool = False) -> None:
-        self._buckets.arrange_hooks(is_compiling)
+    def hook_arranger(self) -> Callable[[bool], None]:
+        arrange: Callable[[bool], None] = self._buckets.arrange_hooks
+        return arrange
 
     def _make_casts(self, request: Request) -> None:
         """Make one cast a host of what modules compute with in 16 bits. Collective.
