@@ -20,7 +20,9 @@ EXAMPLES = {
     "05_peft_lora.py": (("peft", "transformers"), [([], ["ddp"]), ([], ["1"]), ([], ["3"])]),
     "07_deepspeed_json.py": ((), [([], ["--stage", stage]) for stage in "0123"]),
     "08_accelerate.py": (("accelerate",), [([], []), (["-m", "shardwright", "run", "zero2"], [])]),
+    "09_three_d.py": ((), [([], [])]),
 }  # fmt: skip
+RANKS = {"09_three_d.py": "8"}
 NUMBER = re.compile(r"^((?:\w+ )?(?:epoch|step|steps) .*(?:loss|norm).*|\d.* parameters train.*)$", re.MULTILINE)
 
 
@@ -34,7 +36,8 @@ def quoted(name):
 def printed(name, before, behind):
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1", "HF_HUB_OFFLINE": "1"}
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", RANKS.get(name, "2")]
     done = subprocess.run(
         [*command, *before, str(ROOT / "examples" / name), *behind],
         capture_output=True, text=True, timeout=500, env={**os.environ, **settings, "PYTHONPATH": path},

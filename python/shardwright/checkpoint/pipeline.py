@@ -78,7 +78,7 @@ class PipelineWriter(Writer):
         with self._kept:
             super().begin(*args, **kwargs)
 
-    def _agree(self, training: Training, step: int, *_: Any) -> tuple[Content, Content | None, CheckpointPlan]:
+    def _agree(self, training: Training, step: int, *released: Any) -> tuple[Content, Content | None, CheckpointPlan]:
         held: list[_Held] = []
 
         def describe() -> list[Any]:
@@ -106,7 +106,8 @@ class PipelineWriter(Writer):
         layout = self._lay_out(draft)
         shared, _ = self._shared_content(training, draft, None, layout)
         if optimizer is not None:
-            shared.groups.insert(1, Group("optimizer", optimizer, {"format": "pt"}, True, self._max_file_bytes))
+            group = Group("optimizer", optimizer, {"format": "pt"}, numbered=True, max_file_bytes=self._max_file_bytes)
+            shared.groups.insert(1, group)
         layout.plan = CheckpointPlan(*shared.entries())
         digests = self._peers.exchange(layout.plan.digest, "plan of a checkpoint")
         if len({*digests}) > 1:

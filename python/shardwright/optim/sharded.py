@@ -90,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         #: by number: the replica and its storage, and the parameter's number there
         self._places = [(r, r.parameters(), i) for r in self.replicas for i in range(len(r.table.parameters))]
         #: parameters of the tables by number
-        self._held = [p for each in self.replicas for p in each.table.parameters]
+        self._parameters = [p for each in self.replicas for p in each.table.parameters]
         numbered = (p for each in self.replicas for p in each.table.module_parameters)
         self._index = {id(p): i for i, p in enumerate(numbered)}
         self._masters = None if has_own_masters(optimizer) else Masters()
@@ -300,7 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            held, index = self._held, self._index
+            held, index = self._parameters, self._index
             states = {p: state_of(held[index[id(p)]].grad) for group in self.param_groups for p in group["params"]}
         self._step_together(self._own_gradient, states)
         return loss
@@ -441,7 +441,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         low, high = memory.run(at, replica.group.rank)
         kept: dict[str, Any] = {}
         for key, value in state.items():
-            value = part_of(self._held[index], value)
+            value = part_of(self._parameters[index], value)
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
                 value = memory_order(value, parameter)[low:high].clone()
             elif (
@@ -548,7 +548,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in saved["state"].items():
             piece = self.slice_of(int(index))
             assert piece is not None
-            parameter = self._held[int(index)]
+            parameter = self._parameters[int(index)]
             kept = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
             self._inner.state[piece] = self._placed(int(index), kept, piece)
         self._loaded()
@@ -721,7 +721,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
             result = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
-            whole[key] = whole_of(self._held[index], result)
+            whole[key] = whole_of(self._parameters[index], result)
         return whole
 
 
