@@ -4,8 +4,8 @@ A test that hangs is a failed promise, and must say where it hung: a test may se
 @pytest.mark.timeout; the long form allows more.
 
 What looks at time is one group, and comes first in one process. The C tests come first in another, at the lowest priority. All
-else goes file by file, at a low priority, to the process that is free: what needs no ranks first, since a few of its files are the
-longest, then ranks that compare bits. So the others take what the first group leaves of the machine, and end together.
+else goes file by file, at a low priority, to the process that is free: what needs no ranks first, then ranks that compare bits, the
+longest files of each first. So the others take what the first group leaves of the machine, and end together.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ IN_TIME = (
     "tests/ranks/test_ranks_",
     "tests/ranks/test_stages_over_hosts_that_are_apart",
 )
-LONGEST = "tests/test_example.py"  # of those that go by files
 #: seconds that files took with --record-durations, one process, W = 2, on two busy cores
 DURATIONS = Path(__file__).with_name("durations.json")
+#: the same with --each-choice, all tests, in as many processes as there were
+QUICK_DURATIONS = Path(__file__).with_name("durations_quick.json")
 #: of the files that --fast runs, together; two processes share them
 FAST_TOTAL_S = 120.0
 FAST_WORLD_MAX = 2
 #: in order, and not far apart: who may not rise again takes part in the last group at the lowest
 NICENESS = {"in time": 0, "C programs": 12, "alone": 12, "ranks": 6}
+#: groups whose files go to any process
+BY_FILES = ("alone", "ranks")
 
 
 def group(nodeid: str) -> str:
@@ -68,7 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of a test's cases as many as hold each value of each parameter once, in the largest world where they can",
     )
     options.addoption(
-        "--record-durations", action="store_true", help=f"write the seconds of these files to {DURATIONS.name}"
+        "--record-durations",
+        action="store_true",
+        help=f"write the seconds of these files to {DURATIONS.name}; with --each-choice, to {QUICK_DURATIONS.name}",
     )
 
 
@@ -140,25 +145,26 @@ def left_out_of_each_choice(items: list[pytest.Item]) -> set[pytest.Item]:
 class DurationRecorder:
     """The seconds of each file, which replace its entry in the table."""
 
-    def __init__(self) -> None:
+    def __init__(self, to: Path) -> None:
+        self.to = to
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid.split("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        table = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        table = json.loads(self.to.read_text()) if self.to.exists() else {}
         table |= {name: round(seconds, 2) for name, seconds in self.seconds.items()}
-        DURATIONS.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        self.to.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.record_durations and "PYTEST_XDIST_WORKER" not in os.environ:
-        config.pluginmanager.register(DurationRecorder())
+        config.pluginmanager.register(DurationRecorder(QUICK_DURATIONS if config.option.each_choice else DURATIONS))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.fast or config.option.record_durations:
+    if config.option.fast or (config.option.record_durations and not config.option.each_choice):
         left_out = [item for item in items if not is_fast(item)]
         items[:] = [item for item in items if is_fast(item)]
         config.hook.pytest_deselected(items=left_out)
@@ -170,7 +176,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
-    items.sort(key=lambda item: (list(NICENESS).index(group(item.nodeid)), not item.nodeid.startswith(LONGEST)))
+    seconds = json.loads(QUICK_DURATIONS.read_text()) if QUICK_DURATIONS.exists() else {}
+
+    def order(item: pytest.Item) -> tuple[int, float]:
+        its_group, file = group(item.nodeid), item.nodeid.partition("::")[0]
+        # a file without an entry may be long
+        return list(NICENESS).index(its_group), -seconds.get(file, 60.0) if its_group in BY_FILES else 0.0
+
+    items.sort(key=order)
 
 
 def pytest_collection_finish() -> None:
@@ -192,6 +205,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class SideBySide(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.split("::")[0] if group(nodeid) in ("alone", "ranks") else group(nodeid)
+            return nodeid.split("::")[0] if group(nodeid) in BY_FILES else group(nodeid)
 
     return SideBySide(config, log)
