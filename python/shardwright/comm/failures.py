@@ -54,7 +54,9 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
         return
     stack = "".join(traceback.format_exception(type(error), error, trace))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()) + (_LATER_S if is_heard else 0))}
-    partial = f"{path}.partial"  # an agent cannot read an empty file, such as a full disk leaves, and ends with an error
+    partial = (
+        f"{path}.partial"  # an agent cannot read an empty file, such as a full disk leaves, and ends with an error
+    )
     try:
         with open(partial, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)

@@ -443,7 +443,9 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
     """
     for name in ("store", "rank", "world_size", "init_method"):
         if name in options:
-            raise ValueError(f"init_process_group: {name} comes from the launcher; call torch.distributed's own function to set it")
+            raise ValueError(
+                f"init_process_group: {name} comes from the launcher; call torch.distributed's own function to set it"
+            )
     launch = read_launch(os.environ)
     if launch is None:
         _logger.warning(_ONE_RANK)
