@@ -104,8 +104,8 @@ def save(
         stages.extend(stages_of(module, optimizer))
         return Training(torch.nn.Module(), extra=extra)
 
-    def writer(*args: Any, **options: Any) -> Writer:
-        return PipelineWriter(*args, stages=stages, **options) if stages else Writer(*args, **options)
+    def writer(of: Peers, nonce: str, board: str, **options: Any) -> Writer:
+        return PipelineWriter(of, nonce, board, stages, **options) if stages else Writer(of, nonce, board, **options)
 
     saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s, writer=writer)
     try:

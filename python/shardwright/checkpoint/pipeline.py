@@ -72,10 +72,10 @@ class PipelineWriter(Writer):
     def __init__(self, peers: Peers, nonce: str, board: str, stages: Sequence[Stage], **options: Any) -> None:
         super().__init__(peers, nonce, board, **options)
         self._stages, self._options = stages, options
-        self._kept = contextlib.ExitStack()
+        self._opened = contextlib.ExitStack()
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
-        with self._kept:
+        with self._opened:
             super().begin(*args, **kwargs)
 
     def _agree(self, training: Training, step: int, *released: Any) -> tuple[Content, Content | None, CheckpointPlan]:
@@ -119,10 +119,10 @@ class PipelineWriter(Writer):
         training, optimizer = stage.training, stage.training.optimizer
         peers = Peers(training.model, None, self._timeout_s)
         writer = Writer(peers, new_nonce(), None, **self._options)
-        self._kept.callback(writer.close)
+        self._opened.callback(writer.close)
         slices, passing = released_slices(training.model)
         if passing:
-            self._kept.enter_context(whole_parameters(training.model, writable=False))
+            self._opened.enter_context(whole_parameters(training.model, writable=False))
         draft, failure = None, None
         try:
             draft = writer._find(training, step, slices, passing)
@@ -139,7 +139,7 @@ class PipelineWriter(Writer):
         if hasattr(optimizer, "replica_of"):
             states = sliced_state(optimizer, layout.described, writer._values(optimizer, layout))
         content, body = writer._shared_content(training, draft, states, layout)
-        self._kept.callback(content.held.clear)
+        self._opened.callback(content.held.clear)
         groups = content.groups[: 1 if optimizer is None else 2]
         tensors = {
             f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first) for g in groups for n, t in g.tensors.items()

@@ -18,7 +18,7 @@ import re
 import tarfile
 import types
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 
@@ -214,8 +214,8 @@ class Unpickler(pickle._Unpickler):
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("the pickle has an opcode that no torch writes")
 
-    dispatch = {
-        **pickle._Unpickler.dispatch,  # type: ignore[dict-item]
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
         pickle.BUILD[0]: _build,
         pickle.REDUCE[0]: _reduce,
         pickle.NEWOBJ[0]: _newobj,
