@@ -474,7 +474,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy of a value; of a DTensor, also inside dictionaries, the whole tensor. Collective over its mesh."""
     if type(value) is dict:
         return {key: _copied(each, memo) for key, each in value.items()}
-    return whole_tensor(value).clone() if is_dtensor(value) else copy.deepcopy(value, memo)
+    if is_dtensor(value):
+        return whole_tensor(value).clone()
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not has_memory(value):
+        names, context = value.__tensor_flatten__()  # a wrapper subclass such as torchao's may not implement clone()
+        inner = {name: getattr(value, name).clone() for name in names}
+        kind: Any = type(value)
+        return kind.__tensor_unflatten__(inner, context, value.shape, value.stride())
+    return copy.deepcopy(value, memo)
 
 
 class UnmatchedNames(NamedTuple):

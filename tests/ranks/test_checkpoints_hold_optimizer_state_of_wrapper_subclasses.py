@@ -93,6 +93,13 @@ def test_inner_tensors_are_the_entries_at_every_stage(rank, world_size):
             model, optimizer = begin(zero)
             sw.load_full_state_dict(model, dict(zip(sw.full_state_dict(model), values(begin(0)[0]))))
             train(model, optimizer, rank, range(2))
+            if not zero:
+                held, copied = (
+                    optimizer.state[model.module[0].weight]["moment"],
+                    sw.full_optimizer_state_dict(model, optimizer),
+                )
+                assert torch.equal(copied["state"][0]["moment"].codes, held.codes)
+                assert copied["state"][0]["moment"].codes.data_ptr() != held.codes.data_ptr()
             sw.save(f"{folder}/{zero}", model, optimizer)
             assert bytes_of(f"{folder}/{zero}") == bytes_of(f"{folder}/0"), zero
             again = begin((zero + 2) % 4)
