@@ -35,7 +35,7 @@ KINDS = {
     "slow": "a pause of `seconds` before the step",
     "raise": "a RuntimeError before the step",
     "flip": "one bit of an averaged gradient is another",
-    "disk": "no file can grow (RLIMIT_FSIZE) for one step",
+    "disk": "no file can grow (RLIMIT_FSIZE) while this step is saved, and the next one",
     "cut": "the link of the rank's host is down for `seconds`, by the plan's commands `link.down` and `link.up`",
 }
 _KEYS = {"kind", "rank", "step", "seconds"}
@@ -213,6 +213,7 @@ class Agent:
         self._faults = {number: fault for number, fault in enumerate(faults) if fault.rank == self._rank}
         self._step = self._began_ns = self._took_ns = 0
         self._limit: tuple[int, int] | None = None
+        self._limited = 0
         self._model: Any = lambda: None
         self.tell("start", attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         register_optimizer_step_pre_hook(self._before_step)
@@ -236,25 +237,29 @@ class Agent:
     def passed(self, step: int) -> None:
         """Step `step` has ended, and is about to be saved."""
         self.tell("step", step=step)
-        if self._limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, self._limit)
-            self._limit = None
+        self._limit_disk(step)
         self._began_ns, self._took_ns = time.monotonic_ns(), time.monotonic_ns() - self._began_ns
         self._begin(step + 1)
 
     def _begin(self, step: int) -> None:
         self._step = step
         self._began_ns = time.monotonic_ns()
-        for number, fault in self._due("kill", "stop", "disk"):
-            if fault.kind == "disk":
-                self._fire(number, fault)
-                self._limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._limit[1]))
-                continue
+        for number, fault in self._due("kill", "stop"):
             delay_s = min(self._took_ns / 1e9, 1.0) * fault.at
             timer = threading.Timer(delay_s, self._signal, (number, fault))
             timer.daemon = True
             timer.start()
+
+    def _limit_disk(self, step: int) -> None:
+        """Set or lift the limit. The next save waits for the end of this one, so it holds until the one behind that."""
+        for number, fault in self._due("disk"):
+            self._fire(number, fault)
+            self._limit = resource.getrlimit(resource.RLIMIT_FSIZE) if self._limit is None else self._limit
+            self._limited = step
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._limit[1]))
+        if self._limit is not None and step >= self._limited + 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self._limit)
+            self._limit = None
 
     def _due(self, *kinds: str) -> list[tuple[int, Fault]]:
         found = [(n, each) for n, each in self._faults.items() if each.kind in kinds and each.step == self._step]
