@@ -207,3 +207,31 @@ def test_a_scaler_unscales_where_one_columns_experts_have_no_gradient(rank, worl
             assert torch.allclose(after["experts.up"], expected) and same_everywhere([*after.values()])
             before = after
     assert_equal(after, before)
+
+
+@on_every_rank(exactly=4)
+def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_size):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    mesh, whole = mesh_of(2), StateDictOptions(full_state_dict=True)
+    for stage in (3, "private"):  # torch's functions
+        model, optimizer = wrapped(mesh, stage)
+        train(model, optimizer, rank, steps=1)
+        expected = sw.full_state_dict(model)
+        assert_equal(get_model_state_dict(model, options=whole), expected)
+        doubled = {name: 2 * value for name, value in expected.items()}
+        set_model_state_dict(model, dict(doubled), options=whole)
+        assert_equal(sw.full_state_dict(model), doubled)
+
+    with sw.Checkpointer(os.environ["SW_TEST_FOLDER"], model, optimizer, snapshot="lazy"):
+        assert [len(each.access._before_writes) for each in model._engines()] == [1, 1]
+    engines = model._engines()
+    model.reducer._remove_autograd_hooks()
+    assert all(each.retired for each in engines)
+
+    model, _ = wrapped(mesh, "by hand")
+    sw.full_state_dict(model)
+    experts = model.layers[0].experts
+    experts.set_gradient_divide_factor(world_size)
+    with pytest.raises(NotImplementedError, match="divided by 4: pass reduce='sum'"):
+        experts.set_gradient_divide_factor(2)

@@ -102,7 +102,9 @@ def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[s
     """Return read(), a state dict, with whole parameters: copies of those that are released afterwards."""
     with whole_parameters(wrapper):
         state = read()
-        return copied(state) if wrapper is not None and any(e.releases_parameters for e in wrapper._engines()) else state
+        return (
+            copied(state) if wrapper is not None and any(e.releases_parameters for e in wrapper._engines()) else state
+        )
 
 
 class TrainerMixin(_Wraps):
