@@ -391,8 +391,8 @@ static int run_cut(fault kind, int at, int step, int world_size)
 static void cut_every_call(fault kind, int step, int world_size)
 {
     static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
-    /* The quick form dies at every call; calls that fail or are torn it takes in turn, kind by kind. */
-    int stride = getenv("SW_TEST_LONG") || kind <= FAULT_DIE_AFTER ? 1 : 2;
+    /* The quick form dies and fails at every call; calls that are torn or find no space it takes in turn, kind by kind. */
+    int stride = getenv("SW_TEST_LONG") || kind <= FAULT_DIE_AFTER || kind == FAULT_EIO ? 1 : 2;
     int said = 0;
     for (int at = 1 + (int)kind % stride; said != 2; at += stride) { /* 2: the save has fewer calls */
         size_t left_count = 0;

@@ -141,6 +141,7 @@ def wrapped(mesh, stage, **options):
     if stage == "by hand":
         for layer in model.layers:
             sw.fully_shard(layer.experts, mesh=mesh["dp_mod_ep"])
+            layer.experts.set_gradient_divide_factor(dist.get_world_size())  # before there is an engine
             sw.fully_shard(layer)
         sw.fully_shard(model, **options)
         return model, sw.shard_optimizer(model, optimizer_of(model))

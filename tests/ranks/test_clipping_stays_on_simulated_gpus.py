@@ -92,7 +92,7 @@ def test_what_is_read_has_the_bits_of_the_cpu(teams: Any, paths: dict[str, str],
 
 def compared(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
     cases = [(sgd, False, True), (adamw, True, True), (adamw, False, False), (torchs, False, True)]
-    for optimizer, hook, by_wrap in in_turn(cases, zero, of=4):
+    for optimizer, hook, by_wrap in in_turn(cases, zero):
         with gpus.torch_on_cpu():
             expected = Trained(None, rank, zero, optimizer, hook, by_wrap)
         found = Trained(gpus, rank, zero, optimizer, hook, by_wrap)

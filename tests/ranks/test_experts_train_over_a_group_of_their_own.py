@@ -151,10 +151,87 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
     )
     told("groups: 'nothing' matches no parameter", {"*.experts" if rank != 2 else "nothing": group})
     told("compress= is not there", {"*.experts": group}, compress=sw.Int8())
+    model = sw.wrap(distributed(mesh), groups={"*.experts": group})
+    expert = model.module.layers[0].experts.up
+    (found,) = torch.autograd.grad(expert.to_local().sum(), expert)  # 2 of 4 ranks average it, as compose.md says
+    assert found.to_local().unique().tolist() == [0.5]
     with pytest.raises(TypeError, match="groups must be a dict"):
         sw.wrap(build(), groups=[group])
-    model = sw.wrap(distributed(mesh), groups={"*.experts": group})
     with pytest.raises(NotImplementedError, match="join"):
         model.join()
     with pytest.raises(NotImplementedError, match="communication hooks"):
         model.register_comm_hook(None, lambda state, bucket: bucket)
+
+
+class Skipping(torch.nn.Module):
+    """Experts that ranks of some columns leave out altogether."""
+
+    def __init__(self, mesh):
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__()
+        self.inlet = torch.nn.Linear(4, 4)
+        self.experts = torch.nn.Module()
+        self.experts.up = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["ep"], [Shard(0)]))
+        self.uses_experts = mesh.get_local_rank("ep") == 0
+
+    def forward(self, x):
+        x = self.inlet(x)
+        return x @ self.experts.up.to_local().T if self.uses_experts else x
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_every_rank(exactly=4)
+def test_a_scaler_unscales_where_one_columns_experts_have_no_gradient(rank, world_size, stage):
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    model = Skipping(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    model, optimizer = sw.wrap(model, optimizer, zero=stage, groups={"experts": mesh["dp_mod_ep"]})
+    before = sw.full_state_dict(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for overflows in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).sum() * (float("inf") if overflows and rank == 2 else 1.0)).backward()
+        assert (model.module.experts.up.grad is None) != model.module.uses_experts
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()
+        assert gather(found) == [float(overflows)] * world_size
+        scaler.step(optimizer)
+        scaler.update()
+        after = sw.full_state_dict(model)
+        if not overflows:
+            x = torch.nn.functional.linear(torch.ones(2, 4), before["inlet.weight"], before["inlet.bias"]).sum(0)
+            expected = before["experts.up"].clone()
+            expected[:2] -= 0.125 * x / 2  # two of four ranks contribute
+            assert torch.allclose(after["experts.up"], expected) and same_everywhere([*after.values()])
+            before = after
+    assert_equal(after, before)
+
+
+@on_every_rank(exactly=4)
+def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_size):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    mesh, whole = mesh_of(2), StateDictOptions(full_state_dict=True)
+    for stage in (3, "private"):  # torch's functions
+        model, optimizer = wrapped(mesh, stage)
+        train(model, optimizer, rank, steps=1)
+        expected = sw.full_state_dict(model)
+        assert_equal(get_model_state_dict(model, options=whole), expected)
+        doubled = {name: 2 * value for name, value in expected.items()}
+        set_model_state_dict(model, dict(doubled), options=whole)
+        assert_equal(sw.full_state_dict(model), doubled)
+
+    with sw.Checkpointer(os.environ["SW_TEST_FOLDER"], model, optimizer, snapshot="lazy"):
+        assert [len(each.access._before_writes) for each in model._engines()] == [1, 1]
+    engines = model._engines()
+    model.reducer._remove_autograd_hooks()
+    assert all(each.retired for each in engines)
+
+    model, _ = wrapped(mesh, "by hand")
+    sw.full_state_dict(model)
+    experts = model.layers[0].experts
+    experts.set_gradient_divide_factor(world_size)
+    with pytest.raises(NotImplementedError, match="divided by 4: pass reduce='sum'"):
+        experts.set_gradient_divide_factor(2)

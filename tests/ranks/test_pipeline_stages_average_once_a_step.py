@@ -195,6 +195,72 @@ def test_one_checkpoint_holds_all_stages_and_loads_over_any_number_of_them(rank,
         sw.load(folder / "one", stages[:1] if place == 0 else stages, optimizers[:1] if place == 0 else optimizers)
 
 
+class Counted(torch.optim.SGD):
+    """An optimizer with a number of Python's in the state of each parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+
+
+class Further(torch.optim.SGD):
+    """An optimizer with state of its own beside that of parameters."""
+
+    told = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "told": self.told}
+
+
+@on_every_rank(exactly=4)
+def test_what_one_checkpoint_of_stages_cannot_hold_is_refused_on_all_ranks(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    folder = Path(os.environ["SW_TEST_FOLDER"])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    index = mesh.get_local_rank("pp")
+
+    def stage_of(name, optimizer, *, zero=2, buffer=None):
+        module = nn.Sequential(OrderedDict([(name, block(index))]))
+        if buffer is not None:
+            module.register_buffer("shared", torch.full((2,), float(buffer)))
+        options = {"zero": zero, "partition": "flat"} if zero else {}
+        module, optimizer = sw.wrap(module, optimizer(module.parameters(), lr=0.1), device_mesh=mesh["dp"], **options)
+        return sw.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh["pp"].get_group()), optimizer
+
+    def refused(pattern, call):
+        with pytest.raises(sw.CheckpointError, match=pattern) as caught:
+            call()
+        assert len({*gather(str(caught.value))}) == 1
+
+    stage, optimizer = stage_of(str(index), Counted, buffer=1)  # a buffer of equal bits may be in all stages
+    stage.submod(torch.randn(3, WIDTH)).square().mean().backward()
+    optimizer.step()
+    sw.save(folder / "counted", stage, optimizer)
+    module = nn.Sequential(*map(block, range(2)))
+    module.register_buffer("shared", torch.zeros(2))
+    module, optimizer = sw.wrap(module, Counted(module.parameters(), lr=0.1), zero=1, partition="flat")
+    sw.load(folder / "counted", module, optimizer)
+    found = sw.full_optimizer_state_dict(module, optimizer)["state"]
+    assert [found[number]["count"] for number in range(8)] == [1] * 8
+
+    stage, optimizer = stage_of(str(index), Counted, buffer=index)
+    refused("'shared' is in stage 0 and in stage 1", lambda: sw.save(folder / "x", stage, optimizer))
+    stage, optimizer = stage_of("0", Counted)
+    refused("'0.0.weight' is in stage 0 and in stage 1", lambda: sw.save(folder / "x", stage, optimizer))
+    stage, optimizer = stage_of(str(index), Further, zero=0)
+    optimizer.told = index
+    refused("the optimizer of stage 1 has other state beside", lambda: sw.save(folder / "x", stage, optimizer))
+    stage, optimizer = stage_of(str(index), Counted)
+    if rank == 1:
+        stage.submod.register_buffer("odd", torch.eye(2).to_sparse())
+    refused("rank 1: .*odd", lambda: sw.load(folder / "counted", stage, optimizer))
+    refused("odd", lambda: sw.save(folder / "x", stage, optimizer))
+    assert not (folder / "x").exists()
+
+
 @on_every_rank(exactly=2)
 def test_a_module_that_is_not_wrapped_is_refused(rank, world_size):
     with pytest.raises(sw.Error, match=r"needs a wrapped module, .*got Sequential"):

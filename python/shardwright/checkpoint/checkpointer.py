@@ -823,9 +823,11 @@ def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
 def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:
     """Register `protect` before each optimizer step and before each other write of the engine. Return the hooks' handles."""
     wrapped = wrapper_of(model)
-    replica = None if wrapped is None else wrapped._replica
-    engine = [] if replica is None else [replica.access.register_before_writes(protect)]
-    return [optimizer.register_step_pre_hook(protect), *engine]
+    replicas = [] if wrapped is None or wrapped._replica is None else wrapped._engines()
+    return [
+        optimizer.register_step_pre_hook(protect),
+        *(replica.access.register_before_writes(protect) for replica in replicas),
+    ]
 
 
 def _protector(writer: Writer) -> Any:

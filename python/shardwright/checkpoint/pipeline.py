@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,17 @@ class _Held:
     tensors: dict[str, Any]
 
 
+@dataclasses.dataclass
+class _Opened:
+    """A stage with the ranks that have it."""
+
+    stage: Stage
+    peers: Peers
+    writer: Writer
+    slices: dict[int, Sliced]
+    passing: set[int]
+
+
 class PipelineWriter(Writer):
     """A Writer of all stages of a pipeline. `peers` are the ranks of all of them."""
 
@@ -80,21 +92,24 @@ class PipelineWriter(Writer):
 
     def _agree(self, training: Training, step: int, *released: Any) -> tuple[Content, Content | None, CheckpointPlan]:
         held: list[_Held] = []
+        opened: list[_Opened] = []
+        # a rank that fails before its stage's ranks exchange anything is heard by all
+        self._peers.together(lambda: opened.extend(map(self._open, self._stages)), "modules of a pipeline")
 
         def describe() -> list[Any]:
-            held.extend(self._hold(stage, step) for stage in self._stages)
+            held.extend(self._hold(each, step) for each in opened)
             return [each.told for each in held]
 
-        told = {
-            each["index"]: each
-            for of_rank in self._peers.together(describe, "stages of a pipeline")
-            for each in of_rank
-        }
+        told: dict[int, Any] = {}
+        for each in itertools.chain(*self._peers.together(describe, "stages of a pipeline")):
+            if each["is_first"]:  # the rank that has the values that are no tensors
+                told.setdefault(each["index"], each)
         in_order = [told[index] for index in sorted(told)]
         made: list[Any] = []
 
         def make() -> int:
             owned = {each.told["index"]: each.tensors for each in held}
+            _check_apart(in_order)
             draft = self._find(training, step, {}, set())
             draft.found = _joined_model(in_order, owned)
             made.extend((draft, *_joined_optimizer(in_order, owned)))
@@ -104,23 +119,33 @@ class PipelineWriter(Writer):
         draft, optimizer, body = made
         self._hear(draft, None)
         layout = self._lay_out(draft)
-        shared, _ = self._shared_content(training, draft, None, layout)
-        if optimizer is not None:
-            group = Group("optimizer", optimizer, {"format": "pt"}, numbered=True, max_file_bytes=self._max_file_bytes)
-            shared.groups.insert(1, group)
-        layout.plan = CheckpointPlan(*shared.entries())
-        digests = self._peers.exchange(layout.plan.digest, "plan of a checkpoint")
-        if len({*digests}) > 1:
-            raise CheckpointError("ranks would write other files than rank 0: their stages do not fit together")
-        return shared, self._own_content(draft, layout, body), layout.plan
+        contents: list[tuple[Content, Content | None, CheckpointPlan]] = []
 
-    def _hold(self, stage: Stage, step: int) -> _Held:
-        """Return what this rank has of a stage. Collective over the stage's ranks."""
-        training, optimizer = stage.training, stage.training.optimizer
-        peers = Peers(training.model, None, self._timeout_s)
+        def lay_out() -> int:
+            shared, _ = self._shared_content(training, draft, None, layout)
+            if optimizer is not None:
+                shared.groups.insert(
+                    1,
+                    Group("optimizer", optimizer, {"format": "pt"}, numbered=True, max_file_bytes=self._max_file_bytes),
+                )
+            layout.plan = CheckpointPlan(*shared.entries())
+            contents.append((shared, self._own_content(draft, layout, body), layout.plan))
+            return layout.plan.digest
+
+        if len({*self._peers.together(lay_out, "plan of a checkpoint")}) > 1:
+            raise CheckpointError("ranks would write other files than rank 0: their stages do not fit together")
+        return contents[0]
+
+    def _open(self, stage: Stage) -> _Opened:
+        peers = Peers(stage.training.model, None, self._timeout_s)
         writer = Writer(peers, new_nonce(), None, **self._options)
         self._opened.callback(writer.close)
-        slices, passing = released_slices(training.model)
+        return _Opened(stage, peers, writer, *released_slices(stage.training.model))
+
+    def _hold(self, opened: _Opened, step: int) -> _Held:
+        """Return what this rank has of a stage. Collective over the stage's ranks, which raise together."""
+        training, optimizer = opened.stage.training, opened.stage.training.optimizer
+        peers, writer, slices, passing = opened.peers, opened.writer, opened.slices, opened.passing
         if passing:
             self._opened.enter_context(whole_parameters(training.model, writable=False))
         draft, failure = None, None
@@ -134,24 +159,55 @@ class PipelineWriter(Writer):
             failure = error
         writer._hear(draft, failure, averages_gradients(training.model))
         assert draft is not None
-        layout = writer._lay_out(draft)
-        states = None
-        if hasattr(optimizer, "replica_of"):
-            states = sliced_state(optimizer, layout.described, writer._values(optimizer, layout))
-        content, body = writer._shared_content(training, draft, states, layout)
-        self._opened.callback(content.held.clear)
-        groups = content.groups[: 1 if optimizer is None else 2]
-        tensors = {
-            f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first) for g in groups for n, t in g.tensors.items()
-        }
-        rows = {
-            g.stem: [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in g.tensors.items()]
-            for g in groups
-        }
-        told = {"index": stage.index, "buffers": list(draft.found.buffers), "tied": draft.found.tied, **rows}
-        if body is not None:
-            told["tree"] = json.loads(tree.dumps(body))
-        return _Held(told, tensors)
+        layout, found = writer._lay_out(draft), draft.found
+        made: list[_Held] = []
+
+        def make() -> None:
+            states = None
+            if hasattr(optimizer, "replica_of"):
+                states = sliced_state(optimizer, layout.described, writer._values(optimizer, layout))
+            content, body = writer._shared_content(training, draft, states, layout)
+            self._opened.callback(content.held.clear)
+            groups = content.groups[: 1 if optimizer is None else 2]
+            tensors = {
+                f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first)
+                for g in groups
+                for n, t in g.tensors.items()
+            }
+            rows = {
+                g.stem: [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in g.tensors.items()]
+                for g in groups
+            }
+            options = {
+                n: t for g in groups for n, t in g.tensors.items() if n in g.first and isinstance(t, torch.Tensor)
+            }
+            checksums = writer._staging.checksums({**found.buffers, **options})
+            told = {"index": opened.stage.index, "is_first": peers.rank == 0, "checksums": checksums}
+            told |= {"buffers": list(found.buffers), "tied": found.tied, **rows}
+            if body is not None:
+                told["tree"] = json.loads(tree.dumps(body))
+            made.append(_Held(told, tensors))
+
+        peers.together(make, "content of a stage")
+        return made[0]
+
+
+def _check_apart(in_order: Sequence[Any]) -> None:
+    """Raise CheckpointError for a name of the model in two stages, of which one checkpoint would keep one tensor."""
+    seen: dict[str, Any] = {}
+    for told in in_order:
+        for name in [*(each[0] for each in told["model"]), *told["tied"]]:
+            first = seen.setdefault(name, told)
+            if first is not told and not _is_alike(name, first, told):
+                raise CheckpointError(
+                    f"'{name}' is in stage {first['index']} and in stage {told['index']}: modules of stages have the names of the "
+                    "whole model, each in one stage; of weights that stages tie, save one (buffers of one name must have equal bits)"
+                )
+
+
+def _is_alike(name: str, first: Any, other: Any) -> bool:
+    """Return whether a tensor that both stages hold whole, a buffer or one of a group's options, has equal bits."""
+    return name in first["checksums"] and first["checksums"][name] == other["checksums"].get(name)
 
 
 def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
@@ -167,8 +223,9 @@ def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
 def _join(
     in_order: Sequence[Any], owned: Mapping[int, Any], stem: str, takes: Callable[[Any, str], bool]
 ) -> dict[str, Any]:
-    """Return the tensors of all stages; of a name in several stages the first one's."""
+    """Return the tensors of all stages; of a name in several stages, whose tensors are alike, the first one's."""
     found: dict[str, Any] = {}
+    first: dict[str, Any] = {}
     kinds: dict[str, Any] = {}
     for told in in_order:
         for name, dtype, shape in told[stem]:
@@ -178,6 +235,12 @@ def _join(
                 raise CheckpointError(
                     f"'{name}' of stage {told['index']} has another shape or dtype than in a stage before it"
                 )
+            if name in found and not _is_alike(name, first[name], told):
+                raise CheckpointError(
+                    f"'{name}' of the optimizers of stage {first[name]['index']} and stage {told['index']} differs: one checkpoint "
+                    "holds one optimizer"
+                )
+            first.setdefault(name, told)
             own = owned.get(told["index"], {}).get(f"{stem}.{name}")
             found.setdefault(name, own or Sliced(getattr(torch, dtype), tuple(shape), ()))
     return found
@@ -200,6 +263,11 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
             raise CheckpointError(
                 f"the optimizer of stage {told['index']} has other groups than that of the first stage"
             )
+        if body.get("further") != other.get("further"):
+            raise CheckpointError(
+                f"the optimizer of stage {told['index']} has other state beside that of parameters than that of the first stage: one "
+                "checkpoint holds one optimizer"
+            )
         for number, (mine, theirs) in enumerate(zip(body["groups"], other["groups"])):
             odd = next((k for k in {**mine, **theirs} if k != "params" and mine.get(k) != theirs.get(k)), None)
             if odd is not None:
@@ -216,9 +284,17 @@ def load_stages(
     path: str, peers: Peers, stages: Sequence[Stage], load: Callable[..., Any], options: Mapping[str, Any]
 ) -> Any:
     """Fill each stage of this rank from one checkpoint. Return its `extra`. Collective over the ranks of all stages."""
-    names = {stage.index: list(model_tensors(stage.training.model).all()) for stage in stages}
-    tied = [name for stage in stages for name in model_tensors(stage.training.model).tied]
-    of_all = peers.exchange([*(name for each in names.values() for name in each), *tied], f"load of {path}")
+    names: dict[int, list[str]] = {}
+
+    def describe() -> list[str]:
+        tied: list[str] = []
+        for stage in stages:
+            tensors = model_tensors(stage.training.model)
+            names[stage.index] = list(tensors.all())
+            tied += tensors.tied
+        return [*(name for each in names.values() for name in each), *tied]
+
+    of_all = peers.together(describe, f"load of {path}")
 
     def check() -> None:
         if peers.rank or not options["strict"] or options["rename"] is not None:

@@ -48,6 +48,8 @@ class GradientBoard:
         self._factor: tuple[torch.Tensor, int, float] | None = None
         #: (index, slice) -> the whole average, gathered; weak, since gradients hold the board
         self.whole_of: Callable[[], Callable[[int, torch.Tensor], torch.Tensor] | None] = lambda: None
+        #: of a part, the board of the wrapper's first engine, whose ranks are all that average; weak
+        self.first: Callable[[], GradientBoard | None] = lambda: None
         self.announce: Callable[..., None] = lambda *_: (
             None
         )  # tells joined ranks which collective comes; see parallel/join.py
@@ -355,16 +357,19 @@ def _each(name: str) -> Callable[..., Any]:
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    mesh = next((grad.device_mesh for grad in grads if is_dtensor(grad)), None)
+    meshes = [grad.device_mesh if is_dtensor(grad) else None for grad in grads]
     grads = [held_tensor(grad) if is_dtensor(grad) else grad for grad in grads]
     sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
-    board = sliced[0]._board
+    of_parts = {id(grad) for grad in sliced if grad._board.first() is not None}
+    # whichever gradients a rank has: the ranks that hold the shards of a part's are all ranks that vote
+    mesh = next((mesh for grad, mesh in zip(grads, meshes) if mesh is not None and id(grad) not in of_parts), None)
+    board = sliced[0]._board.first() or sliced[0]._board
 
     def overflowed() -> bool:
         for grad in sliced:
             grad.averaged_piece()
         for grad in sliced:
-            board.scaled(grad._index, "mul_", board.number(inverse_scale))
+            grad._board.scaled(grad._index, "mul_", board.number(inverse_scale))
         plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
         aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
         return bool(found_inf.item())

@@ -340,7 +340,8 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def destroy(self) -> None:
         """Take the wrapper off: every rank has a whole model of its own afterwards. Collective."""
-        self.wrapped._engine().retire(together=True)
+        for engine in self.wrapped._engines():
+            engine.retire(together=True)
 
     # numbers ------------------------------------------------------------------------------------------------------
 

@@ -93,7 +93,8 @@ class _Wraps:
 
 def _clips_all_of(wrapper: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if clipping the gradients of `parameters` clips all gradients of the wrapped module, and no others."""
-    members, own = {id(p) for p in parameters}, wrapper._engine().table.parameters
+    members = {id(p) for p in parameters}
+    own = [p for engine in wrapper._engines() for p in engine.table.module_parameters]
     return members <= {id(p) for p in own} and {id(p) for p in own if p.requires_grad} <= members
 
 
@@ -101,7 +102,9 @@ def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[s
     """Return read(), a state dict, with whole parameters: copies of those that are released afterwards."""
     with whole_parameters(wrapper):
         state = read()
-        return copied(state) if wrapper is not None and wrapper._engine().releases_parameters else state
+        return (
+            copied(state) if wrapper is not None and any(e.releases_parameters for e in wrapper._engines()) else state
+        )
 
 
 class TrainerMixin(_Wraps):
@@ -299,7 +302,8 @@ class TrainerMixin(_Wraps):
             for owner, name in self._replaced:
                 delattr(owner, name)
             self.model = self.lightning_module
-            wrapper._engine().retire(together=not self._failed)
+            for engine in wrapper._engines():
+                engine.retire(together=not self._failed)
         super().teardown()  # type: ignore[misc]
 
 

@@ -366,6 +366,8 @@ class DistributedDataParallel(TorchDDP):
             before=self._engines()[-1],
             gradient_factor=1.0 if part.options.reduce == "sum" else group.world_size / world_size,
         )
+        if replica.gradients.sliced_board is not None:
+            replica.gradients.sliced_board.first = weakref.ref(self._replica.gradients.board)
         self._parts += (replica,)
         self._drift.append(replica.access.watch(self.module, others, pinned=bool(self._zero)))
 
@@ -680,7 +682,9 @@ class DistributedDataParallel(TorchDDP):
         parameters, collectively."""
         if self._zero < 3 or not asked_by_torchs_functions():
             return super().state_dict(*args, **kwargs)
-        with self._engine().access.whole():
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines():
+                stack.enter_context(engine.access.whole())
             return copied(super().state_dict(*args, **kwargs))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -688,7 +692,9 @@ class DistributedDataParallel(TorchDDP):
         collectively."""
         if self._zero < 3 or not asked_by_torchs_functions():
             return super().load_state_dict(*args, **kwargs)
-        with self._engine().writable_parameters():
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines():
+                stack.enter_context(engine.writable_parameters())
             return super().load_state_dict(*args, **kwargs)
 
     # copies: weights without an engine, which is made collectively at the copy's first forward with gradients -------

@@ -53,7 +53,8 @@ class ReducerFacade:
     def _remove_autograd_hooks(self) -> None:
         wrapper = self._wrapper()
         if wrapper is not None:
-            wrapper._engine().retire()
+            for engine in wrapper._engines():
+                engine.retire()
 
     def _check_reducer_finalized(self) -> None:
         wrapper = self._wrapper()

@@ -43,6 +43,10 @@ class Mark:
         The wrapper of the outermost module, once it is made.
     ahead : dict of str to list of Mark
         The units that are gathered ahead in its "forward" and "backward", where the program names them.
+    divide_factor : float, optional
+        What the program says that gradients are divided by. It is checked once there is an engine.
+    divides_by : int, optional
+        What the engine divides them by.
     """
 
     reshard_after_forward: bool
@@ -51,6 +55,8 @@ class Mark:
     is_list: bool = False
     wrapper: DistributedDataParallel | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
+    divide_factor: float | None = None
+    divides_by: int | None = None
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
@@ -74,6 +80,15 @@ class Mark:
         found = ((schedule(), unit) for schedule, unit in self._units)
         return [(each, each.units[unit]) for each, unit in found if each is not None and each.units]
 
+    def check_divide_factor(self) -> None:
+        """Raise NotImplementedError if gradients are divided by something else than the program said."""
+        if self.divides_by is not None and self.divide_factor not in (None, self.divides_by):
+            factor, self.divide_factor = self.divide_factor, None
+            raise NotImplementedError(
+                f"set_gradient_divide_factor({factor:g}): gradients are divided by {self.divides_by}: pass reduce='sum' to fully_shard, which "
+                "divides by nothing, and divide the loss"
+            )
+
     def make(self, module: torch.nn.Module) -> None:
         """Return the engine, with `module` the outermost, unless it is inside of one that has an engine. Collective
         then."""
@@ -85,6 +100,7 @@ class Mark:
         if not self.places():
             self.wrapper = None
             options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
+            _check_divide_factors(module, options)
             precision = _policies(module)
             self.wrapper = DistributedDataParallel(
                 module, zero=3, share_parameters=False, precision=precision, **options
@@ -102,6 +118,19 @@ def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
     """Return the precision options of fully_shard for `module` and the modules inside it."""
     marks = {name: mark_of(each) for name, each in module.named_modules()}
     return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
+
+
+def _check_divide_factors(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Note what gradients of the modules inside `module` are divided by. Raise where the program said another factor."""
+    mesh, divides_by = options.get("device_mesh"), 1
+    if options.get("reduce") != "sum" and (mesh is not None or torch.distributed.is_initialized()):
+        divides_by = torch.distributed.get_world_size(options.get("process_group")) if mesh is None else mesh.size()
+    ignored = {id(each) for each in options.get("ignored_params", ())}
+    for each in module.modules():
+        mark = mark_of(each)
+        if mark is not None and any(id(p) not in ignored for p in each.parameters()):
+            mark.divides_by = divides_by
+            mark.check_divide_factor()
 
 
 def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
@@ -214,20 +243,17 @@ class FullySharded(torch.nn.Module):
             )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Accept what gradients are divided by: the number of ranks, or 1 with reduce="sum".
+        """Accept what gradients are divided by: the number of the outermost module's ranks, or 1 with reduce="sum".
+
+        An inner module's, experts' too, are divided by the same.
 
         Raises
         ------
         NotImplementedError
-            For another factor.
+            For another factor; before there is an engine, as it is made.
         """
-        wrapper = self._outermost("set_gradient_divide_factor")
-        divides_by = 1 if wrapper._options.reduce == "sum" else wrapper._engine().group.world_size
-        if factor != divides_by:
-            raise NotImplementedError(
-                f"set_gradient_divide_factor({factor:g}): gradients are divided by {divides_by}: pass reduce='sum' to fully_shard, which "
-                "divides by nothing, and divide the loss"
-            )
+        self._shardwright_mark.divide_factor = factor
+        self._shardwright_mark.check_divide_factor()
 
     def _outermost(self, what: str) -> DistributedDataParallel:
         wrapper = wrapper_of(self)
