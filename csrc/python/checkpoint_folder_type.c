@@ -97,20 +97,6 @@ static int add_files(PyObject *files, sw_manifest *manifest, sw_error *err)
     return 0;
 }
 
-/* Adds lists of tallies likewise. */
-static int add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
-{
-    for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {
-        char *data;
-        Py_ssize_t size_bytes;
-        if (PyBytes_AsStringAndSize(PyList_GetItem(lists, i), &data, &size_bytes) < 0 ||
-            sw_tally_list_read((const uint8_t *)data, (size_t)size_bytes, sw_manifest_add_tally,
-                               manifest, err) != SW_OK)
-            return -1;
-    }
-    return 0;
-}
-
 static PyObject *folder_merged(PyObject *type, PyObject *args)
 {
     const char *path, *nonce;
@@ -124,7 +110,7 @@ static PyObject *folder_merged(PyObject *type, PyObject *args)
         return NULL;
     manifest.step = step;
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
-    if (add_files(files, &manifest, &err) < 0 || add_tallies(lists, &manifest, &err) < 0 ||
+    if (add_files(files, &manifest, &err) < 0 || sw_py_add_tallies(lists, &manifest, &err) < 0 ||
         sw_manifest_complete(&manifest, &err) != SW_OK) {
         sw_manifest_fini(&manifest);
         if (PyErr_Occurred())

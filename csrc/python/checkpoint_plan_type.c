@@ -319,8 +319,7 @@ static PyObject *plan_sync(PyObject *type, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Merges the lists of what ranks wrote. Returns -1 with an exception, or sets *err. */
-static int merge_lists(PyObject *lists, sw_manifest *manifest, sw_error *err)
+int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
 {
     for (Py_ssize_t i = 0; i < PyList_Size(lists); ++i) {
         char *data;
@@ -353,7 +352,7 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
     for (size_t f = 0; f < plan->file_count && status == SW_OK; ++f)
         status =
             sw_manifest_add_file(&manifest, plan->files[f].path, plan->files[f].size_bytes, &err);
-    if (status == SW_OK && merge_lists(lists, &manifest, &err) < 0)
+    if (status == SW_OK && sw_py_add_tallies(lists, &manifest, &err) < 0)
         status = SW_E_INVALID;
     if (status == SW_OK) {
         Py_BEGIN_ALLOW_THREADS

@@ -18,6 +18,7 @@
 #pragma GCC diagnostic ignored "-Wpedantic"
 
 #include "base/status.h"
+#include "checkpoint/manifest.h"
 #include "checkpoint/plan.h"
 #include "comm/comm.h"
 #include "comm/hier.h"
@@ -173,6 +174,9 @@ int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObj
 typedef struct plan_object {
     PyObject_HEAD sw_plan *plan; /* owned */
 } plan_object;
+/* checkpoint_plan_type.c: merges lists of what ranks wrote. Returns -1 with an exception, or sets
+ * *err. */
+int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err);
 extern PyType_Spec sw_py_checkpoint_plan_type_spec;
 extern PyType_Spec sw_py_checkpoint_saver_type_spec;
 extern PyType_Spec sw_py_checkpoint_folder_type_spec;

@@ -60,7 +60,9 @@ def launcher_of(chains: list[list[tuple[int, int]]], session: int) -> tuple[int,
 
 def name_of(job: str, place: int | None) -> str:
     """Return the abstract name of this host's guardian of a job. `place`: the number of a simulated host."""
-    namespace = os.stat("/proc/self/ns/pid").st_ino  # of two containers that share a network
+    namespace = 0
+    with contextlib.suppress(OSError):
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # of two containers that share a network
     return f"shardwright-memory-{os.geteuid()}-{job}-{namespace}" + ("" if place is None else f"-{place}")
 
 
