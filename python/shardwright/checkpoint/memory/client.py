@@ -129,7 +129,9 @@ class Client:
             os.set_inheritable(fd, False)
         if what in ("make", "open") and not passed:  # the kernel drops what it cannot number
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            raise CheckpointError(f"an image of a step cannot be opened: this process may open {most} files (ulimit -n), and has them")
+            raise CheckpointError(
+                f"an image of a step cannot be opened: this process may open {most} files (ulimit -n), and has them"
+            )
         return answer, passed[0] if passed else -1
 
     @property

@@ -180,7 +180,9 @@ def _forget() -> None:
     if not files:
         return
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in map(int, os.listdir("/proc/self/fd")):  # the one of the map, too, which has no name here and closes it itself
+    for fd in map(
+        int, os.listdir("/proc/self/fd")
+    ):  # the one of the map, too, which has no name here and closes it itself
         with contextlib.suppress(OSError):
             found = os.fstat(fd)
             if (found.st_dev, found.st_ino) in files:
