@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import random
+import resource
+import shutil
 import signal
 import socket
 import tempfile
@@ -23,8 +25,8 @@ from checkpoint_subjects import Small, build
 from harness import LONG, gather, on_every_rank
 from hosts import Lab
 from peer import PEER, batch, sw
-from shardwright.checkpoint.memory import budget, client
-from shardwright.checkpoint.memory.image import Table
+from shardwright.checkpoint.memory import budget, client, tier
+from shardwright.checkpoint.memory.image import Image, Table
 from shardwright.comm import process_group
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_survives_kill_at_any_moment import fill, training, values_of
@@ -68,6 +70,7 @@ def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose
     tier = checkpoints._memory
     assert not tier.off, tier.off
     begin = checkpoints.restore()
+    assert not open_images() and "whole" not in tier._client.ask("list")[0]["names"], "a restore leaves nothing open"
     restored = state(pair)
     losses = trained(rank, pair, checkpoints, begin, begin + steps)
     tier.wait()
@@ -85,6 +88,21 @@ def alone(rank, world_size, zero, steps, hosts=None):
     pair = sw.wrap(*build(Small, 3), **STAGES[zero])
     losses = trained(rank, pair, None, 0, steps)
     return losses, state(pair)
+
+
+def open_images():
+    """Return the descriptors and mappings of images that this process has."""
+    gc.collect()
+    found = [each.path for each in os.scandir("/proc/self/fd") if "shardwright-image" in links(each.path)]
+    with open("/proc/self/maps") as file:
+        return found + [line for line in file if "shardwright-image" in line]
+
+
+def links(path):
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""
 
 
 def wait_for(condition):
@@ -131,6 +149,11 @@ def ends_in_order(rank, world_size, folder):
     with pytest.raises(sw.CheckpointError, match="'step 9 in memory' does not fit the model"):
         with sw.Checkpointer(folder, other, memory_every=1) as checkpoints:
             checkpoints.restore()
+        assert not open_images()
+        with mock.patch("shardwright.checkpoint.memory.tier.Image.each_table", lambda self: 1 // 0):
+            with pytest.raises(ZeroDivisionError):
+                checkpoints._memory.assemble(mock.Mock(world_size=1, best=lambda host: "own-0", lacks=lambda *_: False))
+        assert not open_images()
     with sw.Checkpointer(folder, *pair, memory_every=2) as checkpoints:
         assert checkpoints.restore(step=4) == 4  # of the disk; a rollback
         assert checkpoints.restore() == 4, "memory forgot the later steps"
@@ -263,7 +286,7 @@ def test_where_memory_does_not_suffice_the_disk_alone_is_used(rank, world_size):
     assert [each for each in said if "memory tier" in each] == [
         f"checkpoints go to the disk alone, without a memory tier: {checkpoints._memory.off}"
     ] * (rank == 0)
-    assert [name for name in sorted(os.listdir(folder)) if name[0] != "."] == ["step-000004"]
+    assert [name for name in sorted(os.listdir(folder)) if name[0] != "."] == ["memory.json", "step-000004"]
 
 
 @on_every_rank(at_least=LEAST)
@@ -294,6 +317,77 @@ def test_a_tier_that_fails_leaves_the_disk(rank, world_size):
     assert counts == counts[:1] * 3
 
 
+def copy_fails(rank, world_size, folder):
+    """The copy of a step fails on one rank, and restore() comes before the next save."""
+    process_group._forced_hosts = [0, 1, 1]
+    pair = sw.wrap(*build(Small, 3), timeout_s=20)
+    for is_late in (False, True):
+        with sw.Checkpointer(f"{folder}/{is_late}", *pair, memory_every=1, memory_replicas=1) as checkpoints:
+            tier = checkpoints._memory
+            assert not tier.off, tier.off
+            trained(0, pair, checkpoints, 0, TO_DISK)
+            write = mock.Mock(side_effect=MemoryError("no memory for a test")) if rank == 2 else tier._write
+            with mock.patch.object(tier, "_write", write):
+                checkpoints.save(TO_DISK, every=TO_DISK)
+            if is_late and rank == 0:
+                with mock.patch.object(tier, "_timeout_s", 1.0):
+                    tier.wait()
+                assert "nothing of the copy of a step to or from another host came in 1 s" in tier._failure
+            assert checkpoints.restore() == TO_DISK
+            assert ("came in 1 s" if is_late else "no memory for a test") in tier.off
+
+
+@pytest.mark.timeout(120)
+def test_a_copy_that_never_comes_is_not_waited_for(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        team.run(copy_fails, folder=folder)
+
+
+def test_a_copied_directory_has_guardians_of_its_own(tmp_path):
+    first, copied, moved = (str(tmp_path / name) for name in ("first", "copied", "moved"))
+    os.mkdir(first)
+    job = tier._job_of(first)
+    shutil.copytree(first, copied)
+    assert tier._job_of(first) == job
+    other = tier._job_of(copied)
+    assert other != job and tier._job_of(copied) == other
+    os.rename(first, moved)
+    assert tier._job_of(moved) == job
+    (tmp_path / "moved" / tier.JOB).write_text("[]")
+    assert tier._job_of(moved) != job
+
+
+def test_images_are_of_the_present_start_and_not_of_children():
+    name = client.name_of("4" * 32, None)
+    old = client.Client.start(name, "old", client.ancestors()[0])
+    Image.make(old, "own-0", 1 << 20, 1).close()
+    new = client.Client(name, "new")
+    image = Image.open(new, "own-0")
+    late = client.Client(name, "old")  # a rank of the old start that was stopped before it came here
+    for each in (old, late):
+        for what in ("drop", "open"):
+            with pytest.raises(sw.CheckpointError, match="a later start of this job has come"):
+                each.ask(what, "own-0")
+        with pytest.raises(sw.CheckpointError, match="a later start of this job has come"):
+            Image.make(each, "own-0", 1 << 20, 1)
+    child = os.fork()
+    if child == 0:
+        os._exit(len(open_images()) + (image.fd != -1))
+    assert os.waitpid(child, 0)[1] == 0 and len(open_images()) == 3, "two descriptors and a mapping"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        with pytest.raises(sw.CheckpointError, match=rf"this process may open {free} files \(ulimit -n\)"):
+            new.ask("open", "own-0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    image.close()
+    for each in (old, late, new):
+        each.close(goodbye=True)
+
+
 def test_what_would_fit_is_named():
     gib = 1 << 30
     needs = [
@@ -302,6 +396,12 @@ def test_what_would_fit_is_named():
     ]
     assert budget.refusal(needs, 1) == "" and "memory_replicas=1 would fit" in budget.refusal(needs[:1], 2)
     assert "2 images of 2.00 GiB of its ranks and of 2 other hosts" in budget.refusal(needs[:1], 2)
+    assert budget.no_restore(needs[:1], 1) == "" and budget.no_restore(needs, 1) == ""
+    needs[1] = budget.Need("b", gib, [gib], 0, 5 * gib, "x")
+    assert (
+        "host b has room for its images and not for a restore from memory, which needs 2.00 GiB more"
+        in budget.no_restore(needs, 1)
+    )
     with open("/proc/meminfo") as file:
         total = int(file.readline().split()[1]) * 1024
     assert 0 < budget.memory_left()[0] < total

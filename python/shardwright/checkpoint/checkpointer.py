@@ -577,9 +577,11 @@ class Checkpointer:
             listed = [(asked[0], path) for path in chosen]
         refusals = []
         for _, place in reversed(_merged(listed, kept)):
-            reader, why, path = self._agree_on(place, made[0])
+            with contextlib.ExitStack() as opened:
+                reader, why, path = self._agree_on(place, made[0], opened)
+                if reader is not None:
+                    apply_together(reader, self._peers, everything=True)
             if reader is not None:
-                apply_together(reader, self._peers, everything=True)
                 if isinstance(place, Candidate) and self._memory is not None:
                     self._memory.took(place)
                 if step is not None:
@@ -601,14 +603,19 @@ class Checkpointer:
             )
         return 0
 
-    def _agree_on(self, place: str | Candidate, names: NameMap) -> tuple[Reader | None, str, str]:
-        """Return (reader, "", path), or (None, the reason to pass over it, path), of a checkpoint on disk or in memory. Collective."""
+    def _agree_on(
+        self, place: str | Candidate, names: NameMap, opened: contextlib.ExitStack
+    ) -> tuple[Reader | None, str, str]:
+        """Return (reader, "", path), or (None, the reason to pass over it, path), of a checkpoint on disk or in memory. Collective.
+
+        The reader can be used until `opened` ends."""
         source, path = None, place.label if isinstance(place, Candidate) else place
         if isinstance(place, Candidate):
             assert self._memory is not None
             source, why = self._memory.assemble(place)
             if source is None:
                 return None, why, path
+            opened.callback(source.close)
         else:
             why = self._fetch(path)
             if why:

@@ -51,6 +51,7 @@ class Buddies:
             [0] * len(peers),
         )  # a peer's step may come before ours has started
         self._is_closed = False
+        self.moved = 0  # transfers that have ended, for those who wait: it need not be exact
         self.failure = ""
         for number in range(len(peers)):
             for body in (self._send_always, self._receive_always):
@@ -130,6 +131,7 @@ class Buddies:
         self._wire_send(rank, _TABLES, _memory(b"".join(encoded)))
         for begin, nbytes in _cut(tables):
             self._wire.wait(self._wire.send(rank, _RUNS, image.address + begin, nbytes))
+            self.moved += 1
 
     def _wire_send(self, rank: int, tag: int, memory: torch.Tensor) -> None:
         self._wire.wait(self._wire.send(rank, tag, memory.data_ptr(), memory.numel()))
@@ -153,6 +155,7 @@ class Buddies:
                 image.clear(index)
             for begin, nbytes in _cut([table for table in tables if table is not None]):
                 self._wire.wait(self._wire.receive(rank, _RUNS, image.address + begin, nbytes))
+                self.moved += 1
             for index, each in enumerate(_split(encoded, lengths)):
                 image.write(index, each)
             self._count(self._received, number)

@@ -63,5 +63,20 @@ def refusal(needs: Sequence[Need], replicas: int) -> str:
     )
 
 
+def no_restore(needs: Sequence[Need], replicas: int) -> str:
+    """Return the reason why a step in memory would not fit some host at a restore, which brings the rest of it there; "" if it would.
+
+    Only where there are several hosts: the images of one host have all of it."""
+    whole = sum(need.own for need in needs)
+    for need in needs:
+        rest = whole - need.own
+        if rest and need.nbytes(replicas) - need.held + rest > need.left:
+            return (
+                f"host {need.host} has room for its images and not for a restore from memory, which needs {in_gib(rest)} more there, "
+                f"the shares of all other hosts: {in_gib(need.left)} are left ({need.limit}). restore() then reads the disk"
+            )
+    return ""
+
+
 def in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -126,6 +127,11 @@ class Client:
             raise CheckpointError(f"this host's guardian cannot {what} an image: {answer['error']}")
         for fd in passed:
             os.set_inheritable(fd, False)
+        if what in ("make", "open") and not passed:  # the kernel drops what it cannot number
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise CheckpointError(
+                f"an image of a step cannot be opened: this process may open {most} files (ulimit -n), and has them"
+            )
         return answer, passed[0] if passed else -1
 
     @property

@@ -48,7 +48,8 @@ class Guardian:
         self.images: dict[str, tuple[int, object]] = {}  # name -> (fd, meta)
         self.ranks: dict[int, socket.socket] = {}  # by file descriptor
         self.runs: dict[int, object] = {}  # the start of the job that each belongs to
-        self.run: object = None  # the last one that was heard of
+        self.run: object = None  # the present one: the last to begin
+        self.past: set[object] = set()  # the ones before
         self.parting: set[int] = set()  # those that have said goodbye
         self.is_wanted = (
             True  # no rank has come yet, or one of the last start went without a word: the job may come back
@@ -120,6 +121,8 @@ class Guardian:
 
     def answer(self, fd: int, asked: dict[str, object], passed: list[int]) -> dict[str, object]:
         what, name = asked["what"], str(asked["name"])
+        if what in ("make", "open", "drop") and self.runs.get(fd) != self.run:  # a rank that was stopped, and runs on
+            raise PermissionError("a later start of this job has come")
         if what == "make":
             image = os.memfd_create("shardwright-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
@@ -138,8 +141,11 @@ class Guardian:
         if what == "drop":
             self.drop(name)
         elif what == "hello":
-            self.is_wanted &= name == self.run
-            self.run = self.runs[fd] = name
+            self.runs[fd] = name
+            if name not in self.past:
+                self.is_wanted &= name == self.run
+                self.past |= {self.run} - {name}
+                self.run = name
         elif what == "bye":
             self.parting.add(fd)
         elif what == "list":

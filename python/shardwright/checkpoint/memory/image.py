@@ -18,11 +18,14 @@ so a rank that is killed at any moment leaves a valid table of whole bytes, or n
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -92,13 +95,20 @@ class Image:
     def __init__(self, fd: int, meta: dict[str, int]) -> None:
         self.fd, self.data, self.tables = fd, meta["data"], meta["tables"]
         try:
-            self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+            found = os.fstat(fd)
+            self.file = found.st_dev, found.st_ino
+            self._map = mmap.mmap(fd, found.st_size)
+            self._map.madvise(mmap.MADV_DONTFORK)
         except BaseException as error:
-            os.close(fd)
+            self.close()
             if isinstance(error, (OSError, ValueError)):
                 raise CheckpointError(f"an image of a step cannot be mapped: {error}") from error
             raise
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        _live.add(self)
+
+    def __del__(self) -> None:
+        self.close()
 
     @classmethod
     def make(cls, client: Client, name: str, data: int, tables: int) -> Image:
@@ -154,6 +164,33 @@ class Image:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+_live: weakref.WeakSet[Image] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Close images in a forked child, which has their descriptors but not their memory (MADV_DONTFORK)."""
+    images = list(_live)
+    files = {each.file for each in images}
+    for each in images:
+        each.fd = -1
+        # never unmapped: the child may have other memory at this place by then
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each._map))
+    if not files:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in map(
+        int, os.listdir("/proc/self/fd")
+    ):  # the one of the map, too, which has no name here and closes it itself
+        with contextlib.suppress(OSError):
+            found = os.fstat(fd)
+            if (found.st_dev, found.st_ino) in files:
+                os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def pieces(runs: Sequence[tuple[int, int]], window: int) -> Iterator[list[tuple[int, int]]]:

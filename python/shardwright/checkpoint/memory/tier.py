@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,13 +20,14 @@ import torch
 from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan, CheckpointSaver, Error
 from ..peers import Peers
 from .buddies import Buddies
-from .budget import SLOTS, Need, in_gib, memory_left, refusal
+from .budget import SLOTS, Need, in_gib, memory_left, no_restore, refusal
 from .client import Client, ancestors, launcher_of, name_of
 from .image import BLOCK_BYTES, Image, Table, pieces
 
 _logger = logging.getLogger("shardwright")
-#: file of the checkpoint directory: the name of its guardians. Another directory, or one that was made anew, has another
-JOB = ".memory"
+#: file of the checkpoint directory: the name of its guardians. Another directory, or one that was made anew, has another. It is
+#: not hidden, so that who removes all that the directory shows removes the steps in memory, too
+JOB = "memory.json"
 _JOB_BYTES = 16
 #: address space for the growth of rank 0's own files while the layout stays; they may also double
 _ROOM_BYTES = 64 << 20
@@ -77,8 +79,10 @@ class Candidate:
 class Source:
     """The files of a candidate, as one image of this host has them after MemoryTier.assemble()."""
 
-    def __init__(self, candidate: Candidate, image: Image, tables: dict[int, Table]) -> None:
-        self._candidate, self._image, self._tables = candidate, image, tables
+    def __init__(
+        self, candidate: Candidate, image: Image, tables: dict[int, Table], closed: Callable[[], None]
+    ) -> None:
+        self._candidate, self._image, self._tables, self._closed = candidate, image, tables, closed
         self._files: list[tuple[str, int]] = []
 
     def open(self) -> CheckpointFolder:
@@ -104,7 +108,9 @@ class Source:
         return folder
 
     def close(self) -> None:
+        """Close it once nothing reads from it. On each rank, whether the restore went well or not."""
         self._image.close()
+        self._closed()
 
 
 class MemoryTier:
@@ -145,7 +151,7 @@ class MemoryTier:
         self._failure = ""
         self._checked: Any = None  # the layout for which the budget was checked
         self._files: tuple[Any, list[tuple[str, int]]] = None, []  # of the last plan
-        self.are_ready = False
+        self._has_warned = self.are_ready = False
         self.skipped = self.kept_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
         self.replicas = self._choose_replicas(replicas)
@@ -244,11 +250,7 @@ class MemoryTier:
         False, alike on all ranks, while is_busy on some rank, and once the tier is off."""
         if self.off:
             return False
-        busy = self.is_busy
-        failure = self._failure or ("" if self._buddies is None else self._buddies.failure)
-        if not failure and self._client is not None and not self._client.is_alive:
-            failure = "its guardian has ended"
-        mine = [step, busy, f"host {socket.gethostname()}: {failure}" if failure else "", ready]
+        mine = [step, self.is_busy, self._trouble(), ready]
         told = self._peers.agreement(mine, "a step in memory") or [mine]
         self._turn_off_if(next(filter(None, (each[2] for each in told)), ""))
         for rank, (theirs, *_) in enumerate(told):
@@ -262,6 +264,13 @@ class MemoryTier:
         self._complete = self._last or self._complete
         self.are_ready = all(each[3] for each in told)
         return True
+
+    def _trouble(self) -> str:
+        """Return the reason why this rank must leave the tier, or ""."""
+        failure = self._failure or ("" if self._buddies is None else self._buddies.failure)
+        if not failure and self._client is not None and not self._client.is_alive:
+            failure = "its guardian has ended"
+        return f"host {socket.gethostname()}: {failure}" if failure else ""
 
     def put(
         self,
@@ -376,12 +385,21 @@ class MemoryTier:
             least, limit = min((left, limit) for _, left, limit, *_ in here)
             theirs = [of_host[(host - k) % count] for k in range(1, self.replicas + 1)]
             needs.append(Need(here[0][4], of_host[host], theirs, here[0][3], least, limit))
-        return refusal(needs, self.replicas)
+        reason, warning = refusal(needs, self.replicas), no_restore(needs, self.replicas)
+        if warning and not reason and not self._has_warned and self._peers.rank == 0:
+            self._has_warned = True
+            _logger.warning("steps go into memory, but %s", warning)
+        return reason
 
     # restoring --------------------------------------------------------------------------------------------------------
 
     def candidates(self) -> list[Candidate]:
         """Return the steps that are complete in the memory of all hosts together, oldest first. Collective."""
+        if self.off:
+            return []
+        # first: the table of a rank that could not copy never comes, and its host's carrier and that one's buddies wait for it
+        told = self._peers.exchange(self._trouble(), "are steps in memory whole")
+        self._turn_off_if(next(filter(None, told), ""))
         if self.off:
             return []
         self.wait()
@@ -409,11 +427,10 @@ class MemoryTier:
         assert self._client is not None
         found: dict[Any, dict[int, tuple[int, int]]] = {}
         for name in self._client.ask("list")[0]["names"]:
-            image = Image.open(self._client, name)
-            for table in image.each_table():
-                key = name, *(table.head[each] for each in ("step", "nonce", "world_size", "data"))
-                found.setdefault(key, {})[table.head["rank"]] = len(table.encode()), table.nbytes
-            image.close()
+            with self._opened(name) as image:
+                for table in image.each_table():
+                    key = name, *(table.head[each] for each in ("step", "nonce", "world_size", "data"))
+                    found.setdefault(key, {})[table.head["rank"]] = len(table.encode()), table.nbytes
         return [(*key, ranks) for key, ranks in found.items()]
 
     def assemble(self, chosen: Candidate) -> tuple[Source | None, str]:
@@ -421,20 +438,33 @@ class MemoryTier:
 
         Costs nothing where each host's own image has all of it, as where there is one host. Else each rank's bytes that some host
         lacks are broadcast."""
-        made: list[Image] = []
-        reason = self._try(lambda: self._make_room(chosen), "room to restore")
-        reason = reason or self._try(lambda: made.append(self._open_best(chosen)), "an image to restore")
-        if reason:
-            return None, reason
-        tables = {t.head["rank"]: t for t in made[0].each_table() if t.head["nonce"] == chosen.nonce}
-        failures: list[str] = []
-        try:
-            for rank in range(chosen.world_size):
-                self._fill(chosen, rank, made[0], tables, failures)
-        except Error as error:  # alike on all ranks
-            return None, str(error)
-        reason = next(filter(None, self._peers.exchange(failures[0] if failures else "", "steps in memory")), "")
-        return (None, reason) if reason else (Source(chosen, made[0], tables), "")
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._drop_whole)
+            made: list[Image] = []
+            reason = self._try(lambda: self._make_room(chosen), "room to restore")
+            reason = reason or self._try(lambda: made.append(self._open_best(chosen)), "an image to restore")
+            for image in made:
+                stack.callback(image.close)
+            if reason:
+                return None, reason
+            tables = {t.head["rank"]: t for t in made[0].each_table() if t.head["nonce"] == chosen.nonce}
+            failures: list[str] = []
+            try:
+                for rank in range(chosen.world_size):
+                    self._fill(chosen, rank, made[0], tables, failures)
+            except Error as error:  # alike on all ranks
+                return None, str(error)
+            reason = next(filter(None, self._peers.exchange(failures[0] if failures else "", "steps in memory")), "")
+            if reason:
+                return None, reason
+            stack.pop_all()
+            return Source(chosen, made[0], tables, self._drop_whole), ""
+
+    def _drop_whole(self) -> None:
+        """Let the guardian free what _make_room() made. Ranks that have mapped it keep it until they close it."""
+        if self._is_first and self._client is not None:
+            with contextlib.suppress(CheckpointError):
+                self._client.ask("drop", _WHOLE)
 
     def _make_room(self, chosen: Candidate) -> None:
         """Check that what this host lacks fits; make an image if it has none."""
@@ -500,9 +530,6 @@ class MemoryTier:
 
     def took(self, chosen: Candidate) -> None:
         """Keep the restored candidate until the next step is complete."""
-        if self._is_first and self._client is not None and chosen.best(self._host) is None:
-            with contextlib.suppress(CheckpointError):
-                self._client.ask("drop", _WHOLE)
         names = [name for host in chosen.parts for name, _ in host]
         self._complete = int(names[0].rpartition("-")[2]), chosen.step
 
@@ -523,9 +550,14 @@ class MemoryTier:
     # the end ----------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until the last step is on all hosts, or its copy has failed. Not collective."""
+        """Wait until the last step is on all hosts, or its copy has failed; it fails if nothing moves for timeout_s. Not collective."""
+        moved, since = -1, time.monotonic()
         while self._buddies is not None and not self._buddies.wait(_ROUND_S) and self._peers.is_alive:
-            pass
+            if moved != self._buddies.moved:
+                moved, since = self._buddies.moved, time.monotonic()
+            elif time.monotonic() - since > self._timeout_s:
+                self._failure = f"nothing of the copy of a step to or from another host came in {self._timeout_s:g} s"
+                return
 
     def progress(self) -> dict[str, int]:
         """Return memory_step, the newest step that this rank has in memory; its bytes; and the steps that were skipped."""
@@ -586,16 +618,21 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _job_of(directory: str) -> str:
-    """Return the name of the directory's guardians, made at the first use."""
+    """Return the name of the directory's guardians, made at the first use, and anew in a copy of another directory.
+
+    The number of the file system tells two of them apart on all hosts; st_dev would differ between hosts of a network's one.
+    """
     path = os.path.join(directory, JOB)
-    with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="ascii") as file:
-        found = str(json.load(file)["job"])
-        if len(bytes.fromhex(found)) == _JOB_BYTES:
+    place = [os.statvfs(directory).f_fsid, os.stat(directory).st_ino]
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError), open(path, encoding="ascii") as file:
+        told = json.load(file)
+        found = str(told["job"])
+        if len(bytes.fromhex(found)) == _JOB_BYTES and told["place"] == place:
             return found
     made = secrets.token_hex(_JOB_BYTES)
     fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(fd, "w", encoding="ascii") as file:
-        json.dump({"job": made}, file)
+        json.dump({"job": made, "place": place}, file)
     os.replace(f"{path}.new", path)
     return made
 
