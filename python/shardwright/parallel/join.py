@@ -81,7 +81,7 @@ class ShadowHook(JoinHook):
         replica.broadcast_state(root, wrapper.modules_buffers if wrapper.forward_sync_buffers else ())
         replica.reducer.set_divide_by(False)
         replica.reducer.forget_steps()
-        replica.steppers.has_joined = False
+        replica.steppers.begin_anew()
         if replica.stop is not None:
             replica.stop.renew()
         if replica.check is not None:

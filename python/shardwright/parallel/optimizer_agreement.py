@@ -93,7 +93,9 @@ def difference(tables: Mapping[int, list[Any]]) -> str:
                 continue
             if title == GRADIENTS:
                 mine, theirs_alone = [item for item in a if item not in b], [item for item in b if item not in a]
-                return f"{title}: {key}: {_some(mine)} on rank {first} alone, {_some(theirs_alone)} on rank {other} alone"
+                return (
+                    f"{title}: {key}: {_some(mine)} on rank {first} alone, {_some(theirs_alone)} on rank {other} alone"
+                )
             return f"the optimizer: {title} has {key}={a} on rank {first}, {key}={b} on rank {other}"
     return f"the optimizer: {len(tables[first])} groups on rank {first}, {len(tables[other])} on rank {other}"
 
@@ -139,6 +141,10 @@ class StepNotes:
         texts = [self._text(group) for group in optimizer.param_groups]
         self._groups = [_without_parameters(group) for group in optimizer.param_groups]
         return zlib.crc32("\n".join(texts).encode())
+
+    def forget(self) -> None:
+        """Forget the values of past steps."""
+        self._groups = []
 
     def _text(self, group: dict[str, Any]) -> str:
         """Return a group's values as text, which is kept while they are the same. What can change and be the same is not kept."""

@@ -65,6 +65,11 @@ class Steppers:
         self._rounds_at_step[optimizer] = rounds
         return before
 
+    def begin_anew(self) -> None:
+        """Forget what optimizers stepped with, after a join, in which not all ranks have stepped. On all ranks."""
+        self.has_joined = False
+        self._notes.forget()
+
     def explain(self) -> None:
         """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective."""
         gather = self._group.comm.all_gather_bytes
