@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from shardwright import chaos
 from shardwright.cli import main
-from shardwright.cli.chaos import Result, lines_of, report_of
+from shardwright.cli.chaos import Result, Run, lines_of, report_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("SW_TEST_LONG") == "1"
@@ -132,6 +132,19 @@ def test_faults_that_need_no_restart_leave_one_rank_with_the_same_bits(tmp_path)
 
 WARM = (sys.executable, str(ROOT / "tests" / "warm_launcher.py"))
 SURVIVE = str(ROOT / "examples" / "10_survive.py")
+
+
+def test_descriptors_of_ranks_that_have_ended_are_closed():
+    run, open_before = Run(chaos.Plan(()), ["true"], "run"), len(os.listdir("/proc/self/fd"))
+    for _ in range(4):
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as rank:
+            for _ in range(2):  # a program may say so twice
+                run._take({"event": "start", "pid": rank.pid})
+            assert list(run._pidfds) == [rank.pid]
+            rank.kill()
+            rank.wait()
+    os.close(run._pidfds.pop(rank.pid))
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def failing_downloads(monkeypatch: pytest.MonkeyPatch, *broken_names: str) -> li
     return broken
 
 
-def test_a_download_that_fails_is_passed_over(
+def test_a_download_that_fails_is_an_error_and_an_older_checkpoint_no_answer(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with sw.Checkpointer(address, *trained(1.0)) as checkpoints:
@@ -128,11 +128,15 @@ def test_a_download_that_fails_is_passed_over(
     shutil.rmtree(tmp_path / "cache")
     broken = failing_downloads(monkeypatch, "step-000002")
     with sw.Checkpointer(address, *trained(9.0)) as checkpoints:
-        assert checkpoints.restore() == 1
-        assert "the network is gone" in caplog.text
-        with pytest.raises(sw.CheckpointError, match="checkpoint of step 2 cannot be read.*network is gone"):
-            checkpoints.restore(step=2)
+        for step in (None, 2):
+            with pytest.raises(sw.CheckpointError, match="download from .* failed: the network is gone"):
+                checkpoints.restore(step=step)
+        fs, base = fsspec.core.url_to_fs(address)
+        kept = fs.cat_file(f"{base}/step-000002/model.safetensors")
+        fs.rm_file(f"{base}/step-000002/model.safetensors")
         broken.clear()
+        assert checkpoints.restore() == 1 and "passes over a checkpoint: download from" in caplog.text
+        fs.pipe_file(f"{base}/step-000002/model.safetensors", kept)
         assert checkpoints.restore() == 2
 
 

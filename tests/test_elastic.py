@@ -1,6 +1,7 @@
 """Law of sw.elastic: at any world size, and through changes of it, each sample is trained once an epoch, in the same global batches."""
 
 import contextlib
+import tracemalloc
 
 import pytest
 import torch
@@ -51,6 +52,17 @@ def test_steps_are_the_same_at_any_world_size_and_each_sample_comes_once_an_epoc
             state = ranks[0].state_dict()
         assert found == expected, plan
     assert [len(step) for step in expected] == [global_batch] * 25
+
+
+def test_an_order_takes_8_bytes_a_sample():
+    sampler = elastic.Sampler(100_000, elastic.cut(8, None, 0, 1))
+    tracemalloc.start()
+    try:
+        assert len(next(iter(sampler))) == 8
+        assert tracemalloc.get_traced_memory()[1] < 100_000  # the tensor is not Python's
+    finally:
+        tracemalloc.stop()
+    assert sampler._order[1].nbytes == 800_000
 
 
 def test_what_a_loader_read_ahead_is_not_counted():

@@ -129,7 +129,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             raise ValueError(f"size must be a number of samples, at least 1, got {size!r}")
         self.batches, self.position = batches, 0
         self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0))
         self._backwards = 0
 
     @property
@@ -144,24 +144,28 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         end = (position // self._size + 1) * self._size
         while position < end:
             for low, high in own:
-                yield [self._sample(position + at) for at in range(low, high)]
+                yield self._samples(position + low, position + high)
             position += self.batches.global_batch
 
     def __len__(self) -> int:
         left = self._size - self.position % self._size
         return -(-left // self.batches.global_batch) * self.batches.accumulation
 
-    def _sample(self, at: int) -> int:
-        epoch, index = divmod(at, self._size)
-        if not self._shuffle:
-            return index
+    def _samples(self, begin: int, end: int) -> list[int]:
+        """Return the samples at positions of the stream."""
+        found: list[int] = []
+        while begin < end:
+            epoch, index = divmod(begin, self._size)
+            until = min(index + end - begin, self._size)
+            found += self._permutation(epoch)[index:until].tolist() if self._shuffle else range(index, until)
+            begin += until - index
+        return found
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
         if self._order[0] != epoch:
             generator = torch.Generator("cpu").manual_seed((self._seed + epoch) % 2**63)
-            self._order = (
-                epoch,
-                torch.randperm(self._size, generator=generator, dtype=torch.int64, device="cpu").tolist(),
-            )
-        return self._order[1][index]
+            self._order = epoch, torch.randperm(self._size, generator=generator, dtype=torch.int64, device="cpu")
+        return self._order[1]
 
     def accumulates(self) -> bool:
         """Return True if this micro-batch is not the last of its step. Call it once for each, before its forward."""

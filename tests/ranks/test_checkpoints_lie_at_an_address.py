@@ -40,7 +40,7 @@ def test_all_ranks_save_to_an_address_and_restore_from_it(rank, world_size):
     with sw.Checkpointer(f"{address}/run", *again, **local) as checkpoints:
         if rank == 0:
             checkpoints._mirror._store.download = lambda *_: 1 / 0
-        with pytest.raises(sw.CheckpointError, match="none of the 1 checkpoints.*division by zero"):
+        with pytest.raises(sw.CheckpointError, match="download from .* failed: division by zero"):
             checkpoints.restore()
         if rank == 0:
             del checkpoints._mirror._store.download

@@ -15,7 +15,7 @@ from torch import nn
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
 STAGES = [{"zero": 0}, {"zero": 2}, {"zero": 3, "share_parameters": False, "units": nn.Linear}, {"zero": 3}, None]
-WHO = {"one rank": lambda rank, world_size: rank == world_size - 1, "all ranks": lambda rank, world_size: True}
+SIGNALLED = {"one rank": lambda rank, world_size: rank == world_size - 1, "all ranks": lambda rank, world_size: True}
 
 
 def subject(options):
@@ -42,9 +42,9 @@ def folder_of_all():
     return gather(tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]))[0]
 
 
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("signalled", SIGNALLED)
 @on_every_rank()
-def test_all_ranks_save_one_step_and_end(rank, world_size, who):
+def test_all_ranks_save_one_step_and_end(rank, world_size, signalled):
     for options in STAGES:
         folder, before = folder_of_all(), signal.getsignal(signal.SIGTERM)
         model, optimizer = subject(options)
@@ -54,7 +54,7 @@ def test_all_ranks_save_one_step_and_end(rank, world_size, who):
             sw.Checkpointer(folder, model, optimizer, save_on=(signal.SIGTERM,)) as saver,
         ):
             for last in range(9):
-                if last == 3 and WHO[who](rank, world_size):
+                if last == 3 and SIGNALLED[signalled](rank, world_size):
                     os.kill(os.getpid(), signal.SIGTERM)
                 step(model, optimizer, rank, last)
                 assert not saver.save(last, every=100)
@@ -66,6 +66,50 @@ def test_all_ranks_save_one_step_and_end(rank, world_size, who):
             assert saver.restore() == 4 and same_everywhere(saver.steps())
         found = whole(again) if options is not None else list(again.module.parameters())
         assert all(map(bits_equal, [p.detach() for p in found], expected)), options
+        gather(None)
+
+
+@on_every_rank()
+def test_a_signal_saves_whatever_on_busy_is(rank, world_size):
+    for on_busy in ("skip", "raise"):
+        folder = folder_of_all()
+        model, optimizer = subject(STAGES[0])
+        with (
+            pytest.raises(SystemExit),
+            sw.Checkpointer(
+                folder, model, optimizer, on_busy=on_busy, save_on=(signal.SIGTERM,), bandwidth_bytes_per_s=100_000
+            ) as saver,
+        ):
+            step(model, optimizer, rank, 0)
+            assert saver.save(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            step(model, optimizer, rank, 1)
+            saver.save(1)
+        with sw.Checkpointer(folder, model, optimizer) as saver:
+            assert saver.steps() == [1, 2]
+
+
+@on_every_rank()
+def test_a_signal_beside_joined_ranks_is_heard(rank, world_size):
+    """Between other training ranks at once, without an error; in the tail of a join, where one rank trains, after it."""
+    if world_size == 1:
+        return
+    last = world_size - 1
+    for at in (1, 2 * last) if world_size > 2 else (2 * last,):
+        model, optimizer = subject(STAGES[0])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        with sw.Checkpointer(folder_of_all(), model, optimizer, save_on=(signal.SIGTERM,)) as saver:
+            with model.join():
+                for number in range(2 * rank + 1):
+                    if rank == last and number == at:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    step(model, optimizer, rank, number)
+                    scheduler.step()
+            assert same_everywhere(saver._stop.is_agreed) and saver._stop.is_agreed is (at == 1)
+            optimizer.param_groups[0]["lr"] = 1e-3
+            for number in range(2):
+                step(model, optimizer, rank, number)
+            assert saver._stop.is_agreed
         gather(None)
 
 

@@ -11,6 +11,7 @@ from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
+from shardwright.parallel.replica_check import is_finite
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -25,10 +26,10 @@ STAGES = {
 }
 
 
-def wrapped(options, dtype=torch.float32, every=2):
+def wrapped(options, dtype=torch.float32, every=2, kind=torch.optim.AdamW):
     torch.manual_seed(0)
     module = Mlp().to(dtype)
-    return sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), check_every=every, **options)
+    return sw.wrap(module, kind(module.parameters(), lr=1e-2), check_every=every, **options)
 
 
 def step(model, optimizer, rank, number):
@@ -140,8 +141,48 @@ def test_hyperparameters_that_differ_are_still_named_as_such(rank, world_size):
     optimizer.param_groups[0]["lr"] = 0.5 if rank == 0 else 0.1
     step(model, optimizer, rank, 1)
     if world_size > 1:
-        with pytest.raises(engine.Error, match="differ 2 steps after|ranks disagree about the optimizer"):
+        with pytest.raises(engine.Error, match="ranks disagree about the optimizer: group 0 has lr=0.5"):
             step(model, optimizer, rank, 2)
+
+
+@on_every_rank()
+def test_a_sound_run_goes_on_after_an_uneven_join(rank, world_size):
+    for options in (STAGES["0"], STAGES["1"]):
+        model, optimizer = wrapped(options, kind=torch.optim.SGD)  # of AdamW joined ranks keep other moments
+        for _ in range(2):
+            with model.join():
+                for number in range(2 + rank):
+                    step(model, optimizer, rank, number)
+            for number in range(3):
+                step(model, optimizer, rank, number)
+        assert same_everywhere(whole(model)), options
+        gather(None)
+
+
+@on_every_rank()
+def test_optimizers_of_one_round_are_checked_together(rank, world_size):
+    torch.manual_seed(0)
+    module = Mlp()
+    model = sw.wrap(module, zero=1, check_every=2)
+    parts = [list(module[0].parameters()), list(module[2].parameters())]
+    optimizers = [sw.shard_optimizer(model, torch.optim.SGD(part, lr=0.1)) for part in parts]
+    for bad in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model(batch(rank, 6, 7, step=bad)).square().mean()
+        (loss + module[2].bias.sum() * (float("nan") if bad == 2 else 0.0)).backward()
+        optimizers[0].step()
+        if bad < 2:
+            optimizers[1].step()
+    with pytest.raises(engine.Error, match=r"Mlp, 2 steps after .* rank 0 brought that of parameter '2\.bias'"):
+        optimizers[1].step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@on_every_rank()
+def test_finite_values_whose_sum_overflows_are_finite(rank, world_size, dtype):
+    largest = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)
+    assert bool(is_finite(largest)) and not bool(is_finite(largest * 2))
 
 
 @on_every_rank()

@@ -30,7 +30,7 @@ from .optimizer_extras import stepping_optimizer
 from .peers import Peers, os_error
 from .reading import Reader, agree_on, apply_together
 from .remote.mirror import Mirror
-from .remote.store import Store, address_of, local_folder, on_first
+from .remote.store import Store, address_of, is_of_content, local_folder, on_first
 from .retention import (
     BOARD,
     DAMAGED,
@@ -248,10 +248,6 @@ class Checkpointer:
             self._release()
             raise
         self._warm_staging()
-        self._retire = weakref.finalize(
-            self, _finish, self._writer, self._lock, self._mirror, self._memory, os.getpid()
-        )
-        self._retire.atexit = False  # _finish_all does it
         self._owner_pid = os.getpid()
         replica = getattr(wrapper_of(model), "_replica", None)
         self._check = None if replica is None else replica.check
@@ -261,6 +257,10 @@ class Checkpointer:
             self._is_told = travelling is None  # save() itself exchanges the request
             self._stop = travelling or self._stop
             self._signals = SaveSignals(self._save_on, _asker(self._stop))
+        self._retire = weakref.finalize(
+            self, _finish, self._writer, self._lock, self._mirror, self._memory, self._signals, self._owner_pid
+        )
+        self._retire.atexit = False  # _finish_all does it
         self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
@@ -346,7 +346,7 @@ class Checkpointer:
         with self._call.of("save()"):
             if not self._must_stop():
                 return self._save(step, every, metric)
-            self._save(step, 1, metric)
+            self._save(step, 1, metric, is_last=True)
             self._wait()
             self._upload()
         self.close()
@@ -360,7 +360,8 @@ class Checkpointer:
             return any(self._peers.exchange(self._stop.is_asked, "was a rank asked to stop"))
         return self._stop.is_agreed
 
-    def _save(self, step: int, every: int, metric: float | None) -> bool:
+    def _save(self, step: int, every: int, metric: float | None, *, is_last: bool = False) -> bool:
+        """Save as save() does. `is_last`: wait for the save before it, whatever `on_busy` is."""
         self._check_open()
         if self._read_only:
             raise CheckpointError(self._read_only)
@@ -378,7 +379,8 @@ class Checkpointer:
             self._keep(step + 1, self._memory)
         if refusal is None and (step + 1) % every:
             return False
-        if self._on_busy != "wait" and any(self._peers.exchange(self._writer.is_busy, "is a save under way")):
+        waits = is_last or self._on_busy == "wait"
+        if not waits and any(self._peers.exchange(self._writer.is_busy, "is a save under way")):
             if refusal is not None:
                 raise refusal
             if self._on_busy == "raise":
@@ -627,18 +629,28 @@ class Checkpointer:
         return *found, path
 
     def _fetch(self, path: str) -> str:
-        """Download a checkpoint that only the address has. Return "", or the reason why not, on all ranks alike. Collective."""
+        """Download a checkpoint that only the address has. Return "", or what is missing or damaged there, on all ranks alike.
+        Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank: the transfer failed, which tells nothing about the checkpoint.
+        """
         if self._address is None:
             return ""
-        try:
-            on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}")
-        except CheckpointError as error:
-            return str(error)
-        return ""
+        return str(on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}"))
 
-    def _download(self, path: str) -> None:
-        if self._mirror is not None:
-            self._mirror.fetch(path)
+    def _download(self, path: str) -> str:
+        """Download it on rank 0. Return "", or what is missing or damaged there. A transfer that fails raises."""
+        try:
+            if self._mirror is not None:
+                self._mirror.fetch(path)
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            return f"download from {self._address} failed: {in_words(error)}"
+        return ""
 
     def _go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""
@@ -864,11 +876,18 @@ def _finish_all() -> None:
 
 
 def _finish(
-    writer: Writer, lock: DirectoryLock | None, mirror: Mirror | None, memory: MemoryTier | None, pid: int
+    writer: Writer,
+    lock: DirectoryLock | None,
+    mirror: Mirror | None,
+    memory: MemoryTier | None,
+    signals: SaveSignals | None,
+    pid: int,
 ) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() != pid:
         return
+    if signals is not None:
+        signals.close()
     try:
         writer.wait_alone()
     except CheckpointError as error:

@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import selectors
 import shlex
 import signal
@@ -160,6 +161,7 @@ class Run:
         self._events.append(event)
         pid = event["pid"]
         if event["event"] == "start":
+            self._forget_ended(pid)
             with contextlib.suppress(ProcessLookupError):
                 self._pidfds[pid] = os.pidfd_open(pid)
         elif event["event"] == "fault" and event["kind"] == "stop":
@@ -170,6 +172,16 @@ class Run:
             self._later.append(
                 (time.monotonic() + event["seconds"], lambda: subprocess.run(shlex.split(up), check=False))
             )
+
+    def _forget_ended(self, begins: int) -> None:
+        """Close the descriptors of ranks that have ended, and one of the number that a new rank has."""
+        poll = select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        for pid, pidfd in list(self._pidfds.items()):
+            if pidfd in ended or pid == begins:
+                os.close(self._pidfds.pop(pid))
 
     def _signal(self, pid: int, number: int) -> None:
         if pid in self._pidfds:

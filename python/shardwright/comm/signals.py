@@ -12,6 +12,8 @@ __all__ = ["SaveSignals", "check_signals"]
 
 logger = logging.getLogger("shardwright")
 _REFUSED = {signal.SIGKILL, signal.SIGSTOP}
+#: handlers that end the program
+_ENDING = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def check_signals(given: Any) -> tuple[signal.Signals, ...]:
@@ -32,7 +34,8 @@ def check_signals(given: Any) -> tuple[signal.Signals, ...]:
 
 
 class SaveSignals:
-    """Handlers that note a signal. A handler that the program had set before is called, too.
+    """Handlers that note a signal. A handler that the program had set before is called, too; not Python's own of SIGINT,
+    which would raise KeyboardInterrupt at once. After close() they only pass signals on.
 
     Parameters
     ----------
@@ -43,22 +46,28 @@ class SaveSignals:
 
     def __init__(self, signals: tuple[signal.Signals, ...], ask: Callable[[], None]) -> None:
         self._ask = ask
-        self._is_asked = False
+        self._is_asked = self._is_closed = False
         self._before = {number: signal.signal(number, self._note) for number in signals}
 
     def _note(self, number: int, frame: Any) -> None:
-        if not self._is_asked:
+        if not self._is_asked and not self._is_closed:
             self._is_asked = True
             self._ask()
             logger.warning("%s: saving at the end of the step, then ending", signal.Signals(number).name)
         before = self._before.get(signal.Signals(number))
-        if callable(before):
+        if before in _ENDING:  # of one that closed before a later one, nothing else may be left to end the program
+            if self._is_closed and signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+                signal.raise_signal(number)
+        elif callable(before):
             before(number, frame)
 
     def close(self) -> None:
         """Give the signals back to the handlers before. One that was not set from Python cannot be set again."""
+        self._is_closed = True
         for number, before in self._before.items():
+            while isinstance(other := getattr(before, "__self__", None), SaveSignals) and other._is_closed:
+                before = other._before.get(number)
             is_ours = signal.getsignal(number) == self._note
             if is_ours and before is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(number, before)
-        self._before = {}

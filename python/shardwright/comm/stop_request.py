@@ -42,6 +42,10 @@ class StopRequest:
             return
         reducer.note_step((self._rank + 1) * _STEP % 2**32)
 
+    def renew(self) -> None:
+        """Tell again: ranks have forgotten what they had noted, after a join. On all ranks."""
+        self._is_noted = False
+
     def explains(self, gather: Callable[[bytes, str], list[bytes]]) -> bool:
         """Return True if a request is why digests differ. Collective."""
         said = gather(b"\1" if self._is_noted else b"\0", "requests to stop")

@@ -237,6 +237,8 @@ class TrainerMixin(_Wraps):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file like DDPStrategy, or fill module and optimizer from a folder. Collective for a folder."""
+        if self._folders is not None:
+            self._folders.wait()  # its folder may be the one that is asked for
         folder = super().broadcast(folder_at(checkpoint_path) if self.is_global_zero else None)  # type: ignore[misc]
         self._loaded = None
         if folder is None:

@@ -81,11 +81,17 @@ class ShadowHook(JoinHook):
         replica.broadcast_state(root, wrapper.modules_buffers if wrapper.forward_sync_buffers else ())
         replica.reducer.set_divide_by(False)
         replica.reducer.forget_steps()
+        replica.steppers.begin_anew()
+        if replica.stop is not None:
+            replica.stop.renew()
+        if replica.check is not None:
+            replica.check.begin_anew()
         wrapper._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 def _shadow_forward(wrapper: _Wrapper) -> None:
     """Shadow a forward of the training ranks and, where they synchronise, its round."""
+    wrapper._engine().steppers.has_joined = True
     if wrapper._check_sync_bufs_pre_fwd():
         wrapper._sync_buffers(candidate=False)
     synchronises = wrapper._agree_on_sync(False, trains=False)
@@ -138,10 +144,16 @@ class Announcer:
         )
 
     @property
-    def is_on(self) -> bool:
-        """Return True if a join of sliced state is under way; one with enable=False is not."""
+    def is_joining(self) -> bool:
+        """Return True if a join is under way; one with enable=False is not."""
         wrapper = self._wrapper()
-        if wrapper is None or not wrapper._join_config.enable:
+        return wrapper is not None and bool(wrapper._join_config.enable)
+
+    @property
+    def is_on(self) -> bool:
+        """Return True if a join of sliced state is under way."""
+        wrapper = self._wrapper()
+        if wrapper is None or not self.is_joining:
             return False
         return bool(wrapper._zero) or any(each._zero for each in self._members())
 

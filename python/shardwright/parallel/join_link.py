@@ -32,6 +32,11 @@ class JoinLink:
         return self.announcer is not None and self.announcer.is_on
 
     @property
+    def is_joining(self) -> bool:
+        """Return True inside join: some rank may shadow, and make no other collective call."""
+        return self.announcer is not None and self.announcer.is_joining
+
+    @property
     def announces_rounds(self) -> bool:
         """Return True if opening a round must be announced to joined ranks."""
         return self._zero >= 2 and not self._capabilities.tells_standing

@@ -71,27 +71,33 @@ def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label
         finally:
             refusal = None  # its traceback holds this frame
     if any(digest != digests[0] for digest in digests):
-        tables = [json.loads(data) for data in gather(encoded, "hyperparameters")]
+        tables = {rank: json.loads(data) for rank, data in enumerate(gather(encoded, "hyperparameters"))}
         raise Error(f"ranks disagree about {difference(tables)}")
 
 
-def difference(tables: list[list[Any]]) -> str:
-    """Return the first difference between the rows of rank 0 and those of another rank, in words."""
-    other = next((rank for rank, table in enumerate(tables) if table != tables[0]), None)
+_UNLIKE_BEFORE = "the optimizer: it stepped with different hyperparameters before the last step"
+
+
+def difference(tables: Mapping[int, list[Any]]) -> str:
+    """Return the first difference between the rows of the lowest rank and those of another rank, in words."""
+    first = min(tables)
+    other = next((rank for rank, table in tables.items() if table != tables[first]), None)
     if other is None:
-        return "the optimizer: it stepped with different hyperparameters before the last step"
-    for (title, ours, values), (_, theirs, others) in zip(tables[0], tables[other]):
+        return _UNLIKE_BEFORE
+    for (title, ours, values), (_, theirs, others) in zip(tables[first], tables[other]):
         if ours != theirs:
-            return f"the optimizer: {title} holds other parameters on rank 0 and rank {other}"
+            return f"the optimizer: {title} holds other parameters on rank {first} and rank {other}"
         for key in sorted({*values, *others}):
             a, b = values.get(key), others.get(key)
             if a == b:
                 continue
             if title == GRADIENTS:
                 mine, theirs_alone = [item for item in a if item not in b], [item for item in b if item not in a]
-                return f"{title}: {key}: {_some(mine)} on rank 0 alone, {_some(theirs_alone)} on rank {other} alone"
-            return f"the optimizer: {title} has {key}={a} on rank 0, {key}={b} on rank {other}"
-    return f"the optimizer: {len(tables[0])} groups on rank 0, {len(tables[other])} on rank {other}"
+                return (
+                    f"{title}: {key}: {_some(mine)} on rank {first} alone, {_some(theirs_alone)} on rank {other} alone"
+                )
+            return f"the optimizer: {title} has {key}={a} on rank {first}, {key}={b} on rank {other}"
+    return f"the optimizer: {len(tables[first])} groups on rank {first}, {len(tables[other])} on rank {other}"
 
 
 def _some(items: list[Any]) -> str:
@@ -136,6 +142,10 @@ class StepNotes:
         self._groups = [_without_parameters(group) for group in optimizer.param_groups]
         return zlib.crc32("\n".join(texts).encode())
 
+    def forget(self) -> None:
+        """Forget the values of past steps."""
+        self._groups = []
+
     def _text(self, group: dict[str, Any]) -> str:
         """Return a group's values as text, which is kept while they are the same. What can change and be the same is not kept."""
         values = _without_parameters(group)
@@ -157,18 +167,27 @@ class StepNotes:
         )
         return "; ".join(groups)[:_DESCRIBED]
 
-    def explain(self, gather: _Gather, is_request: bool = False) -> None:
-        """Raise: ranks have found that their digests differ. Collective.
+    def explain(self, gather: _Gather, contributes: bool = True) -> None:
+        """Raise if the last hyperparameters differ: ranks have found that their digests do. Collective.
 
-        `is_request`: a request to stop is a reason; hyperparameters need not differ, too.
+        `contributes`: False for a rank that has joined, which has stepped with those before.
         """
-        tables = [json.loads(data) for data in gather(json.dumps(self._rows()).encode(), "hyperparameters")]
-        if is_request and all(table == tables[0] for table in tables):
-            return
-        raise Error(
-            f"ranks disagree about {difference(tables)}; each rank has stepped with its own, so that their parameters differ: "
-            "begin again from a checkpoint, with the same hyperparameters on every rank"
-        )
+        mine = json.dumps(self._rows()).encode() if contributes else b""
+        tables = {rank: json.loads(data) for rank, data in enumerate(gather(mine, "hyperparameters")) if data}
+        if any(table != tables[min(tables)] for table in tables.values()):
+            raise Error(_own_steps(difference(tables)))
+
+
+def unlike_before() -> str:
+    """Return the sentence for steps whose digests differ, if the last ones do not."""
+    return _own_steps(_UNLIKE_BEFORE)
+
+
+def _own_steps(what: str) -> str:
+    return (
+        f"ranks disagree about {what}; each rank has stepped with its own, so that their parameters differ: "
+        "begin again from a checkpoint, with the same hyperparameters on every rank"
+    )
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

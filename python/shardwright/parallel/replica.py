@@ -166,7 +166,7 @@ class Replica:
         #: compares replicas each few steps; None without check_every=
         self.check = None if options.check_every is None else ReplicaCheck(self, options.check_every)
         if self.check is not None:
-            self.steppers.explain_first = _weakly(self.check.explain)
+            self.steppers.explain_replicas = _weakly(self.check.explain)
             self._handles += self.check.handles
         self._identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False

@@ -49,10 +49,11 @@ class ReplicaCheck:
     def __init__(self, replica: Any, every: int) -> None:
         self._replica = weakref.ref(replica)
         self._every = every
-        self._steps = 0
-        self._noted = self._digested = -1  # the steps of the last note and of the last digests
-        self._digests: list[int] = []
         self._finite: dict[int, torch.Tensor] = {}  # whether this rank's gradients since the last zero_grad are
+        self._is_stale = False  # a step was counted since
+        self._stepped = 0  # the number of rounds at the last step
+        self._since = "the start of these ranks"
+        self._count_from_zero()
         self.handles = [
             parameter.register_hook(_noter(weakref.ref(self), index, weakref.ref(parameter)))
             for index, parameter in enumerate(replica.table.parameters)
@@ -63,14 +64,33 @@ class ReplicaCheck:
     def _is_checkable(parameter: torch.Tensor) -> bool:
         return parameter.is_floating_point() or parameter.is_complex()
 
+    def _count_from_zero(self) -> None:
+        self._steps = 0
+        self._noted = self._digested = -1  # the steps of the last note and of the last digests
+        self._digests: list[int] = []
+
+    def begin_anew(self) -> None:
+        """Count from 0: after a join, in which not all ranks have counted. On all ranks."""
+        self._count_from_zero()
+        self._since, self._is_stale = "the last join", True
+
     @property
     def is_due(self) -> bool:
         """Return True before a step that is checked."""
         return self._steps % self._every == 0
 
+    def _steps_before(self, replica: Any) -> int:
+        """Return the count before the round whose gradients an optimizer is about to step with: another may have stepped."""
+        return self._steps - (self._steps > 0 and self._stepped == replica.reducer.stats()["rounds"])
+
     def count_step(self) -> None:
+        """Count a step, once for all optimizers that step after the same round."""
+        replica = self._replica()
+        if replica is None or self._stepped == replica.reducer.stats()["rounds"]:
+            return
+        self._stepped = replica.reducer.stats()["rounds"]
         self._steps += 1
-        self._finite.clear()
+        self._is_stale = True
 
     # equal parameters -------------------------------------------------------------------------------------------------
 
@@ -79,8 +99,11 @@ class ReplicaCheck:
         replica = self._replica()
         if replica is None or not self.is_due or self._noted == self._steps or not _has_replicas(replica):
             return
+        travels = not _is_private(replica) and replica.link is None
+        if not travels and replica.join_link.is_joining:  # a joined rank would not come to the exchange
+            return
         self._noted, digest = self._steps, self._digest(replica)
-        if not _is_private(replica) and replica.link is None:
+        if travels:
             replica.reducer.note_step(digest)
             return
         comm, slicing = replica.group.comm, replica.slicing
@@ -118,7 +141,7 @@ class ReplicaCheck:
             found = _difference(replica.table.names, {rank: rows[rank][1] for rank in column})
             if found:
                 raise Error(
-                    f"the replicas of {replica.label} differ {newest} steps after the start of these ranks: {found}; some rank wrote to its own alone, or its memory or "
+                    f"the replicas of {replica.label} differ {newest} steps after {self._since}: {found}; some rank wrote to its own alone, or its memory or "
                     "processor failed: begin again from a checkpoint, without its host if that happens again"
                 )
 
@@ -128,6 +151,9 @@ class ReplicaCheck:
         """Note a gradient of this rank before it is accumulated."""
         if not self.is_due:
             return
+        if self._is_stale:
+            self._finite.clear()
+            self._is_stale = False
         before = None if parameter.grad is None else self._finite.get(index)
         finite = is_finite(gradient)
         self._finite[index] = finite if before is None else finite & before
@@ -135,7 +161,7 @@ class ReplicaCheck:
     def refuse(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Raise Error(NOT_FINITE) if some averaged gradient is not finite and the step is checked."""
         replica = self._replica()
-        if replica is None or not self.is_due or replica.join_link.is_on:
+        if replica is None or self._steps_before(replica) % self._every or replica.join_link.is_on:
             return
         known = [is_finite(each) for each in gradients if each is not None and each.numel()]
         if known and not bool(torch.stack([each.reshape(()) for each in known]).all()):
@@ -161,14 +187,18 @@ class ReplicaCheck:
         rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in enumerate(said) if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
         why = "; ".join(rows[:_MOST_NAMED]) + more or "no rank brought one, so that it came with their sum"
-        raise Error(f"{replica.label}, {self._steps} steps after the start of these ranks: {NOT_FINITE}: {why}")
+        raise Error(f"{replica.label}, {self._steps_before(replica)} steps after {self._since}: {NOT_FINITE}: {why}")
 
 
 def is_finite(gradient: torch.Tensor) -> torch.Tensor:
     """Return a scalar: True if all elements are finite. One pass; the host does not wait for a GPU."""
-    values = gradient._values() if gradient.is_sparse else gradient
-    low = values.dtype in LOW_DTYPES  # their sum may overflow
-    return torch.isfinite(as_real(values.detach()).sum(dtype=torch.float32 if low else None))
+    values = as_real((gradient._values() if gradient.is_sparse else gradient).detach())
+    if cuda.runtime.holds(values):
+        if values.element_size() == 8:
+            return values.isfinite().all()
+        return torch.isfinite(values.sum(dtype=torch.float64))  # no sum of narrower values overflows
+    finite = torch.isfinite(values.sum(dtype=torch.float32 if values.dtype in LOW_DTYPES else None))
+    return finite if bool(finite) else values.isfinite().all()  # the sum itself may have overflowed
 
 
 def digests(replica: Any) -> list[int]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from .._engine import Error
 from ..comm.process_group import HostGroup
 from ..comm.stop_request import StopRequest
-from .optimizer_agreement import StepNotes
+from .optimizer_agreement import StepNotes, unlike_before
 
 
 class Steppers:
@@ -29,8 +30,10 @@ class Steppers:
         self._notes = StepNotes()
         #: returns the digest of the hyperparameters of a step that is about to begin, at zero=0
         self.note = self._notes.note
-        #: raises if ranks differ for another reason
-        self.explain_first: Callable[[], None] | None = None
+        #: raises if replicas differ
+        self.explain_replicas: Callable[[], None] | None = None
+        #: this rank ran out of inputs, in a join that goes on
+        self.has_joined = False
         self.stop: StopRequest | None = None
 
     def add_sliced(self, optimizer: torch.optim.Optimizer) -> int:
@@ -62,13 +65,20 @@ class Steppers:
         self._rounds_at_step[optimizer] = rounds
         return before
 
+    def begin_anew(self) -> None:
+        """Forget what optimizers stepped with, after a join, in which not all ranks have stepped. On all ranks."""
+        self.has_joined = False
+        self._notes.forget()
+
     def explain(self) -> None:
         """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective."""
         gather = self._group.comm.all_gather_bytes
         is_request = self.stop is not None and self.stop.explains(gather)
-        if self.explain_first is not None:
-            self.explain_first()
-        self._notes.explain(gather, is_request)
+        self._notes.explain(gather, contributes=not self.has_joined)
+        if self.explain_replicas is not None:
+            self.explain_replicas()
+        if not is_request:
+            raise Error(unlike_before())
 
     def describe(self) -> str:
         """Return this rank's last stepped hyperparameters as the end of a sentence."""

@@ -50,6 +50,11 @@ def local_folder(address: str, chosen: str | os.PathLike[str] | None) -> str:
     return os.path.join(os.path.abspath(cache), "shardwright", name)
 
 
+def is_of_content(error: Exception) -> bool:
+    """Return True if a download failed since the checkpoint lacks a file or is damaged; False for the transfer or the disk."""
+    return isinstance(error, _NO_FILE) or (isinstance(error, CheckpointError) and error.errno is None)
+
+
 def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
     """Return what work() returns (of JSON) on rank 0. Collective, in rounds: a transfer has no deadline.
 
