@@ -407,7 +407,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Check that all backwards are done everywhere, and that all ranks step with the same hyperparameters and
         factors."""
         label = "hyperparameters of a step"
-        checks = [replica.check for replica in self.replicas if replica.check is not None]
+        checks: list[Any] = []
+        if self._replica.check is not None:  # options are those of all parts
+            checks = [replica.check for replica in self.replicas]
         try:
             for part in self.replicas[1:]:  # the first replica's ranks, which are all, get what these find
                 try:

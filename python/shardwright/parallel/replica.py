@@ -454,7 +454,8 @@ class Replica:
             self.rounds.close_pending()
         if not self.zero:
             self._check_gradients(optimizer)
-            self._check_finite()
+            if self.check is not None:
+                self._check_finite(self.check)
         if not self.zero and self.group.world_size > 1:
             self.reducer.note_step(self.steppers.note(optimizer))
         if self.check is not None and not self.zero:
@@ -468,13 +469,12 @@ class Replica:
             self.stop = self.steppers.stop = StopRequest(self.group.rank, self.group.world_size)
         return self.stop
 
-    def _check_finite(self) -> None:
+    def _check_finite(self, check: ReplicaCheck) -> None:
         """Raise Error at zero=0, on all ranks, for an averaged gradient that is not finite, before a step that is checked."""
-        if self.check is not None:
-            try:
-                self.check.refuse(each.grad for each in self.table.parameters)
-            except Error as error:  # all ranks have the same mean
-                self.check.explain_not_finite(error)
+        try:
+            check.refuse(each.grad for each in self.table.parameters)
+        except Error as error:  # all ranks have the same mean
+            check.explain_not_finite(error)
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.
