@@ -292,8 +292,8 @@ class Agent:
 
     def ended(self) -> None:
         """Report this rank's parameters: the training is about to end."""
+        from .parallel.agreement.replica_check import digests
         from .parallel.fully_shard import wrapper_of
-        from .parallel.replica_check import digests
 
         model = self._model()
         wrapped = None if model is None else wrapper_of(model)

@@ -129,7 +129,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             raise ValueError(f"size must be a number of samples, at least 1, got {size!r}")
         self.batches, self.position = batches, 0
         self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+        self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))
         self._backwards = 0
 
     @property

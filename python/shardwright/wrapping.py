@@ -28,9 +28,9 @@ from .optim.sharded import ShardedOptimizer, check_sliceable
 from .optim.whole_tensors import TensorPartitionedOptimizer
 from .options.offload import offload_folder
 from .options.options import Options
+from .parallel.agreement.optimizer_agreement import agree, check_members, given_rows, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.fully_shard import wrapper_of
-from .parallel.optimizer_agreement import agree, check_members, given_rows, watch_loading
 from .parallel.replica import Replica, live_replicas
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda

@@ -167,7 +167,7 @@ def test_a_tensor_that_claims_to_be_a_smaller_complex_one_is_refused(rank, world
 
 @on_every_rank()
 def test_generators_of_more_gpus_than_there_are_here(rank, world_size):
-    from shardwright.checkpoint import content
+    from shardwright.checkpoint.state import content
 
     given = []
     with pytest.MonkeyPatch.context() as patch:

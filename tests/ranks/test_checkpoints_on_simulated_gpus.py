@@ -17,9 +17,9 @@ import torch
 from harness import gather, in_turn
 from models import Mlp
 from peer import PEER
-from shardwright.checkpoint.content import Content
 from shardwright.checkpoint.filling import Filler
 from shardwright.checkpoint.slices import Sliced
+from shardwright.checkpoint.state.content import Content
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import manifest_entries, shared_folder
 from test_stages_on_simulated_gpus import OnGpu, some

@@ -11,7 +11,7 @@ from harness import gather, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
-from shardwright.parallel.replica_check import is_finite
+from shardwright.parallel.agreement.replica_check import is_finite
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

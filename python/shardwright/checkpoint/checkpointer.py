@@ -26,7 +26,6 @@ from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
 from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
 from .memory.tier import Candidate, MemoryTier
-from .optimizer_extras import stepping_optimizer
 from .peers import Peers, os_error
 from .reading import Reader, agree_on, apply_together
 from .remote.mirror import Mirror
@@ -46,6 +45,7 @@ from .retention import (
     replaced_ones,
     to_retire,
 )
+from .state.optimizer_extras import stepping_optimizer
 from .writing import Training, Writer, new_nonce
 
 logger = logging.getLogger("shardwright")

@@ -49,14 +49,14 @@ from torch.futures import Future
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..torch_compat.state_dicts import load_everything
 from . import tree
-from .content import IN_PARTS, Group
 from .files import MAX_FILE_BYTES, absolute_path, check_step, in_words, why_not_there
-from .names import check_savable, plain
 from .partial import PartialLock, of_saves
 from .peers import os_error
 from .retention import find, remove
 from .slices import Sliced, box_ranges
-from .stored import Stored, stored_tensors
+from .state.content import IN_PARTS, Group
+from .state.names import check_savable, plain
+from .state.stored import Stored, stored_tensors
 
 _logger = logging.getLogger("shardwright")
 _BLOCK_BYTES = 1 << 20

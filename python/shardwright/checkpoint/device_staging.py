@@ -12,7 +12,7 @@ import torch
 from .._engine import DeviceStage, crc32c
 from ..layout.memory import has_memory
 from ..torch_compat import cuda
-from .names import plain, real
+from .state.names import plain, real
 
 #: size of each of three pinned slots
 SLOT_BYTES = 8 << 20

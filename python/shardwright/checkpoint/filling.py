@@ -11,9 +11,9 @@ import torch
 
 from .._engine import CheckpointFolder
 from ..layout.memory import has_memory
-from .names import plain
 from .slices import Boxes, Sliced, is_dtensor, slice_of_dtensor
-from .stored import Stored
+from .state.names import plain
+from .state.stored import Stored
 
 _BLOCK_BYTES = 1 << 20
 _READERS, _READERS_ALONE = 2, 4  # some wait for the disk while another computes checksums and copies

@@ -20,11 +20,11 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..parallel.fully_shard import wrapper_of
 from . import tree
-from .content import Content, Group
-from .names import ModelTensors, model_tensors
 from .peers import Peers, averages_gradients, whole_parameters
 from .slices import Sliced, released_slices, sliced_state
-from .stored import stored_tensors
+from .state.content import Content, Group
+from .state.names import ModelTensors, model_tensors
+from .state.stored import stored_tensors
 from .writing import Training, Writer, new_nonce
 
 __all__ = ["PipelineWriter", "Stage", "load_stages", "stages_of"]

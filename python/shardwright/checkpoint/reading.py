@@ -19,10 +19,15 @@ from ..layout.shard_runs import memory_order
 from ..optim.master_weights import kept_by
 from ..optim.sharded import ShardedOptimizer
 from ..options.name_map import NameMap
-from ..parallel.optimizer_agreement import unlike_saved
+from ..parallel.agreement.optimizer_agreement import unlike_saved
 from . import tree
-from .composed import together
-from .content import (
+from .filling import Filler
+from .memory.tier import Source
+from .peers import Peers, whole_parameters
+from .rows import TENSORS, has_rows, read_line, rows_of
+from .slices import Sliced, engines_of, fills_slices, is_dtensor, is_row_major, own_parameters, placed_parts
+from .state.composed import together
+from .state.content import (
     holds_shards,
     load_stateful,
     parameter_names,
@@ -31,14 +36,9 @@ from .content import (
     try_random_state,
     unlike_stateful,
 )
-from .filling import Filler
-from .memory.tier import Source
-from .names import dtype_name, model_tensors, stored_shape
-from .optimizer_extras import further_state, give_back, users_optimizer
-from .peers import Peers, whole_parameters
-from .rows import TENSORS, has_rows, read_line, rows_of
-from .slices import Sliced, engines_of, fills_slices, is_dtensor, is_row_major, own_parameters, placed_parts
-from .stored import Stored, stored_tensors
+from .state.names import dtype_name, model_tensors, stored_shape
+from .state.optimizer_extras import further_state, give_back, users_optimizer
+from .state.stored import Stored, stored_tensors
 from .writing import Training
 
 _logger = logging.getLogger("shardwright")

@@ -18,7 +18,7 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from . import tree
 from .slices import Sliced
-from .stored import Stored
+from .state.stored import Stored
 
 LINES, TENSORS = "ranks/all.jsonl", "ranks/all"
 _LINE_ALIGNMENT = 4096

@@ -16,9 +16,9 @@ import torch
 from .._engine import CheckpointError, sample_crc32c
 from ..layout.memory import has_memory
 from ..torch_compat import cuda
-from .composed import apart
-from .content import parameter_names
-from .names import ModelTensors
+from .state.composed import apart
+from .state.content import parameter_names
+from .state.names import ModelTensors
 
 _logger = logging.getLogger("shardwright")
 

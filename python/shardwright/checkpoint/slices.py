@@ -23,7 +23,7 @@ from ..parallel.fully_shard import wrapper_of
 from ..parameters.released import ReleasedParameters
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import local_box
-from .composed import apart, check_sliceable
+from .state.composed import apart, check_sliceable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -17,22 +17,9 @@ import torch
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
 from ..optim.sharded import ShardedOptimizer
 from . import rows, tree
-from .content import (
-    Content,
-    Entries,
-    Group,
-    Source,
-    holds_shards,
-    model_group,
-    optimizer_content,
-    random_state,
-    stateful_tree,
-)
 from .device_staging import DeviceStaging
 from .memory.repeated import Repeated
 from .memory.tier import MemoryTier
-from .names import ModelTensors, check_wrappers, model_tensors
-from .optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 from .peers import Peers, averages_gradients, os_error, whole_parameters
 from .rows import Rows, Structure, structure_of
 from .samples import Samples, check_alike, digest, take_samples
@@ -52,6 +39,19 @@ from .slices import (
     released_slices,
     sliced_state,
 )
+from .state.content import (
+    Content,
+    Entries,
+    Group,
+    Source,
+    holds_shards,
+    model_group,
+    optimizer_content,
+    random_state,
+    stateful_tree,
+)
+from .state.names import ModelTensors, check_wrappers, model_tensors
+from .state.optimizer_extras import bare_optimizer, check_inside, unseen_attributes
 
 logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.1, 0.5

@@ -14,12 +14,12 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..checkpoint import tree
-from ..checkpoint.content import IN_PARTS, MODEL_METADATA, Group
 from ..checkpoint.files import MAX_FILE_BYTES, why_not_there
-from ..checkpoint.names import plain
 from ..checkpoint.partial import PartialLock
 from ..checkpoint.slices import Sliced
-from ..checkpoint.stored import Stored, stored_tensors
+from ..checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group
+from ..checkpoint.state.names import plain
+from ..checkpoint.state.stored import Stored, stored_tensors
 from .contents import Contents, Lazy, replaced
 
 #: told the bytes that were written

@@ -14,7 +14,7 @@ import torch
 
 from .._engine import CheckpointError
 from ..checkpoint.files import MAX_FILE_BYTES
-from ..checkpoint.names import TORCH_DTYPES, dtype_name, plain, stored_shape
+from ..checkpoint.state.names import TORCH_DTYPES, dtype_name, plain, stored_shape
 from .contents import Contents, Lazy, leaves, replaced
 from .folders import Tell, copy_beside, files_beside
 from .unpickle import load_torch_file

@@ -23,8 +23,17 @@ import torch
 from .._engine import Error
 from ..layout.local_parameters import part_of, whole_of
 from ..layout.shard_runs import memory_order
+from ..parallel.agreement.optimizer_agreement import (
+    GRADIENTS,
+    Row,
+    agree,
+    check_saved,
+    hyperparameters,
+    not_of,
+    plain,
+    rows_of,
+)
 from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
-from ..parallel.optimizer_agreement import GRADIENTS, Row, agree, check_saved, hyperparameters, not_of, plain, rows_of
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks

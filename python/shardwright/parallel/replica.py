@@ -37,12 +37,12 @@ from ..parameters.drift import DriftCheck
 from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
+from .agreement.forward_watch import ForwardWatch
+from .agreement.replica_check import ReplicaCheck
+from .agreement.steppers import Steppers
 from .backends import choose_backend
-from .forward_watch import ForwardWatch
 from .join_link import JoinLink
-from .replica_check import ReplicaCheck
 from .step_in_backward import adopt as adopt_steps_in_backward
-from .steppers import Steppers
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink

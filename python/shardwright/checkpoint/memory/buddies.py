@@ -51,7 +51,7 @@ class Buddies:
             [0] * len(peers),
         )  # a peer's step may come before ours has started
         self._is_closed = False
-        self.moved = 0  # transfers that have ended, for those who wait: it need not be exact
+        self.moved = 0  # transfers that have ended, which waiting threads look at: it need not be exact
         self.failure = ""
         for number in range(len(peers)):
             for body in (self._send_always, self._receive_always):

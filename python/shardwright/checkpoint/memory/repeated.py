@@ -12,10 +12,10 @@ import torch
 from ..._engine import CheckpointError
 from ...layout.memory import address_of
 from .. import tree
-from ..content import Content, Source, group_options, holds_shards, parameter_names
-from ..names import ModelTensors, walk
-from ..optimizer_extras import further_state
 from ..slices import is_dtensor
+from ..state.content import Content, Source, group_options, holds_shards, parameter_names
+from ..state.names import ModelTensors, walk
+from ..state.optimizer_extras import further_state
 
 
 class Repeated:

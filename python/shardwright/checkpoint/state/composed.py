@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError
-from ..layout.memory import has_memory, without_memory
-from ..torch_compat.dtensor import is_dtensor
-from . import tree
+from ..._engine import CheckpointError
+from ...checkpoint import tree
+from ...layout.memory import has_memory, without_memory
+from ...torch_compat.dtensor import is_dtensor
 
 _CLASS = ".$class"
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from .._engine import Error
-from ..torch_compat.optimizers import on_meta
+from ..._engine import Error
+from ...torch_compat.optimizers import on_meta
 
 #: keys of a parameter group that are not hyperparameters: options of the step's form, schedulers' values, additions of newer torch
 _BESIDE = frozenset(

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .._engine import Error
-from ..comm.process_group import HostGroup
-from ..comm.stop_request import StopRequest
+from ..._engine import Error
+from ...comm.process_group import HostGroup
+from ...comm.stop_request import StopRequest
 from .optimizer_agreement import StepNotes, unlike_before
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError
-from ..optim.master_weights import MasterOptimizer
-from ..optim.sharded import ShardedOptimizer
-from .slices import is_dtensor
+from ..._engine import CheckpointError
+from ...optim.master_weights import MasterOptimizer
+from ...optim.sharded import ShardedOptimizer
+from ..slices import is_dtensor
 
 _OF_TORCH = ("state", "param_groups")
 _DEPTH = 4

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from .._engine import Error, crc32c
-from ..layout.views import as_real
-from ..options.precision import LOW_DTYPES
-from ..torch_compat import cuda
+from ..._engine import Error, crc32c
+from ...layout.views import as_real
+from ...options.precision import LOW_DTYPES
+from ...torch_compat import cuda
 
 __all__ = ["NOT_FINITE", "ReplicaCheck"]
 

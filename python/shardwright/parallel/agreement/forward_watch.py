@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from ..torch_compat import autograd as _hooks
+from ...torch_compat import autograd as _hooks
 
 __all__ = ["ForwardWatch"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder, prefer_huge_pages
+from ..._engine import CheckpointError, CheckpointFolder, prefer_huge_pages
 from .names import TORCH_DTYPES
 
 _OWN_MAPPING_BYTES = 32 << 20

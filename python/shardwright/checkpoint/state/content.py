@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointPlan
-from . import tree
+from ..._engine import CheckpointError, CheckpointPlan
+from ...checkpoint import tree
+from ..device_staging import DeviceStaging
+from ..slices import Boxes, Sliced, check_placements, is_dtensor, slice_of_dtensor
 from .composed import apart
-from .device_staging import DeviceStaging
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
 from .optimizer_extras import further_state
-from .slices import Boxes, Sliced, check_placements, is_dtensor, slice_of_dtensor
 
 #: (source, begin, nbytes, address, eager, on_device)
 Source = tuple[int, int, int, int, bool, bool]
