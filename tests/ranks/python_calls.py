@@ -9,6 +9,7 @@ prints calls/files/hops/engine calls of each stage, on the host and on simulated
 from __future__ import annotations
 
 import contextlib
+import gc
 import dataclasses
 import sys
 from collections import Counter
@@ -80,6 +81,7 @@ def _is_engine(function: Any) -> bool:
 
 def profile_step(adopt: Any, **options: Any) -> dict[str, Counts]:
     """Counts of one step, once buckets leave early and units are gathered ahead. Collective."""
+    gc.collect()  # steps are told to every wrapped module that lives
     torch.manual_seed(0)
     module = adopt(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(UNITS))))
     wrapped, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)

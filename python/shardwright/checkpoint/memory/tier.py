@@ -26,7 +26,7 @@ from .image import BLOCK_BYTES, Image, Table, pieces
 
 _logger = logging.getLogger("shardwright")
 #: file of the checkpoint directory: the name of its guardians. Another directory, or one that was made anew, has another. It is
-#: not hidden, so that who removes all that the directory shows removes the steps in memory, too
+#: not hidden, so that `rm -r directory/*` removes the steps in memory, too
 JOB = "memory.json"
 _JOB_BYTES = 16
 #: address space for the growth of rank 0's own files while the layout stays; they may also double
