@@ -9,8 +9,8 @@ prints calls/files/hops/engine calls of each stage, on the host and on simulated
 from __future__ import annotations
 
 import contextlib
-import gc
 import dataclasses
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
