@@ -179,6 +179,7 @@ struct sw_comm {
     uint32_t arenas;       /* created so far */
     int64_t timeout_ns;    /* limit of each wait */
     int64_t warn_after_ns; /* a wait this long is logged; again at twice that, and so on */
+    int64_t silent_ns; /* a peer that is stopped for so long ends a wait for it; 0: it does not */
     sw_comm_hooks hooks;
     sw_comm_stats stats;
 };

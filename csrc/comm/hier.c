@@ -81,6 +81,7 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
     uint32_t serial = ++hier->comm.arenas;
     SW_TRY(sw_hier_check_alive(hier, err));
     hier->inside->timeout_ns = hier->comm.timeout_ns;
+    hier->inside->silent_ns = hier->comm.silent_ns;
     sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
     if (local != SW_OK && local != SW_E_MEMORY)
         return sw_hier_end_here(hier, &cause, err);

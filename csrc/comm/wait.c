@@ -7,6 +7,8 @@
 #include "platform/clock.h"
 #include "platform/process.h"
 
+static const int64_t look_ns = 100 * 1000 * 1000;
+
 sw_wait sw_wait_begin(const sw_comm *comm, void *context,
                       void (*describe)(void *context, sw_wait_text *text))
 {
@@ -51,12 +53,45 @@ bool sw_wait_add_missing(sw_wait_text *text, sw_comm *comm, int rank, int pid)
 {
     char peer[SW_COMM_PEER_BYTES];
     size_t used = strlen(text->missing);
+    bool is_stopped = sw_process_is_stopped(pid);
     if (text->rank < 0)
         text->rank = sw_comm_name(comm, rank);
+    if (is_stopped && !text->is_stopped)
+        text->stopped = sw_comm_name(comm, rank);
+    text->is_stopped = text->is_stopped || is_stopped;
     comm->ops->peer(comm, rank, peer);
     snprintf(text->missing + used, sizeof text->missing - used, "%s%s%s", used ? ", " : "", peer,
-             sw_process_is_stopped(pid) ? " (stopped)" : "");
+             is_stopped ? " (stopped)" : "");
     return strlen(text->missing) + 1 < sizeof text->missing;
+}
+
+/* Look for stopped peers now and then: it reads a file of each missing one. Another one may be
+ * stopped when the first goes on; the time is of both then, which no peer can tell apart. Time does
+ * not count in which nothing looked: this rank was stopped, too, as all are of a suspended job. */
+static sw_status check_stopped(sw_wait *wait, sw_error *reason)
+{
+    const sw_comm *comm = wait->comm;
+    int64_t now_ns = sw_clock_now_ns();
+    int64_t pause_ns = comm->silent_ns / 4 < look_ns ? comm->silent_ns / 4 : look_ns;
+    int64_t passed_ns = now_ns - wait->looked_ns;
+    sw_wait_text text = {.rank = -1};
+    if (comm->silent_ns == 0 || passed_ns < pause_ns)
+        return SW_OK;
+    if (wait->stopped_ns != 0 && passed_ns > 4 * pause_ns)
+        wait->stopped_ns += passed_ns - pause_ns;
+    wait->looked_ns = now_ns;
+    wait->describe(wait->context, &text);
+    if (!text.is_stopped)
+        wait->stopped_ns = 0;
+    else if (wait->stopped_ns == 0)
+        wait->stopped_ns = now_ns;
+    else if (now_ns - wait->stopped_ns >= comm->silent_ns)
+        return sw_error_set(
+            reason, SW_E_COMM, text.stopped,
+            "rank %d has been stopped for %.1f s (silent_s=%g) in %s, waited for: %s", text.stopped,
+            (double)(now_ns - wait->stopped_ns) * 1e-9, (double)comm->silent_ns * 1e-9, text.what,
+            text.missing);
+    return SW_OK;
 }
 
 sw_status sw_wait_check(sw_wait *wait, sw_error *reason)
@@ -66,7 +101,7 @@ sw_status sw_wait_check(sw_wait *wait, sw_error *reason)
     sw_wait_text text = {.rank = -1};
     bool is_interrupted = comm->hooks.interrupted && comm->hooks.interrupted(comm->hooks.context);
     if (!is_interrupted && waited_ns < wait->warn_ns && waited_ns < wait->timeout_ns)
-        return SW_OK;
+        return check_stopped(wait, reason);
     wait->describe(wait->context, &text);
     if (is_interrupted) {
         int name = sw_comm_name(comm, comm->rank);

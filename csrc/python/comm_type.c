@@ -575,6 +575,29 @@ static PyObject *comm_get_end_reason(PyObject *op, void *unused)
     return PyUnicode_DecodeUTF8(err.message, (Py_ssize_t)strlen(err.message), "replace");
 }
 
+static PyObject *comm_get_silent(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    return PyFloat_FromDouble(self->comm ? (double)self->comm->silent_ns * 1e-9 : 0);
+}
+
+static int comm_set_silent(PyObject *op, PyObject *value, void *unused)
+{
+    comm_object *self = (comm_object *)op;
+    double seconds = value ? PyFloat_AsDouble(value) : 0;
+    (void)unused;
+    if (PyErr_Occurred())
+        return -1;
+    if ((seconds != 0 && !is_legal_period(seconds)) || !self->comm) {
+        PyErr_SetString(PyExc_ValueError,
+                        "HostComm: silent_s must be in [0, 1e9] seconds, of an open communicator");
+        return -1;
+    }
+    self->comm->silent_ns = (int64_t)(seconds * 1e9);
+    return 0;
+}
+
 static PyObject *comm_get_timeout(PyObject *op, void *unused)
 {
     const comm_object *self = (comm_object *)op;
@@ -638,6 +661,8 @@ static PyMethodDef comm_methods[] = {
 static PyGetSetDef comm_properties[] = {
     {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
     {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
+    {"silent_s", comm_get_silent, comm_set_silent,
+     "a peer that is stopped for so long ends a wait, seconds; 0: at the deadline", NULL},
     {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
     {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "why it is not alive; None where it is", NULL},

@@ -173,6 +173,8 @@ int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObj
 /* checkpoint_plan_type.c, checkpoint_saver_type.c, checkpoint_folder_type.c */
 typedef struct plan_object {
     PyObject_HEAD sw_plan *plan; /* owned */
+    int lock_fd;                 /* owned; of the folder that create() made; -1: none */
+    char *partial;               /* owned; its path; NULL: none was made yet */
 } plan_object;
 /* checkpoint_plan_type.c: merges lists of what ranks wrote. Returns -1 with an exception, or sets
  * *err. */

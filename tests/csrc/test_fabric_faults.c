@@ -503,7 +503,7 @@ static void post_after_an_end(rank_context *self)
 static void test_post_after_an_end(void)
 {
     late_post shared = {.successes = 0};
-    for (int attempt = 0; attempt < 20 && shared.successes == 0; ++attempt) {
+    for (int attempt = 0; attempt < 500 && shared.successes == 0; ++attempt) {
         if (!rig_init(&shared.rig))
             return;
         ranks_run_bare(post_after_an_end, 2, &shared);

@@ -215,6 +215,68 @@ def test_a_stopped_rank_is_named_as_stopped_at_the_deadline(fresh_ranks, world_s
                 assert 1.8 < seconds < 4
 
 
+def stopped_too_long(rank, world_size):
+    """Rank 1 is stopped for 0.3 s, which is right, and then for good."""
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), timeout_s=60.0, silent_s=0.8)
+    backward(wrapped, rank, 0)
+    for step in (1, 2):
+        gather(None)
+        if rank == 1:
+            if step == 1:
+                child = os.fork()
+                if child == 0:
+                    time.sleep(0.3)
+                    os.kill(os.getppid(), signal.SIGCONT)
+                    os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if step == 1:
+            backward(wrapped, rank, step)
+    return report(lambda: backward(wrapped, rank, 2))
+
+
+@at_least_two
+def test_a_rank_that_is_stopped_for_longer_than_silent_s_is_an_error(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.start(stopped_too_long)
+        outcomes = team.wait(30, ignore=[1])
+        for outcome in outcomes:
+            if outcome.rank != 1:
+                if not outcome.ok:
+                    raise RanksFailed(outcomes)
+                kind, culprit, _, text, seconds = outcome.value
+                assert kind == "CommError" and culprit == 1
+                assert "rank 1 has been stopped for" in text and "(silent_s=0.8)" in text, text
+                assert 0.7 < seconds < 2.5, seconds
+
+
+def all_stopped(rank, world_size):
+    """A job is suspended rank by rank, rank 1 first, and goes on in another order."""
+    torch.manual_seed(0)
+    wrapped = data_parallel(Mlp(), timeout_s=60.0, silent_s=0.8)
+    backward(wrapped, rank, 0)
+    pids = gather(os.getpid())
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            others = [pid for pid in pids if pid != pids[1]]
+            for pause_s, number, each in ((0.3, signal.SIGSTOP, others), (1.2, signal.SIGCONT, others)):
+                time.sleep(pause_s)
+                for pid in each:
+                    os.kill(pid, number)
+            time.sleep(0.2)
+            os.kill(pids[1], signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    backward(wrapped, rank, 1)
+
+
+@at_least_two
+def test_a_job_that_is_suspended_goes_on_whatever_silent_s_is(fresh_ranks, world_size):
+    with fresh_ranks(world_size) as team:
+        team.run(all_stopped)
+
+
 def wait_for_state(pid, letter):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

@@ -32,10 +32,10 @@ def backward(model, rank, step):
     model(batch(rank, 6, 7, step=step)).square().mean().backward()
 
 
-def trains_until_an_error(rank, world_size, folder, timeout_s):
+def trains_until_an_error(rank, world_size, folder, timeout_s, silent_s=None):
     """(rank, host, text, when) of the error. The group and the communicator are left as they are, and the process ends."""
     torch.manual_seed(0)
-    wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001, timeout_s=timeout_s)
+    wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001, timeout_s=timeout_s, silent_s=silent_s)
     backward(wrapped, rank, 0)
     gather(None)
     pathlib.Path(folder, f"training-{rank}").touch()
@@ -50,9 +50,9 @@ def ends(rank, world_size):
     raise SystemExit(0)
 
 
-def lose(lab, tmp_path, fault, timeout_s=TIMEOUT_S):
+def lose(lab, tmp_path, fault, timeout_s=TIMEOUT_S, **options):
     """Outcomes of ranks that train while `fault()` happens, and when it did."""
-    lab.team.start(trains_until_an_error, folder=str(tmp_path), timeout_s=timeout_s)
+    lab.team.start(trains_until_an_error, folder=str(tmp_path), timeout_s=timeout_s, **options)
     deadline = time.monotonic() + 20
     while len(list(tmp_path.iterdir())) < lab.team.world_size:
         if time.monotonic() > deadline:
@@ -100,6 +100,17 @@ def test_a_link_that_passes_nothing_is_named_on_both_sides_at_the_deadline(hosts
         outcomes, when = lose(lab, tmp_path, lambda: FAULTS[fault](lab, host))
         every = range(lab.team.world_size)
         assert_named(lab, outcomes, every, lambda rank: [1 - lab.host_of(rank)], when, TIMEOUT_S + SLACK_S)
+        assert_can_end(lab, every)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS] if LONG else ["cut"])
+def test_a_link_that_acknowledges_nothing_for_silent_s_is_an_error(hosts, tmp_path, fault):
+    """Long before the deadline. A stalled link may have a byte left to acknowledge: it is an error a little later."""
+    with hosts(2, 1) as lab:
+        outcomes, when = lose(lab, tmp_path, lambda: FAULTS[fault](lab, 1), timeout_s=30.0, silent_s=1.0)
+        every = range(lab.team.world_size)
+        assert_named(lab, outcomes, every, lambda rank: [1 - lab.host_of(rank)], when, 4.0)
+        assert all("waited" not in each.value[2] for each in outcomes)
         assert_can_end(lab, every)
 
 

@@ -22,7 +22,7 @@ TIMEOUT_S = 1.2
 LATE_S = 2.0
 
 
-def warned(timeout_s):
+def warned(timeout_s, **options):
     """A wrapped layer whose communicator warns early, and the lines that it logs."""
     from shardwright.comm import process_group
 
@@ -32,7 +32,7 @@ def warned(timeout_s):
     logging.getLogger("shardwright").addHandler(handler)
     process_group.HostComm = functools.partial(process_group.HostComm, warn_after_s=WARN_AFTER_S)
     torch.manual_seed(0)
-    return sw.wrap(torch.nn.Linear(8, 8), timeout_s=timeout_s), lines
+    return sw.wrap(torch.nn.Linear(8, 8), timeout_s=timeout_s, **options), lines
 
 
 def backward(model, rank):
@@ -46,9 +46,9 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def trains_until_an_error(rank, world_size, begun):
+def trains_until_an_error(rank, world_size, begun, **options):
     """What ended it, how long that took from its last step's end, and what was logged. All ranks train once there is a file `begun`."""
-    model, lines = warned(TIMEOUT_S)
+    model, lines = warned(**{"timeout_s": TIMEOUT_S, **options})
     backward(model, rank)
     gather(None)
     if rank == 0:
@@ -82,6 +82,28 @@ def test_a_stopped_rank_is_warned_about_and_named_at_the_deadline(hosts, victim,
             near = lab.host_of(rank) == lab.host_of(victim)
             words = [f"rank {victim}", "(stopped)"] if near else [host]
             assert lines and all(word in lines[0] for word in words), (rank, lines)
+        ends_in_order(lab, survivors)
+
+
+@pytest.mark.parametrize(
+    "victim", [1, pytest.param(3, marks=long_form)]
+)  # not carriers: they are their hosts' only voice
+def test_a_rank_that_is_stopped_for_longer_than_silent_s_is_an_error_on_all_hosts(hosts, victim, tmp_path):
+    with hosts(2, 2) as lab:
+        survivors = [rank for rank in range(4) if rank != victim]
+        lab.team.start(trains_until_an_error, begun=str(tmp_path / "begun"), timeout_s=30.0, silent_s=0.8)
+        wait_for(tmp_path / "begun")
+        time.sleep(0.3)
+        lab.team.signal(victim, signal.SIGSTOP)
+        outcomes = lab.team.wait(15, ignore=[victim], patient=True)
+        for rank in survivors:
+            if not outcomes[rank].ok:
+                raise RanksFailed(outcomes)
+            kind, culprit, host, text, seconds, _ = outcomes[rank].value
+            print(f"{seconds:.2f} s: {text}")
+            assert kind == "CommError" and (culprit, host) == (victim, f"host{lab.host_of(victim)}"), text
+            assert f"rank {victim} has been stopped for" in text, text
+            assert 0.7 < seconds < 0.8 + LATE_S, (seconds, text)
         ends_in_order(lab, survivors)
 
 

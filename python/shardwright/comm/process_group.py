@@ -66,6 +66,7 @@ class HostGroup:
         self._children: list[HostComm] = []
         #: DeviceLinks by GPU; they end before the host's communicator
         self.links: dict[Any, Any] = {}
+        self._wire: wire.Wire | None = None  # of the communicator; on carriers
         self._join(group, timeout_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
             self._warn_of_threads()
@@ -186,12 +187,19 @@ class HostGroup:
         try:
             if self.host_count > 1 and self.rank in carriers:
                 meeting.go(self.host_count)
-                bridge = self.make_wire("wire", met.secret, timeout_s)
+                bridge = self._wire = self.make_wire("wire", met.secret, timeout_s)
         except (RuntimeError, MemoryError, OSError) as error:
             with contextlib.suppress(RuntimeError):  # the wire has ended already
                 self.comm.abort(str(error))
             raise
         self.comm.extend(self.host_of, host, wire=bridge)
+
+    def end_silence_after(self, silent_s: float | None) -> None:
+        """Let waits end once a peer of this host is stopped, or another host acknowledges nothing, for `silent_s`; None: at the deadline."""
+        if silent_s is not None or self.comm.silent_s:
+            self.comm.silent_s = silent_s or 0.0
+            if self._wire is not None:
+                self._wire.end_silence_after(silent_s)
 
     def _warn_of_threads(self) -> None:
         """Warn where this host's ranks compute on more threads than they have cores, which is seldom intended."""
@@ -359,6 +367,7 @@ def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False)
         If this rank is not part of the group.
     """
     if device_mesh is not None:
+        _check_member(device_mesh)
         process_group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of_mesh(device_mesh)
     if process_group is not None:
         if dist.get_rank(process_group) < 0:
@@ -387,14 +396,19 @@ _ONE_RANK = (
 _mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
-def _group_of_mesh(device_mesh: Any) -> Any:
-    """Return the group over all dimensions of a mesh. Collective over its ranks where it has none yet."""
+def _check_member(device_mesh: Any) -> None:
+    """Raise ValueError for a mesh without this rank, of which torch only says that an index is out of range."""
     ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
     if dist.get_rank() not in ranks:
         raise ValueError(
             f"this rank, {dist.get_rank()}, is not part of the device_mesh given, which has ranks "
             f"{', '.join(map(str, ranks))}: wrap the module on those only"
         )
+
+
+def _group_of_mesh(device_mesh: Any) -> Any:
+    """Return the group over all dimensions of a mesh. Collective over its ranks where it has none yet."""
+    ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
     return group_over(ranks)
 
 
@@ -535,12 +549,6 @@ def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, .
     rows[dist.get_rank(group)] = row
     dist.all_reduce(rows, group=group)
     return rows.unbind()
-
-
-def max_over_mesh(value: torch.Tensor, mesh: Any) -> None:
-    """Set `value` to its maximum over the ranks of a mesh. Collective."""
-    for dimension in range(mesh.ndim):
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
 
 
 def describe_group() -> str:

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import hashlib
 import hmac
+import math
 import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -89,11 +91,21 @@ class Wire:
             return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag), rank
         return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag)
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, timeout_s: float | None = None) -> None:
+        """Wait for a transfer. After `timeout_s` raise RuntimeError; all connections are closed then."""
+        timeout = _FOR_EVER if timeout_s is None else timedelta(seconds=timeout_s)
         if isinstance(work, tuple):
             work, rank = work
-            self._believe(rank, _FOR_EVER)
-        work.wait(_FOR_EVER)
+            self._believe(rank, timeout)
+        work.wait(timeout)
+
+    def end_silence_after(self, silent_s: float | None) -> None:
+        """Let the kernel close connections of which it has sent bytes and no acknowledgement came for `silent_s`; None: its own rule.
+
+        The peer's kernel acknowledges, whatever its process does, until the buffers of a stopped one are full."""
+        for fd, _ in self._sockets & sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * (silent_s or 0)))
 
     def _exchange_tokens(self, ranks: Sequence[int]) -> None:
         deadline_s = time.monotonic() + _TOKENS_S

@@ -58,6 +58,10 @@ class Options:
         depend on it.
     timeout_s : float
         The seconds that a rank waits for another before CommTimeoutError.
+    silent_s : float, optional
+        On CPUs: the seconds after which a rank that is stopped (SIGSTOP), or a host that acknowledges nothing (a cut
+        link), is a CommError. Default: both are waited for until `timeout_s`, since debuggers, job control and SLURM
+        stop ranks and let them go on.
     broadcast_buffers : bool
         Broadcast buffers from rank 0 at construction and before each forward, by torch's rules.
     init_sync : bool
@@ -135,6 +139,7 @@ class Options:
     groups: Any = None
     bucket_cap_mb: float = 25
     timeout_s: float = 1800.0
+    silent_s: float | None = None
     broadcast_buffers: bool = True
     init_sync: bool = True
     gradient_as_bucket_view: bool = False
@@ -178,6 +183,8 @@ class Options:
         check_groups(self.groups)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB", 2**40)
         _check_positive("timeout_s", self.timeout_s, "seconds", 1e9)
+        if self.silent_s is not None:
+            _check_positive("silent_s", self.silent_s, "seconds", 1e6)
         for name in (
             "broadcast_buffers",
             "init_sync",
