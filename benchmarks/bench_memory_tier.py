@@ -1,7 +1,8 @@
 """Memory tier: the cost of keeping every step in memory, for a training that computes beside it.
 
 Arms take turns over one model and optimizer: a step alone; a step and `save()` with memory_every=1; a step and torch's
-`dcp.save` of the same state to /dev/shm. The demo is the GPT of examples/train_gpt.py with its defaults. "save() alone" is the
+`dcp.save` of the same state to /dev/shm; where the package dlrover can be imported, a step and its flash checkpoint to memory,
+which rank 0 writes. The demo is the GPT of examples/train_gpt.py with its defaults. "save() alone" is the
 time inside the call, of the slowest rank, over the step's; it includes the wait for the slower rank, which a step alone has
 elsewhere. "processor time" leaves waits out, and what other programs take. "hosts" runs the ranks on simulated hosts of one machine, each with
 a copy on the next: sender and receiver share the cores that train, so it is an upper bound. The first rows' state is verified: a
@@ -26,6 +27,11 @@ import torch.distributed.checkpoint as dcp
 from models import GPT, VOCABULARY
 from shardwright.comm import process_group
 from torch.nn import functional as F
+
+try:  # Python's path has it, and what it imports: psutil, deprecated, wrapt, requests, grpcio
+    from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+except ImportError:
+    DdpCheckpointer = StorageType = None
 
 GOAL = 1.03
 REPEAT = 5  # steps a sample
@@ -81,6 +87,13 @@ class Subject:
         }
         dcp.save(state, checkpoint_id=self.shm)
 
+    def flash(self) -> None:
+        self.step()
+        state = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.dlrover.save_checkpoint(
+            self.count, state, os.path.join(self.shm, "flash.pt"), storage_type=StorageType.MEMORY
+        )
+
     def verify(self) -> None:
         self.checkpoints.save(self.count, every=1 << 40)
         self.checkpoints._memory.wait()  # type: ignore[union-attr]
@@ -106,12 +119,18 @@ def work(
     arms: dict[str, Callable[[], None]] = {"none": subject.step, "kept": subject.kept}
     if zero == 0 and hosts is None:
         arms["dcp"] = subject.dcp
+        if DdpCheckpointer is not None:
+            os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "WORLD_SIZE": str(world_size)}
+            subject.dlrover = DdpCheckpointer(subject.shm)
+            arms["flash"] = subject.flash
     subject.inside.clear()
     subject.inside_cpu.clear()
     samples = common.interleave(arms, dist.barrier, rounds=rounds, budget_s=budget_s, repeat=REPEAT)
     progress = subject.checkpoints.progress
     subject.checkpoints.close()
     dist.barrier()
+    if "flash" in arms:
+        subject.dlrover._engine.close()
     if rank == 0:
         shutil.rmtree(told[0])
         shutil.rmtree(subject.shm, ignore_errors=True)
@@ -145,6 +164,8 @@ def main() -> None:
         )  # fmt: skip
         if "dcp" in times:
             report.add_times(f"{case} step with save()", times["kept"], times["dcp"], "dcp.save to /dev/shm", goal=None)
+        if "flash" in times:
+            report.add_times(f"{case} step with save()", times["kept"], times["flash"], "DLRover, flash", goal=None)
 
 
 if __name__ == "__main__":

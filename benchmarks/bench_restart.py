@@ -22,6 +22,7 @@ from shardwright.cli.chaos import Run, report_of
 
 PROGRAM = str(Path(__file__).with_name("restart_program.py"))
 STEPS_APART = 20
+WORLD_SIZES = (2, 4)
 #: seconds beyond process start
 GOAL_S = 2.0
 TIMEOUT_S = 600.0
@@ -64,10 +65,10 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    report, quick = common.begin("restart", __doc__)
-    for world_size in (2,) if quick else (2, 4):
+    report, quick = common.begin("restart", __doc__, [f"W={world_size}" for world_size in WORLD_SIZES])
+    for world_size in (2,) if quick else [each for each in WORLD_SIZES if report.wants(f"W={each}")]:
         kills = 2 if quick else 5
-        rows = {arm: run(arm, world_size, kills) for arm in ("ours", "torch")}
+        rows = {arm: run(arm, world_size, kills) for arm in ("ours", "memory", "torch")}
         beyond = {arm: [each["total_s"] - each["process_s"] for each in rows[arm]] for arm in rows}
         total = {arm: statistics.median(each["total_s"] for each in rows[arm]) for arm in rows}
         process_s = statistics.median(each["process_s"] for each in rows["ours"])
@@ -93,6 +94,16 @@ def main() -> None:
             goal=None,
             samples=kills,
         )
+        report.add(
+            f"kill to first step, steps in memory, {case}",
+            "s",
+            total["memory"],
+            total["torch"],
+            "DDP, torch.save",
+            goal=None,
+            samples=kills,
+            beyond_process_s=median["memory"],
+        )
         lost = {arm: max(each["lost"] for each in rows[arm]) for arm in rows}
         report.add(
             f"most steps lost, {case}",
@@ -102,6 +113,7 @@ def main() -> None:
             "goal: the running one",
             goal=1.0,
             samples=kills,
+            memory_lost=lost["memory"],
             torch_lost=lost["torch"],
         )
 

@@ -1,4 +1,5 @@
-"""The training that bench_restart.py kills: restart_program.py ours|torch FOLDER STEPS. Both arms save after each step."""
+"""The training that bench_restart.py kills: restart_program.py ours|memory|torch FOLDER STEPS. All save after each step, memory
+to memory alone."""
 
 import os
 import sys
@@ -35,13 +36,14 @@ def train(step: int, model: torch.nn.Module, save: object) -> None:
 
 
 started_s = time.time() - born_s()
-if arm == "ours":
+if arm != "torch":
     model, optimizer = sw.wrap(model, optimizer)
-    checkpoints = sw.Checkpointer(folder, model, optimizer, keep_last=2)
+    in_memory = arm == "memory"
+    checkpoints = sw.Checkpointer(folder, model, optimizer, keep_last=2, memory_every=1 if in_memory else None)
     agent = agent_of(model)
     assert agent is not None
     agent.tell("ready", process_s=started_s)
-    train(checkpoints.restore(), model, checkpoints.save)
+    train(checkpoints.restore(), model, lambda step: checkpoints.save(step, every=steps + 1 if in_memory else 1))
     checkpoints.close()
 else:
     torch.distributed.init_process_group("gloo")

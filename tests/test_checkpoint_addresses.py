@@ -164,7 +164,7 @@ def test_an_address_whose_folder_cannot_be_written_is_refused(
     def lock(_: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("shardwright.checkpoint.checkpointer._lock_directory", lock)
+    monkeypatch.setattr("shardwright.checkpoint.directory._lock_directory", lock)
     with sw.Checkpointer(address, *trained(9.0)) as checkpoints:
         for call in (checkpoints.restore, checkpoints.steps):
             with pytest.raises(sw.CheckpointError, match="cannot be written to.*name another local_directory"):
@@ -187,7 +187,7 @@ def test_a_failure_ends_with_the_upload_that_succeeds(
     with sw.Checkpointer(address, *trained(1.0)) as checkpoints:
         checkpoints.save(0)
         checkpoints._writer.wait()
-        mirror = checkpoints._mirror
+        mirror = checkpoints._place.mirror
         with mirror._changed:
             assert mirror._changed.wait_for(lambda: mirror._failure, 10)
             mirror._asked += 1  # as a wait() of another round, which has not taken the failure

@@ -21,7 +21,7 @@ import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
-from shardwright.checkpoint import StorageReader, StorageWriter, checkpointer
+from shardwright.checkpoint import StorageReader, StorageWriter, directory
 from shardwright.cli import main
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -115,7 +115,7 @@ def check_another_user(tmp_path: Path) -> None:
 def test_a_read_only_file_system_is_restored_from(tmp_path):
     save_steps(tmp_path, {5: 3.0})
     refusal = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    with mock.patch.object(checkpointer, "DirectoryLock", side_effect=refusal):
+    with mock.patch.object(directory, "DirectoryLock", side_effect=refusal):
         module, optimizer = trained()
         with sw.Checkpointer(tmp_path, module, optimizer) as checkpoints:
             assert checkpoints.restore() == 5 and checkpoints.restore(step=5) == 5

@@ -202,8 +202,8 @@ def test_a_step_that_no_reader_would_take_is_refused(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("how", ["data", "numpy", "a small tensor"])
-def test_a_write_that_torch_does_not_count_fails_a_lazy_save(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["data", "numpy", "a small tensor", "one value"])
+def test_a_write_outside_the_step_fails_a_lazy_save(tmp_path: Path, how: str) -> None:
     model = nn.Module()
     model.large, model.small = nn.Parameter(torch.ones(12 << 18)), nn.Parameter(torch.ones(100))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -215,6 +215,9 @@ def test_a_write_that_torch_does_not_count_fails_a_lazy_save(tmp_path: Path, how
             model.large.data.clamp_(max=0.5)
         elif how == "numpy":
             model.large.detach().numpy()[:] = 2
+        elif how == "one value":  # where no sample is, so the count of writes alone tells it
+            with torch.no_grad():
+                model.large[100_000] = 5
         else:
             model.small.data.lerp_(torch.zeros(100), 0.1)
         name = "small" if how == "a small tensor" else "large"

@@ -13,6 +13,7 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
+from shardwright._engine import CheckpointFolder, CheckpointPlan
 from shardwright.checkpoint import StorageReader, StorageWriter, partial
 from shardwright.checkpoint.retention import DAMAGED, SOUND, UNKNOWN, Kept, to_retire
 from shardwright.cli import main
@@ -317,9 +318,9 @@ def test_the_next_save_to_a_path_clears_what_dead_ones_have_left_of_it_alone(
     download.mkdir()
     (download / "LOCK").touch()
     alive, fresh = (tmp_path / f"a.{'e' * 24}n{n}.partial" for n in (1, 2))
-    for each in (alive, fresh):  # one whose save lives, and one whose save is about to make the file
-        each.mkdir()
-    lock = partial.PartialLock(str(alive))
+    plan = CheckpointPlan([], [])
+    plan.create(str(alive))  # one whose save lives
+    fresh.mkdir()  # one whose save is about to make LOCK
     write(tmp_path / "a")
     stays = sorted(each.name for each in (alive, download, fresh, other))
     assert sorted(os.listdir(tmp_path)) == ["a", *stays]
@@ -329,7 +330,8 @@ def test_the_next_save_to_a_path_clears_what_dead_ones_have_left_of_it_alone(
     assert other.name in listed and fresh.name in listed and alive.name not in listed and "v2" not in listed
     assert main(["ckpt", "prune", str(tmp_path), "--keep-last", "1", "--yes"]) == 0
     assert sorted(os.listdir(tmp_path)) == [".lock", "a", alive.name, download.name]
-    lock.release()
+    plan.abandon()
+    assert not alive.exists()
 
 
 def test_a_save_under_way_holds_its_lock_and_leaves_no_trace_of_it(tmp_path: Path) -> None:
@@ -374,3 +376,37 @@ def test_a_directory_that_cannot_be_written_to_has_its_number(tmp_path: Path) ->
             shutil.rmtree(tmp_path / "c")
             checkpoints.restore()
     assert refused.value.errno == errno.ENOENT
+
+
+def test_the_engine_removes_all_that_it_can_and_names_the_first_failure(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("stays")
+    inner = tmp_path / "folder" / "b" / "c"
+    inner.mkdir(parents=True)
+    (inner / "file").touch()
+    (inner / "link").symlink_to(tmp_path / "target")
+    for name in ("folder", "folder", "missing"):
+        CheckpointFolder.remove(str(tmp_path / name))
+    assert os.listdir(tmp_path) == ["target"]
+    deep = tmp_path / "deep" / "1" / "2" / "3" / "4"
+    deep.mkdir(parents=True)
+    (tmp_path / "deep" / "beside").touch()
+    with pytest.raises(sw.CheckpointError, match="removing '.*deep' failed") as refused:
+        CheckpointFolder.remove(str(tmp_path / "deep"))
+    assert refused.value.errno and os.listdir(tmp_path / "deep") == ["1"] and deep.exists()
+
+
+def test_a_plan_without_its_headers_writes_none(tmp_path: Path) -> None:
+    tensors = [(name, "U8", [4], 2) for name in ("a", "b")]
+    plan = CheckpointPlan([("model", True, 1, "{}", tensors)], [])
+    plan.trim(0, 2)
+    plan.create(str(tmp_path / "a.partial"))
+    options = {"replaces": "", "nonce": "1", "step": 0, "world_size": 1, "tallies": [], "creator": plan}
+    with pytest.raises(sw.CheckpointError, match="the header of 'model-00002-of-00002.safetensors' was trimmed"):
+        plan.commit(folder=str(tmp_path / "a"), **options)
+    with pytest.raises(ValueError, match="commit or abandon this plan's folder first"):
+        plan.create(str(tmp_path / "b.partial"))
+    for _ in range(2):
+        plan.abandon()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ValueError, match=r"commit: `creator` holds no folder of create\(\)"):
+        plan.commit(folder=str(tmp_path / "a"), **options)

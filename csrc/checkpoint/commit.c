@@ -247,13 +247,13 @@ void sw_commit_clean(const char *partial, const char *folder, const char *nonce)
 {
     char trash[SW_PATH_BYTES], replaced[SW_PATH_BYTES];
     const char *old = replaced;
-    sw_folder_remove(partial);
+    (void)!sw_folder_remove(partial, NULL);
     if (trash_name(trash, folder, nonce, NULL) == SW_OK)
-        sw_folder_remove(trash);
+        (void)!sw_folder_remove(trash, NULL);
     if (sw_checkpoint_replaced_name(replaced, folder, NULL) != SW_OK)
         return;
     if (trash_name(trash, replaced, nonce, NULL) == SW_OK)
-        sw_folder_remove(trash);
+        (void)!sw_folder_remove(trash, NULL);
     if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else another's replaced folder */
         sw_retire(&old, 1, nonce);
 }
@@ -268,5 +268,5 @@ void sw_retire(const char *const *folders, size_t count, const char *nonce)
             sw_path_parent(folders[i], parent, NULL) == SW_OK &&
             sw_file_rename(folders[i], trash, NULL) == SW_OK &&
             sw_folder_sync(parent, NULL) == SW_OK)
-            sw_folder_remove(trash);
+            (void)!sw_folder_remove(trash, NULL);
 }

@@ -406,6 +406,25 @@ sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size, sw_p
     return SW_OK;
 }
 
+void sw_plan_trim(sw_plan *plan, int rank, int world_size)
+{
+    sw_plan_range *ranges = NULL;
+    size_t count = 0, next = 0;
+    if (plan->is_trimmed || sw_plan_own_ranges(plan, rank, world_size, &ranges, &count, NULL))
+        return;
+    plan->is_trimmed = true;
+    for (size_t f = 0; f < plan->file_count; ++f) {
+        sw_plan_file *file = &plan->files[f];
+        while (next < count && ranges[next].file < f)
+            ++next;
+        if (next < count && ranges[next].file == f && ranges[next].begin < file->header_bytes)
+            continue;
+        free(file->header);
+        file->header = NULL;
+    }
+    free(ranges);
+}
+
 size_t sw_plan_find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_t offset)
 {
     size_t low = file->first_piece, high = file->first_piece + file->piece_count;

@@ -7,7 +7,7 @@
  * the common bytes of the r-th part of the numbers. Example: all ranks hold 2 files of 5 and 3
  * blocks, W = 3. Rank 0 writes blocks 0 1 2, rank 1 blocks 3 4, rank 2 blocks 5 6 7.
  *
- * Thread rule: any; a plan does not change. */
+ * Thread rule: any; a plan does not change, but for sw_plan_trim. */
 #ifndef SW_CHECKPOINT_PLAN_H
 #define SW_CHECKPOINT_PLAN_H
 
@@ -60,7 +60,7 @@ typedef struct sw_plan_piece {
 
 typedef struct sw_plan_file {
     char *path;          /* owned; in the checkpoint's folder */
-    char *header;        /* owned; NULL: a text */
+    char *header;        /* owned; NULL: a text, or trimmed */
     size_t header_bytes; /* offset of the first piece */
     uint64_t size_bytes;
     size_t first_piece, piece_count; /* in byte order */
@@ -88,7 +88,8 @@ typedef struct sw_plan {
     uint64_t common_blocks, first_bytes; /* blocks with common bytes; bytes of SW_HELD_BY_FIRST */
     uint64_t block_count;
     uint64_t manifest_bytes; /* upper bound of its part of a manifest */
-    uint32_t digest;         /* of paths, headers and sizes: equal plans have equal digests */
+    bool is_trimmed;
+    uint32_t digest; /* of paths, headers and sizes: equal plans have equal digests */
 } sw_plan;
 
 /* Create a plan. SW_E_INVALID: a dtype that safetensors does not have, a name twice in one group, a
@@ -107,6 +108,11 @@ int sw_plan_compare_ranges(const void *a, const void *b);
  * the pieces, plus the ranges; on rank 0 also the pieces. */
 SW_MUST_USE sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size,
                                          sw_plan_range **ranges, size_t *count, sw_error *err);
+
+/* Free the text of the headers that other ranks write: 46 bytes a tensor, most of a plan. Only
+ * `rank` of `world_size` may then save with this plan, and no save knows tensors by name. Threads
+ * may use the plan for a save meanwhile. A failure leaves it as it is. */
+void sw_plan_trim(sw_plan *plan, int rank, int world_size);
 
 /* Return the file of a piece. */
 const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece);

@@ -43,15 +43,10 @@ static sw_status look_again(sw_saver *saver, long *pause_ns, const char *awaited
 /* Open the folder on rank 0. */
 static sw_status open_folder(sw_saver *saver, sw_error *err)
 {
-    char path[SW_PATH_BYTES];
     SW_TRY(sw_checkpoint_check_replaceable(saver->folder, err));
     for (size_t i = 0; i < saver->stale_count; ++i)
-        sw_folder_remove(saver->stale[i]);
-    SW_TRY(sw_folder_create(saver->partial, err));
-    SW_TRY(sw_save_lock_take(saver->partial, &saver->lock_fd, err));
-    SW_TRY(sw_path_join(path, saver->partial, SW_RANKS_FOLDER, err));
-    SW_TRY(sw_folder_create(path, err));
-    SW_TRY(sw_plan_create_files(saver->shared_part.plan, saver->partial, err));
+        (void)!sw_folder_remove(saver->stale[i], NULL);
+    SW_TRY(sw_partial_create(saver->shared_part.plan, saver->partial, &saver->lock_fd, err));
     if (saver->own_part.plan)
         SW_TRY(sw_plan_create_files(saver->own_part.plan, saver->partial, err));
     return saver->channel->world_size > 1 ? sw_save_create_tallies(saver, err) : SW_OK;
@@ -151,12 +146,11 @@ static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outco
             *outcome = found;
     }
     sw_channel_decide(saver->channel, saver->number, outcome);
-    sw_save_lock_release(outcome->status == SW_OK ? saver->folder : saver->partial,
-                         &saver->lock_fd);
     if (outcome->status != SW_OK) {
-        sw_folder_remove(saver->partial);
+        sw_partial_abandon(saver->partial, &saver->lock_fd);
         return;
     }
+    sw_save_lock_release(saver->folder, &saver->lock_fd);
     sw_commit_clean(saver->partial, saver->folder, saver->manifest.nonce);
     sw_retire((const char *const *)saver->retired, saver->retired_count, saver->manifest.nonce);
 }
@@ -215,7 +209,7 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
     /* Rank 0 abandoned the save: every rank removes once it has stopped writing, so the last one
      * leaves nothing. */
     if (outcome->status != SW_OK)
-        sw_folder_remove(saver->partial);
+        (void)!sw_folder_remove(saver->partial, NULL);
 }
 
 void sw_save_conclude(sw_saver *saver, const sw_error *own, sw_error *outcome)

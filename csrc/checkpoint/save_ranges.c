@@ -70,6 +70,10 @@ static sw_status check_range(const sw_save_part *part, const sw_plan_range *rang
     const sw_plan *plan = part->plan;
     const sw_plan_file *file = &plan->files[range->file];
     uint64_t end = range->end, at = range->begin;
+    if (at < file->header_bytes && !file->header)
+        SW_FAIL(err, SW_E_STATE,
+                "rank %d would write the header of '%.200s', which was trimmed from its plan", rank,
+                file->path);
     if (at < file->header_bytes)
         at = end < file->header_bytes ? end : file->header_bytes;
     for (size_t p = sw_plan_find_piece(plan, file, at); at < end; ++p) {

@@ -1,8 +1,19 @@
 /* write.c - see write.h. */
 #include "checkpoint/write.h"
 
+#include <string.h>
+
+#include "checkpoint/save_lock.h"
 #include "kernels/crc32c.h"
 #include "platform/file.h"
+
+/* Create the folder that a path of a plan names, unless a path before it did. */
+static sw_status make_parent(const char *path, sw_error *err)
+{
+    char parent[SW_PATH_BYTES];
+    SW_TRY(sw_path_parent(path, parent, err));
+    return sw_file_exists(parent) ? SW_OK : sw_folder_create(parent, err);
+}
 
 sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error *err)
 {
@@ -10,6 +21,8 @@ sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error
     for (size_t i = 0; i < plan->file_count; ++i) {
         int fd = -1;
         SW_TRY(sw_path_join(path, folder, plan->files[i].path, err));
+        if (strchr(plan->files[i].path, '/'))
+            SW_TRY(make_parent(path, err));
         SW_TRY(sw_file_create(path, &fd, err));
         sw_status status = sw_file_allocate(fd, path, plan->files[i].size_bytes, err);
         sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
@@ -17,6 +30,26 @@ sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error
         SW_TRY(closed);
     }
     return SW_OK;
+}
+
+void sw_partial_abandon(const char *partial, int *lock_fd)
+{
+    sw_save_lock_release(partial, lock_fd);
+    (void)!sw_folder_remove(partial, NULL);
+}
+
+sw_status sw_partial_create(const sw_plan *plan, const char *partial, int *lock_fd, sw_error *err)
+{
+    int fd = -1;
+    SW_TRY(sw_folder_create(partial, err)); /* a folder of that name is another's */
+    sw_status status = sw_save_lock_take(partial, &fd, err);
+    if (status == SW_OK)
+        status = sw_plan_create_files(plan, partial, err);
+    if (status == SW_OK)
+        *lock_fd = fd;
+    else
+        sw_partial_abandon(partial, &fd);
+    return status;
 }
 
 static sw_status write_open(int fd, const sw_write_file *file, const sw_write_range *ranges,
@@ -79,9 +112,12 @@ sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder, sw_mani
         sw_tally_list list = {0};
         if (file->header_bytes == 0)
             continue;
+        if (!file->header)
+            SW_FAIL(err, SW_E_STATE, "the header of '%.200s' was trimmed from its plan",
+                    file->path);
         SW_TRY(sw_path_join(path, folder, file->path, err));
         status = sw_checkpoint_write(&target, &range, 1, file->header, &list, err);
-        if (status == SW_OK)
+        if (status == SW_OK && manifest)
             status = sw_tally_list_read(list.data, list.size_bytes, sw_manifest_add_tally, manifest,
                                         err);
         sw_tally_list_fini(&list);

@@ -10,8 +10,17 @@
 #include "checkpoint/plan.h"
 #include "checkpoint/tally.h"
 
-/* Create every file of `plan` in `folder`, with its whole size and disk space. */
+/* Create every file of `plan` in `folder`, and a folder that a path names, with whole size and disk
+ * space. */
 SW_MUST_USE sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error *err);
+
+/* Create the folder `partial` with LOCK (save_lock.h), which *lock_fd holds, and every file of
+ * `plan`. After an error nothing is left. */
+SW_MUST_USE sw_status sw_partial_create(const sw_plan *plan, const char *partial, int *lock_fd,
+                                        sw_error *err);
+
+/* Abandon the folder: release LOCK and remove everything. */
+void sw_partial_abandon(const char *partial, int *lock_fd);
 
 typedef struct sw_write_file { /* a file of a plan */
     const char *path;          /* of the file */
@@ -29,7 +38,7 @@ SW_MUST_USE sw_status sw_checkpoint_write(const sw_write_file *file, const sw_wr
                                           sw_error *err);
 
 /* Write the headers of `plan` to its files in `folder`, and add them to `manifest`, which lists
- * these files first. */
+ * these files first. NULL: the folder gets none. */
 SW_MUST_USE sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder,
                                             sw_manifest *manifest, sw_error *err);
 

@@ -400,27 +400,37 @@ sw_status sw_file_exchange(const char *a, const char *b, bool *swapped, sw_error
     return fail_os(err, "exchanging", a);
 }
 
-static void remove_at(int folder, const char *name, int depth)
+/* Return 0 or the errno of the first failure. */
+static int remove_at(int folder, const char *name, int depth)
 {
-    if (unlinkat(folder, name, 0) == 0 || depth == 0)
-        return;
+    if (unlinkat(folder, name, 0) == 0 || errno == ENOENT)
+        return 0;
+    int first = 0, refusal = errno;
     int fd = openat(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    DIR *stream = fd < 0 ? NULL : fdopendir(fd);
+    DIR *stream = fd < 0 || depth == 0 ? NULL : fdopendir(fd);
     if (!stream) {
+        if (fd < 0 && errno == ENOENT) /* another process removed it meanwhile */
+            return 0;
+        refusal = fd < 0 && refusal == EISDIR ? errno : refusal;
         if (fd >= 0)
             close(fd);
-        return;
+        return refusal;
     }
     for (struct dirent *entry; (entry = readdir(stream));)
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            remove_at(dirfd(stream), entry->d_name, depth - 1);
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
+            int code = remove_at(dirfd(stream), entry->d_name, depth - 1);
+            first = first ? first : code;
+        }
     closedir(stream);
-    unlinkat(folder, name, AT_REMOVEDIR);
+    if (unlinkat(folder, name, AT_REMOVEDIR) == 0 || errno == ENOENT)
+        return 0;
+    return first ? first : errno;
 }
 
-void sw_folder_remove(const char *path)
+sw_status sw_folder_remove(const char *path, sw_error *err)
 {
-    remove_at(AT_FDCWD, path, 2);
+    errno = remove_at(AT_FDCWD, path, 3);
+    return errno ? fail_os(err, "removing", path) : SW_OK;
 }
 
 sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const char *name),

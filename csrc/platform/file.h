@@ -96,8 +96,9 @@ SW_MUST_USE sw_status sw_file_rename(const char *from, const char *to, sw_error 
 /* Swaps two names in one step; *swapped is false, and nothing was done, where the system cannot. */
 SW_MUST_USE sw_status sw_file_exchange(const char *a, const char *b, bool *swapped, sw_error *err);
 
-/* Removes a folder, its files and its folders of files, as far as it can. */
-void sw_folder_remove(const char *path);
+/* Removes a file or a link, or a folder with what is in it, three folders deep. Goes on after a
+ * failure; SW_E_OS names the first. A missing path is no failure. */
+SW_MUST_USE sw_status sw_folder_remove(const char *path, sw_error *err);
 
 /* Calls back with the name of each entry until it answers false. SW_E_OS when the folder cannot be
  * read. */

@@ -1,6 +1,8 @@
 /* checkpoint_folder_type.c - shardwright._engine.CheckpointFolder: an open checkpoint. */
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "checkpoint/catalog.h"
 #include "checkpoint/commit.h"
@@ -302,6 +304,30 @@ static sw_status read_header(const folder_object *self, const char *path, sw_saf
     return status;
 }
 
+/* The same of an open file that belongs to no checkpoint; `path`: for messages. */
+static sw_status read_plain_header(int fd, const char *path, sw_safetensors *found, sw_error *err)
+{
+    uint8_t first[8];
+    struct stat info;
+    size_t header_bytes = 0;
+    if (fstat(fd, &info) != 0)
+        return sw_error_set(err, SW_E_OS, errno, "'%.300s': %s", path, strerror(errno));
+    if (info.st_size < (off_t)sizeof first)
+        SW_FAIL(err, SW_E_INVALID, "'%.300s' has %lld bytes, a safetensors file more", path,
+                (long long)info.st_size);
+    SW_TRY(sw_file_read_at(fd, path, first, sizeof first, 0, err));
+    SW_TRY(sw_safetensors_header_size(first, (uint64_t)info.st_size, path, &header_bytes, err));
+    uint8_t *header = malloc(header_bytes);
+    if (!header)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the header of '%.300s'", path);
+    sw_status status = sw_file_read_at(fd, path, header, header_bytes, 0, err);
+    if (status == SW_OK)
+        status =
+            sw_safetensors_read(header, header_bytes, (uint64_t)info.st_size, path, found, err);
+    free(header);
+    return status;
+}
+
 static PyObject *build_shape(const sw_json_node *shape)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)shape->count);
@@ -344,6 +370,19 @@ static PyObject *build_metadata(const sw_json_node *metadata)
     return made;
 }
 
+/* Returns (metadata, tensors), and frees what was read. */
+static PyObject *build_header(sw_safetensors *found)
+{
+    PyObject *metadata = build_metadata(found->metadata);
+    PyObject *tensors = metadata ? build_tensors(found) : NULL;
+    sw_safetensors_fini(found);
+    if (!tensors) {
+        Py_XDECREF(metadata);
+        return NULL;
+    }
+    return Py_BuildValue("(NN)", metadata, tensors);
+}
+
 static PyObject *folder_tensors(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
@@ -359,14 +398,24 @@ static PyObject *folder_tensors(PyObject *op, PyObject *args)
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return fail(op, &err);
-    PyObject *metadata = build_metadata(found.metadata);
-    PyObject *tensors = metadata ? build_tensors(&found) : NULL;
-    sw_safetensors_fini(&found);
-    if (!tensors) {
-        Py_XDECREF(metadata);
+    return build_header(&found);
+}
+
+static PyObject *folder_header(PyObject *type, PyObject *args)
+{
+    const char *path;
+    int fd;
+    sw_safetensors found = {0};
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "is:header", &fd, &path))
         return NULL;
-    }
-    return Py_BuildValue("(NN)", metadata, tensors);
+    Py_BEGIN_ALLOW_THREADS
+    status = read_plain_header(fd, path, &found, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    return build_header(&found);
 }
 
 static PyObject *build_files(const sw_manifest *manifest)
@@ -516,29 +565,6 @@ static PyObject *folder_lock(PyObject *type, PyObject *args)
     return PyBool_FromLong(is_taken);
 }
 
-static PyObject *folder_lock_partial(PyObject *type, PyObject *args)
-{
-    const char *path;
-    int fd = -1;
-    sw_error err = {0};
-    if (!PyArg_ParseTuple(args, "s:lock_partial", &path))
-        return NULL;
-    if (sw_save_lock_take(path, &fd, &err) != SW_OK)
-        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    return PyLong_FromLong(fd);
-}
-
-static PyObject *folder_unlock_partial(PyObject *type, PyObject *args)
-{
-    const char *folder;
-    int fd;
-    (void)type;
-    if (!PyArg_ParseTuple(args, "si:unlock_partial", &folder, &fd))
-        return NULL;
-    sw_save_lock_release(folder, &fd);
-    Py_RETURN_NONE;
-}
-
 static PyObject *folder_is_alive(PyObject *type, PyObject *args)
 {
     const char *path;
@@ -561,15 +587,15 @@ static PyObject *folder_sync(PyObject *type, PyObject *args)
     return check_path(type, args, sw_folder_sync);
 }
 
+static PyObject *folder_remove(PyObject *type, PyObject *args)
+{
+    return check_path(type, args, sw_folder_remove);
+}
+
 static PyMethodDef folder_methods[] = {
     {"lock", folder_lock, METH_VARARGS | METH_CLASS,
      "lock($type, fd, path, /)\n--\n\nLock an open file; return False where another open file has "
      "the lock."},
-    {"lock_partial", folder_lock_partial, METH_VARARGS | METH_CLASS,
-     "lock_partial($type, path, /)\n--\n\nMake the locked file LOCK in a folder that is being "
-     "written."},
-    {"unlock_partial", folder_unlock_partial, METH_VARARGS | METH_CLASS,
-     "unlock_partial($type, folder, fd, /)\n--\n\nRemove LOCK and close its descriptor."},
     {"is_alive", folder_is_alive, METH_VARARGS | METH_CLASS,
      "is_alive($type, path, /)\n--\n\nReturn whether the save that writes to `path` is alive; None "
      "if that is unknown."},
@@ -577,6 +603,8 @@ static PyMethodDef folder_methods[] = {
      "make($type, path, /)\n--\n\nMake a folder and those above it, durable."},
     {"sync", folder_sync, METH_VARARGS | METH_CLASS,
      "sync($type, path, /)\n--\n\nMake the names in a folder durable."},
+    {"remove", folder_remove, METH_VARARGS | METH_CLASS,
+     "remove($type, path, /)\n--\n\nRemove a file, a link, or a folder with what is in it."},
     {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
      "check_removable($type, path, /)\n--\n\nCheckpointError unless nothing is there but a "
      "checkpoint."},
@@ -611,6 +639,9 @@ static PyMethodDef folder_methods[] = {
      "read_bytes($self, path, /)\n--\n\nA whole file, checked."},
     {"tensors", folder_tensors, METH_VARARGS,
      "tensors($self, path, /)\n--\n\n(metadata, [(name, dtype, shape, begin, nbytes)])."},
+    {"header", folder_header, METH_VARARGS | METH_CLASS,
+     "header($type, fd, path, /)\n--\n\nReturn what tensors() does, of an open file of no "
+     "checkpoint."},
     {"checksums", folder_checksums, METH_VARARGS,
      "checksums($self, path, /)\n--\n\nCRC32C of each block, as the manifest states."},
     {NULL, NULL, 0, NULL},

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/save_lock.h"
 #include "checkpoint/write.h"
 #include "platform/file.h"
 #include "python/engine.h"
@@ -146,13 +147,16 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     self->plan = plan;
+    self->lock_fd = -1;
     return (PyObject *)self;
 }
 
 static void plan_dealloc(PyObject *op)
 {
     PyTypeObject *type = Py_TYPE(op);
+    (void)!sw_file_close(&((plan_object *)op)->lock_fd, "LOCK", NULL);
     sw_plan_destroy(((plan_object *)op)->plan);
+    free(((plan_object *)op)->partial);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
     Py_DECREF(type);
 }
@@ -199,6 +203,15 @@ static void mark_needed(const sw_plan *plan, const sw_plan_range *ranges, size_t
     }
 }
 
+static int check_rank(const char *call, int rank, int world_size)
+{
+    if (rank >= 0 && rank < world_size)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s: rank must be in [0, world_size), got %d of %d", call, rank,
+                 world_size);
+    return -1;
+}
+
 static PyObject *plan_needed(PyObject *op, PyObject *args)
 {
     const sw_plan *plan = ((plan_object *)op)->plan;
@@ -206,12 +219,9 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
     sw_plan_range *ranges = NULL;
     size_t count = 0;
     sw_error err = {0};
-    if (!PyArg_ParseTuple(args, "ii:needed", &rank, &world_size))
+    if (!PyArg_ParseTuple(args, "ii:needed", &rank, &world_size) ||
+        check_rank("needed", rank, world_size) < 0)
         return NULL;
-    if (world_size < 1 || rank < 0 || rank >= world_size)
-        return PyErr_Format(PyExc_ValueError,
-                            "needed: rank must be in [0, world_size), got %d of %d", rank,
-                            world_size);
     if (sw_plan_own_ranges(plan, rank, world_size, &ranges, &count, &err) != SW_OK)
         return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
     bool *needed = calloc(plan->source_count + 1, sizeof *needed);
@@ -229,10 +239,57 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
     return result;
 }
 
+static PyObject *plan_trim(PyObject *op, PyObject *args)
+{
+    int rank, world_size;
+    if (!PyArg_ParseTuple(args, "ii:trim", &rank, &world_size) ||
+        check_rank("trim", rank, world_size) < 0)
+        return NULL;
+    sw_plan_trim(((plan_object *)op)->plan, rank, world_size);
+    Py_RETURN_NONE;
+}
+
 static PyObject *plan_get_digest(PyObject *op, void *unused)
 {
     (void)unused;
     return PyLong_FromUnsignedLong(((plan_object *)op)->plan->digest);
+}
+
+static PyObject *plan_create(PyObject *op, PyObject *args)
+{
+    plan_object *self = (plan_object *)op;
+    const char *partial;
+    sw_error err = {0};
+    sw_status status;
+    if (!PyArg_ParseTuple(args, "s:create", &partial))
+        return NULL;
+    if (self->lock_fd >= 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "create: commit or abandon this plan's folder first, got '%s'",
+                            partial);
+    char *kept = strdup(partial);
+    if (!kept)
+        return PyErr_NoMemory();
+    free(self->partial);
+    self->partial = kept;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_partial_create(self->plan, kept, &self->lock_fd, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    Py_RETURN_NONE;
+}
+
+static PyObject *plan_abandon(PyObject *op, PyObject *unused)
+{
+    plan_object *self = (plan_object *)op;
+    (void)unused;
+    if (self->lock_fd < 0) /* committed, or abandoned before */
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    sw_partial_abandon(self->partial, &self->lock_fd);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 static PyObject *plan_create_files(PyObject *op, PyObject *args)
@@ -244,6 +301,8 @@ static PyObject *plan_create_files(PyObject *op, PyObject *args)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = sw_plan_create_files(((plan_object *)op)->plan, folder, &err);
+    if (status == SW_OK)
+        status = sw_plan_write_headers(((plan_object *)op)->plan, folder, NULL, &err);
     Py_END_ALLOW_THREADS
     if (status != SW_OK)
         return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
@@ -334,19 +393,24 @@ int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
 
 static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"partial", "folder",     "replaces", "nonce",
-                            "step",    "world_size", "tallies",  NULL};
+    static char *names[] = {"folder",     "replaces", "nonce",   "step",
+                            "world_size", "tallies",  "creator", NULL};
     const sw_plan *plan = ((plan_object *)op)->plan;
-    const char *partial, *folder, *replaces, *nonce;
+    const char *folder, *replaces, *nonce;
     unsigned long long step;
     PyObject *lists;
+    plan_object *creator;
     sw_manifest manifest = {0};
     sw_error err = {0};
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sszsKiO!:commit", names, &partial, &folder,
-                                     &replaces, &nonce, &step, &manifest.world_size, &PyList_Type,
-                                     &lists))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$szsKiO!O!:commit", names, &folder, &replaces,
+                                     &nonce, &step, &manifest.world_size, &PyList_Type, &lists,
+                                     sw_py_state_of(op)->plan_type, &creator))
         return NULL;
+    if (creator->lock_fd < 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "commit: `creator` holds no folder of create() for '%s'", folder);
+    const char *partial = creator->partial;
     manifest.step = step;
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
     for (size_t f = 0; f < plan->file_count && status == SW_OK; ++f)
@@ -361,8 +425,10 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
             status = sw_manifest_complete(&manifest, &err);
         if (status == SW_OK)
             status = sw_commit(partial, folder, replaces, &manifest, &err);
-        if (status == SW_OK)
+        if (status == SW_OK) {
+            sw_save_lock_release(folder, &creator->lock_fd);
             sw_commit_clean(partial, folder, nonce);
+        }
         Py_END_ALLOW_THREADS
     }
     sw_manifest_fini(&manifest);
@@ -378,10 +444,17 @@ static PyMethodDef plan_methods[] = {
      "a plan; what it has written, for commit()."},
     {"sync", plan_sync, METH_VARARGS | METH_CLASS,
      "sync($type, path, /)\n--\n\nMakes a file durable."},
+    {"create", plan_create, METH_VARARGS,
+     "create($self, partial, /)\n--\n\nMake a folder with LOCK and every file, with its whole size "
+     "and disk space."},
+    {"abandon", plan_abandon, METH_NOARGS,
+     "abandon($self, /)\n--\n\nRelease LOCK and remove the folder of create(), unless it is "
+     "committed."},
     {"create_files", plan_create_files, METH_VARARGS,
-     "create_files($self, folder, /)\n--\n\nEvery file, with its whole size and disk space."},
+     "create_files($self, folder, /)\n--\n\nMake every file in a folder, with disk space and "
+     "header."},
     {"commit", (PyCFunction)(void (*)(void))plan_commit, METH_VARARGS | METH_KEYWORDS,
-     "Makes a folder that holds every file of this plan a checkpoint, headers included."},
+     "Makes the folder of creator.create() a checkpoint, headers included, and releases its LOCK."},
     {"files", plan_files, METH_NOARGS,
      "files($self, /)\n--\n\n[(path, nbytes, first block, [(source, begin, nbytes)])], in order."
      ""},
@@ -389,6 +462,8 @@ static PyMethodDef plan_methods[] = {
      "needed($self, rank, world_size, /)\n--\n\nSources of which the rank writes bytes, but for "
      "those that "
      "are held in parts."},
+    {"trim", plan_trim, METH_VARARGS,
+     "trim($self, rank, world_size, /)\n--\n\nForget the headers that other ranks write."},
     {NULL, NULL, 0, NULL},
 };
 

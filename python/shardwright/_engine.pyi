@@ -549,6 +549,8 @@ class HostComm:
     world_size: int
     #: deadline of each wait, seconds
     timeout_s: float
+    #: a peer of this host that is stopped for so long ends a wait for it, seconds; 0: the deadline does
+    silent_s: float
     #: abstract socket name that peers connect to, "" at world size 1
     address: str
     #: the host name of each rank, once joined; empty for ranks of other hosts before extend()
@@ -835,8 +837,16 @@ class CheckpointPlan:
         """(path, nbytes, first block, [(source, begin, nbytes)]), in order."""
     def needed(self, rank: int, world_size: int, /) -> list[int]:
         """Sources of which the rank writes some byte, but for those of holder 2."""
+    def trim(self, rank: int, world_size: int, /) -> None:
+        """Forget the text of the headers that other ranks write. Only this rank may save with the plan then, and no lazy save, which
+        names tensors."""
+    def create(self, partial: str, /) -> None:
+        """Make the folder `partial` with LOCK and every file, with its whole size and disk space. This plan holds the lock until commit()
+        or abandon(). After an error nothing is left."""
+    def abandon(self) -> None:
+        """Release LOCK and remove the folder that create() made. Nothing happens once it is committed or abandoned."""
     def create_files(self, folder: str, /) -> None:
-        """Makes every file in `folder`, with its whole size and disk space."""
+        """Make every file in `folder`, with its whole size, disk space and header. Not durable."""
     @classmethod
     def write(cls, path: str, nbytes: int, first_block: int, ranges: list[tuple[int, int]], address: int, /) -> bytes:
         """Writes (begin, nbytes), ascending, of a file of `nbytes` whose blocks are numbered from `first_block` in its plan; their bytes
@@ -847,16 +857,17 @@ class CheckpointPlan:
     def commit(
         self,
         *,
-        partial: str,
         folder: str,
         replaces: str | None,
         nonce: str,
         step: int,
         world_size: int,
         tallies: list[bytes],
+        creator: CheckpointPlan,
     ) -> None:
-        """Makes `partial`, which holds every file of this plan, the checkpoint `folder`, durable when this returns; writes headers.
-        `tallies`: what write() has returned, on all ranks. An existing folder is replaced in one step."""
+        """Make the folder that create() made the checkpoint `folder`, durable when this returns; write headers, and release LOCK.
+        `creator`: the plan that made it, this one or one without some of its files. `tallies`: what write() has returned, on all
+        ranks. An existing folder is replaced in one step. After an error call abandon()."""
 
 @final
 class DeviceStage:
@@ -968,13 +979,6 @@ class CheckpointFolder:
         """Lock an open file for this descriptor; return False where another open file has the lock. CheckpointError: the file system
         has no locks."""
     @classmethod
-    def lock_partial(cls, path: str, /) -> int:
-        """Make the file LOCK in a folder that is being written, and return its descriptor, which holds the lock. CheckpointError: it cannot
-        be made."""
-    @classmethod
-    def unlock_partial(cls, folder: str, fd: int, /) -> None:
-        """Remove LOCK from the folder, which is called `folder` now, and close its descriptor."""
-    @classmethod
     def is_alive(cls, path: str, /) -> bool | None:
         """Return whether the save that writes to `path` is alive; None: no LOCK can be opened there, or the file system has no locks."""
     @classmethod
@@ -983,6 +987,10 @@ class CheckpointFolder:
     @classmethod
     def sync(cls, path: str, /) -> None:
         """Make the names in a folder durable."""
+    @classmethod
+    def remove(cls, path: str, /) -> None:
+        """Remove a file, a link, or a folder with what is in it, three folders deep. CheckpointError names the first failure; the rest
+        is removed nevertheless. A missing path is no failure."""
     @classmethod
     def received(cls, path: str, catalog: bytes, /) -> CheckpointFolder:
         """The checkpoint at `path`, of which another rank has read `catalog`: no file is opened until something is read of it."""
@@ -1006,6 +1014,9 @@ class CheckpointFolder:
         """Return a text that identifies what lies at `path` now, "" for nothing: another folder of that name differs."""
     def tensors(self, path: str, /) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:
         """Metadata and (name, dtype, shape, begin, nbytes) of a safetensors file; begin is from the file's start."""
+    @classmethod
+    def header(cls, fd: int, path: str, /) -> tuple[dict[str, str], list[tuple[str, str, tuple[int, ...], int, int]]]:
+        """Return what tensors() does, of an open file that belongs to no checkpoint. `path` is for messages."""
     def load(
         self,
         ranges: list[tuple[str, int, int, int, int]],

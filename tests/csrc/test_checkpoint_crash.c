@@ -17,6 +17,8 @@
 #include <sys/uio.h>
 #include <sys/wait.h>
 
+#define CASE_ROWS \
+    60 /* two blocks: calls are cut, and their number grows with files, not with bytes */
 #include "checkpoint/commit.h"
 #include "checkpoint_case.h"
 #include "recorded_disk.h"
@@ -290,13 +292,13 @@ enum { IS_SLOW = 0, CAN_FORK = 1 };
 static char directory[64];
 static int cases;
 static uint64_t saves;
+static char nonce[32];       /* of the last save */
 static const char *replaces; /* of the next saves */
 
 static sw_status save_step(int step, const char *const *stale, size_t stale_count,
                            const char *const *retired, size_t retired_count, int world_size,
                            sw_error *err)
 {
-    char nonce[32];
     snprintf(nonce, sizeof nonce, "p%dn%llu", (int)getpid(), (unsigned long long)++saves);
     case_rank settings = {.world_size = world_size,
                           .step = step,
@@ -391,10 +393,12 @@ static int run_cut(fault kind, int at, int step, int world_size)
 static void cut_every_call(fault kind, int step, int world_size)
 {
     static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
-    /* The quick form dies and fails at every call; calls that are torn or find no space it takes in turn, kind by kind. */
+    /* The quick form dies and fails at every call; calls that are torn or find no space it takes in
+     * turn, kind by kind. */
     int stride = getenv("SW_TEST_LONG") || kind <= FAULT_DIE_AFTER || kind == FAULT_EIO ? 1 : 2;
     int said = 0;
-    for (int at = 1 + (int)kind % stride; said != 2; at += stride) { /* 2: the save has fewer calls */
+    for (int at = 1 + (int)kind % stride; said != 2;
+         at += stride) { /* 2: the save has fewer calls */
         size_t left_count = 0;
         sw_error err = {0};
         fresh_directory();
@@ -434,27 +438,82 @@ static void cut_every_call(fault kind, int step, int world_size)
 
 static disk before, after;
 
-/* mode 0: nothing unsynced survives; 1: all of it; 2: each change by chance; 3: a prefix by chance
- */
-static void cut_power(size_t end, int mode, unsigned *seed, bool was_saved, int step)
+enum { DISKS_MAX = 90 * OPS_MAX };
+static bool survives[OPS_MAX];   /* the changes that a cut leaves */
+static uint64_t seen[DISKS_MAX]; /* hashes of the sets of changes that were looked at */
+static size_t seen_count;
+
+/* Equal sets of changes make equal disks: each is looked at once. */
+static bool is_new_disk(size_t end, bool was_saved)
+{
+    uint64_t hash = UINT64_C(14695981039346656037) + was_saved;
+    for (size_t i = 0; i < end; ++i)
+        if (survives[i] && ops[i].kind != OP_SYNC)
+            hash = (hash ^ (i + 1)) * UINT64_C(1099511628211);
+    for (size_t i = 0; i < seen_count; ++i)
+        if (seen[i] == hash)
+            return false;
+    if (seen_count < DISKS_MAX)
+        seen[seen_count++] = hash;
+    return true;
+}
+
+/* The saved checkpoint is there, and not one of the same step that it has replaced. */
+static bool is_last_saved(const char *where, int step)
+{
+    char folder[SW_PATH_BYTES];
+    sw_manifest found = {0};
+    snprintf(folder, sizeof folder, "%s/step-%06d", where, step);
+    bool is = sw_manifest_read(folder, &found, NULL) == SW_OK && strcmp(found.nonce, nonce) == 0;
+    sw_manifest_fini(&found);
+    return is;
+}
+
+/* The power goes after `end` changes: look at the disk that those make which survive. */
+static void look_at_disk(size_t end, bool was_saved, int step)
 {
     static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
     char path[96];
-    size_t left_count, prefix = (size_t)rand_r(seed) % (end + 1);
+    size_t left_count;
+    if (!is_new_disk(end, was_saved))
+        return;
     copy_disk(&after, &before);
     for (size_t i = 0; i < end; ++i)
-        if (is_synced(i, end) || mode == 1 || (mode == 2 && rand_r(seed) % 2) ||
-            (mode == 3 && i < prefix))
+        if (survives[i])
             apply(&after, &ops[i]);
     snprintf(path, sizeof path, "%s.cut", directory);
     case_clear(path);
     materialise(&after, before.nodes[0].number, path);
     int newest = case_newest(path, left, &left_count);
-    if ((newest != 1 && newest != step) || (was_saved && newest != step))
+    if ((newest != 1 && newest != step) || (was_saved && !is_last_saved(path, step)))
         die_badly(was_saved ? "power cut after the save" : "power cut", FAULT_NONE, (int)end,
                   newest, "");
     case_clear(path);
     cases++;
+}
+
+/* mode 0: nothing unsynced survives; 1: all of it; 2: each change by chance; 3: a prefix by chance
+ */
+static void cut_power(size_t end, int mode, unsigned *seed, bool was_saved, int step)
+{
+    size_t prefix = (size_t)rand_r(seed) % (end + 1);
+    for (size_t i = 0; i < end; ++i)
+        survives[i] = is_synced(i, end) || mode == 1 || (mode == 2 && rand_r(seed) % 2) ||
+                      (mode == 3 && i < prefix);
+    look_at_disk(end, was_saved, step);
+}
+
+/* One unsynced change of names is lost, and what came after it is not. */
+static void lose_each_rename(size_t end, bool was_saved, int step)
+{
+    for (size_t i = 0; i < end; ++i)
+        survives[i] = true;
+    for (size_t i = 0; i < end; ++i)
+        if ((ops[i].kind == OP_RENAME || ops[i].kind == OP_EXCHANGE) && !is_synced(i, end)) {
+            survives[i] = false;
+            look_at_disk(end, was_saved, step);
+            survives[i] = true;
+        }
 }
 
 static void cut_power_everywhere(int step, int world_size, int rounds)
@@ -472,12 +531,14 @@ static void cut_power_everywhere(int step, int world_size, int rounds)
     is_recording = false;
     if (op_count < 20 || op_count == OPS_MAX)
         die_badly("the record", FAULT_NONE, (int)op_count, 0, "is too short or too long");
-    for (size_t end = 0; end <= op_count; ++end)
+    for (size_t end = 0; end <= op_count; ++end) {
         for (int round = 0; round < rounds; ++round)
             cut_power(end, round < 3 ? round : 2 + round % 2, &seed, end == op_count, step);
+        lose_each_rename(end, end == op_count, step);
+    }
     for (size_t i = 0; i < op_count; ++i)
         free(ops[i].data);
-    op_count = 0;
+    op_count = seen_count = 0;
     for (size_t i = 0; i < before.count; ++i)
         free(before.nodes[i].data);
     for (size_t i = 0; i < after.count; ++i)

@@ -652,6 +652,29 @@ static void check_plan(const sw_plan *plan, const sw_plan_tensor *tensors, size_
     free(seen);
 }
 
+/* Each rank keeps the headers that it writes, and no other. */
+static void check_trimmed(const sw_plan_group *group, int world)
+{
+    for (int rank = 0; rank < world; ++rank) {
+        sw_plan *plan = NULL;
+        sw_plan_range *ranges = NULL;
+        size_t count = 0;
+        check(sw_plan_create(group, 1, NULL, 0, &plan, NULL) == SW_OK &&
+                  sw_plan_own_ranges(plan, rank, world, &ranges, &count, NULL) == SW_OK,
+              "plan", "");
+        sw_plan_trim(plan, rank, world);
+        sw_plan_trim(plan, rank, world);
+        for (size_t f = 0; f < plan->file_count; ++f) {
+            bool writes = false;
+            for (size_t i = 0; i < count; ++i)
+                writes |= ranges[i].file == f && ranges[i].begin < plan->files[f].header_bytes;
+            check(writes == (plan->files[f].header != NULL), "a header", plan->files[f].path);
+        }
+        free(ranges);
+        sw_plan_destroy(plan);
+    }
+}
+
 static void plans(void)
 {
     static const char *const dtypes[] = {"U8", "BF16", "F32", "I64", "BOOL", "F64", "F16"};
@@ -677,6 +700,7 @@ static void plans(void)
               "plan", err.message);
         check(plan->digest == again->digest, "digest", "");
         check_plan(plan, tensors, count, limit);
+        check_trimmed(&group, 1 + round % 5);
         sw_plan_destroy(plan);
         sw_plan_destroy(again);
     }

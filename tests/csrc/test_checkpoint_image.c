@@ -155,11 +155,11 @@ static void an_image_has_the_files_of_a_save(int world_size, int thread_count)
     uint8_t *image = mmap(NULL, IMAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     keep_together(ranks, world_size, thread_count, image);
     merge(ranks, world_size, fd, &manifest);
-    check(case_verify("memory", &manifest, &err) == SW_OK, "every block passes", err.message);
+    check(case_verify("memory", &manifest, NULL, &err) == SW_OK, "every block passes", err.message);
     check_bytes(&manifest, ranks[0].shared);
     check_runs(ranks, world_size, &manifest);
     image[ranks[world_size - 1].kept.runs[0].begin] ^= 1;
-    check(case_verify("memory", &manifest, &err) == SW_E_INVALID &&
+    check(case_verify("memory", &manifest, NULL, &err) == SW_E_INVALID &&
               strstr(err.message, "'memory/") != NULL,
           "a flipped byte is named", err.message);
     sw_manifest_fini(&manifest);

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from oracle.fold import bits_equal
+from peer import batch
 from torch import nn
 
 
@@ -100,3 +103,22 @@ def files_of(folder: str) -> list[str]:
     return sorted(
         os.path.relpath(os.path.join(place, name), folder) for place, _, names in os.walk(folder) for name in names
     )
+
+
+def train_steps(
+    rank: int, model: Any, optimizer: Any, begin: int, end: int, after: Callable[[int], object] = lambda step: None
+) -> list[float]:
+    """Train steps [begin, end), whose inputs and random numbers rank and step alone decide. Return the losses.
+
+    after(step) is called after each.
+    """
+    losses = []
+    for step in range(begin, end):
+        torch.manual_seed(1000 * step + rank)
+        loss = model(batch(rank, 5, 24, step=step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        after(step)
+    return losses

@@ -23,16 +23,29 @@ from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 SAVES = 3
 REMOVING_MS = 300
+#: (hosts, settings of slow_files.c), in turns of one start of the programs
+MISSING = {"SLOW_MISSING_S": "300"}
+TURNS = {"missing": ("2+1", MISSING), "removing": (None, {"SLOW_UNLINK_MS": str(REMOVING_MS)})}
+if LONG:
+    TURNS |= {"missing on one host": (None, MISSING), "syncing": (None, {"SLOW_FSYNC_MS": "150"})}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def library(tmp_path_factory) -> str:
     source, made = Path(__file__).with_name("slow_files.c"), tmp_path_factory.mktemp("slow") / "slow_files.so"
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", made, source, "-ldl"], check=True)
     return str(made)
 
 
-def save_and_restore(rank, world_size, directory, shape):
+def save_and_restore(rank, world_size, within):
+    for number, (shape, settings) in enumerate(TURNS.values()):
+        os.environ.update(settings)  # the library reads them at each call
+        run_turn(rank, world_size, f"{within}/{number}", shape)
+        for name in settings:
+            del os.environ[name]
+
+
+def run_turn(rank, world_size, directory, shape):
     hosts = on_hosts(hosts_of(shape, world_size)) if shape else contextlib.nullcontext()
     probe = f"{directory}.probe{rank}"
     if os.environ.get("SLOW_MISSING_S") and not os.path.exists(probe):
@@ -53,45 +66,42 @@ def save_and_restore(rank, world_size, directory, shape):
             fill(model, optimizer, 99)
             assert checkpoints.restore() == SAVES
             assert values_of(model, optimizer) == {float(SAVES)}
-    if rank == 0 and "SYNCED" in os.environ:
+    if rank == 0 and "SLOW_UNLINK_MS" in os.environ:
+        os.environ["SYNCED"] = f"{directory}.synced"
         assert main(["ckpt", "export", f"{directory}/step-{SAVES:06d}", f"{directory}.exported"]) == 0
+        del os.environ["SYNCED"]
     print("waited", *waits)
 
 
-def run(world_size, tmp_path, library, shape=None, **settings):
-    store, directory = tmp_path / "store", tmp_path / "c"
-    store.mkdir()
-    given = [f"{name}={value}" for name, value in settings.items()]
-    prefix = ["env", f"LD_PRELOAD={library}", f"SLOW_FOLDER={directory}", *given]
+@pytest.mark.timeout(300)
+def test_saves_become_durable_and_all_ranks_hear_so(tmp_path, library):
+    """Names that a client remembers as missing, slow removing, and a slow fsync."""
+    store, folder = tmp_path / "store", tmp_path / "c"
+    for each in (store, folder):
+        each.mkdir()
+    prefix = ["env", f"LD_PRELOAD={library}", f"SLOW_FOLDER={folder}"]
     said, statuses = run_programs(
-        world_size, save_and_restore, str(store), prefix=prefix, limit_s=110, directory=str(directory), shape=shape
+        3, save_and_restore, str(store), prefix=prefix, limit_s=110 * len(TURNS) // 2, within=str(folder)
     )
-    assert statuses == [0] * world_size, said
-    assert sorted(set(os.listdir(directory)) - {".board"}) == [".lock", f"step-{SAVES:06d}"]
-    return [[float(each) for each in text.rpartition("waited")[2].split()] for text in said]
+    assert statuses == [0] * 3, said
+    lines = [[line.split()[1:] for line in text.splitlines() if line.startswith("waited ")] for text in said]
+    waits = {turn: [[float(each) for each in of_rank[n]] for of_rank in lines] for n, turn in enumerate(TURNS)}
+    for number in range(len(TURNS)):
+        assert sorted(set(os.listdir(folder / str(number))) - {".board"}) == [".lock", f"step-{SAVES:06d}"]
+    for turn in (turn for turn in TURNS if turn.startswith("missing")):
+        assert max(map(max, waits[turn])) < 50, waits  # a rank that polled a name would pass the deadline of 60 s
+    for last in (waits["removing"][1][-1], waits["removing"][2][-1]):
+        assert last < waits["removing"][0][-1] - 2 * REMOVING_MS / 1000, (
+            waits
+        )  # rank 0 removes the save before, after its verdict
+    if LONG:
+        assert min(map(min, waits["syncing"])) > 0.15, waits  # no rank hears of a checkpoint that is not durable
+    check_export(folder, str([*TURNS].index("removing")))
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("shape", [None, "2+1"] if LONG else ["2+1"])
-def test_names_that_a_client_remembers_as_missing(tmp_path, library, shape):
-    waits = run(3, tmp_path, library, shape, SLOW_MISSING_S=300)
-    assert max(map(max, waits)) < 50, waits  # whoever polled a name would wait beyond the deadline of 60 s
-
-
-@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
-@pytest.mark.timeout(120)
-def test_an_fsync_of_150_ms(tmp_path, library):
-    waits = run(3, tmp_path, library, SLOW_FSYNC_MS=150)
-    assert min(map(min, waits)) > 0.15, waits  # nobody hears of a checkpoint that is not durable
-
-
-@pytest.mark.timeout(120)
-def test_the_verdict_does_not_wait_for_what_is_removed(tmp_path, library):
-    """Then an export syncs each file that it wrote, their folder, and the folder that holds its name."""
-    waits = run(3, tmp_path, library, SLOW_UNLINK_MS=REMOVING_MS, SYNCED=tmp_path / "synced")
-    synced = [Path(line) for line in (tmp_path / "synced").read_text().splitlines()]
-    made = [path for path in synced if path.parent.name.startswith("c.exported.")]
-    assert {path.name for path in made} == set(os.listdir(tmp_path / "c.exported"))
-    assert synced[-2:] == [made[0].parent, tmp_path.resolve()]
-    for last in (waits[1][-1], waits[2][-1]):
-        assert last < waits[0][-1] - 2 * REMOVING_MS / 1000, waits  # rank 0 removes the folder of the save before
+def check_export(folder, name):
+    """An export syncs each file that it wrote, their folder, and the folder that holds its name."""
+    synced = [Path(line) for line in (folder / f"{name}.synced").read_text().splitlines()]
+    made = [path for path in synced if path.parent.name.startswith(f"{name}.exported.")]
+    assert {path.name for path in made} == set(os.listdir(folder / f"{name}.exported"))
+    assert synced[-2:] == [made[0].parent, folder.resolve()]

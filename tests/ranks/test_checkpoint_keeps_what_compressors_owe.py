@@ -1,9 +1,11 @@
 """Law: the checkpoint holds a compressor's error. A restored training has the losses of an uninterrupted one at the
 same world size; at another one the sum of all ranks' errors stays the same."""
 
+import functools
+
 import pytest
 import torch
-from checkpoint_subjects import Small, build
+from checkpoint_subjects import Small, build, train_steps
 from harness import gather, on_every_rank
 from peer import PEER, batch, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
@@ -19,16 +21,7 @@ def training(folder, seed, compress, zero):
 
 
 def run(rank, model, optimizer, checkpoints, begin, end):
-    losses = []
-    for step in range(begin, end):
-        torch.manual_seed(1000 * step + rank)
-        loss = model(batch(rank, 5, 24, step=step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        checkpoints.save(step, every=STOP)
-    return losses
+    return train_steps(rank, model, optimizer, begin, end, functools.partial(checkpoints.save, every=STOP))
 
 
 @pytest.mark.parametrize("zero", [0, 2])

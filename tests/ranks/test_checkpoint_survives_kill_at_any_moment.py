@@ -1,6 +1,7 @@
 """Law: whenever ranks are killed, the directory holds the newest checkpoint that was committed, whole, and the next run
 continues from it; a rank that dies while others save is an error on these, soon."""
 
+import functools
 import itertools
 import os
 import random
@@ -60,6 +61,23 @@ def restore_and_look(rank, world_size, folder):
     return step, sorted(found), left_overs
 
 
+def checkpoints_in(folder):
+    return sorted(name for name in os.listdir(folder) if len(name) == 11)
+
+
+def kill_at_random(team, world_size, seed, chance, has_begun, *, pause_s, share_of_all):
+    """Kill all ranks, or one, at a moment within `pause_s` after has_begun() is true."""
+    deadline = time.monotonic() + 20
+    while not has_begun():
+        if time.monotonic() > deadline:
+            pytest.fail(f"seed {seed}: no save in time: {team.wait(1)}")
+        time.sleep(0.005)
+    time.sleep(chance.uniform(0, pause_s))
+    victims = range(world_size) if chance.random() < share_of_all else [chance.randrange(world_size)]
+    for rank in victims:
+        team.signal(rank, signal.SIGKILL)
+
+
 @pytest.mark.timeout(600)
 def test_after_a_kill_at_a_random_moment_the_newest_checkpoint_loads(world_size, fresh_ranks):
     seed = int(time.time())
@@ -69,16 +87,9 @@ def test_after_a_kill_at_a_random_moment_the_newest_checkpoint_loads(world_size,
         for _ in range(KILLS):
             with fresh_ranks(world_size) as team:
                 team.start(save_for_ever, folder=folder)
-                deadline = time.monotonic() + 20
-                while not any(name > f"step-{highest:06d}" for name in os.listdir(folder) if len(name) == 11):
-                    if time.monotonic() > deadline:
-                        pytest.fail(f"seed {seed}: no save in time: {team.wait(1)}, {os.listdir(folder)}")
-                    time.sleep(0.01)
-                time.sleep(chance.uniform(0, 0.25))
-                victims = list(range(world_size)) if chance.random() < 0.5 else [chance.randrange(world_size)]
-                for rank in victims:
-                    team.signal(rank, signal.SIGKILL)
-            listed = sorted(name for name in os.listdir(folder) if len(name) == 11)
+                has_more = functools.partial(lambda least: checkpoints_in(folder)[-1:] > [least], f"step-{highest:06d}")
+                kill_at_random(team, world_size, seed, chance, has_more, pause_s=0.25, share_of_all=0.5)
+            listed = checkpoints_in(folder)
             with fresh_ranks(world_size) as team:
                 answers = team.run(restore_and_look, folder=folder)
             steps = {step for step, _, _ in answers}

@@ -17,7 +17,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_damage_is_seen_by_all import agreed, checksum
 
 if PEER != "torch":
-    from shardwright.checkpoint import reading
+    from shardwright.checkpoint import agreeing, reading
     from shardwright.checkpoint.peers import os_error
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
@@ -275,7 +275,7 @@ def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
     folder = shared_folder(rank)
     model, _ = build(Small)
     sw.save(f"{folder}/a", model)
-    openings = reading._open_together
+    openings = agreeing._open_together
     for before, after in (("a", "a.replaced"), ("a.replaced", "a")):
 
         def opened(path, peers, source):
@@ -287,7 +287,7 @@ def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
             gather(None)
             return found
 
-        with mock.patch.object(reading, "_open_together", opened):
+        with mock.patch.object(agreeing, "_open_together", opened):
             other, _ = build(Small, seed=9)
             sw.load(f"{folder}/a", other)
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
@@ -538,4 +538,4 @@ def test_a_moment_in_which_a_rank_cannot_open_files_costs_no_checkpoint(rank, wo
             with mock.patch.object(reading.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None):
                 said = agreed(checkpoints.restore)
             assert os.strerror(code) in said and (f"rank {world_size - 1}: " in said or world_size == 1)
-        assert checkpoints.restore() == 2 and not checkpoints._rejected
+        assert checkpoints.restore() == 2 and not checkpoints._place.rejected

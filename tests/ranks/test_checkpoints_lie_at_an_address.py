@@ -39,19 +39,19 @@ def test_all_ranks_save_to_an_address_and_restore_from_it(rank, world_size):
     again = trained(1, rank)
     with sw.Checkpointer(f"{address}/run", *again, **local) as checkpoints:
         if rank == 0:
-            checkpoints._mirror._store.download = lambda *_: 1 / 0
+            checkpoints._place.mirror._store.download = lambda *_: 1 / 0
         with pytest.raises(sw.CheckpointError, match="download from .* failed: division by zero"):
             checkpoints.restore()
         if rank == 0:
-            del checkpoints._mirror._store.download
+            del checkpoints._place.mirror._store.download
         assert checkpoints.restore() == 5
         if rank == 0:
-            checkpoints._mirror._store.upload = lambda *_: 1 / 0
+            checkpoints._place.mirror._store.upload = lambda *_: 1 / 0
         checkpoints.save(5)
         with pytest.raises(sw.CheckpointError, match="division by zero"):
             checkpoints.wait()
         if rank == 0:
-            del checkpoints._mirror._store.upload
+            del checkpoints._place.mirror._store.upload
     assert all(torch.equal(value, expected[name]) for name, value in sw.full_state_dict(again[0]).items())
     again = trained(2, rank)
     sw.load(f"{address}/one", *again, **local)

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_subjects import Small, build, digest_of, train
+from checkpoint_subjects import Small, build, digest_of, train, train_steps
 from harness import LONG, gather, on_every_rank
-from peer import PEER, batch, sw
+from peer import PEER, sw
 from shardwright.checkpoint.peers import Peers
 from shardwright.checkpoint.writing import Writer
 from shardwright.comm import process_group
@@ -38,17 +38,11 @@ TIMEOUT_S = 20.0
 
 
 def trained_on(rank, model, optimizer, begin, end, checkpoints=None):
-    losses = []
-    for step in range(begin, end):
-        torch.manual_seed(1000 * step + rank)
-        loss = model(batch(rank, 5, 24, step=step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    def save(step):
         if checkpoints is not None:
             checkpoints.save(step, every=STOP)
-    return losses
+
+    return train_steps(rank, model, optimizer, begin, end, save)
 
 
 def wrapped(group, stage, seed, **options):

@@ -4,6 +4,7 @@ memory does not suffice the disk alone is used.
 
 Hosts are simulated: ranks of this machine are told which host they are on, and each such host has a guardian of its own."""
 
+import functools
 import gc
 import itertools
 import json
@@ -16,20 +17,21 @@ import signal
 import socket
 import tempfile
 import time
+import zlib
 from unittest import mock
 
 import network
 import pytest
 import torch
-from checkpoint_subjects import Small, build
+from checkpoint_subjects import Small, build, train_steps
 from harness import LONG, gather, on_every_rank
 from hosts import Lab
-from peer import PEER, batch, sw
-from shardwright.checkpoint.memory import budget, client, tier
+from peer import PEER, sw
+from shardwright.checkpoint.memory import budget, client, restoring, tier
 from shardwright.checkpoint.memory.image import Image, Table
 from shardwright.comm import process_group
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
-from test_checkpoint_survives_kill_at_any_moment import fill, training, values_of
+from test_checkpoint_survives_kill_at_any_moment import fill, kill_at_random, training, values_of
 from test_strangers_are_kept_out import become, needs_root, stranger
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
@@ -42,19 +44,12 @@ client.LINGER_S = 20.0  # a test that fails leaves no memory behind for long
 
 
 def trained(rank, pair, checkpoints, begin, end):
-    model, optimizer = pair
-    losses = []
-    for step in range(begin, end):
-        torch.manual_seed(1000 * step + rank)
-        loss = model(batch(rank, 5, 24, step=step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    def save(step):
         if checkpoints is not None:
             checkpoints.save(step, every=TO_DISK)
             checkpoints._memory.wait()  # steps here take less time than the copy to another host, and some would be skipped
-    return losses
+
+    return train_steps(rank, *pair, begin, end, save)
 
 
 def state(pair):
@@ -70,6 +65,7 @@ def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose
     tier = checkpoints._memory
     assert not tier.off, tier.off
     begin = checkpoints.restore()
+    gather(None)  # the host's first rank drops what was made for the restore
     assert not open_images() and "whole" not in tier._client.ask("list")[0]["names"], "a restore leaves nothing open"
     restored = state(pair)
     losses = trained(rank, pair, checkpoints, begin, begin + steps)
@@ -88,6 +84,125 @@ def alone(rank, world_size, zero, steps, hosts=None):
     pair = sw.wrap(*build(Small, 3), **STAGES[zero])
     losses = trained(rank, pair, None, 0, steps)
     return losses, state(pair)
+
+
+class Wide(torch.nn.Module):
+    """Large beside a block, so that what a host does not read can stay away."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(24, 120_000), torch.nn.Linear(120_000, 24))
+
+    forward = Small.forward
+
+
+STATE_BYTES = 3 * 4 * (2 * 24 * 120_000 + 120_024)  # parameters and two moments
+EDGES_BYTES = (
+    13 << 20
+)  # of the blocks at both ends of a slice, in parameters and two moments of two buckets, and headers
+
+
+def fetch(rank, world_size, folder, zero, hosts, lose=()):
+    """Restore, keep two steps, and train one more. Return (step restored, state then, bytes from other hosts, bytes of the image,
+    states after each step)."""
+    process_group._forced_hosts = hosts
+    pair = sw.wrap(*build(Wide, 3), timeout_s=20, **STAGES[zero])
+    checkpoints = sw.Checkpointer(folder, *pair, memory_every=1, memory_replicas=1)
+    sizes, close = [0], restoring.Source.close
+
+    def measured(source):
+        sizes[0] = os.fstat(source._image.fd).st_blocks * 512
+        close(source)
+
+    with mock.patch.object(restoring.Source, "close", measured):
+        begin = checkpoints.restore()
+    restored, tier, states = state_digest(pair), checkpoints._memory, []
+    for step in range(begin, begin + 3):
+        trained(rank, pair, checkpoints if step < begin + 2 else None, step, step + 1)
+        states.append(state_digest(pair))
+    gather(None)
+    if tier._host in lose and tier._is_first:
+        os.kill(tier._client.ask("list")[0]["pid"], signal.SIGKILL)
+    gather(None)
+    return begin, restored, checkpoints.progress["memory_fetched"], sizes[0], states
+
+
+def state_digest(pair):
+    with sw.full_parameters(pair[0]):
+        return zlib.crc32(b"".join(value.numpy().tobytes() for value in pair[0].state_dict().values()))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("zero", STAGES if LONG else [2])
+def test_a_restore_brings_each_host_what_its_ranks_read(fresh_ranks, zero):
+    """Host 2 is lost, and then the world is another: each host gets the slices that it lacks; at zero=0 all that it lacks."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        runs = []
+        for hosts, lose in (([0, 1, 2], [2]), ([0, 1, 2], []), ([0, 1], [])):
+            with fresh_ranks(len(hosts)) as team:
+                runs.append(team.run(fetch, folder=folder, zero=zero, hosts=hosts, lose=lose))
+                killed(team)
+    first, second, third = ([*zip(*run)] for run in runs)
+    assert [run[0] for run in (first, second, third)] == [(0,) * 3, (2,) * 3, (4,) * 2]
+    assert set(second[1]) == {first[4][0][1]} and second[4][0][0] == first[4][0][2], "moments, too"
+    assert set(third[1]) == {second[4][0][1]}
+    share = STATE_BYTES // 3
+    if zero == 0:
+        assert all(share - (1 << 20) < each < share + EDGES_BYTES for each in second[2][:2]), "they have two thirds"
+        assert STATE_BYTES < second[2][2] < STATE_BYTES + (1 << 20)
+        return
+    parameters = 0 if zero in (3, "private") else share // 3  # at zero < 3 all ranks hold them, and any writes them
+    assert all(each < parameters + EDGES_BYTES for each in second[2][:2]), second[2]
+    assert share - EDGES_BYTES < second[2][2] < share + EDGES_BYTES, second[2]
+    assert second[3][2] < share + EDGES_BYTES < STATE_BYTES / 1.8, "no room is taken for the rest"
+    assert all(each < STATE_BYTES / 2 for each in third[2]), third[2]
+
+
+class Loader:
+    """A loader whose state fills more than a block, so that ranks' random states lie in others."""
+
+    def __init__(self, rank):
+        self.order = torch.arange(200_000, dtype=torch.float64) + rank
+
+    def state_dict(self):
+        return {"order": self.order}
+
+    def load_state_dict(self, state):
+        self.order = state["order"]
+
+
+def fail_with(error, *_):
+    raise error("a test's cable")
+
+
+def transfer_fails(rank, world_size, folder):
+    """The wire of a restore fails on one host; the next restore is well. Compressors owe each rank its own error."""
+    process_group._forced_hosts = [0, 1, 2]
+    torch.manual_seed(3)
+    module = Small()
+    options = {"compress": sw.PowerSGD(2)}
+    model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), timeout_s=20, **options)
+    options, loader = {"memory_every": 1, "memory_replicas": 0}, Loader(rank)
+    with sw.Checkpointer(folder, model, optimizer, dataloader=loader, **options) as checkpoints:
+        trained(rank, (model, optimizer), checkpoints, 0, TO_DISK + 1)
+        trained(rank, (model, optimizer), None, TO_DISK + 1, TO_DISK + 2)
+        after = state_digest((model, optimizer))
+        held = len(open_images())
+        for error in (RuntimeError, MemoryError):
+            cable = functools.partial(fail_with, error)  # a Mock would keep the images that it is called with
+            with mock.patch.object(restoring.Source, "_round", cable if rank == 1 else restoring.Source._round):
+                assert checkpoints.restore() == TO_DISK
+        assert len(open_images()) == held and checkpoints._memory.off == ""
+        loader.order = None
+        assert checkpoints.restore() == TO_DISK + 1 and torch.equal(loader.order, Loader(rank).order)
+        trained(rank, (model, optimizer), None, TO_DISK + 1, TO_DISK + 2)
+        assert state_digest((model, optimizer)) == after
+
+
+@pytest.mark.timeout(120)
+def test_a_transfer_that_fails_leaves_the_disk(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        team.run(transfer_fails, folder=folder)
 
 
 def open_images():
@@ -152,7 +267,7 @@ def ends_in_order(rank, world_size, folder):
         assert not open_images()
         with mock.patch("shardwright.checkpoint.memory.tier.Image.each_table", lambda self: 1 // 0):
             with pytest.raises(ZeroDivisionError):
-                checkpoints._memory.assemble(mock.Mock(world_size=1, best=lambda host: "own-0", lacks=lambda *_: False))
+                checkpoints._memory.assemble(mock.Mock(world_size=1, best=lambda host: "own-0", is_whole=True))
         assert not open_images()
     with sw.Checkpointer(folder, *pair, memory_every=2) as checkpoints:
         assert checkpoints.restore(step=4) == 4  # of the disk; a rollback
@@ -195,15 +310,8 @@ def test_a_copy_that_a_kill_has_torn_is_never_taken(world_size, fresh_ranks):
         for _ in range(KILLS):
             with fresh_ranks(world_size) as team:
                 team.start(keep_for_ever, folder=folder)
-                deadline = time.monotonic() + 20
-                while noted(folder, world_size) <= highest:
-                    if time.monotonic() > deadline:
-                        pytest.fail(f"seed {seed}: no step in time: {team.wait(1)}")
-                    time.sleep(0.005)
-                time.sleep(chance.uniform(0, 0.1))
-                victims = [*range(world_size)] if chance.random() < 0.7 else [chance.randrange(world_size)]
-                for rank in victims:
-                    team.signal(rank, signal.SIGKILL)
+                has_more = functools.partial(lambda least: noted(folder, world_size) > least, highest)
+                kill_at_random(team, world_size, seed, chance, has_more, pause_s=0.1, share_of_all=0.7)
             highest = noted(folder, world_size)
             with fresh_ranks(world_size) as team:
                 answers = team.run(restore_and_look, folder=folder)

@@ -4,52 +4,38 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
-import errno
 import functools
 import gc
 import logging
 import math
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder, Error
+from .._engine import CheckpointError, Error
 from ..chaos import agent_of
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
 from ..options.name_map import NameMap, Rename
 from ..parallel.fully_shard import wrapper_of
-from .files import MAX_FILE_BYTES, absolute_path, check_options, in_words, integer, usable_timeout
-from .memory.tier import Candidate, MemoryTier
-from .peers import Peers, os_error
-from .reading import Reader, agree_on, apply_together
-from .remote.mirror import Mirror
-from .remote.store import Store, address_of, is_of_content, local_folder, on_first
-from .retention import (
-    BOARD,
-    DAMAGED,
-    REPLACED,
-    STEP_LIMIT,
-    DirectoryLock,
-    Kept,
-    folder_name,
-    go_on_from,
-    in_order,
-    left_overs,
-    list_checkpoints,
-    replaced_ones,
-    to_retire,
-)
+from ..parallel.save_check import SaveCheck
+from .agreeing import agree_on, apply_together
+from .calls import OneCall
+from .directory import Directory
+from .files import MAX_FILE_BYTES, absolute_path, check_options, integer, usable_timeout
+from .memory.restoring import Candidate
+from .memory.tier import MemoryTier
+from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
+from .reading import Reader
+from .remote.store import address_of, local_folder
+from .retention import BOARD, STEP_LIMIT, Kept
 from .state.optimizer_extras import stepping_optimizer
-from .writing import Training, Writer, new_nonce
+from .writing import Training, Writer
 
 logger = logging.getLogger("shardwright")
-_ROUND_S = 0.5
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -63,8 +49,10 @@ class Checkpointer:
         An address: a save writes to `local_directory`; rank 0 uploads in the background, and goes on after a restart. wait()
         and close() return when the upload is complete. restore() downloads what only the address has.
     model : Module
-        Plain, or wrapped by torch or shardwright.
+        Plain, or wrapped by torch or shardwright. Or this rank's sw.PipelineStage, or a list of them, as in sw.save():
+        then with snapshot="copy", without `memory_every`, and `process_group` holds the ranks of all stages.
     optimizer : Optimizer, optional
+        Of stages a list, one for each.
     scheduler, scaler : object with state_dict() and load_state_dict(), or a list or dict of such, optional
         The checkpoint stores rank 0's state.
     dataloader : object with state_dict() and load_state_dict(), optional
@@ -142,7 +130,7 @@ class Checkpointer:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        model: torch.nn.Module,
+        model: Any,
         optimizer: Any = None,
         *,
         scheduler: Any = None,
@@ -168,14 +156,15 @@ class Checkpointer:
         memory_every: int | None = None,
         memory_replicas: int | None = None,
     ) -> None:
-        self._peers = Peers(model, process_group, usable_timeout(timeout_s))
-        checked: list[tuple[int, int, int]] = []
+        self._peers = peers_of(model, process_group, usable_timeout(timeout_s))
+        self._stages: list[Stage] = []
+        checked: list[tuple[tuple[int, int, int], str | None, dict[str, Any]]] = []
 
         def check() -> dict[str, Any]:
             _check_choice("snapshot", snapshot, ("copy", "lazy"))
             _check_choice("on_busy", on_busy, ("wait", "skip", "raise"))
             _check_choice("best", best, ("min", "max"))
-            self._rules = {
+            rules = {
                 "keep_last": _count("keep_last", keep_last),
                 "keep_every": _count("keep_every", keep_every),
                 "keep_best": _count("keep_best", keep_best),
@@ -187,12 +176,17 @@ class Checkpointer:
             if memory_every is None and memory_replicas is not None:
                 raise ValueError(f"memory_replicas={memory_replicas} needs memory_every: nothing goes into memory")
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
-            checked.append((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
+            numbers = (file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth)
             self._save_on = check_signals(save_on)
-            self._address = address_of(directory)
-            place = directory if self._address is None else local_folder(self._address, local_directory)
+            address = address_of(directory)
+            place = directory if address is None else local_folder(address, local_directory)
             self.directory = absolute_path("directory", place)
-            self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
+            checked.append((numbers, address, rules))
+            if is_pipeline(model):
+                check_options_of_stages(snapshot, memory_every)
+                self._stages = stages_of(model, optimizer)
+            own, steps = (torch.nn.Module(), None) if self._stages else (model, optimizer)
+            self._training = Training(own, steps, scheduler, scaler, dataloader, user_state)
             if snapshot == "lazy" and not hasattr(self._training.optimizer, "register_step_pre_hook"):
                 given = (
                     "none"
@@ -208,31 +202,27 @@ class Checkpointer:
             return {**saves, "save_on": signals, **memory}
 
         self._peers.agree(check, "Checkpointer()")
-        ((max_file_bytes, threads, bandwidth),) = checked
-        timeout_s = float(timeout_s)
+        (((max_file_bytes, threads, bandwidth), address, rules),) = checked
+        self._timeout_s = timeout_s = float(timeout_s)
         self._lazy = snapshot == "lazy"
         self._on_busy = on_busy
         self._verify = verify
         self._closed = False
-        self._rejected: set[str] = set()  # nonces of checkpoints that restore() found damaged
-        self._warned: set[str] = set()
         self._call = OneCall()
-        self._lock: DirectoryLock | None = None
-        self._read_only = ""  # the reason why nothing can be saved
         self._every: int | None = None  # `every` of the first save(), equal on all ranks
         self._hooks: list[Any] = []
-        self._mirror: Mirror | None = None
         self._memory: MemoryTier | None = None
         self._memory_every = memory_every
-        nonce = self._take_directory()
+        self._place = Directory(self._peers, self.directory, address, rules)
+        nonce, is_read_only = self._place.nonce, bool(self._place.read_only)
         try:
-            self._peers.together(self._open_mirror, f"opening {self._address}")
-            board = None if self._read_only else os.path.join(self.directory, BOARD)
-            self._writer = Writer(
-                self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
+            self._place.open_mirror()
+            board = None if is_read_only else os.path.join(self.directory, BOARD)
+            self._writer = make_writer(
+                self._stages, self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
                 timeout_s=timeout_s, max_file_bytes=max_file_bytes,
             )  # fmt: skip
-            if memory_every is not None and not self._read_only:
+            if memory_every is not None and not is_read_only:
                 self._memory = MemoryTier(
                     self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
@@ -241,16 +231,15 @@ class Checkpointer:
                     model, stepping_optimizer(self._training.optimizer), _protector(self._writer)
                 )
         except BaseException:
-            if self._mirror is not None:
-                self._mirror.close()
             if self._memory is not None:
                 self._memory.close(goodbye=False)
-            self._release()
+            self._place.close()
             raise
         self._warm_staging()
         self._owner_pid = os.getpid()
         replica = getattr(wrapper_of(model), "_replica", None)
-        self._check = None if replica is None else replica.check
+        parts = [each.training for each in self._stages] or [self._training]
+        self._check = SaveCheck((each.model, each.optimizer) for each in parts)
         self._stop, self._signals = StopRequest(self._peers.rank, 1), None
         if self._save_on:
             travelling = None if replica is None else replica.stop_request()
@@ -258,30 +247,16 @@ class Checkpointer:
             self._stop = travelling or self._stop
             self._signals = SaveSignals(self._save_on, _asker(self._stop))
         self._retire = weakref.finalize(
-            self, _finish, self._writer, self._lock, self._mirror, self._memory, self._signals, self._owner_pid
+            self, _finish, self._writer, self._place, self._memory, self._signals, self._owner_pid
         )
         self._retire.atexit = False  # _finish_all does it
         self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
 
-    def _open_mirror(self) -> None:
-        """Begin to upload, on rank 0."""
-        if self._address is not None and self._peers.rank == 0 and not self._read_only:
-            self._mirror = Mirror(Store(self._address), self.directory, self._rules)
-
-    def _upload(self) -> None:
-        """Wait until all checkpoints are uploaded. Collective. Raise CheckpointError on every rank if rank 0 cannot upload."""
-        is_done = self._address is None
-        while not is_done:
-            told = ("", True) if self._mirror is None else self._mirror.wait(_ROUND_S)
-            failure, is_done = self._peers.exchange(told, f"upload to {self._address}")[0]
-            if failure:
-                raise CheckpointError(f"{failure}; the checkpoints are in '{self.directory}'")
-
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
-        if self._read_only:
+        if self._place.read_only:
             return
         optimizer = stepping_optimizer(self._training.optimizer)
         self._writer.warm(self._training, lazy=self._lazy)
@@ -290,33 +265,6 @@ class Checkpointer:
                 TypeError
             ):  # an optimizer with hooks in a plain dict: the first save allocates staging
                 self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
-
-    def _take_directory(self) -> str:
-        """Create and lock the directory on rank 0; raise a failure on all ranks. Accept a read-only directory. Return this
-        Checkpointer's nonce."""
-        refusal, code, is_readable = "", None, False
-        if self._peers.rank == 0:
-            try:
-                self._lock = _lock_directory(self.directory)
-            except CheckpointError as error:
-                refusal, code = str(error), error.errno
-            except Exception as error:
-                refusal = f"'{self.directory}' cannot be written to: {in_words(error)}"
-                code = getattr(error, "errno", None)
-                is_readable = code in (errno.EACCES, errno.EPERM, errno.EROFS) and os.path.isdir(self.directory)
-        told = [refusal, code, is_readable, new_nonce()]
-        refusal, code, is_readable, nonce = self._peers.exchange(told, f"Checkpointer for {self.directory}")[0]
-        if is_readable:
-            self._read_only = refusal
-        elif refusal:
-            self._release()
-            raise os_error(refusal, code)
-        return str(nonce)
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     # saving -----------------------------------------------------------------------------------------------------------
 
@@ -348,7 +296,7 @@ class Checkpointer:
                 return self._save(step, every, metric)
             self._save(step, 1, metric, is_last=True)
             self._wait()
-            self._upload()
+            self._place.upload()
         self.close()
         gc.freeze()  # the interpreter ends 0.7 s earlier, and the launcher does not wait for long
         logger.warning("step %d is saved after a signal: this rank ends", step + 1)
@@ -363,8 +311,8 @@ class Checkpointer:
     def _save(self, step: int, every: int, metric: float | None, *, is_last: bool = False) -> bool:
         """Save as save() does. `is_last`: wait for the save before it, whatever `on_busy` is."""
         self._check_open()
-        if self._read_only:
-            raise CheckpointError(self._read_only)
+        if self._place.read_only:
+            raise CheckpointError(self._place.read_only)
         refusal = None
         try:
             step = integer("step", step, 0, STEP_LIMIT - 1, f"an integer in [0, {STEP_LIMIT - 1})")
@@ -395,8 +343,12 @@ class Checkpointer:
 
     def _keep(self, step: int, memory: MemoryTier) -> None:
         """Copy this rank's share of a step into memory, unless the tier is busy or off. Collective."""
-        ready = None if memory.off or memory.is_busy else self._writer.repeat(step, self._training)
-        if memory.is_due(step, ready is not None):
+        ready, rows = None, []
+        if not memory.off and not memory.is_busy:
+            ready = self._writer.repeat(step, self._training)
+            rows = self._check.rows()
+        if memory.is_due(step, ready is not None, rows):
+            self._check.compare(memory.told, self._peers.exchange)
             self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
 
     def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
@@ -423,8 +375,8 @@ class Checkpointer:
         if failure is None and refusal is not None:
             failure, told = refusal, f"rank {self._peers.rank}: {refusal}"
         try:
-            digest = self._check.digest_of_save() if checks and self._check is not None else 0
-            heard = self._peers.exchange([told, what, digest], "how the save before ended")
+            rows = self._check.rows() if checks else []
+            heard = self._peers.exchange([told, what, rows], "how the save before ended")
         except Error:  # a rank died, or made another collective call
             if failure is None:
                 raise
@@ -437,56 +389,24 @@ class Checkpointer:
         for rank, (_, theirs, _) in enumerate(heard):
             if theirs != heard[0][1]:
                 raise CheckpointError(f"rank 0 {heard[0][1]} while rank {rank} {theirs}")
-        if self._check is not None and any(each[2] != heard[0][2] for each in heard):
-            self._check.explain()
+        self._check.compare([each[2] for each in heard], self._peers.exchange)
 
     def _begin(self, step: int, metric: float | None) -> None:
-        folder = os.path.join(self.directory, folder_name(step))
-        stale: list[str] = []
-        retired: list[str] = []
-        replaces = ""
-        if self._peers.rank == 0:
-            try:
-                replaces = CheckpointFolder.identity(folder)  # sw.save() and dcp need no lock on the directory
-                stale = left_overs(self.directory)
-                retired = self._to_retire(Kept(step, folder, metric))
-            except Exception as error:
-                refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
-                self._writer.skip(refusal)
-                raise os_error(refusal, getattr(error, "errno", None)) from error
+        try:
+            target = self._place.target(step, metric)
+        except CheckpointError as error:
+            self._writer.skip(str(error))
+            raise
         self._writer.begin(
-            folder,
+            target.folder,
             step,
             self._training,
             lazy=self._lazy,
             metric=None if metric is None else float(metric),
-            stale=stale,
-            retired=retired,
-            replaces=replaces,
+            stale=target.stale,
+            retired=target.retired,
+            replaces=target.replaces,
         )
-
-    def _to_retire(self, new: Kept) -> list[str]:
-        """Return the paths to remove once `new` is durable."""
-        same = (new.path, new.path + REPLACED)  # the commit replaces them
-        has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
-        kept = list_checkpoints(self.directory, look=has_rules)
-        kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self._rejected else k for k in kept]
-        kept = [k for k in kept if k.step <= new.step]  # a rollback keeps later steps
-        goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)  # type: ignore[arg-type]
-        # replaced folders first: once its successor is gone, a replaced folder counts as a checkpoint again
-        paths = [path for path in replaced_ones(self.directory) if path not in same]
-        paths += [k.path for k in goes if k.path != new.path]
-        return [path for path in paths if self._is_removable(path)]
-
-    def _is_removable(self, path: str) -> bool:
-        try:
-            CheckpointFolder.check_removable(path)
-        except CheckpointError as error:
-            if path not in self._warned:
-                self._warned.add(path)
-                logger.warning("retention cannot remove a checkpoint: %s", error)
-            return False
-        return True
 
     def wait(self) -> None:
         """Wait until the running save is durable.
@@ -498,7 +418,7 @@ class Checkpointer:
         """
         with self._call.of("wait()"):
             self._wait()
-            self._upload()
+            self._place.upload()
 
     def _wait(self) -> None:
         self._check_open()
@@ -510,7 +430,8 @@ class Checkpointer:
         direct_bytes, device_bytes (copied from a GPU in all saves), busy.
 
         A memory tier adds memory_step (the newest step that this rank has copied), memory_bytes (of its share), and memory_skipped
-        (steps that found the copy before still under way to another host)."""
+        (steps that found the copy before still under way to another host). On the first rank of a host memory_fetched counts bytes
+        that the last restore brought from other hosts."""
         self._check_open()
         return self._writer.progress() | ({} if self._memory is None else self._memory.progress())
 
@@ -556,6 +477,8 @@ class Checkpointer:
 
         def check() -> list[Any]:
             made.append(NameMap(*names))
+            if self._stages and made[0].include:
+                raise ValueError("include is not there for stages of a pipeline, each of which takes its own tensors")
             asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
             return [asked, *made[0].describe().values()]
 
@@ -566,7 +489,7 @@ class Checkpointer:
             raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
         if any(each != wanted[0] for each in wanted):
             raise CheckpointError("restore: strict, include or rename differ between ranks: give the same on all ranks")
-        listed = self._list(is_preference=step is None)
+        listed = self._place.list(is_preference=step is None)
         kept = [] if self._memory is None else self._memory.candidates()
         if step is not None:
             chosen = [path for found, path in listed if found == asked[0]]
@@ -582,21 +505,22 @@ class Checkpointer:
             with contextlib.ExitStack() as opened:
                 reader, why, path = self._agree_on(place, made[0], opened)
                 if reader is not None:
+                    self._fill_stages(reader, path, made[0])
                     apply_together(reader, self._peers, everything=True)
             if reader is not None:
                 if isinstance(place, Candidate) and self._memory is not None:
                     self._memory.took(place)
                 if step is not None:
-                    self._go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
+                    self._place.go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
                     if self._memory is not None:
                         self._memory.forget_after(asked[0])
-                if not self._read_only:
+                if not self._place.read_only:
                     self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
             logger.warning("restore() passes over a checkpoint: %s", why)
             refusals.append(why)
             if not isinstance(place, Candidate):
-                self._reject(path)
+                self._place.reject(path)
         if refusals:
             raise CheckpointError(
                 f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
@@ -604,6 +528,16 @@ class Checkpointer:
                 else f"the checkpoint of step {step} cannot be read: {refusals[0]}"
             )
         return 0
+
+    def _fill_stages(self, reader: Reader, path: str, names: NameMap) -> None:
+        """Fill the stages of a pipeline, if there are some, from a folder that `reader` has verified. Collective."""
+        if not self._stages:
+            return
+        try:
+            load_stages(path, self._peers, self._stages, verify=False, names=names, timeout_s=self._timeout_s)
+        except BaseException:
+            reader.take_back()
+            raise
 
     def _agree_on(
         self, place: str | Candidate, names: NameMap, opened: contextlib.ExitStack
@@ -619,85 +553,22 @@ class Checkpointer:
                 return None, why, path
             opened.callback(source.close)
         else:
-            why = self._fetch(path)
+            why = self._place.fetch(path)
             if why:
                 return None, why, path
         spare = self._writer.spare()
+        if self._stages:  # the reader takes what is beside the model: see _fill_stages()
+            names = NameMap(include="(?!)", strict=False)
         found = agree_on(
             path, self._training, self._peers, verify=self._verify, spare=spare, names=names, source=source
         )
         return *found, path
 
-    def _fetch(self, path: str) -> str:
-        """Download a checkpoint that only the address has. Return "", or what is missing or damaged there, on all ranks alike.
-        Collective.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank: the transfer failed, which tells nothing about the checkpoint.
-        """
-        if self._address is None:
-            return ""
-        return str(on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}"))
-
-    def _download(self, path: str) -> str:
-        """Download it on rank 0. Return "", or what is missing or damaged there. A transfer that fails raises."""
-        try:
-            if self._mirror is not None:
-                self._mirror.fetch(path)
-        except Exception as error:
-            if not is_of_content(error):
-                raise
-            return f"download from {self._address} failed: {in_words(error)}"
-        return ""
-
-    def _go_on_from(self, chosen: Kept) -> None:
-        """Mark later checkpoints as abandoned, if the directory is writable. Collective."""
-
-        def note() -> None:
-            if self._peers.rank == 0 and self._lock is not None:
-                try:
-                    go_on_from(self.directory, chosen, () if self._mirror is None else self._mirror.remote_only)
-                except Exception as error:
-                    why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
-                    raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
-
-        self._peers.together(note, f"rollback to step {chosen.step}")
-
-    def _list(self, *, is_preference: bool = False) -> list[tuple[int, str]]:
-        """Return rank 0's list of (step, path) of folders with a manifest: oldest first, or in order of preference, best last."""
-        listed: list[tuple[int, str]] = []
-        refusal, code = "", None
-        if self._address is not None and self._peers.rank == 0 and self._mirror is None:
-            refusal = (
-                f"{self._read_only}; checkpoints of '{self._address}' are copied there: name another local_directory"
-            )
-        elif self._peers.rank == 0:
-            try:
-                found = list_checkpoints(self.directory)
-                found = found if self._mirror is None else self._mirror.listed(found)
-                found = in_order(self.directory, found) if is_preference else found
-                listed = [(kept.step, kept.path) for kept in found]
-            except Exception as error:
-                refusal = f"'{self.directory}' cannot be read: {in_words(error)}"
-                code = getattr(error, "errno", None)
-        listed, refusal, code = self._peers.exchange([listed, refusal, code], f"checkpoints in {self.directory}")[0]
-        if refusal:
-            raise os_error(refusal, code)
-        return [(step, path) for step, path in listed]
-
-    def _reject(self, path: str) -> None:
-        """Record that some rank found `path` damaged: retention no longer counts it."""
-        if self._peers.rank == 0:
-            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # retention finds a bad manifest by itself
-                self._rejected.add(CheckpointFolder(path).nonce)
-
     def steps(self) -> list[int]:
         """Return the completed steps of the durable checkpoints in the directory, oldest first. Reads names only. Collective."""
         with self._call.of("steps()"):
             self._check_open()
-            return [step for step, _ in self._list()]
+            return [step for step, _ in self._place.list()]
 
     @property
     def latest(self) -> int | None:
@@ -719,7 +590,7 @@ class Checkpointer:
                     self._chaos.ended()
                 try:
                     self._wait()
-                    self._upload()
+                    self._place.upload()
                     if self._memory is not None:
                         self._memory.close(goodbye=True)
                 finally:
@@ -739,12 +610,10 @@ class Checkpointer:
             self._retire.detach()
             try:
                 self._writer.close()
-                if self._mirror is not None:
-                    self._mirror.close()
                 if self._memory is not None:
                     self._memory.close(goodbye=False)
             finally:
-                self._release()
+                self._place.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -784,42 +653,6 @@ def _merged(listed: list[tuple[int, str]], kept: list[Candidate]) -> list[tuple[
             at -= 1
         found.insert(at, (each.step, each))
     return found
-
-
-class OneCall:
-    """A lock that refuses a second call: two threads cannot keep the one order of collective calls on all ranks."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside, self._thread = "", 0
-
-    @contextlib.contextmanager
-    def of(self, name: str, *, waits: bool = False) -> Iterator[None]:
-        """Enter the call `name`. Raise CheckpointError if another call runs; with `waits`, wait for another thread's."""
-        is_ours = False
-        try:
-            is_ours = self._lock.acquire(blocking=waits and self._thread != threading.get_ident())
-            if not is_ours:
-                raise CheckpointError(
-                    f"{name} came while {self._inside} of the same Checkpointer was under way, in another thread or below a signal "
-                    "handler: make one call at a time (a handler sets a flag, and the training saves after its step)"
-                )
-            self._inside, self._thread = name, threading.get_ident()
-            yield
-        finally:
-            if is_ours:
-                self._thread = 0
-                self._lock.release()
-
-
-def _lock_directory(directory: str) -> DirectoryLock:
-    try:
-        CheckpointFolder.make(directory)
-    except CheckpointError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno)) from None
-    return DirectoryLock(directory)
 
 
 def live_checkpointers() -> list[Checkpointer]:
@@ -877,8 +710,7 @@ def _finish_all() -> None:
 
 def _finish(
     writer: Writer,
-    lock: DirectoryLock | None,
-    mirror: Mirror | None,
+    place: Directory,
     memory: MemoryTier | None,
     signals: SaveSignals | None,
     pid: int,
@@ -893,12 +725,9 @@ def _finish(
     except CheckpointError as error:
         logger.warning("the last save failed: %s", error)
     writer.close()
-    if mirror is not None:
-        mirror.close()
     if memory is not None:
         memory.close(goodbye=False)
-    if lock is not None:
-        lock.release()
+    place.close()
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

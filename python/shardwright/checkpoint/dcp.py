@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import io
 import logging
 import os
 import secrets
-import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,10 +47,10 @@ from torch.futures import Future
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..torch_compat.state_dicts import load_everything
 from . import tree
-from .files import MAX_FILE_BYTES, absolute_path, check_step, in_words, why_not_there
-from .partial import PartialLock, of_saves
+from .files import MAX_FILE_BYTES, absolute_path, check_step, why_not_there
+from .partial import of_saves
 from .peers import os_error
-from .retention import find, remove
+from .retention import discard, find
 from .slices import Sliced, box_ranges
 from .state.content import IN_PARTS, Group
 from .state.names import check_savable, plain
@@ -239,7 +237,6 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         """Allocate every file with its header on the coordinator; return plans with the places of all boxes."""
         self._layout = _Layout(self._folder(), self.save_id, plans, self._keys, self._max_file_bytes)
         self._layout.create()
-        weakref.finalize(self._layout, _remove, self._layout.partial, self._layout.lock, os.getpid())
         return [dataclasses.replace(plan, storage_data=(self._layout.partial, self._layout.places)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -416,7 +413,6 @@ class _Layout:
     ) -> None:
         self.folder, self.nonce = folder, nonce
         self.partial = f"{folder}.{self.nonce}.partial"
-        self.lock: PartialLock | None = None
         self._keys = keys
         self._paths: dict[str, Sequence[Any]] = {}
         for plan in plans:
@@ -466,15 +462,12 @@ class _Layout:
         """Create the partial folder with every file of tensors, at full size and with its header."""
         CheckpointFolder.make(os.path.dirname(self.folder))
         for path in of_saves(*os.path.split(self.folder)):
-            with contextlib.suppress(OSError):
-                remove(path)
-        os.mkdir(self.partial)
+            discard(path)
         try:
-            self.lock = PartialLock(self.partial)
-            self._plan.create_files(self.partial)
-        except (OSError, CheckpointError) as error:
-            _remove(self.partial, self.lock, os.getpid())
-            raise os_error(f"'{self.folder}' cannot be written: {in_words(error)}", error.errno) from error
+            self._plan.create(self.partial)
+        except CheckpointError as error:
+            raise os_error(f"'{self.folder}' cannot be written: {error}", error.errno) from error
+        weakref.finalize(self, _abandon, self._plan, os.getpid())
 
     def commit(
         self,
@@ -495,13 +488,11 @@ class _Layout:
                 if path in texts:
                     tallies = [*tallies, self._write_text(path, texts[path], first_block)]
             plan.commit(
-                partial=self.partial, folder=self.folder, replaces=replaces, nonce=self.nonce, step=step,
-                world_size=world_size, tallies=tallies,
+                folder=self.folder, replaces=replaces, nonce=self.nonce, step=step, world_size=world_size, tallies=tallies,
+                creator=self._plan,
             )  # fmt: skip
-            if self.lock is not None:
-                self.lock.release(self.folder)
         except BaseException:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self._plan.abandon()
             raise
 
     def _write_text(self, path: str, text: bytes, first_block: int) -> bytes:
@@ -544,12 +535,10 @@ class _Layout:
         return {"groups": [groups[i] for i in sorted(groups)], "state": state}
 
 
-def _remove(partial: str, lock: PartialLock | None, pid: int) -> None:
+def _abandon(plan: CheckpointPlan, pid: int) -> None:
     """Remove the partial folder of an unfinished save, which torch does not report. A committed save has none."""
     if os.getpid() == pid:
-        if lock is not None:
-            lock.release()
-        shutil.rmtree(partial, ignore_errors=True)
+        plan.abandon()
 
 
 def _write(path: str, of_file: Sequence[int], ranges: list[tuple[int, int]], memory: torch.Tensor) -> bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..options.name_map import NameMap, Rename
+from .agreeing import agree_on, apply_together
 from .partial import of_saves
 from .peers import Peers, os_error
-from .pipeline import PipelineWriter, Stage, is_pipeline, load_stages, stages_of
-from .reading import agree_on, apply_together
+from .pipeline import Stage, is_pipeline, load_stages, make_writer, peers_of, stages_of
 from .remote.store import Store, address_of, local_folder, on_first
-from .retention import REPLACED
+from .retention import REPLACED, discard
 from .writing import Training, Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -89,7 +89,7 @@ def save(
     ...     sw.load(folder + "/a", model)
     {'epoch': 3}
     """
-    peers = _peers_of(module, process_group, timeout_s)
+    peers = peers_of(module, process_group, usable_timeout(timeout_s))
     address = address_of(path)
     if address is not None:
         options = {"step": step, "extra": extra, "max_file_bytes": max_file_bytes}
@@ -104,10 +104,9 @@ def save(
         stages.extend(stages_of(module, optimizer))
         return Training(torch.nn.Module(), extra=extra)
 
-    def writer(of: Peers, nonce: str, board: str, **options: Any) -> Writer:
-        return PipelineWriter(of, nonce, board, stages, **options) if stages else Writer(of, nonce, board, **options)
-
-    saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s, writer=writer)
+    saver = PathSaver(
+        peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s, writer=functools.partial(make_writer, stages)
+    )
     try:
         try:
             saver.begin(path, make, step=step, overwrite=overwrite)
@@ -253,7 +252,7 @@ def load(
     -----
     Collective. Ranks share the verification; each then reads the bytes that it needs.
     """
-    peers = _peers_of(module, process_group, timeout_s)
+    peers = peers_of(module, process_group, usable_timeout(timeout_s))
     address = address_of(path)
     if address is not None:
         options = {"process_group": process_group, "verify": verify, "timeout_s": timeout_s}
@@ -276,16 +275,11 @@ def load(
     peers.agree(check, "load()")
     ((folder, training, names),) = checked
     if stages:
-        options = {"verify": verify, "timeout_s": timeout_s, "strict": strict, "rename": rename}
-        return load_stages(folder, peers, stages, load, options)
+        return load_stages(folder, peers, stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s))
     reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
     if reader is None:
         raise CheckpointError(refusal)
     return apply_together(reader, peers, everything=False)
-
-
-def _peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
-    return Peers(torch.nn.Module() if is_pipeline(module) else module, process_group, usable_timeout(timeout_s))
 
 
 def _save_remote(
@@ -308,7 +302,7 @@ def _save_remote(
         on_first(peers, send, f"upload to {address}")
     finally:
         if peers.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
 
 
 def _load_remote(peers: Peers, address: str, chosen: str | os.PathLike[str] | None, read: Callable[[str], Any]) -> Any:
@@ -327,7 +321,7 @@ def _load_remote(peers: Peers, address: str, chosen: str | os.PathLike[str] | No
             with contextlib.suppress(Error):
                 peers.exchange("", f"load from {address}")
         if peers.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
 
 
 def in_words(error: Exception) -> str:

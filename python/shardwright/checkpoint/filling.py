@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from .state.names import plain
 from .state.stored import Stored
 
 _BLOCK_BYTES = 1 << 20
+Span = tuple[str, int, int]
+"""(path, first, end) of blocks of a file"""
 _READERS, _READERS_ALONE = 2, 4  # some wait for the disk while another computes checksums and copies
 
 
@@ -60,8 +62,8 @@ class Filler:
         for stored, target in reads:
             if not stored.nbytes:
                 continue
-            if isinstance(target, Sliced) or is_dtensor(target):
-                sliced = target if isinstance(target, Sliced) else slice_of_dtensor(target, self._boxes)
+            sliced = self._sliced(target)
+            if sliced is not None:
                 own += [_Piece(stored.path, stored.begin + begin, n, at) for begin, n, at in sliced.ranges()]
                 landed.append(functools.partial(_land_slice, sliced))
             else:
@@ -117,14 +119,32 @@ class Filler:
 
     def verify(self, first: int, end: int) -> None:
         """Check those of the blocks [first, end) of all files that were not read yet."""
+        blocks = ((path, at, -(-self._folder.files[path] // _BLOCK_BYTES)) for path, at in self._first_block.items())
+        self.check((path, max(first - at, 0), min(end - at, n)) for path, at, n in blocks)
+
+    def check(self, spans: Iterable[Span]) -> None:
+        """Check those of the blocks that were not read yet."""
         pieces = []
-        for path, nbytes in self._folder.files.items():
-            at = self._first_block[path]
-            for block in range(max(first, at), min(end, at - (-nbytes // _BLOCK_BYTES))):
-                begin = (block - at) * _BLOCK_BYTES
-                if not self._checked[block]:
+        for path, first, end in spans:
+            at, nbytes = self._first_block[path], self._folder.files[path]
+            for block in range(first, end):
+                begin = block * _BLOCK_BYTES
+                if not self._checked[at + block]:
                     pieces.append(_Piece(path, begin, min(_BLOCK_BYTES, nbytes - begin), 0))
         self._load(pieces, direct=False)  # into the page cache: fill() reads them next
+
+    def ranges(self, reads: Iterable[tuple[Stored, Any]]) -> Iterator[tuple[str, int, int]]:
+        """Yield (path, begin, bytes) of what fill() would read."""
+        for stored, target in reads:
+            sliced = self._sliced(target)
+            for begin, nbytes in [(0, stored.nbytes)] if sliced is None else [each[:2] for each in sliced.ranges()]:
+                yield stored.path, stored.begin + begin, nbytes
+
+    def _sliced(self, target: Any) -> Sliced | None:
+        """Return the parts of a tensor that this rank has; None: all of it."""
+        if is_dtensor(target):
+            return slice_of_dtensor(target, self._boxes)
+        return target if isinstance(target, Sliced) else None
 
     def _read(self, pieces: Iterable[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
         ordered = sorted(pieces, key=lambda each: (each.path, each.begin))

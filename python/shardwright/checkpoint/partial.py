@@ -25,20 +25,6 @@ _BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 
 
-class PartialLock:
-    """The LOCK of a new partial folder. The lock ends with release(), or with the process and its forked children."""
-
-    def __init__(self, partial: str) -> None:
-        self._partial = partial
-        self._fd = CheckpointFolder.lock_partial(partial)
-
-    def release(self, folder: str | None = None) -> None:
-        """Remove the file and release the lock. Idempotent. `folder`: the committed name of the partial folder."""
-        if self._fd >= 0:
-            CheckpointFolder.unlock_partial(folder or self._partial, self._fd)
-            self._fd = -1
-
-
 #: return whether the save that writes to a folder runs; None without a LOCK, or on a file system without locks
 is_alive = CheckpointFolder.is_alive
 

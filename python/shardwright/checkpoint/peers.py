@@ -100,11 +100,6 @@ class Peers:
         """Return a wire between the carriers. Collective over them."""
         return self._group.make_wire(name, secret, timeout_s)
 
-    def broadcast_memory(self, address: int, nbytes: int, root: int, label: str) -> None:
-        """Broadcast `root`'s bytes in place. Collective."""
-        if self.world_size > 1 and nbytes:
-            self._group.comm.broadcast([(address, nbytes)], root, label)
-
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
         """Make the channel on which ranks report during a save. Collective.
 
@@ -173,6 +168,10 @@ class Peers:
         if self.world_size == 1:
             return [value]
         return [json.loads(text) for text in self._group.comm.all_gather_bytes(json.dumps(value).encode(), label)]
+
+    def all_gather(self, data: bytes, label: str) -> list[bytes]:
+        """Return every rank's `data`, in rank order. Collective."""
+        return [data] if self.world_size == 1 else list(self._group.comm.all_gather_bytes(data, label))
 
     def agreement(self, value: Any, label: str) -> list[Any] | None:
         """Return None if all ranks gave the same `value` (of JSON), the fast case; else all values in rank order. Collective."""

@@ -18,16 +18,28 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ..options.name_map import NameMap
 from ..parallel.fully_shard import wrapper_of
 from . import tree
+from .agreeing import agree_on, apply_together
 from .peers import Peers, averages_gradients, whole_parameters
+from .reading import Reader
 from .slices import Sliced, released_slices, sliced_state
 from .state.content import Content, Group
 from .state.names import ModelTensors, model_tensors
 from .state.stored import stored_tensors
 from .writing import Training, Writer, new_nonce
 
-__all__ = ["PipelineWriter", "Stage", "load_stages", "stages_of"]
+__all__ = [
+    "PipelineWriter",
+    "Stage",
+    "check_options_of_stages",
+    "is_pipeline",
+    "load_stages",
+    "make_writer",
+    "peers_of",
+    "stages_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +54,24 @@ def is_pipeline(module: Any) -> bool:
     """Return whether `module` is a stage of torch.distributed.pipelining, or a list of them."""
     each = module[0] if isinstance(module, (list, tuple)) and module else module
     return hasattr(each, "stage_index") and hasattr(each, "submod")
+
+
+def peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
+    """Return the ranks of a module, or of all stages of a pipeline."""
+    return Peers(torch.nn.Module() if is_pipeline(module) else module, process_group, timeout_s)
+
+
+def make_writer(stages: Sequence[Stage], peers: Peers, nonce: str, board: str | None, **options: Any) -> Writer:
+    """Return the writer of a module, or of `stages`."""
+    return PipelineWriter(peers, nonce, board, stages, **options) if stages else Writer(peers, nonce, board, **options)
+
+
+def check_options_of_stages(snapshot: str, memory_every: int | None) -> None:
+    """Raise ValueError for an option that a Checkpointer of stages does not have."""
+    if snapshot != "copy":
+        raise ValueError(f"snapshot={snapshot!r} is not there for stages of a pipeline: it must be 'copy'")
+    if memory_every is not None:
+        raise ValueError(f"memory_every={memory_every} is not there for stages of a pipeline, which go to disk alone")
 
 
 def stages_of(module: Any, optimizer: Any) -> list[Stage]:
@@ -81,7 +111,7 @@ class _Opened:
 class PipelineWriter(Writer):
     """A Writer of all stages of a pipeline. `peers` are the ranks of all of them."""
 
-    def __init__(self, peers: Peers, nonce: str, board: str, stages: Sequence[Stage], **options: Any) -> None:
+    def __init__(self, peers: Peers, nonce: str, board: str | None, stages: Sequence[Stage], **options: Any) -> None:
         super().__init__(peers, nonce, board, **options)
         self._stages, self._options = stages, options
         self._opened = contextlib.ExitStack()
@@ -281,23 +311,25 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
 
 
 def load_stages(
-    path: str, peers: Peers, stages: Sequence[Stage], load: Callable[..., Any], options: Mapping[str, Any]
+    path: str, peers: Peers, stages: Sequence[Stage], *, verify: bool, names: NameMap, timeout_s: float
 ) -> Any:
-    """Fill each stage of this rank from one checkpoint. Return its `extra`. Collective over the ranks of all stages."""
-    names: dict[int, list[str]] = {}
+    """Fill each stage of this rank from one checkpoint. Return its `extra`. Collective over the ranks of all stages.
+
+    No live tensor changes before all stages have agreed."""
+    of_stage: dict[int, list[str]] = {}
 
     def describe() -> list[str]:
         tied: list[str] = []
         for stage in stages:
             tensors = model_tensors(stage.training.model)
-            names[stage.index] = list(tensors.all())
+            of_stage[stage.index] = list(tensors.all())
             tied += tensors.tied
-        return [*(name for each in names.values() for name in each), *tied]
+        return [*(name for each in of_stage.values() for name in each), *tied]
 
     of_all = peers.together(describe, f"load of {path}")
 
     def check() -> None:
-        if peers.rank or not options["strict"] or options["rename"] is not None:
+        if peers.rank or not names.strict or names.rename is not None:
             return
         known = {name for each in of_all for name in each}
         left_over = [name for name in stored_tensors(CheckpointFolder(path), "model")[0] if name not in known]
@@ -305,13 +337,28 @@ def load_stages(
             raise CheckpointError(f"'{path}' has '{left_over[0]}', which no stage of the pipeline has")
 
     peers.together(check, f"load of {path}")
+    agreed: list[tuple[Reader, Peers]] = []
+
+    def agree() -> None:
+        for stage in stages:
+            of_it = Peers(stage.training.model, None, timeout_s)
+            own = NameMap(f"^(?:{'|'.join(map(re.escape, of_stage[stage.index]))})$", names.rename, names.strict)
+            reader, refusal = agree_on(path, stage.training, of_it, verify=verify, names=own)
+            if reader is None:
+                raise CheckpointError(refusal)
+            agreed.append((reader, of_it))
+
+    try:
+        peers.together(agree, f"load of {path}")
+    except BaseException:
+        for reader, _ in agreed:
+            reader.take_back()
+        raise
     extra: list[Any] = [None]
 
     def fill() -> None:
-        for stage in stages:
-            own = "|".join(map(re.escape, names[stage.index]))
-            training = stage.training
-            extra[0] = load(path, training.model, training.optimizer, **{**options, "include": f"^(?:{own})$"})
+        for reader, of_it in agreed:
+            extra[0] = apply_together(reader, of_it, everything=False)
 
     peers.together(fill, f"load of {path}")
     return extra[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
+from .._engine import CheckpointError, CheckpointFolder
 from ..compress.state import reshard_state
 from ..layout.local_parameters import local_of, part_of
 from ..layout.memory import has_memory
@@ -21,11 +20,10 @@ from ..optim.sharded import ShardedOptimizer
 from ..options.name_map import NameMap
 from ..parallel.agreement.optimizer_agreement import unlike_saved
 from . import tree
-from .filling import Filler
-from .memory.tier import Source
-from .peers import Peers, whole_parameters
+from .filling import Filler, Span
+from .peers import whole_parameters
 from .rows import TENSORS, has_rows, read_line, rows_of
-from .slices import Sliced, engines_of, fills_slices, is_dtensor, is_row_major, own_parameters, placed_parts
+from .slices import Sliced, engines_of, is_dtensor, is_row_major, loads_slices, own_parameters, own_slices, placed_parts
 from .state.composed import together
 from .state.content import (
     holds_shards,
@@ -109,6 +107,7 @@ class Reader:
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
+        self._has_new = False  # they were filled
         self.keeps_compressor = False
         """True if every rank restores the compressor state that it wrote"""
 
@@ -154,18 +153,15 @@ class Reader:
             _logger.info("%s: %s are not of the %s here", self.folder.path, _some(left_over), what)
 
     def _check_own(self, name: str, rank: int, own: Any) -> dict[str, Any]:
-        """Return a rank's own tree. Compare its buffers with the model's; try its generators' states on others."""
+        """Return a rank's own tree. Compare its buffers with the model's."""
         body = self._check_tree(name, own, _OWN_KEYS)
         stored = self._own_stored(rank, body)
         self._check_tensors(name, body, stored)
-        tensors = self._own_tensors(rank, body["random"])
         try:
             for buffer, node in self._renamed(body["buffers"]).items():
                 found, live = stored[node["$tensor"]], self._found.buffers.get(buffer)
                 if live is not None and self._names.takes(buffer) and not _fits(found, live):
                     raise ValueError(f"{buffer}: the checkpoint has {_text(found)}, the model {_text_of(live)}")
-            self._random = tree.decode(body["random"], tensors)
-            try_random_state(self._random)
         except Exception as error:
             raise CheckpointError(f"'{self.folder.path}', {name}: {error or type(error).__name__}") from None
         self._check_stateful("dataloader", body)
@@ -288,8 +284,48 @@ class Reader:
 
     # agreement --------------------------------------------------------------------------------------------------------
 
-    def verify_share(self, rank: int, world_size: int, spare: Sequence[tuple[int, int]] = ()) -> None:
-        """Check this rank's share of all blocks.
+    def try_generators(self, rank: int) -> None:
+        """Read the states of this rank's random generators and try them on others."""
+        if self._own is None:
+            return
+        tensors = self._own_tensors(rank, self._own["random"])
+        try:
+            self._random = tree.decode(self._own["random"], tensors)
+            try_random_state(self._random)
+        except Exception as error:
+            why = error or type(error).__name__
+            raise CheckpointError(f"'{self.folder.path}', ranks/ of rank {rank}: {why}") from None
+
+    def reads(self, rank: int, world_size: int) -> list[tuple[str, int, int]]:
+        """Return (path, begin, bytes) of what is read after the constructor, which reads lists of tensors and files of values."""
+        slices: dict[int, Sliced] = {}
+        if loads_slices(self.training.model):
+            for replica in engines_of(self.training.model):
+                slices |= own_slices(replica)
+        found: list[tuple[Stored, Any]] = [
+            (stored, slices.get(id(target), target if is_dtensor(target) else None))
+            for turn in self._model_reads
+            for stored, target in turn
+        ]
+        if self._optimizer is not None:
+            with torch.no_grad():
+                targets, stored = self._targets(self._optimizer), self._optimizer["stored"]
+            found += [(stored[name], target) for name, target in targets.new.items()]
+            found += [(stored[name], None) for name in targets.live]
+        found += self._state_reads()
+        nodes: list[tuple[int, Any]] = []
+        if self._own is not None:
+            nodes.append((rank, [self._own["random"], self._own["buffers"], self._own["dataloader"]]))
+        if self._compression_state() is not None:
+            debtors = [rank] if self.keeps_compressor else self._debtors()
+            nodes += [(each, self._compressor_node(each)) for each in debtors]
+        found += [(stored, None) for each, node in nodes for stored in self._own_stored(each, node).values()]
+        return list(self._filler.ranges(found))
+
+    def verify_share(
+        self, rank: int, world_size: int, spare: Sequence[tuple[int, int]] = (), spans: Sequence[Span] | None = None
+    ) -> None:
+        """Check this rank's share of all blocks, or those of `spans`.
 
         New tensors are filled now, and live tensors as far as `spare` memory, (address, nbytes), can hold their old values.
         take_back() restores those.
@@ -297,12 +333,16 @@ class Reader:
         live = [] if self._is_sliced() else list(self._model_reads[0])
         if self._optimizer is not None:
             with torch.no_grad():
-                self._optimizer_targets = self._make_targets(self._optimizer)
-                self._fill_optimizer(self._optimizer, self._optimizer_targets.new)
-                live += [(self._optimizer["stored"][n], t) for n, t in self._optimizer_targets.live.items()]
+                targets = self._targets(self._optimizer)
+                self._fill_optimizer(self._optimizer, targets.new)
+                self._has_new = True
+                live += [(self._optimizer["stored"][n], t) for n, t in targets.live.items()]
         self._filler.fill_ahead(live, spare)
         count = self.folder.block_count
-        self._filler.verify(count * rank // world_size, count * (rank + 1) // world_size)
+        if spans is None:
+            self._filler.verify(count * rank // world_size, count * (rank + 1) // world_size)
+        else:
+            self._filler.check(spans)
 
     def take_back(self) -> None:
         """Restore the values that live tensors had before verify_share()."""
@@ -343,7 +383,7 @@ class Reader:
     def _fill_model(self) -> None:
         replicas = engines_of(self.training.model)
         with torch.no_grad(), contextlib.ExitStack() as stack:
-            if not replicas or not all(map(fills_slices, replicas)):
+            if not loads_slices(self.training.model):
                 with whole_parameters(self.training.model, writable=True):
                     for turn in self._model_reads:
                         self._filler.fill(turn)
@@ -360,26 +400,40 @@ class Reader:
         return tensors
 
     def _load_state(self) -> dict[str, torch.Tensor]:
-        """Read state.safetensors into new tensors. A DTensor of this rank's user state receives its local part."""
+        """Read state.safetensors into new tensors."""
+        stored, _ = stored_tensors(self.folder, "state")
+        with torch.no_grad():
+            reads = self._state_reads()
+            self._filler.fill(reads)
+        return {name: target for name, (_, target) in zip(stored, reads)}
+
+    def _state_reads(self) -> list[tuple[Stored, torch.Tensor]]:
+        """Return each tensor of state.safetensors and a new one to fill. A DTensor of this rank's user state gets its local part."""
         stored, _ = stored_tensors(self.folder, "state")
         live: dict[str, torch.Tensor] = {}
         if holds_shards(self.training.user_state):
             stateful_tree(self.training.user_state, "user_state", live)
-        tensors = {
-            name: torch.empty_like(live[name])
-            if is_dtensor(live.get(name)) and _fits(entry, live[name])
-            else entry.empty()
+        return [
+            (
+                entry,
+                torch.empty_like(live[name])
+                if is_dtensor(live.get(name)) and _fits(entry, live[name])
+                else entry.empty(),
+            )
             for name, entry in stored.items()
-        }
-        with torch.no_grad():
-            self._filler.fill((entry, tensors[name]) for name, entry in stored.items())
-        return tensors
+        ]
 
     def _by_name(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
         """Map the name of each of the optimizer's parameters to (parameter, its group)."""
         optimizer = self.training.optimizer
         names = parameter_names(optimizer, self._found)
         return {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+
+    def _targets(self, body: Mapping[str, Any]) -> _Targets:
+        """Return the tensors that receive the optimizer's state, chosen once."""
+        if self._optimizer_targets is None:
+            self._optimizer_targets = self._make_targets(body)
+        return self._optimizer_targets
 
     def _make_targets(self, body: Mapping[str, Any]) -> _Targets:
         """Choose the tensors that receive the optimizer's state."""
@@ -428,9 +482,8 @@ class Reader:
 
     def _apply_optimizer(self, body: Mapping[str, Any]) -> None:
         optimizer = self.training.optimizer
-        targets = self._optimizer_targets
-        if targets is None:
-            targets = self._make_targets(body)
+        targets = self._targets(body)
+        if not self._has_new:
             self._fill_optimizer(body, targets.new)
         self._fill_optimizer(body, targets.live)
         tensors = targets.tensors()
@@ -527,7 +580,9 @@ class Reader:
         if state is None or self.folder.world_size != world_size:
             return False
         own = self._compressor_node(rank)
-        return own is None or (own["rank"], own["world_size"]) == (state.exchange.rank, state.exchange.world_size)
+        return own is None or (own["rank"], own["world_size"], own.get("split", "")) == (
+            *(state.exchange.rank, state.exchange.world_size, state.split),
+        )
 
     def _compression_state(self) -> Any:
         return getattr(getattr(self.training.model, "_orig_mod", self.training.model), "compression_state", None)
@@ -540,7 +595,9 @@ class Reader:
         found = [self._compressor_of(each) for each in ([rank] if self.keeps_compressor else self._debtors())]
         known = [each for each in found if each is not None]
         ours = {"kind": state.kind, "settings": state.settings()}
-        if not known or len(known) < len(found) or any(each[key] != ours[key] for each in known for key in ours):
+        is_another = any(each[key] != ours[key] for each in known for key in ours)
+        is_of_parts = not self.keeps_compressor and any("parts" in each for each in known)
+        if not known or len(known) < len(found) or is_another or is_of_parts:
             _logger.warning(
                 "%s holds no state of this compressor, %s: its error starts at zero", self.folder.path, ours
             )
@@ -552,10 +609,12 @@ class Reader:
             state.load_state_dict(share if state.exchange.takes_part else {**share, "parameters": {}})
 
     def _debtors(self) -> list[int]:
-        """Return the ranks that hold compressor state: the lowest of each host."""
+        """Return the ranks that hold state of the same shards as this one: the lowest of each host."""
         places: dict[Any, int] = {}
         for each in range(self.folder.world_size):
             node = self._compressor_node(each)
+            if node is not None and node.get("split", "") != self._compression_state().split:
+                continue
             places.setdefault(None if node is None else node["rank"], each)
         return list(places.values())
 
@@ -644,134 +703,3 @@ def _raise_mismatch(path: str, what: str, missing: list[str], left_over: list[st
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(f"'{name}'" for name in names[:_NAMES_SHOWN]) + more
-
-
-# collective -----------------------------------------------------------------------------------------------------------
-
-SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
-
-
-#: files of a folder that rank 0 reads for all ranks
-_SMALL = ("state.json", "optimizer.json")
-
-
-def agree_on(
-    path: str,
-    training: Training,
-    peers: Peers,
-    *,
-    verify: bool,
-    spare: Sequence[tuple[int, int]] = (),
-    names: NameMap = NameMap(),
-    source: Source | None = None,
-) -> tuple[Reader | None, str]:
-    """Return (reader, "") if every rank finds `path` sound and fitting. Collective.
-
-    If some rank cannot read it, return (None, reason) and leave live tensors unchanged. `spare`: see Reader.verify_share.
-    `source`: where the files are, if they are in memory; `path` then only names the checkpoint.
-
-    Raises
-    ------
-    CheckpointError
-        A rank cannot use a checkpoint that is sound or has a newer format. All ranks raise the same sentence.
-    """
-    folder, refusal = _open_together(path, peers, source)
-    if folder is None:
-        return None, refusal
-    made: list[Reader] = []
-    is_sound = False
-
-    def look() -> None:
-        made.append(Reader(path, folder, training, peers.rank, peers.world_size, names))
-        if verify:
-            made[0].verify_share(peers.rank, peers.world_size, spare)
-
-    try:
-        mine = _verdict_of(look, path)
-        refusal = _hear(peers.agreement(mine, f"verdict on {path}") or [mine], peers)
-        is_sound = not refusal
-    finally:
-        if made and not is_sound:
-            made[0].take_back()
-    return (made[0], "") if is_sound else (None, refusal)
-
-
-def _open_together(path: str, peers: Peers, source: Source | None = None) -> tuple[CheckpointFolder | None, str]:
-    """Open the folder on rank 0 and send its catalog to all ranks. Return (folder, "") or (None, reason). Collective."""
-    catalog = b""
-    found: list[CheckpointFolder] = []
-
-    def read() -> None:
-        nonlocal catalog
-        found.append(CheckpointFolder(path) if source is None else source.open())
-        headers = [each for each in found[0].files if each.endswith(".safetensors") and not _is_of_one_rank(each)]
-        catalog = found[0].catalog([*(name for name in _SMALL if name in found[0].files), *headers])
-
-    verdict = _verdict_of(read, path) if peers.rank == 0 else _SOUND
-    begins = source.begins() if source is not None and found else {}
-    verdict, name, begins = peers.exchange([verdict, found[0].path if found else path, begins], f"opening {path}")[0]
-    refusal = _hear([verdict], peers)
-    if refusal:
-        return None, refusal
-    catalog = peers.broadcast(catalog, f"catalog of {path}")
-    folder = found[0] if found else CheckpointFolder.received(name, catalog)
-    return (folder if source is None else source.attach(folder, begins)), ""
-
-
-def _is_of_one_rank(path: str) -> bool:
-    return path.startswith("ranks/") and not path.startswith(TENSORS)
-
-
-_SOUND = [SOUND, ""]
-#: of a process, a system or a mount: they say nothing of the folder, and must not cost the newest checkpoint
-_OF_A_MOMENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
-
-
-def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
-    """Call look() and return its outcome for the other ranks: [kind, sentence]."""
-    try:
-        look()
-    except (Mismatch, NewerCheckpointError) as error:
-        return [FATAL, str(error)]
-    except CheckpointError as error:
-        return [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error)]
-    except (KeyError, TypeError) as error:
-        return [REJECTED, f"'{path}': {type(error).__name__}: {error}"]
-    except Exception as error:
-        return [FATAL, f"'{path}': {type(error).__name__}: {error}"]
-    return _SOUND
-
-
-def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
-    """Return the reason to pass over the folder; "" if all ranks find it sound. Raise CheckpointError for a FATAL verdict."""
-    for kind in (FATAL, REJECTED):
-        for rank, (found, text) in enumerate(verdicts):
-            if found == kind:
-                sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
-                if kind == FATAL:
-                    raise CheckpointError(sentence)
-                return sentence
-    return ""
-
-
-def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
-    """Fill the training on every rank and return `extra`. All ranks raise CheckpointError if one fails. Collective."""
-    extra, failure = None, ""
-    if everything:
-        try:
-            same = peers.together(
-                lambda: reader.look_at_compressor(peers.rank, peers.world_size), "owner of compressor"
-            )
-        except BaseException:
-            reader.take_back()
-            raise
-        reader.keeps_compressor = all(same)
-    try:
-        extra = reader.apply(peers.rank, peers.world_size, everything=everything)
-    except Exception as error:
-        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    for rank, text in enumerate(peers.exchange(failure, f"load of {reader.path}")):
-        if text:
-            where = "" if peers.world_size == 1 else f"rank {rank}: "
-            raise CheckpointError(f"{where}'{reader.path}' was loaded in part, and the training is not usable: {text}")
-    return extra

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import logging
 import os
 import re
-import shutil
 import weakref
 from collections.abc import Sequence
 
@@ -99,12 +99,14 @@ def _look(path: str) -> tuple[float | None, str, str]:
         return None, DAMAGED if is_known else UNKNOWN, ""
 
 
-def remove(path: str) -> None:
-    """Remove a checkpoint's folder or a left-over, of any file type. The target of a link stays."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        os.unlink(path)
-    else:
-        shutil.rmtree(path)
+#: remove a checkpoint's folder or a left-over, of any file type; the target of a link stays
+remove = CheckpointFolder.remove
+
+
+def discard(path: str) -> None:
+    """Remove what can be removed of it."""
+    with contextlib.suppress(CheckpointError):
+        remove(path)
 
 
 #: make a directory's names durable

@@ -338,10 +338,27 @@ def fills_slices(replica: Any) -> bool:
     return all(is_row_major(memory.like(i)) for i in range(len(replica.table.parameters)) if memory.is_released(i))
 
 
+def loads_slices(model: Any) -> bool:
+    """Return True if a load writes this rank's slices of the model alone."""
+    replicas = engines_of(model)
+    return bool(replicas) and all(map(fills_slices, replicas))
+
+
 @contextlib.contextmanager
 def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
-    """Yield id(parameter) -> the slice that this rank may write; publish all slices at exit. Collective.
-    Requires fills_slices(). Each rank writes the other parameters itself, whole."""
+    """Yield own_slices(); publish all slices at exit. Collective. Requires fills_slices()."""
+    memory = replica.parameters()
+    slices = own_slices(replica)
+    with replica.access.writing():
+        try:
+            yield slices
+        finally:  # after a failed load too: the other ranks publish
+            memory.publish_all()
+            replica.access.count_writes(replica.table.module_parameters)
+
+
+def own_slices(replica: Any) -> dict[int, Sliced]:
+    """Return id(parameter) -> the slice that this rank may write where fills_slices(). Each rank writes the others itself, whole."""
     memory = replica.parameters()
     slices = {}
     for index, parameter in enumerate(replica.table.parameters):
@@ -355,12 +372,7 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
             own = module_parameter(parameter)
             parts = placed_parts(own, low, piece if copy is None else copy)
             slices[id(own)] = Sliced(parameter.dtype, tuple(own.shape), parts, (live,), copy)
-    with replica.access.writing():
-        try:
-            yield slices
-        finally:  # after a failed load too: the other ranks publish
-            memory.publish_all()
-            replica.access.count_writes(replica.table.module_parameters)
+    return slices
 
 
 def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:

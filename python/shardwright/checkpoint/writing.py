@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import json
 import logging
 import secrets
 import time
@@ -36,6 +34,7 @@ from .slices import (
     is_dtensor,
     is_row_major,
     is_sliced,
+    loads_slices,
     released_slices,
     sliced_state,
 )
@@ -46,6 +45,7 @@ from .state.content import (
     Source,
     holds_shards,
     model_group,
+    model_index,
     optimizer_content,
     random_state,
     stateful_tree,
@@ -344,7 +344,11 @@ class Writer:
     def _put(self, step: int, nonce: str, training: Training, tier: MemoryTier, ready: Ready) -> None:
         assert self._layout is not None and self._layout.plan is not None
         own = None if ready.own is None else (ready.own.plan(), ready.own.sources())
-        share = functools.partial(held_bytes, training.model, training.optimizer, self._peers.world_size)
+
+        def share() -> tuple[int, bool]:
+            held = held_bytes(training.model, training.optimizer, self._peers.world_size)
+            return held, loads_slices(training.model)
+
         tier.put(step, nonce, self._layout, self._layout.plan, ready.sources, own, share, self._staging.for_saver())
 
     def _give_up(self, reason: str) -> None:
@@ -383,6 +387,8 @@ class Writer:
     ) -> None:
         sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
         self._held, self._spoiled = shared if lazy else None, ""
+        if not lazy:
+            plan.trim(self._peers.rank, self._peers.world_size)
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
@@ -591,7 +597,7 @@ class Writer:
         own.texts["state.json"] = tree.dumps(body)
         if optimizer_text:
             own.texts["optimizer.json"] = optimizer_text
-        index = _model_index(layout.plan, list(found.all()))
+        index = model_index(layout.plan, list(found.all()))
         if index:
             own.texts["model.safetensors.index.json"] = index
         return own
@@ -715,18 +721,6 @@ def _add_rows(content: Content, layout: _Layout, text: bytes, tensors: dict[str,
     each_ranks = layout.rows.tensors({name: _dense(each) for name, each in tensors.items()})
     content.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
     content.lines[rows.LINES] = layout.rows.line(text)
-
-
-def _model_index(plan: Any, names: Sequence[str]) -> bytes:
-    """Return the text of the index over several model files, as transformers writes it; b"" for one file."""
-    files = [(path, pieces) for path, _, _, pieces in plan.files() if path.startswith("model")]
-    if len(files) < 2:
-        return b""
-    weight_map = {names[source]: path for path, pieces in files for source, _, _ in pieces}
-    total = sum(size for _, pieces in files for _, _, size in pieces)
-    return (
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    ).encode()
 
 
 def _tellable(reason: str) -> str:

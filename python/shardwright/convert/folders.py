@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import dataclasses
 import os
 import secrets
 import shutil
@@ -15,9 +14,8 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..checkpoint import tree
 from ..checkpoint.files import MAX_FILE_BYTES, why_not_there
-from ..checkpoint.partial import PartialLock
 from ..checkpoint.slices import Sliced
-from ..checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group
+from ..checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group, model_index
 from ..checkpoint.state.names import plain
 from ..checkpoint.state.stored import Stored, stored_tensors
 from .contents import Contents, Lazy, replaced
@@ -98,36 +96,41 @@ def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes:
     if refusal:
         raise CheckpointError(refusal)
     groups, texts = _layout(contents, max_file_bytes)
-    lazy = [each for group in groups for each in group.tensors.values()]
-    for group in groups:
-        group.tensors = {name: Sliced(each.dtype, each.shape, ()) for name, each in group.tensors.items()}
-    plan = CheckpointPlan([g.plan_entry() for g in groups], [(p, len(t), IN_PARTS) for p, t in texts.items()])
+    plan, lazy = plan_of(groups, texts)
+    index = model_index(plan, list(contents.model))
+    if index:
+        texts["model.safetensors.index.json"] = index
+        plan, _ = plan_of(groups, texts)
     nonce = "d" + secrets.token_hex(12)
     partial = f"{output}.{nonce}.partial"
     CheckpointFolder.make(os.path.dirname(output))
-    os.mkdir(partial)
-    lock = None
+    plan.create(partial)
     try:
-        lock = PartialLock(partial)
-        plan.create_files(partial)
-        tallies = _write_all(plan, partial, lazy, texts, tell)
+        tallies = write_all(plan, partial, lazy, texts, tell)
         copy_beside(contents, partial)
         plan.commit(
-            partial=partial, folder=output, replaces="", nonce=nonce, step=contents.step, world_size=1, tallies=tallies
+            folder=output, replaces="", nonce=nonce, step=contents.step, world_size=1, tallies=tallies, creator=plan
         )
-        lock.release(output)
     except BaseException:
-        with contextlib.suppress(OSError):
-            if lock is not None:
-                lock.release()
-        shutil.rmtree(partial, ignore_errors=True)
+        plan.abandon()
         raise
 
 
-def _write_all(
+def plan_of(groups: list[Group], texts: Mapping[str, bytes]) -> tuple[CheckpointPlan, list[Lazy]]:
+    """Return the plan of groups whose tensors are Lazy, and these tensors in the plan's order."""
+    lazy = [each for group in groups for each in group.tensors.values()]
+    planned = [
+        dataclasses.replace(g, tensors={n: Sliced(each.dtype, each.shape, ()) for n, each in g.tensors.items()})
+        for g in groups
+    ]
+    entries = [g.plan_entry() for g in planned]
+    return CheckpointPlan(entries, [(path, len(text), IN_PARTS) for path, text in texts.items()]), lazy
+
+
+def write_all(
     plan: CheckpointPlan, partial: str, lazy: list[Lazy], texts: Mapping[str, bytes], tell: Tell
 ) -> list[bytes]:
-    """Write every tensor and text. Return the tallies."""
+    """Write every tensor and text to files that the plan has created, durably, one in memory at a time. Return the tallies."""
     tallies = []
     in_order = list(texts.values())
     for path, nbytes, first_block, pieces in plan.files():
@@ -163,21 +166,7 @@ def _layout(contents: Contents, max_file_bytes: int) -> tuple[list[Group], dict[
         groups.append(Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes))
         texts["optimizer.json"] = tree.dumps(optimizer)
     groups.append(Group("state", state_tensors, {"format": "pt"}))
-    index = _index(contents, groups, max_file_bytes)
-    return groups, texts | index
-
-
-def _index(contents: Contents, groups: list[Group], max_file_bytes: int) -> dict[str, bytes]:
-    """Return the index over several model files; {} for one file."""
-    shapes = {name: Sliced(each.dtype, each.shape, ()) for name, each in contents.model.items()}
-    alone = CheckpointPlan([Group("model", shapes, groups[0].metadata, max_file_bytes=max_file_bytes).plan_entry()], [])
-    names, files = list(shapes), alone.files()
-    if len(files) < 2:
-        return {}
-    weight_map = {names[source]: path for path, _, _, pieces in files for source, _, _ in pieces}
-    total = sum(size for _, _, _, pieces in files for _, _, size in pieces)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return {"model.safetensors.index.json": (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
+    return groups, texts
 
 
 def _optimizer(contents: Contents, further: Any) -> tuple[dict[str, Lazy], dict[str, Any]]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError
+from .._engine import CheckpointError, CheckpointFolder
 from ..checkpoint.files import MAX_FILE_BYTES
-from ..checkpoint.state.names import TORCH_DTYPES, dtype_name, plain, stored_shape
+from ..checkpoint.state.content import MODEL_METADATA, Group, model_index
+from ..checkpoint.state.names import TORCH_DTYPES
 from .contents import Contents, Lazy, leaves, replaced
-from .folders import Tell, copy_beside, files_beside
+from .folders import Tell, copy_beside, files_beside, plan_of, write_all
 from .unpickle import load_torch_file
 
 #: in order of preference
@@ -26,7 +27,6 @@ _INDEXES = (
     "diffusion_pytorch_model.safetensors.index.json",
 )
 _SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
-_HEADER_BYTES = 100_000_000
 #: keys under which programs keep a model in one file of torch.save
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _ALIGNMENT = 64
@@ -73,31 +73,16 @@ def read_model(path: str) -> Contents:
 
 def read_safetensors(path: str) -> dict[str, Lazy]:
     """Return the tensors of a safetensors file."""
-    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        count = int.from_bytes(file.read(8), "little")
-        text = file.read(count) if count <= min(_HEADER_BYTES, size) else b""
-    try:
-        header = json.loads(text)
-        metadata = header.pop("__metadata__", {})
-        entries = {n: (e["dtype"], e["shape"], *e["data_offsets"]) for n, e in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{path}' is not a safetensors file: {error}") from None
+        metadata, entries = CheckpointFolder.header(file.fileno(), path)
     if "DCP_SHARDING_INFO" in metadata:
         raise CheckpointError(
             f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
         )
-    found = {}
-    for name, (dtype, shape, begin, end) in entries.items():
-        if dtype not in TORCH_DTYPES:
-            raise CheckpointError(f"'{path}': tensor '{name}' has the dtype {dtype}, which this program does not know")
-        lazy = _at(path, TORCH_DTYPES[dtype], tuple(shape), 8 + count + begin)
-        if begin < 0 or end - begin != lazy.nbytes or 8 + count + end > size:
-            raise CheckpointError(
-                f"'{path}': tensor '{name}' has no {lazy.nbytes} bytes at {begin} in a file of {size}"
-            )
-        found[name] = lazy
-    return found
+    odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
+    if odd is not None:
+        raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")
+    return {name: _at(path, TORCH_DTYPES[dtype], shape, begin) for name, dtype, shape, begin, _ in entries}
 
 
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
@@ -145,50 +130,21 @@ def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dic
 # writers --------------------------------------------------------------------------------------------------------------
 
 
-def write_safetensors(path: str, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tell: Tell) -> int:
-    """Write tensors to a new file, one in memory at a time, wide elements first. Return the bytes of data."""
-    ordered = dict(sorted(tensors.items(), key=lambda item: -_element(item[1])))
-    at, header = 0, {"__metadata__": dict(metadata)}
-    for name, each in ordered.items():
-        shape = stored_shape(torch.empty(each.shape, dtype=each.dtype, device="meta"))
-        entry = {"dtype": dtype_name(name, each.dtype), "shape": shape, "data_offsets": [at, at + each.nbytes]}
-        header[name] = entry  # type: ignore[assignment]
-        at += each.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 4096)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for each in ordered.values():
-            memory = plain(each.read())
-            file.write((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()) if memory.numel() else b"")
-            tell(each.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
-    return at
-
-
-def _element(each: Lazy) -> int:
-    return each.dtype.itemsize // (2 if each.dtype.is_complex else 1)
-
-
 def write_model(contents: Contents, output: str, tell: Tell) -> None:
     """Write the model to the new folder `output`, as from_pretrained reads it."""
     os.mkdir(output)
-    files = _files(contents.model)
-    marks = {
-        f"complex.{n}": str(e.dtype).removeprefix("torch.") for n, e in contents.model.items() if e.dtype.is_complex
-    }
-    total = 0
-    for path, names in files.items():
-        tensors = {name: contents.model[name] for name in names}
-        total += write_safetensors(
-            os.path.join(output, path), tensors, {**contents.tied, **marks, "format": "pt"}, tell
-        )
-    if len(files) > 1:
-        weight_map = {name: path for path, names in files.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with open(os.path.join(output, "model.safetensors.index.json"), "x", encoding="utf-8") as file:
-            json.dump(index, file, indent=2, sort_keys=True)
+    metadata = MODEL_METADATA | contents.tied | MODEL_METADATA
+    groups = [
+        Group(path.removesuffix(".safetensors"), {name: contents.model[name] for name in names}, metadata)
+        for path, names in _files(contents.model).items()
+    ]
+    plan, lazy = plan_of(groups, {})
+    plan.create_files(output)
+    write_all(plan, output, lazy, {}, tell)
+    index = model_index(plan, [name for group in groups for name in group.tensors])
+    if index:
+        with open(os.path.join(output, "model.safetensors.index.json"), "xb") as file:
+            file.write(index)
             file.flush()
             os.fsync(file.fileno())
     copy_beside(contents, output)

@@ -64,9 +64,9 @@ def refusal(needs: Sequence[Need], replicas: int) -> str:
 
 
 def no_restore(needs: Sequence[Need], replicas: int) -> str:
-    """Return the reason why a step in memory would not fit some host at a restore, which brings the rest of it there; "" if it would.
+    """Return the reason why a step in memory would not fit some host at a restore that brings the rest of it there; "" if it would.
 
-    Only where there are several hosts: the images of one host have all of it."""
+    So does a restore of what all ranks hold whole, where there are several hosts: the images of one host have all of it."""
     whole = sum(need.own for need in needs)
     for need in needs:
         rest = whole - need.own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -12,17 +11,16 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan, CheckpointSaver, Error
+from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
 from ..peers import Peers
 from .buddies import Buddies
-from .budget import SLOTS, Need, in_gib, memory_left, no_restore, refusal
+from .budget import SLOTS, Need, memory_left, no_restore, refusal
 from .client import Client, ancestors, launcher_of, name_of
-from .image import BLOCK_BYTES, Image, Table, pieces
+from .image import Image, Table
+from .restoring import WHOLE, Candidate, Source, first_reason, in_blocks
 
 _logger = logging.getLogger("shardwright")
 #: file of the checkpoint directory: the name of its guardians. Another directory, or one that was made anew, has another. It is
@@ -31,86 +29,9 @@ JOB = "memory.json"
 _JOB_BYTES = 16
 #: address space for the growth of rank 0's own files while the layout stays; they may also double
 _ROOM_BYTES = 64 << 20
-_WINDOW_BYTES = 8 << 20
-#: name of the image that a host without one gets for a restore
-_WHOLE = "whole"
+File = tuple[str, int, int]
 _ROUND_S = 0.5
 _MEET_S = 60.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A step that is complete in the memory of these hosts.
-
-    Attributes
-    ----------
-    data : bytes of an image before its tables
-    parts : for each host, (image, rank -> (bytes of its table, bytes of its runs))
-    """
-
-    step: int
-    nonce: str
-    world_size: int
-    data: int
-    parts: tuple[tuple[tuple[str, dict[int, tuple[int, int]]], ...], ...]
-
-    @property
-    def label(self) -> str:
-        return f"step {self.step} in memory"
-
-    def best(self, host: int) -> str | None:
-        """Return the image of a host that has the most of it."""
-        found = sorted(self.parts[host], key=lambda each: (-len(each[1]), each[0]))
-        return found[0][0] if found else None
-
-    def lacks(self, host: int, rank: int) -> bool:
-        """Return True if best(host) has not what `rank` wrote."""
-        name = self.best(host)
-        return name is None or rank not in dict(self.parts[host])[name]
-
-    def holder(self, host: int, rank: int) -> str | None:
-        """Return the name of an image of `host` that has what `rank` wrote."""
-        return next((name for name, ranks in self.parts[host] if rank in ranks), None)
-
-    def sizes(self, rank: int) -> tuple[int, int]:
-        return next(ranks[rank] for host in self.parts for _, ranks in host if rank in ranks)
-
-
-class Source:
-    """The files of a candidate, as one image of this host has them after MemoryTier.assemble()."""
-
-    def __init__(
-        self, candidate: Candidate, image: Image, tables: dict[int, Table], closed: Callable[[], None]
-    ) -> None:
-        self._candidate, self._image, self._tables, self._closed = candidate, image, tables, closed
-        self._files: list[tuple[str, int]] = []
-
-    def open(self) -> CheckpointFolder:
-        """Open it on rank 0, which has the tables of all ranks."""
-        chosen = self._candidate
-        self._files = [(path, nbytes) for path, nbytes in self._tables[0].head["files"]]
-        tallies = [self._tables[rank].tallies for rank in range(chosen.world_size)]
-        folder = CheckpointFolder.merged(
-            chosen.label, chosen.step, chosen.world_size, chosen.nonce, self._files, tallies
-        )
-        return self.attach(folder, self.begins())
-
-    def begins(self) -> dict[str, int]:
-        """Return the first byte of each file in an image. On rank 0, after open()."""
-        begins, at = {}, 0
-        for path, nbytes in self._files:
-            begins[path] = at
-            at += -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-        return begins
-
-    def attach(self, folder: CheckpointFolder, begins: dict[str, int]) -> CheckpointFolder:
-        folder.lies_in(self._image.fd, begins)
-        return folder
-
-    def close(self) -> None:
-        """Close it once nothing reads from it. On each rank, whether the restore went well or not."""
-        self._image.close()
-        self._closed()
 
 
 class MemoryTier:
@@ -150,25 +71,19 @@ class MemoryTier:
         self._room = 0  # bytes for rank 0's own files in an image of the present layout
         self._failure = ""
         self._checked: Any = None  # the layout for which the budget was checked
-        self._files: tuple[Any, list[tuple[str, int]]] = None, []  # of the last plan
+        self._files: tuple[Any, list[File]] = None, []  # of the last plan
         self._has_warned = self.are_ready = False
-        self.skipped = self.kept_bytes = 0
+        self.told: list[Any] = []
+        self.skipped = self.kept_bytes = self.fetched_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
         self.replicas = self._choose_replicas(replicas)
-        self._turn_off_if(self._try(functools.partial(self._find_guardians, directory, run), "guardians"))
+        self._turn_off_if(
+            first_reason(self._peers, functools.partial(self._find_guardians, directory, run), "guardians")
+        )
         if not self.off and self.replicas:
-            self._turn_off_if(self._try(self._meet_buddies, "buddies"))
+            self._turn_off_if(first_reason(self._peers, self._meet_buddies, "buddies"))
 
     # agreement --------------------------------------------------------------------------------------------------------
-
-    def _try(self, call: Callable[[], None], label: str) -> str:
-        """Call call() on all ranks, which may be collective only up to its first error. Return the first reason. Collective."""
-        reason = ""
-        try:
-            call()
-        except (CheckpointError, OSError, MemoryError, RuntimeError) as error:
-            reason = f"host {socket.gethostname()}: {error or type(error).__name__}"
-        return next(filter(None, self._peers.exchange(reason, f"memory tier: {label}")), "")
 
     def _turn_off_if(self, reason: str) -> None:
         """Fall back to the disk alone if there is a reason, which is alike on all ranks."""
@@ -244,13 +159,14 @@ class MemoryTier:
         """Return True while the copy of a step to or from another host is under way here."""
         return self._buddies is not None and self._buddies.is_busy
 
-    def is_due(self, step: int, ready: bool) -> bool:
-        """Return True if the state of `step` goes into memory now. Collective. `are_ready` then says if all ranks gave `ready`.
+    def is_due(self, step: int, ready: bool, digests: Any = ()) -> bool:
+        """Return True if the state of `step` goes into memory now. Collective. `are_ready` then says if all ranks gave `ready`,
+        and `told` has the digests that each gave.
 
         False, alike on all ranks, while is_busy on some rank, and once the tier is off."""
         if self.off:
             return False
-        mine = [step, self.is_busy, self._trouble(), ready]
+        mine = [step, self.is_busy, self._trouble(), ready, digests]
         told = self._peers.agreement(mine, "a step in memory") or [mine]
         self._turn_off_if(next(filter(None, (each[2] for each in told)), ""))
         for rank, (theirs, *_) in enumerate(told):
@@ -263,6 +179,7 @@ class MemoryTier:
             return False
         self._complete = self._last or self._complete
         self.are_ready = all(each[3] for each in told)
+        self.told = [each[4] for each in told]
         return True
 
     def _trouble(self) -> str:
@@ -280,7 +197,7 @@ class MemoryTier:
         plan: CheckpointPlan,
         sources: list[Any],
         own: tuple[CheckpointPlan, list[Any]] | None,
-        share: Callable[[], int],
+        share: Callable[[], tuple[int, bool]],
         device: Any,
     ) -> None:
         """Copy this rank's share of a step into memory. After is_due(), on all ranks. An error here ends the tier at the next step.
@@ -290,7 +207,8 @@ class MemoryTier:
         layout
             Equal objects in successive calls stand for equal plans, alike on all ranks.
         share : callable
-            Returns an estimate of this rank's bytes, for the budget. Called for a new layout alone.
+            Returns an estimate of this rank's bytes, for the budget, and whether a restore reads its slices alone. Called for a
+            new layout alone.
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
         image = self._image(slot, layout, plan, share, own)
@@ -322,17 +240,18 @@ class MemoryTier:
             "data": image.data,
         }
         if own_plan is not None:
-            own_files = own_plan.files()
-            head["files"] = [*self._files_of(plan), *((path, nbytes) for path, nbytes, *_ in own_files)]
+            head["files"] = [*self._files_of(plan), *_files_of(own_plan)]
         image.write(self._index, Table(head, runs, tallies).encode())
 
-    def _files_of(self, plan: CheckpointPlan) -> list[tuple[str, int]]:
-        """Return (path, bytes) of a plan's files; of the plan before it costs nothing."""
+    def _files_of(self, plan: CheckpointPlan) -> list[File]:
+        """Return a plan's files; of the plan before it costs nothing."""
         if self._files[0] is not plan:
-            self._files = plan, [(path, nbytes) for path, nbytes, *_ in plan.files()]
+            self._files = plan, _files_of(plan)
         return self._files[1]
 
-    def _image(self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], int], own: Any) -> Image | None:
+    def _image(
+        self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any
+    ) -> Image | None:
         """Return this host's image for a slot, made anew for another layout. Collective then. None: it does not fit."""
         found = self._images.get(slot)
         if found is not None and found[0] is layout:
@@ -341,12 +260,13 @@ class MemoryTier:
             found[1].close()
             del self._images[slot]
         if self._checked is not layout:
-            own_bytes = 0 if own is None else sum(_in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
-            self._turn_off_if(self._over_budget(share() + own_bytes, own_bytes))
+            own_bytes = 0 if own is None else sum(in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
+            share_bytes, has_slices = share()
+            self._turn_off_if(self._over_budget(share_bytes + own_bytes, own_bytes, has_slices))
             self._checked = layout
         if self.off:
             return None
-        data = sum(_in_blocks(nbytes) for _, nbytes in self._files_of(plan)) + _in_blocks(self._room)
+        data = sum(in_blocks(nbytes) for _, nbytes, _ in self._files_of(plan)) + in_blocks(self._room)
         name = f"own-{slot}"
         made: list[Image] = []
 
@@ -361,13 +281,13 @@ class MemoryTier:
                 made.append(Image.open(self._client, name))
 
         for call in (make, open_it):
-            self._turn_off_if(self._try(call, f"image {slot}") if not self.off else "")
+            self._turn_off_if(first_reason(self._peers, call, f"image {slot}") if not self.off else "")
         if self.off:
             return None
         self._images[slot] = layout, made[0]
         return made[0]
 
-    def _over_budget(self, share_bytes: int, own_bytes: int) -> str:
+    def _over_budget(self, share_bytes: int, own_bytes: int, has_slices: bool) -> str:
         """Return the reason why the images of some host do not fit. Set the room for rank 0's files. Collective."""
         left, limit = memory_left()
         held = 0
@@ -385,7 +305,8 @@ class MemoryTier:
             least, limit = min((left, limit) for _, left, limit, *_ in here)
             theirs = [of_host[(host - k) % count] for k in range(1, self.replicas + 1)]
             needs.append(Need(here[0][4], of_host[host], theirs, here[0][3], least, limit))
-        reason, warning = refusal(needs, self.replicas), no_restore(needs, self.replicas)
+        reason = refusal(needs, self.replicas)
+        warning = "" if has_slices else no_restore(needs, self.replicas)
         if warning and not reason and not self._has_warned and self._peers.rank == 0:
             self._has_warned = True
             _logger.warning("steps go into memory, but %s", warning)
@@ -434,86 +355,49 @@ class MemoryTier:
         return [(*key, ranks) for key, ranks in found.items()]
 
     def assemble(self, chosen: Candidate) -> tuple[Source | None, str]:
-        """Bring the bytes of a candidate together in one image of each host. Return (source, "") or (None, reason). Collective.
+        """Open an image of a candidate on each host. Return (source, "") or (None, reason). Collective.
 
-        Costs nothing where each host's own image has all of it, as where there is one host. Else each rank's bytes that some host
-        lacks are broadcast."""
+        What this host's image lacks and its ranks read is brought by Source.bring(); the lists of files and tensors are there."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._drop_whole)
             made: list[Image] = []
-            reason = self._try(lambda: self._make_room(chosen), "room to restore")
-            reason = reason or self._try(lambda: made.append(self._open_best(chosen)), "an image to restore")
+            reason = first_reason(self._peers, lambda: self._make_whole(chosen), "an image to restore")
+            reason = reason or first_reason(
+                self._peers, lambda: made.append(self._open_best(chosen)), "an image to restore"
+            )
             for image in made:
                 stack.callback(image.close)
             if reason:
                 return None, reason
-            tables = {t.head["rank"]: t for t in made[0].each_table() if t.head["nonce"] == chosen.nonce}
-            failures: list[str] = []
-            try:
-                for rank in range(chosen.world_size):
-                    self._fill(chosen, rank, made[0], tables, failures)
-            except Error as error:  # alike on all ranks
-                return None, str(error)
-            reason = next(filter(None, self._peers.exchange(failures[0] if failures else "", "steps in memory")), "")
+            source = Source(chosen, made[0], self._peers, self._open, self._end_restore, self._timeout_s)
+            stack.callback(source.close)
+            reason = source.meet() or source.bring(source.lists())
             if reason:
                 return None, reason
             stack.pop_all()
-            return Source(chosen, made[0], tables, self._drop_whole), ""
+            return source, ""
+
+    def _end_restore(self, fetched_bytes: int) -> None:
+        self.fetched_bytes = fetched_bytes
+        self._drop_whole()
 
     def _drop_whole(self) -> None:
-        """Let the guardian free what _make_room() made. Ranks that have mapped it keep it until they close it."""
+        """Let the guardian free what _make_whole() made. Ranks that have mapped it keep it until they close it."""
         if self._is_first and self._client is not None:
             with contextlib.suppress(CheckpointError):
-                self._client.ask("drop", _WHOLE)
+                self._client.ask("drop", WHOLE)
 
-    def _make_room(self, chosen: Candidate) -> None:
-        """Check that what this host lacks fits; make an image if it has none."""
-        if not self._is_first or self._client is None:
-            return
-        lacking = [rank for rank in range(chosen.world_size) if chosen.lacks(self._host, rank)]
-        missing = sum(chosen.sizes(rank)[1] for rank in lacking)
-        left, limit = memory_left()
-        if missing > left:
-            raise CheckpointError(f"{in_gib(missing)} of {chosen.label} do not fit: {in_gib(left)} are left ({limit})")
-        if chosen.best(self._host) is None:
-            Image.make(self._client, _WHOLE, chosen.data, 0).close()
+    def _make_whole(self, chosen: Candidate) -> None:
+        """Make an image for a host that has none. It has no pages yet."""
+        if self._is_first and self._client is not None and chosen.best(self._host) is None:
+            Image.make(self._client, WHOLE, chosen.data, 0).close()
 
     def _open_best(self, chosen: Candidate) -> Image:
-        assert self._client is not None
-        return Image.open(self._client, chosen.best(self._host) or _WHOLE)
+        return self._open(chosen.best(self._host) or WHOLE)
 
-    def _fill(self, chosen: Candidate, rank: int, image: Image, tables: dict[int, Table], failures: list[str]) -> None:
-        """Bring what `rank` wrote to the hosts that lack it. Collective if some host has nothing of it. A failure of this rank
-        alone is added to `failures`: its peers wait for it in the same broadcasts."""
-        needing = [host for host in range(self._peers.host_count) if chosen.lacks(host, rank)]
-        if self._is_first and self._host in needing and (name := chosen.holder(self._host, rank)):
-            with _noting(failures), self._opened(name) as other:
-                tables[rank] = _table_of(other, chosen, rank)
-                image.copy([*tables[rank].each_run()], other)
-        if all(chosen.holder(host, rank) for host in needing):
-            return
-        holder = next(host for host in range(self._peers.host_count) if chosen.holder(host, rank))
-        root = self._hosts.index(holder)
-        with contextlib.ExitStack() as stack:
-            source = None
-            encoded = bytearray(chosen.sizes(rank)[0])
-            if self._peers.rank == root:
-                with _noting(failures):
-                    source = stack.enter_context(self._opened(str(chosen.holder(holder, rank))))
-                    encoded[:] = _table_of(source, chosen, rank).encode()
-            self._broadcast(encoded, root)
-            received = Table.decode(encoded)
-            if received is None:
-                raise CheckpointError(f"what rank {rank} wrote of {chosen.label} cannot be read any more")
-            takes = self._is_first and self._host in needing and not chosen.holder(self._host, rank)
-            for part in pieces([*received.each_run()], _WINDOW_BYTES):
-                window = bytearray(sum(nbytes for _, nbytes in part))
-                if source is not None:
-                    _gather(source, part, window)
-                self._broadcast(window, root)
-                if takes:
-                    _scatter(window, part, image)
-        tables.setdefault(rank, received)
+    def _open(self, name: str) -> Image:
+        assert self._client is not None
+        return Image.open(self._client, name)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Image]:
@@ -523,10 +407,6 @@ class MemoryTier:
             yield image
         finally:
             image.close()
-
-    def _broadcast(self, data: bytearray, root: int) -> None:
-        memory = torch.frombuffer(data, dtype=torch.uint8)
-        self._peers.broadcast_memory(memory.data_ptr(), len(data), root, "a step in memory")
 
     def took(self, chosen: Candidate) -> None:
         """Keep the restored candidate until the next step is complete."""
@@ -544,7 +424,7 @@ class MemoryTier:
                     for index in range(image.tables):
                         image.clear(index)
 
-        self._turn_off_if(self._try(forget, "forgetting later steps"))
+        self._turn_off_if(first_reason(self._peers, forget, "forgetting later steps"))
         self._complete = None if self._complete is not None and self._complete[1] > step else self._complete
 
     # the end ----------------------------------------------------------------------------------------------------------
@@ -560,9 +440,11 @@ class MemoryTier:
                 return
 
     def progress(self) -> dict[str, int]:
-        """Return memory_step, the newest step that this rank has in memory; its bytes; and the steps that were skipped."""
+        """Return memory_step, the newest step that this rank has in memory; its bytes; the steps that were skipped; and the bytes
+        that the last restore brought from other hosts, counted by the first rank of a host."""
         step = 0 if self._last is None else self._last[1]
-        return {"memory_step": step, "memory_bytes": self.kept_bytes, "memory_skipped": self.skipped}
+        counts = {"memory_bytes": self.kept_bytes, "memory_skipped": self.skipped, "memory_fetched": self.fetched_bytes}
+        return {"memory_step": step, **counts}
 
     def close(self, *, goodbye: bool) -> None:
         """Leave the guardian; with `goodbye` in order, so that it frees the images once all ranks have done so."""
@@ -578,38 +460,12 @@ class MemoryTier:
         self._saver.close()
 
 
-def _in_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _gather(image: Image, runs: Sequence[tuple[int, int]], window: bytearray) -> None:
-    at, view = 0, image.view
-    for begin, nbytes in runs:
-        window[at : at + nbytes] = view[begin : begin + nbytes]
-        at += nbytes
-
-
-def _scatter(window: bytearray, runs: Sequence[tuple[int, int]], image: Image) -> None:
-    at, view, data = 0, image.view, memoryview(window)
-    for begin, nbytes in runs:
-        view[begin : begin + nbytes] = data[at : at + nbytes]
-        at += nbytes
-
-
-def _table_of(image: Image, chosen: Candidate, rank: int) -> Table:
-    for table in image.each_table():
-        if (table.head["rank"], table.head["nonce"]) == (rank, chosen.nonce):
-            return table
-    raise CheckpointError(f"the table of rank {rank} of {chosen.label} has gone")
-
-
-@contextlib.contextmanager
-def _noting(failures: list[str]) -> Iterator[None]:
-    """Add an error of the block to `failures`."""
-    try:
-        yield
-    except (CheckpointError, OSError, MemoryError) as error:
-        failures.append(str(error) or type(error).__name__)
+def _files_of(plan: CheckpointPlan) -> list[File]:
+    """Return (path, bytes, bytes before the first tensor) of each file; of a file of values, all bytes."""
+    return [
+        (path, nbytes, min((begin for _, begin, _ in placed), default=0) or nbytes)
+        for path, nbytes, _, placed in plan.files()
+    ]
 
 
 def _raise(failure: Exception | None) -> None:

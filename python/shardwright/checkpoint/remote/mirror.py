@@ -6,13 +6,12 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
-from ..retention import SOUND, Kept, list_checkpoints, to_retire
+from ..retention import SOUND, Kept, discard, list_checkpoints, to_retire
 from .store import MANIFEST, Store
 
 logger = logging.getLogger("shardwright")
@@ -43,7 +42,7 @@ class Mirror:
         self._closing = False
         self.remote_only: list[Kept] = []  # as of the last listed()
         self._copied: set[str] | None = None  # nonces that the store has; None: not looked yet
-        shutil.rmtree(os.path.join(directory, _LINKS), ignore_errors=True)
+        discard(os.path.join(directory, _LINKS))
         self._thread = threading.Thread(target=self._run, name="shardwright upload", daemon=True)
         self._thread.start()
 
@@ -134,20 +133,20 @@ class Mirror:
                 try:
                     self._store.upload(links, os.path.basename(each.path))
                 finally:
-                    shutil.rmtree(links, ignore_errors=True)
+                    discard(links)
                 self._copied.add(each.nonce)
                 self._retire(each)
 
     def _linked(self, kept: Kept) -> str | None:
         """Return a folder of links to a checkpoint's files; None if retention has removed it."""
         links = os.path.join(self._directory, _LINKS, f"{os.path.basename(kept.path)}.{kept.nonce}")
-        shutil.rmtree(links, ignore_errors=True)
+        discard(links)
         try:
             for path in [*CheckpointFolder(kept.path).files, MANIFEST]:
                 os.makedirs(os.path.dirname(os.path.join(links, path)), exist_ok=True)
                 os.link(os.path.join(kept.path, path), os.path.join(links, path))
         except (FileNotFoundError, CheckpointError):
-            shutil.rmtree(links, ignore_errors=True)
+            discard(links)
             return None
         return links
 

@@ -8,14 +8,13 @@ import json
 import os
 import posixpath
 import re
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..._engine import CheckpointError, CheckpointFolder
+from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..peers import Peers
-from ..retention import Kept
+from ..retention import Kept, discard
 
 MANIFEST = "MANIFEST.json"
 #: an address with a scheme; one slash is enough, since pathlib.Path drops the second
@@ -192,14 +191,13 @@ class Store:
                 place = os.path.join(partial, path)
                 os.makedirs(os.path.dirname(place), exist_ok=True)
                 self._fs.get_file(self._path(name, path), place)
-                with open(place, "rb") as file:
-                    os.fsync(file.fileno())
+                CheckpointPlan.sync(place)
             for folder, _, _ in os.walk(partial):
                 CheckpointFolder.sync(folder)
             os.rename(partial, local)
             CheckpointFolder.sync(os.path.dirname(local))
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            discard(partial)
             raise
 
     def remove(self, name: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,6 +154,20 @@ class Content:
 
 
 # shared ---------------------------------------------------------------------------------------------------------------
+
+
+def model_index(plan: Any, names: Sequence[str]) -> bytes:
+    """Return the text of the index over a plan's model files, as transformers writes it; b"" for one file.
+
+    `names`: of the plan's first sources, the model's tensors.
+    """
+    files = [(path, pieces) for path, _, _, pieces in plan.files() if path.startswith("model")]
+    if len(files) < 2:
+        return b""
+    weight_map = {names[source]: path for path, pieces in files for source, _, _ in pieces}
+    total = sum(size for _, pieces in files for _, _, size in pieces)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
