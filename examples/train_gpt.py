@@ -22,7 +22,6 @@ from gpt.report import Reporter, draw_loss_curve, printable
 from gpt.threads import Threads
 
 REPORT_EVERY = 10  # steps between exchanges of losses and of the decision to stop
-VALIDATE_EVERY = 100  # steps; a checkpoint is written as often
 WARMUP_STEPS = 100
 
 
@@ -84,7 +83,7 @@ def main() -> None:
             tokens_per_s = (step - first_step) * tokens_a_step / training_s
             reporter.trained(step, run.train[-1][1], tokens_per_s)
 
-        if step % VALIDATE_EVERY == 0 or step == options.steps or out_of_time:
+        if step % options.validate_every == 0 or step == options.steps or out_of_time:
             run.validation.append((step, validate(model.module, *held_out)))
             reporter.validated(step, run.train, run.validation[-1][1], tokens_per_s)
             checkpoints.save(step - 1)  # returns at once; training goes on during the write

@@ -155,21 +155,22 @@ def losses(output):
 
 @pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("one process", 1), ("accelerate", 2)])
 def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
-    output = run(launcher, "--steps", "60", "--out", str(tmp_path))
+    output = run(launcher, "--steps", "40", "--out", str(tmp_path))
     assert (tmp_path / "loss.png").exists() or "matplotlib is not installed" in output
     found = LAST_LINE.fullmatch(output.strip().splitlines()[-1])
     assert found, output
     first, last, world, _ = found.groups()
     assert int(world) == ranks
-    assert float(last) < 0.8 * float(first), output
+    assert float(last) < 0.85 * float(first), output
     assert "sample:" in output
-    assert newest(tmp_path) == "step-000060"
+    assert newest(tmp_path) == "step-000040"
 
 
 def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, train):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train("--steps", "140", "--out", whole)
-    process = start("torchrun", "--steps", "140", "--out", str(killed))
+    length = ["--steps", "60", "--validate-every", "20"]
+    train(*length, "--out", whole)
+    process = start("torchrun", *length, "--out", str(killed))
     try:
         deadline = time.monotonic() + 60
         while not newest(killed) and process.poll() is None and time.monotonic() < deadline:
@@ -178,8 +179,8 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, train):
         for pid in [*children_of(process.pid), process.pid]:  # every rank, in the middle of a step
             os.kill(pid, 9)
         process.communicate()
-    assert "step-000100" <= newest(killed) < "step-000140"
-    train("--steps", "140", "--resume", "--zero", "2", "--out", killed)
+    assert "step-000020" <= newest(killed) < "step-000060"
+    train(*length, "--resume", "--zero", "2", "--out", killed)
     assert saved_losses(killed) == saved_losses(whole)
 
 

@@ -29,6 +29,7 @@ def parse_options() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of weights, batches and sample")
     add("--steps", type=_positive(int), default=3000, help="stop at this step")
     add("--minutes", type=_positive(float), default=2.0, help="stop after this time in the loop, if it is earlier")
+    add("--validate-every", type=_positive(int), default=100, help="steps; a checkpoint is written as often")
     add("--batch-size", type=_positive(int), default=8, help="rows of a batch of all ranks together")
     add("--context", type=_positive(int), default=128, help="bytes a row")
     add("--layers", type=_positive(int), default=4, help="transformer blocks")

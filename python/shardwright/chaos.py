@@ -215,6 +215,7 @@ class Agent:
         self._limit: tuple[int, int] | None = None
         self._limited = 0
         self._model: Any = lambda: None
+        self._timers: list[tuple[threading.Timer, int, Fault]] = []  # of this step
         self.tell("start", attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         register_optimizer_step_pre_hook(self._before_step)
         self._stepped = -1
@@ -236,6 +237,9 @@ class Agent:
 
     def passed(self, step: int) -> None:
         """Step `step` has ended, and is about to be saved."""
+        for timer, number, fault in self._timers:  # a step that was shorter than the one before
+            timer.cancel()
+            self._signal(number, fault)
         self.tell("step", step=step)
         self._limit_disk(step)
         self._began_ns, self._took_ns = time.monotonic_ns(), time.monotonic_ns() - self._began_ns
@@ -244,10 +248,13 @@ class Agent:
     def _begin(self, step: int) -> None:
         self._step = step
         self._began_ns = time.monotonic_ns()
+        self._timers = []
         for number, fault in self._due("kill", "stop"):
             delay_s = min(self._took_ns / 1e9, 1.0) * fault.at
             timer = threading.Timer(delay_s, self._signal, (number, fault))
             timer.daemon = True
+            self._timers.append((timer, number, fault))
+        for timer, *_ in self._timers:
             timer.start()
 
     def _limit_disk(self, step: int) -> None:
@@ -270,7 +277,10 @@ class Agent:
         self.tell("fault", number=number, step=self._step, kind=fault.kind, seconds=fault.seconds)
 
     def _signal(self, number: int, fault: Fault) -> None:
-        self._fire(number, fault)
+        try:
+            self._fire(number, fault)
+        except FileExistsError:  # by its timer
+            return
         os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -292,13 +302,17 @@ class Agent:
 
     def ended(self) -> None:
         """Report this rank's parameters: the training is about to end."""
+        from ._engine import Error
         from .parallel.agreement.replica_check import digests
         from .parallel.fully_shard import wrapper_of
 
         model = self._model()
         wrapped = None if model is None else wrapper_of(model)
-        if wrapped is not None and wrapped._replica is not None and wrapped._replica.group.comm.is_alive:
-            self.tell("end", step=self._step, digest=digests(wrapped._replica))
+        if wrapped is not None and wrapped._replica is not None:
+            with contextlib.suppress(
+                Error
+            ):  # ranks that failed; those that have ended already have published their slices
+                self.tell("end", step=self._step, digest=digests(wrapped._replica))
 
 
 def _flip(optimizer: Any, at: float) -> None:
