@@ -172,24 +172,27 @@ def _join(folder: str, rank: int, size: int) -> None:
 
 
 def fit(strategy, folder, build=Subject, *, ckpt_path=None, epochs=EPOCHS, data=None, **options):
-    """Fit a new module. `strategy`: a name of Lightning's, or options of ours."""
+    """Fit a new module. `strategy`: see trainer()."""
     torch.manual_seed(0)
     module, data = build(), data or Data()
-    strategy = strategy if isinstance(strategy, str) else ShardwrightStrategy(**strategy)
+    fits = trainer(strategy, folder, max_epochs=epochs, **options)
+    fits.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return fits, module, data
+
+
+def trainer(strategy, folder, **options):
+    """Make a Trainer. `strategy`: a name of Lightning's, or options of ours."""
     options = {"enable_checkpointing": False, "num_sanity_val_steps": 0, **options}
-    trainer = pl.Trainer(
+    return pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategy,
-        max_epochs=epochs,
+        strategy=strategy if isinstance(strategy, str) else ShardwrightStrategy(**strategy),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         **options,
     )
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return trainer, module, data
 
 
 def initial():

@@ -13,6 +13,8 @@ import torch
 from harness import LONG
 from oracle.fold import bits_equal
 from peer import PEER, engine
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("lightning is not installed", allow_module_level=True)
@@ -255,6 +257,109 @@ def masters_are_not_rounded(rank, world_size, folder):
         assert_same(resumed.state_dict().values(), whole.state_dict().values(), zero)
 
 
+def evaluate_in_the_precision_of_the_fit(rank, world_size, folder):
+    """validate, test and predict outside of a fit have the policy's bits, and change no dtype."""
+    import lightning_subjects as subjects
+
+    seen = []
+
+    class Subject(subjects.Subject):
+        def __init__(self):
+            super().__init__()
+            self.net[0] = torch.nn.Identity()
+
+        def _loss(self, x):
+            seen.append(self.net(x).dtype)
+            return super()._loss(x)
+
+    trainer, module, data = subjects.fit({"zero": 3, "precision": "bf16"}, folder, Subject, epochs=1)
+    fitted = trainer.callback_metrics["val"].clone()
+    for strategy in ({"zero": 3, "precision": "bf16"}, {"precision": "bf16"}):
+        seen.clear()
+        trainer = subjects.trainer(strategy, folder)
+        (found,) = trainer.validate(module, datamodule=data, verbose=False)
+        assert bits_equal(torch.tensor(found["val"]), fitted.double().float()) and set(seen) == {torch.bfloat16}
+        (outputs,) = {each.dtype for each in trainer.predict(module, datamodule=data)}
+        assert outputs is torch.bfloat16
+        assert {value.dtype for value in module.parameters()} == {torch.float32}
+        assert trainer.strategy.model is None or trainer.strategy.model is module
+    assert module.net(torch.zeros(2, 7)).dtype is torch.float32
+    low = Subject()
+    low.net.to(torch.bfloat16)
+    trainer.predict(low, datamodule=data)
+    assert low.net[1].weight.dtype is torch.bfloat16
+
+
+def fit_experts(rank, world_size, folder):
+    """A module whose experts other ranks average has an engine for them, which ends with the fit, too."""
+    import expert_subjects as experts
+    import lightning_subjects as subjects
+
+    mesh, engines = experts.mesh_of(world_size), []
+
+    class Experts(subjects.Subject):
+        def __init__(self):
+            super().__init__()
+            self.net = experts.distributed(mesh)
+            self.inlet = torch.nn.Linear(7, experts.WIDTH)
+
+        def _loss(self, x):
+            found, balance = self.net(self.inlet(x))
+            return found.square().mean() + 0.01 * balance
+
+    class Watch(subjects.pl.Callback):
+        def on_train_start(self, trainer, module):
+            engines.extend(trainer.model._engines())
+
+    strategy = {"zero": 3, "share_parameters": False, "groups": {"net.layers.*.experts": mesh["dp_mod_ep"]}}
+    trainer, module, _ = subjects.fit(strategy, folder, Experts, epochs=1, callbacks=[Watch()])
+    trainer.save_checkpoint(f"{folder}/experts.ckpt")
+    assert len(engines) == 2 and all(each.retired for each in engines)
+    assert all(p.numel() and bool(torch.isfinite(p.detach()).all()) for p in module.parameters())
+
+
+def load_while_a_folder_is_written(rank, world_size, folder):
+    """A load waits for the save that is being written: it may be the folder that is asked for."""
+    import lightning_subjects as subjects
+
+    found, path = [], f"{folder}/now.ckpt"
+
+    class SavesAndLoads(subjects.pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            strategy = trainer.strategy
+            trainer.save_checkpoint(path)
+            assert strategy._folders.writing == path
+            found.append(strategy.load_checkpoint(path)["global_step"])
+            assert strategy._folders.writing == ""
+
+    sharded = {"zero": 2, "state_dict_type": "sharded"}
+    subjects.fit(sharded, folder, callbacks=[SavesAndLoads()], max_steps=2, enable_checkpointing=True)
+    assert found == [1, 2]
+
+
+def fit_with_hooks(rank, world_size, folder):
+    """A communication hook of the strategy is registered on CPUs, too. What programs read of DDPStrategy is there."""
+    import lightning_subjects as subjects
+
+    names = []
+    for build in (subjects.ShardwrightStrategy, subjects.FabricStrategy):
+        made = build(zero=1, find_unused_parameters=True, start_method="spawn")
+        assert made._ddp_kwargs == {"find_unused_parameters": True}
+
+    class Watch(subjects.pl.Callback):
+        def on_train_end(self, trainer, module):
+            names.append(trainer.model._get_ddp_logging_data()["comm_hook"])
+
+    for zero in (0, 2):
+        for wrapper in (None, default_hooks.fp16_compress_wrapper):
+            strategy = {"zero": zero, "ddp_comm_hook": default_hooks.allreduce_hook, "ddp_comm_wrapper": wrapper}
+            subjects.fit(strategy, folder, epochs=1, callbacks=[Watch()])
+    assert names == 2 * [
+        "allreduce_hook",
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook).__qualname__,
+    ]
+
+
 def fit_odd_modules(rank, world_size, folder):
     """A module without optimizer, one that returns a LightningOptimizer, and a static graph by hand."""
     import lightning_subjects as subjects
@@ -326,6 +431,47 @@ def fabric_at_every_stage(rank, world_size, folder):
         assert_same(found[1], expected[1], name)
 
 
+def fabric_folders_at_every_stage(rank, world_size, folder):
+    """With state_dict_type="sharded" fabric.save() writes folders, which go on at any stage as files do."""
+    import lightning_subjects as subjects
+
+    names, more = ("1", "3", "3 private", "0"), range(3, 5)
+    subjects.fabric_fit("ddp", f"{folder}/stock")
+    expected = subjects.fabric_fit("ddp", f"{folder}/stock", resumed=True, steps=more)
+    for number, name in enumerate(names[:: 1 if LONG else 2]):
+        path, sharded = f"{folder}/{name}", {**subjects.STAGES[name], "state_dict_type": "sharded"}
+        subjects.fabric_fit(sharded, path)
+        assert pathlib.Path(path, "MANIFEST.json").is_file()
+        subjects.fabric_fit(sharded, path)  # in its place
+        losses, weights = subjects.fabric_fit(subjects.STAGES[names[number - 1]], path, resumed=True, steps=more)
+        assert losses == expected[0], name
+        assert_same(weights, expected[1], name)
+    own = subjects.fabric({"zero": 2, "state_dict_type": "sharded"})
+    model, scheduled = own.setup(subjects.mlp()), torch.optim.SGD([torch.zeros(1)], 0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(scheduled, 3)
+    state = {"net": model, "schedule": schedule, "epoch": 7, "more": [1, "a"]}
+    own.save(f"{folder}/state", state)
+    schedule.last_epoch, state["epoch"] = 5, 0
+    assert own.load(f"{folder}/state", {"net": model, "schedule": schedule}) == {"epoch": 7, "more": [1, "a"]}
+    assert schedule.last_epoch == 0
+    own.load(f"{folder}/state", state)
+    assert state["epoch"] == 7
+    bare = subjects.mlp()
+    own.load_raw(f"{folder}/state", bare)
+    assert_same(bare.state_dict().values(), own.strategy.get_module_state_dict(model._forward_module).values())
+    for call, error, sentence in (
+        (lambda: own.load(f"{folder}/state", {"net": model, "rng": 1}), KeyError, "has no 'rng'"),
+        (lambda: own.load(f"{folder}/state"), TypeError, "shardwright ckpt export"),
+        (lambda: own.save(f"{folder}/b", {"a": model, "b": own.setup(subjects.mlp())}), TypeError, "2 modules"),
+        (lambda: own.save(f"{folder}/b", state, filter={"net": lambda *_: True}), TypeError, "no meaning"),
+        (lambda: own.save(f"{folder}/b", {**state, "odd": object()}), engine.CheckpointError, "odd"),
+        (lambda: own.load(f"{folder}/epoch", state), FileNotFoundError, ""),
+    ):
+        with pytest.raises(error, match=sentence):
+            call()
+    assert own.load(f"{folder}/state", {"net": model, "rng": 1}, strict=False)["epoch"] == 7
+
+
 def refuse(rank, world_size, folder):
     """Wrong use is one sentence on all ranks."""
     import lightning_subjects as subjects
@@ -342,6 +488,10 @@ def refuse(rank, world_size, folder):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())
 
+    class Sliced(subjects.Subject):
+        def configure_optimizers(self):
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam)
+
     cases = [
         (Lbfgs, "torch.optim.lbfgs.LBFGS is not known to treat each element by itself"),
         (
@@ -349,6 +499,7 @@ def refuse(rank, world_size, folder):
             r"ranks disagree about the optimizer: group 0 has (initial_)?lr=0.01 on rank 0, (initial_)?lr=0.001 on rank 1",
         ),
         (Foreign, "not one of the wrapped Foreign"),
+        (Sliced, "slices state itself: pass the optimizer whose class it was given, or zero=0"),
     ]
     said = []
     for build, sentence in cases:
@@ -398,10 +549,15 @@ LAWS = {
     "refused folders": (2, folders_are_refused_on_all_ranks),
     "saved after the fit": (2, save_after_the_fit),
     "masters": (2, masters_are_not_rounded),
+    "evaluated": (2, evaluate_in_the_precision_of_the_fit),
+    "experts": (2, fit_experts),
+    "loaded at once": (2, load_while_a_folder_is_written),
+    "hooks": (2, fit_with_hooks),
     "odd modules": (2, fit_odd_modules),
     "whole tensors": (2, step_on_whole_tensors),
     "clipped by value": (2, clip_values),
     "Fabric": (2, fabric_at_every_stage),
+    "Fabric's folders": (2, fabric_folders_at_every_stage),
 }
 
 
@@ -448,6 +604,30 @@ def test_the_example_prints_its_readme(tmp_path):
         command = [sys.executable, str(examples / "06_lightning.py"), stage]
         printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, cwd=tmp_path).stdout
         assert len(printed.splitlines()) == 2 and printed.replace(f"zero={stage}", "zero=2") in expected, printed
+
+
+SPAWNS = """
+import lightning.pytorch as pl, shardwright.integrations.lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    options = dict(accelerator="cpu", devices=2, max_steps=2, logger=False, enable_checkpointing=False)
+    for ending in ("_spawn", "_fork", "_notebook"):
+        trainer = pl.Trainer(strategy="shardwright_zero2" + ending, enable_progress_bar=False, **options)
+        model = BoringModel()
+        before = [p.detach().clone() for p in model.parameters()]
+        trainer.fit(model)
+        print(any((a != b).any() for a, b in zip(before, model.parameters())))
+"""
+
+
+@pytest.mark.skipif(not LONG, reason="long form")
+def test_processes_start_by_spawn_and_fork_too(tmp_path):
+    program = tmp_path / "spawns.py"
+    program.write_text(SPAWNS)
+    command = [sys.executable, str(program)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240, cwd=tmp_path).stdout
+    assert found.split() == ["True"] * 3, found
 
 
 @pytest.mark.skipif(not LONG, reason="long form")

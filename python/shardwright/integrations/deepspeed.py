@@ -27,6 +27,7 @@ from .._engine import Error
 from ..checkpoint import load, save
 from ..comm.agreement import gather_answers
 from ..comm.process_group import host_group, resolve_group
+from ..layout.local_parameters import end_local_parameters
 from ..layout.memory import address_of
 from ..optim.clip_grad import clip_grad_norm_
 from ..wrapping import full_state_dict, wrap
@@ -342,6 +343,7 @@ class DeepSpeedEngine(torch.nn.Module):
         """Take the wrapper off: every rank has a whole model of its own afterwards. Collective."""
         for engine in self.wrapped._engines():
             engine.retire(together=True)
+        end_local_parameters(self.module)
 
     # numbers ------------------------------------------------------------------------------------------------------
 

@@ -1,29 +1,37 @@
-"""Lightning's checkpoints as folders of shardwright: every rank writes its slices, behind training.
+"""Lightning's checkpoints as folders of shardwright: every rank writes its slices, the Trainer's behind training.
 
-A folder holds the module and the optimizer as sw.save() writes them. What else the Trainer puts into a checkpoint (loops,
-callbacks, schedules) is the folder's `extra`, of plain values and tensors: reading it executes nothing.
+A folder holds the module and the optimizer as sw.save() writes them. What else the Trainer or a program of Fabric puts into a
+checkpoint (loops, callbacks, schedules) is the folder's `extra`, of plain values and tensors: reading it executes nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
-from ..checkpoint import load, tree
+from ..checkpoint import load, save, tree
 from ..checkpoint.files import PathSaver
 from ..checkpoint.peers import Peers
 from ..checkpoint.writing import Training
 from ..parallel.ddp import DistributedDataParallel
 
-__all__ = ["Folders", "folder_at", "load_folder"]
+__all__ = ["Folders", "check_kind", "folder_at", "load_folder", "load_state", "save_state"]
 
 _logger = logging.getLogger("shardwright")
 _WEIGHTS, _OPTIMIZERS, _HPARAMS = "state_dict", "optimizer_states", "hyper_parameters"
+#: in the extra of a folder that Fabric saved: the program's state without module and optimizer
+_REST = "fabric"
+
+
+def check_kind(state_dict_type: str) -> None:
+    """Raise ValueError unless it is "full" or "sharded"."""
+    if state_dict_type not in ("full", "sharded"):
+        raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
 
 
 class Folders:
@@ -128,3 +136,74 @@ def load_folder(folder: str, module: torch.nn.Module, optimizer: Any, *, strict:
     if not isinstance(extra, dict) or "loops" not in extra:
         raise CheckpointError(f"'{folder}' was not written by Lightning's Trainer: load it with sw.load()")
     return {**extra, _WEIGHTS: {}, _OPTIMIZERS: []}
+
+
+# Fabric -----------------------------------------------------------------------------------------------------------
+
+_Find = Callable[[Any], DistributedDataParallel | None]
+
+
+def _split(state: Mapping[str, Any], wrapper_of: _Find) -> tuple[str, str]:
+    """Return the keys of the module and of the optimizer in the state of a program; "" for none.
+
+    Raises
+    ------
+    TypeError
+        If there is no module or there are several of either. A module counts if it is wrapped, or if none is.
+    """
+    modules = [key for key, each in state.items() if isinstance(each, torch.nn.Module)]
+    modules = [key for key in modules if wrapper_of(state[key]) is not None] or modules
+    optimizers = [key for key, each in state.items() if isinstance(each, torch.optim.Optimizer)]
+    if len(modules) != 1 or len(optimizers) > 1:
+        raise TypeError(
+            "a folder holds one module and at most one optimizer, got "
+            f"{len(modules)} modules and {len(optimizers)} optimizers: save each to a path of its own, or give FabricStrategy "
+            "state_dict_type='full'"
+        )
+    return modules[0], optimizers[0] if optimizers else ""
+
+
+def save_state(path: str, state: Mapping[str, Any], wrapper_of: _Find) -> None:
+    """Write the state of a program of Fabric to the folder `path`, which may hold a checkpoint. Collective."""
+    keys = _split(state, wrapper_of)
+    rest = {key: each for key, each in state.items() if key not in keys}
+    rest = {key: each.state_dict() if hasattr(each, "state_dict") else each for key, each in rest.items()}
+    module = state[keys[0]]
+    save(path, wrapper_of(module) or module, state.get(keys[1]), extra={_REST: rest}, overwrite=True)
+
+
+def load_state(folder: str, state: Any, wrapper_of: _Find, *, strict: bool) -> dict[str, Any]:
+    """Fill the state of a program of Fabric, or one module, and return what it does not name. Collective.
+
+    Raises
+    ------
+    KeyError
+        If `strict` and the folder has not all keys of the state. Module and optimizer are filled by then.
+    CheckpointError, TypeError
+        If Fabric did not write the folder; if there is no one module to fill.
+    """
+    if isinstance(state, torch.nn.Module):
+        load(folder, wrapper_of(state) or state, strict=strict)
+        return {}
+    if not isinstance(state, dict) or not state:
+        raise TypeError(
+            "a folder is loaded into a module, or into a dict with one: pass it, or make a file of the folder with "
+            "`shardwright ckpt export FOLDER FILE --to torch`"
+        )
+    keys = _split(state, wrapper_of)
+    module = state[keys[0]]
+    extra = load(folder, wrapper_of(module) or module, state.get(keys[1]), strict=strict)
+    if not isinstance(extra, dict) or not isinstance(extra.get(_REST), dict):
+        raise CheckpointError(f"'{folder}' was not written by Fabric: load it with sw.load()")
+    rest = extra[_REST]
+    missing = [key for key in state if key not in {*rest, *keys}]
+    if strict and missing:
+        raise KeyError(
+            f"the checkpoint '{folder}' has no {missing[0]!r}: pass strict=False, or leave it out of the state"
+        )
+    for key, each in state.items():
+        if key in rest and hasattr(each, "load_state_dict"):
+            each.load_state_dict(rest.pop(key))
+        elif key in rest:
+            state[key] = rest.pop(key)
+    return rest

@@ -18,12 +18,14 @@ from typing import Any, cast
 import torch
 
 from .._engine import CheckpointError, Error
+from ..layout.local_parameters import end_local_parameters
 from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
+from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..wrapping import keep_optimizer, shard_optimizer, unwrap
-from .lightning_folders import Folders, folder_at, load_folder
+from .lightning_folders import Folders, check_kind, folder_at, load_folder, load_state, save_state
 from .whole import whole_parameters
 
 _logger = logging.getLogger("shardwright")
@@ -49,9 +51,11 @@ class _Wraps:
         names = {each.name for each in known if each.kind is not each.VAR_KEYWORD} - {"precision"}
         theirs = {name: options.pop(name) for name in names & options.keys()}
         refuse_options(options, ("clip_grad_norm",), type(self).__name__, self._clips_by)
+        given = dict(options)
         options |= {"zero": zero, "precision": precision, "compress": compress}
         Options.from_keywords(options, also_known=names)
         super().__init__(**theirs)
+        self._ddp_kwargs = given  # programs read DDPStrategy's
         self._partition = options.pop("partition", "auto")
         self._wrap_options = options
         self._references: list[weakref.ref[DistributedDataParallel]] = []
@@ -133,19 +137,27 @@ class TrainerMixin(_Wraps):
     is_global_zero: bool
     precision_plugin: Any
     _clips_by = "pass gradient_clip_val to the Trainer"
+    _ddp_comm_state: Any
+    _ddp_comm_hook: Any
+    _ddp_comm_wrapper: Any
     _failed: bool
     _replaced: list[tuple[Any, str]]
     _folders: Folders | None = None
     _loaded: tuple[str, bool] | None = None  # the folder that was loaded, and True if its optimizer still waits
 
     def __init__(self, *, state_dict_type: str = "full", **options: Any) -> None:
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
+        check_kind(state_dict_type)
         super().__init__(**options)
         self._is_sharded = state_dict_type == "sharded"
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         return self._wrap(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """Register ddp_comm_hook, which DDPStrategy leaves out on CPUs."""
+        hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
+        if hook is not None:
+            self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def setup(self, trainer: Any) -> None:
         """Set up like DDPStrategy. Collective."""
@@ -153,6 +165,8 @@ class TrainerMixin(_Wraps):
         super().setup(trainer)  # type: ignore[misc]
         wrapper = self._wrapper_of(self.model)
         if wrapper is None:
+            if self._wrap_options["precision"] is not None:
+                self.model = _InPrecision(self.model, self._wrap_options["precision"])
             return
         clips = type(self.precision_plugin).clip_grad_by_norm
         if clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):  # not a plugin's own way to clip
@@ -306,7 +320,29 @@ class TrainerMixin(_Wraps):
             self.model = self.lightning_module
             for engine in wrapper._engines():
                 engine.retire(together=not self._failed)
+            end_local_parameters(self.model)
+        elif isinstance(self.model, _InPrecision):
+            self.model = self.lightning_module
+            remove_plan(self.model)
         super().teardown()  # type: ignore[misc]
+
+
+class _InPrecision(torch.nn.Module):
+    """A module that is evaluated under a policy without being wrapped. Its parameters keep their dtypes."""
+
+    def __init__(self, module: torch.nn.Module, precision: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._plan = PrecisionPlan(module, precision)
+        self._plan.install(masters=False)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._plan.enter(inputs, kwargs)
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            self._plan.leave()
+        return self._plan.cast_output(output)
 
 
 def _run_whole(
@@ -317,9 +353,25 @@ def _run_whole(
 
 
 class FabricMixin(_Wraps):
-    """A strategy of Fabric, named before Lightning's DDPStrategy for Fabric. Parameters: see TrainerMixin."""
+    """A strategy of Fabric, named before Lightning's DDPStrategy for Fabric.
+
+    Parameters
+    ----------
+    zero, precision, compress, partition, offload, **options
+        See TrainerMixin.
+    state_dict_type : {"full", "sharded"}
+        "full": fabric.save() writes DDPStrategy's files. "sharded": it writes folders of shardwright. Each rank writes its
+        slices, and the folder is complete when the call returns. fabric.load() reads both forms, at any stage and number of
+        ranks, whichever is set here.
+    """
 
     _clips_by = "call fabric.clip_gradients"
+    is_global_zero: bool
+
+    def __init__(self, *, state_dict_type: str = "full", **options: Any) -> None:
+        check_kind(state_dict_type)
+        super().__init__(**options)
+        self._is_sharded = state_dict_type == "sharded"
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap a module. Collective."""
@@ -361,8 +413,39 @@ class FabricMixin(_Wraps):
         with whole_parameters(self._wrapper_of(module), writable=True):
             super().load_module_state_dict(module, state_dict, strict)  # type: ignore[misc]
 
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save like DDPStrategy, or write a folder. Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank: the folder cannot be written.
+        TypeError
+            If a folder is asked for what it cannot hold: storage_options, a filter, several modules or optimizers.
+        """
+        if not self._is_sharded:
+            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+        elif storage_options is not None or filter:
+            raise TypeError("storage_options and filter have no meaning with state_dict_type='sharded'")
+        else:
+            save_state(str(super().broadcast(path)), state, self._wrapper_of)  # type: ignore[misc]
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a file like DDPStrategy, or fill module and optimizer from a folder. Collective for a folder."""
+        folder = super().broadcast(folder_at(path) if self.is_global_zero else None)  # type: ignore[misc]
+        if folder is None:
+            return super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+        strict = bool(args[0] if args else kwargs.get("strict", True))
+        return load_state(folder, state, self._wrapper_of, strict=strict)
+
 
 def register(registry: Any, strategy: type) -> None:
-    """Add a name for each stage, "shardwright_zero0" to "shardwright_zero3"."""
+    """Add names for each stage: "shardwright_zero0" to "shardwright_zero3", and with Lightning's endings "_spawn", "_fork"
+    and "_notebook" those that start processes in another way."""
     for zero in range(4):
-        registry.register(f"shardwright_zero{zero}", strategy, f"shardwright at zero={zero}", override=True, zero=zero)
+        for ending, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            about = f"shardwright at zero={zero}, start_method={start_method!r}"
+            options = {"override": True, "zero": zero, "start_method": start_method}
+            registry.register(f"shardwright_zero{zero}{ending}", strategy, about, **options)
