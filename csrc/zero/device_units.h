@@ -9,9 +9,9 @@
  *   comm --whole[unit]--> user   a unit computes after it is gathered, while others are gathered
  *   user --> comm (update, gather_anew)   slices are sent after the optimizer has stepped on them
  *
- * Parameters that stay whole between two steps are units, too (zero=1 and 2). A unit is then a group
- * of buckets, its place their own memory, in which slices lie. gather_anew gathers all of them
- * behind a step, and each is taken when it is read.
+ * Parameters that stay whole between two steps are units, too (zero=1 and 2). A unit is then a
+ * group of buckets, its place their own memory, in which slices lie. gather_anew gathers all of
+ * them behind a step, and each is taken when it is read.
  *
  * Left out: the schedule of gathers, in Python's hooks, and the choice of places; a gather into a
  * place in use is SW_E_STATE. The optimizer needs no order after gathers that read its slices,

@@ -71,14 +71,15 @@ def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
 
 
 def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
-    indices = {id(p): i for i, p in enumerate(replica.table.module_parameters)}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.requires_grad:
                 continue
             if not replica.zero:
+                if not replica.holds(p):  # of another engine of the wrapper, which counts it
+                    continue
                 yield group, p.numel(), p.dtype, isinstance(optimizer, MasterOptimizer) and optimizer.has_master(p)
-            elif (piece := optimizer.slice_of(indices[id(p)])) is not None:
+            elif (piece := optimizer.piece_of(p)) is not None:
                 yield group, piece.numel(), p.dtype, optimizer.has_master(p)
 
 

@@ -316,6 +316,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
             inner.keep_in(None)
         return
     store: Any
+    failure: Exception | None = None
     try:
         link = replica.backend.link
         route = (
@@ -330,9 +331,19 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
             assert route is not None
             store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
         store.route = route
+    except (OSError, MemoryError, ValueError, Error) as error:
+        failure = error
+    try:
+        if replica.model_ranks is not None:
+            replica.model_ranks.agree([], replica.label, failure)
+        elif failure is not None:
+            raise failure
     except (OSError, MemoryError, ValueError, Error):
-        replica.retire(together=True)  # the module is as it was
+        for each in wrapped._engines():
+            each.retire(together=True)  # the module is as it was
         raise
+    finally:
+        failure = None  # its traceback holds this frame
     inner.keep_in(store)
     replica.stores.add(store)
 
@@ -345,10 +356,10 @@ def _state_bytes(
     replica: Replica, optimizer: Any, inner: Any, nbytes_of: Callable[[int, torch.dtype], int] = _exact_bytes
 ) -> int:
     """Return the bytes of state of `inner` once each parameter that trains was stepped on."""
-    indices, nbytes = {id(p): i for i, p in enumerate(replica.table.module_parameters)}, 0
+    nbytes = 0
     for group in optimizer.param_groups:
         for p in group["params"]:
-            piece = optimizer.slice_of(indices[id(p)]) if replica.zero else p
+            piece = optimizer.piece_of(p) if replica.zero else p
             if piece is not None and p.requires_grad:
                 nbytes += sum(nbytes_of(piece.numel(), dtype) for dtype in inner.state_dtypes(piece, group))
     return nbytes

@@ -30,38 +30,9 @@ int nccl_group_depth(void)
     return group_depth;
 }
 
-static sw_dtype dtype_of(int dtype)
-{
-    switch (dtype) {
-    case SW_NCCL_INT8:
-        return SW_DTYPE_INT8;
-    case SW_NCCL_UINT8:
-        return SW_DTYPE_UINT8;
-    case SW_NCCL_INT32:
-        return SW_DTYPE_INT32;
-    case SW_NCCL_INT64:
-        return SW_DTYPE_INT64;
-    case SW_NCCL_FLOAT16:
-        return SW_DTYPE_FLOAT16;
-    case SW_NCCL_FLOAT32:
-        return SW_DTYPE_FLOAT32;
-    case SW_NCCL_FLOAT64:
-        return SW_DTYPE_FLOAT64;
-    case SW_NCCL_BFLOAT16:
-        return SW_DTYPE_BFLOAT16;
-    default:
-        return SW_DTYPE_COUNT;
-    }
-}
-
-static const size_t element_bytes[SW_DTYPE_COUNT] = {
-    [SW_DTYPE_FLOAT32] = 4, [SW_DTYPE_FLOAT64] = 8, [SW_DTYPE_FLOAT16] = 2, [SW_DTYPE_BFLOAT16] = 2,
-    [SW_DTYPE_INT8] = 1,    [SW_DTYPE_UINT8] = 1,   [SW_DTYPE_INT32] = 4,   [SW_DTYPE_INT64] = 8,
-};
-
 static size_t call_bytes(const nccl_call *call)
 {
-    return call->count * element_bytes[dtype_of(call->dtype)];
+    return call->count * nccl_element_bytes(call->dtype);
 }
 
 /* Return the bytes that the call reads on its own rank. */
@@ -210,7 +181,7 @@ SIM_API double sim_nccl_sent_across(void)
 
 static double sent_by(const clique *c, const nccl_group *own, const nccl_call *call)
 {
-    double bytes = (double)(call->count * element_bytes[dtype_of(call->dtype)]), beside = 0;
+    double bytes = (double)(call->count * nccl_element_bytes(call->dtype)), beside = 0;
     double world_size = c->world_size;
     for (int r = 0; r < c->world_size; ++r)
         beside += c->comm[r]->first->node == own->node;
@@ -222,66 +193,6 @@ static double sent_by(const clique *c, const nccl_group *own, const nccl_call *c
                    : call->kind == BROADCAST ? 1
                                              : world_size - 1;
     return bytes * turns / beside;
-}
-
-static void run_reference(const char *name, const void *args)
-{
-    for (int k = 0; k < sim.contract_count; ++k)
-        if (strcmp(sim.contracts[k].name, name) == 0)
-            sim.contracts[k].reference(args);
-}
-
-static void cast(void *to, int to_dtype, const void *from, int from_dtype, size_t numel,
-                 float scale)
-{
-    sw_cast_args args = {.to = to,
-                         .from = from,
-                         .numel = numel,
-                         .scale = scale,
-                         .to_dtype = to_dtype,
-                         .from_dtype = from_dtype};
-    run_reference("sw_cast", &args);
-}
-
-/* NCCL's mean multiplies each contribution, before it is added, by 1 / world_size rounded to the
- * dtype (enqueue.cc: ncclAvg is PreMulSum), and rounds the product to the dtype. */
-static void multiply_first(void *contributions, size_t numel, int world_size, sw_dtype dtype)
-{
-    float factor = (float)(1.0 / world_size);
-    unsigned char rounded[sizeof factor];
-    if (dtype == SW_DTYPE_FLOAT64) {
-        for (size_t i = 0; i < numel; ++i)
-            ((double *)contributions)[i] *= 1.0 / world_size;
-        return;
-    }
-    cast(rounded, (int)dtype, &factor, SW_ARG_FLOAT32, 1, 1.0f);
-    cast(&factor, SW_ARG_FLOAT32, rounded, (int)dtype, 1, 1.0f);
-    cast(contributions, (int)dtype, contributions, (int)dtype, numel, factor);
-}
-
-static void fold(void *to, const unsigned char *inputs, size_t stride, int world_size,
-                 const nccl_call *call)
-{
-    static const sw_redop ops[] = {[SW_NCCL_SUM] = SW_REDOP_SUM,
-                                   [SW_NCCL_MAX] = SW_REDOP_MAX,
-                                   [SW_NCCL_MIN] = SW_REDOP_MIN,
-                                   [SW_NCCL_AVG] = SW_REDOP_SUM};
-    unsigned char *turned = malloc(stride * (size_t)world_size + 1);
-    for (int k = 0; k < world_size; ++k)
-        memcpy(turned + (size_t)k * stride, inputs + (size_t)((k + 1) % world_size) * stride,
-               stride);
-    if (call->op == SW_NCCL_AVG)
-        multiply_first(turned, call->count * (size_t)world_size, world_size, dtype_of(call->dtype));
-    sw_fold_args args = {.to = to,
-                         .rest = turned,
-                         .numel = call->count,
-                         .stride_bytes = stride,
-                         .dtype = (int)dtype_of(call->dtype),
-                         .op = (int)ops[call->op],
-                         .own_index = -1,
-                         .source_count = world_size};
-    run_reference("sw_fold", &args);
-    free(turned);
 }
 
 /* Compute the result of call `at` for `rank` from the inputs of all ranks. */
@@ -305,7 +216,7 @@ static void compute(const clique *c, int rank, int at, unsigned char *out)
         if (call->kind == ALL_GATHER)
             memcpy(out, inputs, bytes * world);
         else
-            fold(out, inputs, bytes, c->world_size, call);
+            nccl_fold(out, inputs, bytes, c->world_size, call);
     }
     free(inputs);
 }
@@ -462,7 +373,7 @@ static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
 {
     if (comm && !is_settled(comm, kind_name[call->kind]))
         return SW_NCCL_INVALID_ARGUMENT;
-    if (!comm || dtype_of(call->dtype) == SW_DTYPE_COUNT || call->peer >= comm->clique->world_size)
+    if (!comm || !nccl_element_bytes(call->dtype) || call->peer >= comm->clique->world_size)
         return SW_NCCL_INVALID_ARGUMENT;
     if (comm->error)
         return comm->error;

@@ -80,6 +80,14 @@ size_t nccl_read_bytes(const nccl_call *call, int world_size);
 
 size_t nccl_written_bytes(const nccl_call *call, int world_size);
 
+/* ---- fake_nccl_arithmetic.c ---- */
+
+/* Return 0 for a dtype that NCCL does not have. */
+size_t nccl_element_bytes(int dtype);
+/* Reduce the contributions of `call`, which lie `stride` bytes apart, in NCCL's own order. */
+void nccl_fold(void *to, const unsigned char *inputs, size_t stride, int world_size,
+               const nccl_call *call);
+
 /* ---- fake_nccl_register.c. NCCL's rule: either all ranks pass registered memory to an operation,
  * at the same offset, or none does. NCCL leaves anything else undefined; here it is a report. ----
  */

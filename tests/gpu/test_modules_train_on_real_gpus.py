@@ -93,11 +93,8 @@ def test_several_ranks_on_one_gpu(tmp_path: Path, monkeypatch: Any, way: str, ra
 
 
 def test_the_same_on_the_cpu(tmp_path: Path) -> None:
-    run(everything, tmp_path, 2, "cpu")
-
-
-def test_the_promises_on_the_cpu(tmp_path: Path) -> None:
-    run(keep, tmp_path, 2, "cpu", names=list(PROMISES))
+    """In one start of the programs: importing torch takes longer."""
+    run(everything, tmp_path, 2, "cpu", names=list(PROMISES))
 
 
 # what each rank does ------------------------------------------------------------------------------------------------
@@ -239,6 +236,7 @@ def keep(rank: int, world_size: int, device: str, names: list[str]) -> None:
     dist.destroy_process_group()  # gloo's threads, which may hold a hook's function, end before Python does
 
 
-def everything(rank: int, world_size: int, device: str) -> None:
+def everything(rank: int, world_size: int, device: str, names: list[str]) -> None:
     for body in (train, leave_out, clip, compress):
         body(rank, world_size, device)
+    keep(rank, world_size, device, names)

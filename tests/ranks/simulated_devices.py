@@ -73,6 +73,7 @@ class Devices:
         """None: not known."""
         if isinstance(tensor, ShardedGradient):
             return True
+        tensor = held(tensor)
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -83,6 +84,7 @@ class Devices:
 
     def put(self, tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
         """Says where a tensor's memory is."""
+        tensor = held(tensor)
         if tensor.layout is torch.strided and not isinstance(tensor, ShardedGradient):
             storage = tensor.untyped_storage()
             if len(self._known) > self._room:
@@ -134,6 +136,17 @@ class Devices:
         for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
             if self.on_gpu(tensor) is None:
                 self.put(tensor, on_gpu)
+
+
+#: of torch: they hold tensors, and have no memory
+HOLDERS = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+
+
+def held(tensor: Any) -> Any:
+    """The tensor with memory inside one of HOLDERS, or the tensor itself."""
+    while type(tensor).__name__ in HOLDERS:
+        tensor = getattr(tensor, HOLDERS[type(tensor).__name__])
+    return tensor
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ from shardwright.comm import process_group
 from shardwright.gradients.sharded_gradient import ShardedGradient
 from shardwright.parameters.read_guard import _Guarded
 from shardwright.torch_compat import cuda as sw_device
-from simulated_devices import WRITE, Devices, operator_of
+from simulated_devices import HOLDERS, WRITE, Devices, held, operator_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 POLICIES = ("eager", "on demand", "random", "late")
@@ -186,6 +186,8 @@ class _Watch(TorchDispatchMode):
         if ShardedGradient in types:  # what it does with its memory is seen, too; from inside here it would not be
             with self:
                 return ShardedGradient.__torch_dispatch__(function, types, args, kwargs)
+        if any(each.__name__ in HOLDERS for each in types):
+            return NotImplemented  # what it does with what it holds comes here
         operator, gpus = operator_of(function), self._gpus
         accessed = operator.accessed(args, kwargs)
         gpus.operate([span for tensor, access in accessed for span in gpus.ranges(tensor, access)], operator.label)
@@ -392,9 +394,9 @@ class SimulatedGpus:
         return True
 
     def adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Its parameters and buffers."""
+        """Its parameters and buffers; of a DTensor the local tensor."""
         for tensor in (*module.parameters(), *module.buffers()):
-            self.adopt(tensor)
+            self.adopt(held(tensor))
         return module
 
     def ranges(self, tensor: torch.Tensor, access: int) -> list[tuple[int, int, int]]:

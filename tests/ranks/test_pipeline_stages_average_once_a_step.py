@@ -195,6 +195,70 @@ def test_one_checkpoint_holds_all_stages_and_loads_over_any_number_of_them(rank,
         sw.load(folder / "one", stages[:1] if place == 0 else stages, optimizers[:1] if place == 0 else optimizers)
 
 
+@on_every_rank(exactly=4)
+def test_a_checkpointer_saves_all_stages_behind_training(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    folder = Path(os.environ["SW_TEST_FOLDER"]) / "checkpointer"
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+    place = mesh.get_local_rank("pp")
+
+    def step(stages, optimizers):
+        for stage, optimizer in zip(stages, optimizers):
+            optimizer.zero_grad()
+            stage.submod(torch.randn(3, WIDTH)).square().mean().backward()
+            optimizer.step()
+
+    def values(stages, optimizers):
+        pairs = [(s.submod, o) for s, o in zip(stages, optimizers)]
+        tensors = [each for module, _ in pairs for each in sw.full_state_dict(module).values()]
+        states = [sw.full_optimizer_state_dict(module, o)["state"] for module, o in pairs]
+        return tensors + [each[key] for state in states for each in state.values() for key in sorted(each)]
+
+    own, expected, notes = [place, place + 2], {}, {"epoch": 0}
+    held = pipeline(mesh, own, 4, 2)
+    with sw.Checkpointer(folder, *held, user_state=notes) as checkpoints:
+        for number in range(4):
+            step(*held)
+            notes["epoch"] = number
+            checkpoints.save(number)
+            expected[number + 1] = values(*held), torch.get_rng_state()
+    if rank == 0:  # the newest is damaged
+        name = next(folder.glob("step-*4/model*"))
+        name.write_bytes(name.read_bytes()[:-1] + b"?")
+    gather(None)
+    for stage in (0, "private"):
+        held, notes = pipeline(mesh, own, 4, stage), {}
+        with sw.Checkpointer(folder, *held, user_state=notes) as checkpoints:
+            torch.manual_seed(99)
+            assert checkpoints.restore() == 3 and notes == {"epoch": 2}
+            assert all(map(bits_equal, values(*held), expected[3][0]))
+            assert torch.equal(torch.get_rng_state(), expected[3][1])
+            with pytest.raises(ValueError, match="include is not there for stages"):
+                checkpoints.restore(include="x")
+            if stage == "private":
+                assert checkpoints.restore(2) == 2  # later steps are abandoned
+                assert all(map(bits_equal, values(*held), expected[2][0]))
+    model, optimizer = whole(4, 3)  # the folder is that of the whole model
+    with sw.Checkpointer(folder, model, optimizer) as checkpoints:
+        assert checkpoints.restore() == 2
+        found = sw.full_state_dict(model)
+        for stage in held[0]:
+            for key, value in sw.full_state_dict(stage.submod).items():
+                assert bits_equal(value, found[key]), key
+        checkpoints.save(8)
+    with sw.Checkpointer(folder, *held) as checkpoints:
+        assert checkpoints.restore() == 9
+
+    def refused(text, **options):
+        with pytest.raises(ValueError, match=text) as caught:
+            sw.Checkpointer(folder, *held, **options)
+        assert len(set(gather(str(caught.value).split("ValueError: ")[-1].split(": ", 1)[-1]))) == 1
+
+    refused("snapshot='lazy' is not there for stages", snapshot="lazy")
+    refused("memory_every=2 is not there for stages", memory_every=2)
+
+
 class Counted(torch.optim.SGD):
     """An optimizer with a number of Python's in the state of each parameter."""
 
@@ -222,8 +286,10 @@ def test_what_one_checkpoint_of_stages_cannot_hold_is_refused_on_all_ranks(rank,
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     index = mesh.get_local_rank("pp")
 
-    def stage_of(name, optimizer, *, zero=2, buffer=None):
+    def stage_of(name, optimizer, *, zero=2, buffer=None, more=False):
         module = nn.Sequential(OrderedDict([(name, block(index))]))
+        if more:
+            module.register_parameter("more", nn.Parameter(torch.zeros(2)))
         if buffer is not None:
             module.register_buffer("shared", torch.full((2,), float(buffer)))
         options = {"zero": zero, "partition": "flat"} if zero else {}
@@ -260,6 +326,12 @@ def test_what_one_checkpoint_of_stages_cannot_hold_is_refused_on_all_ranks(rank,
     refused("odd", lambda: sw.save(folder / "x", stage, optimizer))
     assert not (folder / "x").exists()
 
+    for verify in (True, False):  # what does not fit one stage changes none
+        stage, optimizer = stage_of(str(index), Counted, buffer=5, more=index == 1)
+        before = sw.full_state_dict(stage.submod)
+        refused("lacks 'more'", lambda: sw.load(folder / "counted", stage, optimizer, verify=verify))
+        assert all(bits_equal(value, before[key]) for key, value in sw.full_state_dict(stage.submod).items())
+
 
 @on_every_rank(exactly=2)
 def test_a_module_that_is_not_wrapped_is_refused(rank, world_size):
@@ -267,3 +339,12 @@ def test_a_module_that_is_not_wrapped_is_refused(rank, world_size):
         sw.PipelineStage(block(0), rank, 2, torch.device("cpu"))
     with pytest.raises(TypeError, match="pipeline stages must be wrapped modules"):
         sw.clip_grad_norm_([block(0), block(1)], 1.0)
+    module = sw.wrap(block(0))
+    stage = sw.PipelineStage(module, 0, 4, torch.device("cpu"))
+    with pytest.raises(sw.Error, match="needs a wrapped module, .*got PipelineStage"):
+        sw.PipelineStage(stage, 0, 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match="this Sequential is stage 0 already, and was given as stage 2: each stage"):
+        sw.PipelineStage(module, 2, 4, torch.device("cpu"))
+    again = sw.PipelineStage(module, 0, 4, torch.device("cpu"))  # the same place, for another schedule
+    del stage, again
+    sw.PipelineStage(module, 2, 4, torch.device("cpu"))  # the earlier stages have ended

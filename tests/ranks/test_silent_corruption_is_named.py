@@ -178,6 +178,51 @@ def test_optimizers_of_one_round_are_checked_together(rank, world_size):
         optimizers[1].step()
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@on_every_rank()
+def test_optimizers_that_step_in_turns_are_all_checked(rank, world_size, zero):
+    """Each counts its own steps: with an even check_every one of two would else never step in a checked one."""
+    torch.manual_seed(0)
+    module = Mlp()
+    model = sw.wrap(module, zero=zero, check_every=2)
+    parts = [list(module[0].parameters()), list(module[2].parameters())]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    optimizers = [sw.shard_optimizer(model, each) if zero else each for each in optimizers]
+
+    def turn(number, bad=False):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model(batch(rank, 6, 7, step=number)).square().mean()
+        (loss + module[2].bias.sum() * (float("nan") if bad and rank == world_size - 1 else 0.0)).backward()
+        optimizers[number % 2].step()
+
+    for number in range(5):
+        turn(number)
+    with pytest.raises(
+        engine.Error, match=rf"averaged gradient .* rank {world_size - 1} brought that of parameter '2\.bias'"
+    ):
+        turn(5, bad=True)  # the third step of the second optimizer
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@on_every_rank()
+def test_a_gradient_that_is_not_finite_beside_a_joined_rank_holds_no_rank_up(rank, world_size, zero):
+    model, optimizer = wrapped({"zero": zero}, every=1, kind=torch.optim.SGD)
+    with model.join():
+        for number in range(2 if rank == 0 else 4):
+            x = batch(rank, 6, 7, step=number)
+            x[0, 0] = float("nan") if number == 3 and rank == 1 else x[0, 0]
+            model(x).square().mean().backward()
+            if zero == 0 and number == 3 and world_size > 1:
+                with pytest.raises(engine.Error, match="averaged gradient is not finite: rank") as caught:
+                    optimizer.step()
+                assert ("rank 1 brought those of '0.weight'" in str(caught.value)) is (rank == 1), str(caught.value)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    gather(None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @on_every_rank()
 def test_finite_values_whose_sum_overflows_are_finite(rank, world_size, dtype):
@@ -200,6 +245,43 @@ def test_a_save_never_stores_replicas_that_differ(rank, world_size):
                     saver.save(1)
                 assert saver.steps() == [1]
         gather(None)
+
+
+@pytest.mark.parametrize("kept", [None, 1], ids=["disk", "memory"])
+@on_every_rank()
+def test_a_save_never_stores_optimizer_state_that_differs(rank, world_size, kept):
+    """A flipped gradient bit changes moments; with a small learning rate no parameter shows it for many steps."""
+    model, optimizer = wrapped(STAGES["0"], every=100)
+    folder = gather(tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]))[0]
+    with sw.Checkpointer(folder, model, optimizer, memory_every=kept) as saver:
+        step(model, optimizer, rank, 0)
+        saver.save(0)
+        saver.wait()
+        step(model, optimizer, rank, 1)
+        bad = world_size - 1
+        if rank == bad:
+            flip_a_bit(optimizer.state[sw.unwrap(model)[2].weight]["exp_avg"], 5)
+        assert same_everywhere(whole(model))
+        if world_size > 1:
+            words = "the replicas of Mlp differ 2 steps after .* the optimizer's state for parameter '2.weight' of rank"
+            with pytest.raises(engine.Error, match=words) as caught:
+                saver.save(1, every=1 if kept is None else 7)  # memory takes each step, the disk not this one
+            assert world_size == 2 or f"of rank {bad} has other values than on {bad} ranks" in str(caught.value)
+            assert same_everywhere(str(caught.value)) and saver.steps() == [1]
+            assert saver.restore() == 1
+            step(model, optimizer, rank, 1)
+            assert saver.save(1, every=1)
+            assert same_everywhere([each["exp_avg"].sum().item() for each in optimizer.state.values()])
+
+
+@on_every_rank()
+def test_optimizer_state_that_a_join_left_unequal_is_saved(rank, world_size):
+    model, optimizer = wrapped(STAGES["0"], every=100)
+    with sw.Checkpointer(gather(tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]))[0], model, optimizer) as saver:
+        with model.join():
+            for number in range(2 + rank):
+                step(model, optimizer, rank, number)
+        assert saver.save(0)
 
 
 @pytest.mark.parametrize("zero", [0, 2])

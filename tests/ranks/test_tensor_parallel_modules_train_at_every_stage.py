@@ -2,6 +2,7 @@
 process, with the same bits at every stage; norms count each parameter once; states are whole and load at any split."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ def told_everywhere(call, *words):
 
 @on_every_rank(exactly=4)
 def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh = mesh_of(2, 2)
@@ -126,7 +128,28 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
         wrap(device_mesh=mesh)
     told_everywhere(lambda: wrap(zero=1 + place[1]), "mesh dimension 'tp'", "option zero")
     told_everywhere(lambda: wrap(partition="tensor"), "'embedding.weight' is a DTensor")
-    told_everywhere(lambda: wrap(precision="bf16"), "precision= is not there for DTensor parameters")
+    part = DeviceMesh("cpu", [0, 1])
+    outside = pytest.raises(
+        ValueError, match=rf"this rank, {rank}, is not part of the device_mesh given, .* ranks 0, 1"
+    )
+    with outside if rank > 1 else nullcontext():
+        sw.wrap(torch.nn.Linear(2, 2), device_mesh=part)
+    with pytest.raises(KeyError, match=r"\('data',\) specified. Valid mesh_dim_names are \['dp', 'tp'\]"):  # torch's
+        wrap(device_mesh=mesh["data"])
+    foreign = torch.nn.Linear(2, 2, bias=False)
+    foreign.weight = torch.nn.Parameter(distribute_tensor(torch.ones(2, 2), part, [Replicate()]))
+    with pytest.raises(
+        sw.Error, match="'weight' is a DTensor on a mesh .* with ranks 0, 1, of which this rank is none"
+    ):
+        sw.wrap(foreign, device_mesh=mesh["dp"])
+
+    model = parallelized(mesh).to(torch.bfloat16)  # a module that cannot be wrapped stays as it was
+    told_everywhere(lambda: wrap(model, precision="bf16", zero=1 + place[1]), "option zero")
+    assert all(
+        p.dtype == torch.bfloat16 and p.to_local().dtype == p.dtype
+        for p in model.parameters()
+        if p is not model.shift and hasattr(p, "placements")
+    )
 
     model = parallelized(mesh)
     with torch.no_grad():
@@ -224,9 +247,18 @@ def test_low_precision_compression_and_accumulation(rank, world_size):
         assert_equal_states(accumulated(stage), expected)
     assert_equal_states(accumulated(2, compress=sw.Int8()), accumulated(0, compress=sw.Int8()))
 
-    model, optimizer = wrapped(mesh, 2)  # one rank's overflow is an overflow everywhere, plain gradients included
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     loss = torch.distributed.tensor.parallel.loss_parallel
+    for stage in (0, 1):  # one shard overflows
+        model, optimizer = wrapped(mesh, stage)
+        with_loss_parallel(model, tokens(0, place))
+        if rank % 2:
+            model.module.blocks[0].up.weight.grad.to_local()[0] = float("inf")
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        assert gather(scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()) == [1.0] * world_size
+        scaler.update()
+    model, optimizer = wrapped(mesh, 2)  # one rank's overflow is an overflow everywhere, plain gradients included
     with loss():
         scaler.scale(loss_of(model, tokens(0, place))).backward()
     slices = [p.grad._local_tensor.piece for p in model.parameters() if hasattr(p, "placements")]

@@ -5,7 +5,11 @@ wrappers, its sentences and warnings, its logging data, its ranges in a profile,
 """
 
 import copy
+import dataclasses
+import gc
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from models import Mlp
 from oracle.fold import bits_equal, fold
 from peer import PEER, batch, data_parallel, sw
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -165,6 +169,93 @@ def test_a_wrapper_may_be_wrapped_and_be_a_part_of_what_is_wrapped(rank, world_s
             loss_of(whole, rank, step).backward()
     with pytest.raises(sw.Error, match="wrapped already"):
         data_parallel(inner, zero=1)
+
+
+@pytest.mark.parametrize(("inside", "around"), [(0, 2), (3, 1), (2, 3), (1, 0)])
+@on_every_rank()
+def test_above_zero_0_the_outermost_wrapper_has_all_parameters(rank, world_size, inside, around):
+    def trained(wrapped_inside):
+        torch.manual_seed(2)
+        inner = nn.Sequential(nn.Linear(7, 6), nn.Tanh())
+        before = inner[0].weight.detach().clone()
+        options = {"share_parameters": False} if inside == 3 else {}  # released
+        inner = data_parallel(inner, zero=inside, **options) if wrapped_inside else inner
+        module = nn.Sequential(inner, nn.Linear(6, 2))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        made = sw.wrap(module, optimizer, zero=around, clip_grad_norm=0.5)
+        for step in range(3):
+            made[1].zero_grad()
+            with made[0].no_sync():
+                loss_of(made[0], rank, step + 10).backward()
+            loss_of(made[0], rank, step).backward()
+            made[1].step()
+        return inner, before, *made
+
+    _, _, plain, plain_optimizer = trained(False)
+    inner, before, outer, optimizer = trained(True)
+    expected, found = sw.full_state_dict(plain), sw.full_state_dict(outer)
+    assert [name.replace("0.module.", "0.") for name in found] == list(expected)
+    assert all(bits_equal(a, b) for a, b in zip(found.values(), expected.values(), strict=True))
+    states = [sw.full_optimizer_state_dict(*made)["state"] for made in ((plain, plain_optimizer), (outer, optimizer))]
+    assert all(bits_equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(*(each.values() for each in states), strict=True))
+    for use in (lambda: sw.full_gradients(inner), lambda: inner.no_sync().__enter__(), lambda: inner.join()):
+        with pytest.raises(sw.Error, match="use the outermost wrapper"):
+            use()
+    again = data_parallel(sw.unwrap(outer), zero=around)  # what was taken over stays
+    loss_of(again, rank).backward()
+    assert not bits_equal(found["0.module.0.weight"], before)
+
+
+@on_every_rank()
+def test_wrappers_that_no_other_can_take_over_are_named(rank, world_size):
+    inner = data_parallel(build(), zero=2)
+    with pytest.raises(ValueError, match="no module is called 'nowhere'"):
+        data_parallel(nn.Sequential(inner), zero=1, precision={"nowhere": "bf16"})
+    loss_of(inner, rank).backward()  # has its parameters again
+    assert same_everywhere(list(sw.full_gradients(inner).values()))
+    stock = nn.parallel.DistributedDataParallel(nn.Linear(7, 5))
+    low = data_parallel(nn.Linear(7, 5), precision="bf16")
+    for inner, zero, sentence in ((stock, 0, "of torch's"), (stock, 1, "of torch's"), (low, 2, "with precision=")):
+        with pytest.raises(sw.Error, match=sentence):
+            data_parallel(nn.Sequential(inner, nn.Linear(5, 2)), zero=zero)
+    loss_of(low, rank).backward()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@on_every_rank()
+def test_outputs_of_a_static_graph_may_nest(rank, world_size, zero):
+    @dataclasses.dataclass
+    class Pair:
+        left: torch.Tensor
+        right: torch.Tensor
+
+    class Nests(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(7, 3), nn.Linear(7, 3)
+
+        def forward(self, x):
+            left, right = self.left(x), self.right(x)
+            return {"a": [left, {"b": (right, None)}], "pair": Pair(left, right)}
+
+    torch.manual_seed(1)
+    model = data_parallel(Nests(), static_graph=True, zero=zero)
+    for step in range(2):
+        model.zero_grad()
+        found = model(batch(rank, 6, 7, step=step))
+        (found["a"][0].square().mean() + found["a"][1]["b"][0].sum() + found["pair"].right.square().sum()).backward()
+        assert same_everywhere(list(sw.full_gradients(model).values()))
+
+
+@on_every_rank()
+def test_the_state_of_torchs_powersgd_is_pickled_between_steps(rank, world_size):
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    wrapped = data_parallel(nn.Linear(7, 9))
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(4):
+        loss_of(wrapped, rank, step).backward()
+    kept = pickle.loads(pickle.dumps(state))
+    assert kept.iter == 4 and kept.p_memory_dict.keys() == state.p_memory_dict.keys() and kept.error_dict
 
 
 # when a backward synchronises
@@ -354,3 +445,38 @@ def test_a_sharded_tensor_and_a_subclass_may_be_ignored(rank, world_size):
         wrapped.zero_grad()
         loss_of(wrapped, rank).backward()
         assert_gradients(nn.ParameterList(p for p in module.parameters() if p.requires_grad), expected)
+
+
+@on_every_rank()
+def test_a_taken_wrapper_leaves_no_engine_and_raises_once_the_outer_one_has_ended(rank, world_size):
+    inner = data_parallel(nn.Linear(7, 6), zero=1)
+    engine = weakref.ref(inner._engine())
+    outer = data_parallel(nn.Sequential(inner, nn.Linear(6, 2)), zero=1)
+    outer(batch(rank, 6, 7)).sum().backward()
+    assert engine() is None
+    core = sw.unwrap(outer)
+    del outer
+    gc.collect()
+    with pytest.raises(sw.Error, match="the wrapper around this one.* has ended: wrap the module again"):
+        core(batch(rank, 6, 7))
+
+
+@on_every_rank()
+def test_a_wrapper_that_cannot_be_made_gives_nested_ones_back(rank, world_size):
+    torch.manual_seed(2)
+    inner = data_parallel(nn.Linear(7, 6))
+    around = data_parallel(nn.Sequential(inner, nn.Tanh()))
+    with pytest.raises(ValueError):
+        data_parallel(nn.Sequential(around, nn.Linear(6, 2)), zero=1, precision={"nowhere": "bf16"})
+    around(batch(rank, 6, 7)).square().sum().backward()
+    assert same_everywhere([inner.module.weight.grad])
+
+
+@on_every_rank()
+def test_a_copy_of_a_taken_wrapper_averages(rank, world_size):
+    torch.manual_seed(2)
+    inner = data_parallel(nn.Linear(7, 6))
+    outer = data_parallel(nn.Sequential(inner, nn.Linear(6, 2)), zero=1)
+    for made in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner)), copy.deepcopy(outer)):
+        made(batch(rank, 6, 7)).square().sum().backward()
+        assert same_everywhere([each.grad for each in made.parameters() if each.grad is not None])

@@ -138,6 +138,18 @@ class ModelRanks:
         self._exchange(lambda: b"".join(sums), differing, f"norm of the gradients of {label}")
         return added_sums(sums) if sums else norm_sum([])
 
+    def any_rank(self, answer: Callable[[], bytes], label: str) -> bool:
+        """Return True if the answer of some rank of the mesh is b"\\1". Raise on all what `answer` raises. Collective."""
+        found = b""
+
+        def judge(said: Sequence[bytes], dimension: int) -> str:
+            nonlocal found
+            found = max(said)
+            return ""
+
+        self._exchange(lambda: found or answer(), judge, label)
+        return found == b"\1"
+
     def _between(self, dimension: int, other: int) -> str:
         ranks = group_ranks(self._groups[dimension].torch_group)
         return f"mesh dimension {self._mesh.dimensions[dimension]!r}, and ranks {ranks[0]} and {ranks[other]}"

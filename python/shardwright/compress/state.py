@@ -26,9 +26,12 @@ class CompressionState:
     ----------
     iter : int
         Complete rounds.
+    split : str
+        This rank's place among ranks that hold other parts of the parameters; "" where parameters are whole.
     """
 
     kind = ""
+    split = ""
     #: on a rank that does not exchange for its host it still counts buckets and rounds (comm/levels.py)
     follows_rounds = True
 
@@ -181,6 +184,7 @@ class CompressionState:
             "iter": self.iter,
             "rank": self.exchange.rank,
             "world_size": self.exchange.world_size,
+            **({"split": self.split} if self.split else {}),
             "parameters": {name: {key: t.clone().cpu() for key, t in entry.items()} for name, entry in entries.items()},
             "without": sorted(known - entries.keys()),  # parameters that no bucket has had so far
         }
@@ -216,8 +220,8 @@ class CompressionState:
             "rank": self.exchange.rank,
             "world_size": self.exchange.world_size,
         }
-        for key, value in wanted.items():
-            if state.get(key) != value:
+        for key, value in {**wanted, "split": self.split}.items():
+            if state.get(key, "") != value:
                 raise Error(f"{self.kind}: load_state_dict: {key} must be {value!r}, got {state.get(key)!r}")
         self.iter = int(state["iter"])
         self._entries = {}
@@ -229,6 +233,51 @@ class CompressionState:
     def forget(self) -> None:
         """Restart with no error."""
         self.iter, self._entries, self._loaded, self._loaded_without = 0, {}, None, frozenset()
+
+
+class StatesOfParts:
+    """The states of the engines of a module with groups=, as one: that of the first, and those of the others."""
+
+    def __init__(self, states: Sequence[CompressionState]) -> None:
+        self.states = tuple(states)
+        self.kind, self.exchange, self.settings = states[0].kind, states[0].exchange, states[0].settings
+        self.split = "; ".join(each.split or "whole" for each in states)
+
+    @property
+    def iter(self) -> int:
+        """Return the complete rounds."""
+        return self.states[0].iter
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's states as copies. Every rank saves its own."""
+        first, *others = (each.state_dict() for each in self.states)
+        return {**first, "split": self.split, "parts": others}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the states that state_dict() returned on this rank. Raise Error for those of other groups."""
+        if state.get("split", "") != self.split:
+            raise Error(
+                f"{self.kind}: load_state_dict: split must be {self.split!r}, got {state.get('split', '')!r}: the state is of other groups="
+            )
+        first = self.states[0]
+        given = {key: value for key, value in state.items() if key not in ("split", "parts")}
+        for each, own in zip(self.states, [{**given, "split": first.split}, *state["parts"]], strict=True):
+            each.load_state_dict(own)
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiply the errors when the loss scale grows by `factor`."""
+        for each in self.states:
+            each.scale_errors(factor)
+
+    def forget(self) -> None:
+        """Restart with no error."""
+        for each in self.states:
+            each.forget()
+
+
+def joined_states(states: Sequence[CompressionState]) -> CompressionState | StatesOfParts | None:
+    """Return the one state, or several as one; None without a state."""
+    return StatesOfParts(states) if len(states) > 1 else next(iter(states), None)
 
 
 def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:

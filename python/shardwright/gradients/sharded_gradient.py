@@ -16,8 +16,6 @@ import torch
 
 from .._engine import Error, HostComm, Reducer
 from ..comm.agreement import gather_answers
-from ..comm.process_group import max_over_mesh
-from ..torch_compat.dtensor import held_tensor, is_dtensor
 
 aten = torch.ops.aten
 
@@ -48,8 +46,6 @@ class GradientBoard:
         self._factor: tuple[torch.Tensor, int, float] | None = None
         #: (index, slice) -> the whole average, gathered; weak, since gradients hold the board
         self.whole_of: Callable[[], Callable[[int, torch.Tensor], torch.Tensor] | None] = lambda: None
-        #: of a part, the board of the wrapper's first engine, whose ranks are all that average; weak
-        self.first: Callable[[], GradientBoard | None] = lambda: None
         self.announce: Callable[..., None] = lambda *_: (
             None
         )  # tells joined ranks which collective comes; see parallel/join.py
@@ -356,29 +352,31 @@ def _each(name: str) -> Callable[..., Any]:
     return apply
 
 
-def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    meshes = [grad.device_mesh if is_dtensor(grad) else None for grad in grads]
-    grads = [held_tensor(grad) if is_dtensor(grad) else grad for grad in grads]
+def unscale_on_this_rank(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Unscale gradients of one dtype, of which this rank may keep slices, and note in `found_inf` if one overflowed.
+
+    Raise Error for one that is not averaged.
+    """
     sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
-    of_parts = {id(grad) for grad in sliced if grad._board.first() is not None}
-    # whichever gradients a rank has: the ranks that hold the shards of a part's are all ranks that vote
-    mesh = next((mesh for grad, mesh in zip(grads, meshes) if mesh is not None and id(grad) not in of_parts), None)
-    board = sliced[0]._board.first() or sliced[0]._board
+    for grad in sliced:
+        grad.averaged_piece()
+    for grad in sliced:
+        grad._board.scaled(grad._index, "mul_", grad._board.number(inverse_scale))
+    plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
+    aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
+
+
+def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Answer torch's GradScaler. Modules with DTensors: parallel/loss_scaling.py."""
 
     def overflowed() -> bool:
-        for grad in sliced:
-            grad.averaged_piece()
-        for grad in sliced:
-            grad._board.scaled(grad._index, "mul_", board.number(inverse_scale))
-        plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
-        aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
+        unscale_on_this_rank(grads, found_inf, inverse_scale)
         return bool(found_inf.item())
 
+    board = next(grad._board for grad in grads if isinstance(grad, ShardedGradient))
     board.announce("vote")
     if board.any_rank(overflowed):
         found_inf.fill_(1.0)
-    if mesh is not None:  # plain gradients beside DTensors: torch leaves it to us
-        max_over_mesh(found_inf, mesh)
 
 
 def _compared(function: Any) -> Callable[..., bool]:

@@ -7,6 +7,7 @@ hooks are read from the DTensor and written to it (docs/design/compose.md).
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
@@ -19,6 +20,7 @@ from ..torch_compat import dtensor as _dtensor
 __all__ = [
     "LocalParameter",
     "as_dtensors",
+    "end_local_parameters",
     "is_local",
     "local_of",
     "module_parameter",
@@ -31,7 +33,7 @@ __all__ = [
 class LocalParameter(torch.nn.Parameter):
     """The local tensor of a DTensor parameter. It lives in its DTensor, and longer than any wrapper."""
 
-    _owner: weakref.ref[torch.Tensor]
+    _owner: Callable[[], torch.Tensor | None]
 
     @classmethod
     def of(cls, owner: torch.Tensor) -> LocalParameter:
@@ -122,6 +124,22 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a parameter table has for a module's parameter: a DTensor's local parameter, or itself."""
     held = getattr(parameter, "_local_tensor", None)
     return held if isinstance(held, LocalParameter) else parameter
+
+
+def end_local_parameters(module: torch.nn.Module) -> None:
+    """Put plain tensors in the places of local parameters, when a module's last wrapper is retired.
+
+    torch moves a DTensor, as in Module.cpu(), only while nothing refers to it weakly.
+    """
+    for parameter in module.parameters():
+        held = local_of(parameter)
+        if isinstance(held, LocalParameter):
+            _dtensor.set_held_tensor(parameter, held.detach())
+            held._owner = functools.partial(_same, parameter)  # optimizers that are saved later ask for it
+
+
+def _same(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
 
 
 def module_parameter(parameter: torch.Tensor) -> torch.Tensor:

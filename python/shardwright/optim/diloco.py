@@ -28,11 +28,12 @@ import torch
 from .._engine import Error
 from ..comm.exchange import average_plain
 from ..comm.levels import Levels, leased_levels, levels_of
+from ..comm.model_ranks import ModelRanks
 from ..compress.blocks import BlockState
 from ..compress.hooks import average_half
 from ..gradients.comm_thread import BucketThread
 from ..layout.param_table import verify
-from .diloco_parameters import SlicedParameters, WholeParameters, creating_group
+from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
 from .sharded import ShardedOptimizer
 
 __all__ = ["DiLoCo"]
@@ -137,7 +138,15 @@ class DiLoCo:
             description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *self._held.description()]
         except Exception as error:  # other ranks must see the error before they wait for this one
             refusal, description = error, [["failure", f"{type(error).__name__}: {error}"]]
-        verify(description, all_ranks.comm.all_gather_bytes, "DiLoCo", refusal)
+        failure: Exception | None = None
+        try:
+            verify(description, all_ranks.comm.all_gather_bytes, "DiLoCo", refusal)
+        except Exception as error:
+            failure = error
+        try:
+            self._agree_over_mesh(model_ranks_of(model), description[:5], failure)
+        finally:
+            refusal = failure = None  # their tracebacks hold this frame
         group = self._held.begin(all_ranks)
         self._names, self._tensors = self._held.names, self._held.tensors
         for anchor, tensor in zip(self._anchors, self._tensors):
@@ -155,6 +164,16 @@ class DiLoCo:
         self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else _AtOnce(mean)
         self._pending: tuple[int, int] | None = None  # a fragment in flight, and the step in which it ends
 
+    def _agree_over_mesh(
+        self, model_ranks: ModelRanks | None, settings: list[list[str]], failure: Exception | None
+    ) -> None:
+        """Raise a failure, on all ranks that hold shards of the model. Collective over them."""
+        if model_ranks is not None:
+            facts = [] if failure is not None else settings + self._held.description_over_mesh(self.wire)
+            model_ranks.agree(facts, "model under DiLoCo", failure)
+        elif failure is not None:
+            raise failure
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the inner optimizer's groups, for schedulers."""
@@ -167,8 +186,8 @@ class DiLoCo:
 
     @property
     def is_sliced(self) -> bool:
-        """Return True on a mesh, where parameters are this rank's slices."""
-        return isinstance(self._held, SlicedParameters)
+        """Return True on a mesh, where parameters are this rank's slices, and for DTensors, of which it has shards."""
+        return isinstance(self._held, SlicedParameters) or self._held.model_ranks is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the inner optimizer."""

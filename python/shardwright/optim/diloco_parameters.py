@@ -8,7 +8,8 @@ same slices, average them:
       2 3         2 and 3 as one        1 and 3, on slice 1
 
 A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column is
-therefore sent to every row before any parameter is written.
+therefore sent to every row before any parameter is written. Of a DTensor each rank averages its local tensor, and a
+failure is sent to the ranks that hold the other shards, too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
+from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, host_group, resolve_group
+from ..layout.local_parameters import local_of
+from ..layout.param_groups import mark_of
 from ..parallel.ddp import DistributedDataParallel
 from ..parallel.fully_shard import FullySharded, wrapper_of
+from ..torch_compat.dtensor import is_dtensor
 from .sharded import ELEMENTWISE
 
 #: seconds that a row waits for a column's news beyond the column's own deadline
@@ -42,22 +47,36 @@ class WholeParameters:
         Targets of the outer optimizer, one a parameter; contiguous.
     numels : list of int
         Elements of each whole parameter, equal on all ranks.
+    model_ranks : ModelRanks or None
+        The ranks that hold the other shards of DTensors.
     """
 
     def __init__(self, model: Any, process_group: Any) -> None:
         self._model = model
         self.module = _module_to_train(model, process_group)
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        self.model_ranks: ModelRanks | None = None
+        if isinstance(model, DistributedDataParallel):
+            self.model_ranks = model._engine().model_ranks
         self.names = [name for name, _ in trained]
-        self.tensors: list[torch.Tensor] = [parameter for _, parameter in trained]
-        self.numels = [parameter.numel() for parameter in self.tensors]
+        self.numels = [parameter.numel() for _, parameter in trained]
         for name, parameter in trained:
-            _check_tensor(name, parameter, parameter.is_contiguous())
+            if is_dtensor(parameter) and self.model_ranks is None:
+                raise ValueError(
+                    f"DiLoCo: parameter {name!r} is a DTensor, whose ranks hold other shards and do not average: wrap the model over the "
+                    'data-parallel dimension first, sw.wrap(model, device_mesh=mesh["dp"])'
+                )
+            _check_tensor(name, local_of(parameter), local_of(parameter).is_contiguous())
+        self.tensors: list[torch.Tensor] = [local_of(parameter) for _, parameter in trained]
         _check_buffers(self.module)
 
     def description(self) -> list[list[str]]:
         """Return the facts that must agree on all ranks."""
         return _described([*zip(self.names, self.tensors), *self.module.named_buffers()])
+
+    def description_over_mesh(self, wire: str) -> list[list[str]]:
+        """Return the facts that must agree on ranks which hold other shards."""
+        return [["parameters", ", ".join(self.names)]]
 
     def layout(self) -> list[list[int]] | None:
         """Return [begin, end) of this rank's elements of each parameter, in memory order; None: all."""
@@ -65,6 +84,8 @@ class WholeParameters:
 
     def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if the outer optimizer cannot step on `tensors`."""
+        if self.model_ranks is not None:
+            _check_elementwise(optimizer, "shards")
 
     def begin(self, all_ranks: HostGroup) -> HostGroup:
         """Broadcast rank 0's values to `all_ranks` and return the ranks that average. Collective."""
@@ -78,7 +99,9 @@ class WholeParameters:
 
     def settle(self, failure: Exception | None) -> None:
         """Agree before `tensors` are written: raise a failure on every rank whose parameters depend on it."""
-        if failure is not None:
+        if self.model_ranks is not None:
+            self.model_ranks.agree([], f"{type(self.module).__name__} under DiLoCo", failure)
+        elif failure is not None:
             raise failure
 
     def publish(self) -> None:
@@ -106,10 +129,10 @@ class SlicedParameters(WholeParameters):
                 f"DiLoCo: inner_optimizer must be the optimizer that sw.wrap(model, optimizer, zero={wrapped._zero}, ...) returned, got "
                 f"{type(inner_optimizer).__name__}"
             )
+        _check_no_groups(wrapped)
+        self.model_ranks = self._replica.model_ranks
         table = self._replica.table
-        if table.model_mesh is not None or wrapped._parts:
-            raise NotImplementedError("DiLoCo is not there for modules with DTensor parameters")
-        indices = {id(parameter): index for index, parameter in enumerate(table.parameters)}
+        indices = {id(parameter): index for index, parameter in enumerate(table.module_parameters)}
         trained = [
             (name, parameter)
             for name, parameter in self.module.named_parameters()
@@ -120,7 +143,7 @@ class SlicedParameters(WholeParameters):
         self.names = [name for name, _ in trained]
         self.numels = [parameter.numel() for parameter in self._parameters]
         for name, parameter in trained:
-            _check_tensor(name, parameter, True)
+            _check_tensor(name, local_of(parameter), True)
         _check_buffers(self.module)
         pieces = map(self._replica.parameters().slice, self._indices)
         self.tensors = [
@@ -135,6 +158,15 @@ class SlicedParameters(WholeParameters):
         tensors = [*zip(self.names, self._parameters), *self.module.named_buffers()]
         return [["zero", str(self._replica.zero)], *_described(tensors), *slices]
 
+    def description_over_mesh(self, wire: str) -> list[list[str]]:
+        runs, mesh = [], self._replica.table.model_mesh
+        if wire == "int8":  # blocks begin where slices do: other slices would give equal parameters other values
+            for name, parameter, run in zip(self.names, self._parameters, self.layout() or ()):
+                if mesh is not None and any(mesh.sharded(parameter)):
+                    continue
+                runs.append([f"wire='int8' on the slice of {name!r}", str(run)])
+        return [*super().description_over_mesh(wire), *runs]
+
     def layout(self) -> list[list[int]] | None:
         return [list(self._run(index, self._replica.group.rank)) for index in self._indices]
 
@@ -142,12 +174,7 @@ class SlicedParameters(WholeParameters):
         return self._replica.parameters().run(index, rank)
 
     def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
-        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        if name not in ELEMENTWISE:
-            raise ValueError(
-                f"DiLoCo: outer returned a {name}, which is not known to be elementwise, but steps on slices here: use "
-                "one of torch's elementwise optimizers or of sw.optim"
-            )
+        _check_elementwise(optimizer, "slices")
 
     def begin(self, all_ranks: HostGroup) -> HostGroup:
         all_ranks.broadcast(list(self.module.buffers()), 0, "buffers under DiLoCo")
@@ -183,16 +210,23 @@ class SlicedParameters(WholeParameters):
             said = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
         finally:
             comm.timeout_s = before_s
-        if failure is not None:
-            raise failure
-        for rank, each in enumerate(said):
-            if each:
-                raise Error(f"DiLoCo: rank {rank} of this replica could not exchange its slices: {each}")
+        other = next((rank for rank, each in enumerate(said) if each), None)
+        if failure is None and other is not None:
+            failure = Error(f"DiLoCo: rank {other} of this replica could not exchange its slices: {said[other]}")
+        super().settle(failure)
 
     def publish(self) -> None:
         with self._replica.access.writing():  # the write guard takes what the outer step wrote
             self._replica.parameters().publish()
             self._replica.access.count_writes(self._parameters)
+
+
+def model_ranks_of(model: Any) -> ModelRanks | None:
+    """Return the ranks that hold other shards of a wrapped model's DTensors. It makes no engine."""
+    model = getattr(model, "_orig_mod", model)
+    wrapper = model if isinstance(model, DistributedDataParallel) else getattr(mark_of(model), "wrapper", None)
+    replica = getattr(wrapper, "_replica", None)
+    return None if replica is None else replica.model_ranks
 
 
 def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:
@@ -227,6 +261,7 @@ def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
     if model._zero:
         raise Error(_over_slices(model._zero))
     model._engine()  # raises if the wrapper is no longer in force
+    _check_no_groups(model)
     return model.module
 
 
@@ -266,6 +301,22 @@ def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
             "device_mesh=mesh['shard'], so that only the row shares inner steps"
         )
     return wrapped
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer, pieces: str) -> None:
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if name not in ELEMENTWISE:
+        raise ValueError(
+            f"DiLoCo: outer returned a {name}, which is not known to be elementwise, but steps on {pieces} here: use "
+            "one of torch's elementwise optimizers or of sw.optim"
+        )
+
+
+def _check_no_groups(wrapped: DistributedDataParallel) -> None:
+    if wrapped._parts:
+        raise NotImplementedError(
+            "DiLoCo is not there for a module with groups=: its outer steps average over one group of replicas"
+        )
 
 
 def _check_tensor(name: str, parameter: torch.Tensor, is_contiguous: bool) -> None:

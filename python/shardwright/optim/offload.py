@@ -150,10 +150,11 @@ def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateS
     try:
         store = StateStore(folder, f"shardwright-{label}-rank{group.rank}", nbytes)
     except (OSError, MemoryError) as error:
-        verdict = (getattr(error, "errno", None) or 12, getattr(error, "strerror", None) or str(error))
+        why = getattr(error, "strerror", None) or str(error)
+        verdict = (getattr(error, "errno", None) or 12, f"offload to '{folder}' on rank {group.rank}: {why}")
     verdicts = group.comm.all_gather_bytes(json.dumps(verdict).encode(), f"offload of {label}")
-    for rank, (number, text) in enumerate(map(json.loads, verdicts)):
+    for number, text in map(json.loads, verdicts):
         if text:
-            raise OSError(number, f"offload to '{folder}' on rank {rank}: {text}")
+            raise OSError(number, text)
     assert store is not None
     return store

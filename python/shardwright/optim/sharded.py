@@ -40,6 +40,7 @@ from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
 from .sliced_state import MARK, SlicedState
+from .travelling_state import beside, copied, description_of, from_memory_order, small_tensor
 from .whole_state import StateNames, with_state
 
 if TYPE_CHECKING:
@@ -191,6 +192,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._inner.state[piece] = self._inner.state.pop(old)
         return piece
 
+    def piece_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return slice_of() a parameter of the module."""
+        return self.slice_of(self._index[id(parameter)])
+
     def _make_piece(self, index: int) -> torch.Tensor | None:
         _, memory, at = self._places[index]
         piece: torch.Tensor | None = memory.slice(at)
@@ -210,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             with_master = []
             for group in self._inner.param_groups:
-                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]
+                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]  # without a call more of each
                 group["params"] = [each for _, each in pairs if each is not None]
                 if self._masters is not None:
                     with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
@@ -340,10 +345,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
             self._take_gradients(gradient_of)
-            if self._replica.check is not None:
-                self._replica.check.refuse(gradient_of(self._index[id(parameter)]) for parameter in states)
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank's slices
             refusal = error
+        if self._replica.check is not None:
+            gradients = (gradient_of(self._index[id(parameter)]) for parameter in states)
+            try:
+                self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
+            except (Error, NotImplementedError) as error:
+                refusal = error
         self._agree(refusal, states)
         self.rounds_at_step = self._replica.reducer.stats()["rounds"]
         with contextlib.ExitStack() as writing:
@@ -436,7 +445,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             refusal = None  # its traceback holds this frame
         for check in checks:
-            check.count_step()
+            check.count_step(self)
         for replica in self.replicas:
             replica.gradients.accept_factors()
 
@@ -560,7 +569,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece = self.slice_of(int(index))
             assert piece is not None
             parameter = self._parameters[int(index)]
-            kept = {k: _copy(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
+            kept = {k: copied(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
             self._inner.state[piece] = self._placed(int(index), kept, piece)
         self._loaded()
 
@@ -652,7 +661,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:
         """Return (state of this rank's slice of a parameter, the slice or None, its first element)."""
-        piece, run = self.slice_of(self._index[id(parameter)]), self.held_run(parameter)
+        piece, run = self.piece_of(parameter), self.held_run(parameter)
         state = self._inner.state.get(piece, {}) if piece is not None else {}
         return state, piece, run[0] if run else 0
 
@@ -690,7 +699,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not keep_others:
             self._inner.state.clear()
         for parameter, state in states.items():
-            piece = self.slice_of(self._index[id(parameter)])
+            piece = self.piece_of(parameter)
             assert piece is not None
             kept = self._as_kept(parameter, state, exactly=True)
             self._inner.state[piece] = self._placed(self._index[id(parameter)], kept, piece)
@@ -710,7 +719,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine = self._inner.state.get(piece, {}) if piece is not None else {}
         replica, _, at = self._places[index]
         label = f"optimizer state of {replica.table.names[at]}"
-        said = replica.group.comm.all_gather_bytes(_describe(mine, piece).encode(), label)
+        said = replica.group.comm.all_gather_bytes(description_of(mine, piece).encode(), label)
         return mine, next((each for each in map(json.loads, said) if each), {}), label
 
     def _gather_state(self, index: int) -> dict[str, Any]:
@@ -731,47 +740,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 low, high = memory.run(at, rank)
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            result = result if flat.data_ptr() == result.data_ptr() else _from_memory_order(flat, parameter)
+            result = result if flat.data_ptr() == result.data_ptr() else from_memory_order(flat, parameter)
             whole[key] = whole_of(self._parameters[index], result)
         return whole
-
-
-def _from_memory_order(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return flat.as_strided(like.shape, like.contiguous().stride()).clone()
-
-
-def _describe(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
-    """Return, as JSON, the form in which each entry travels: as slices, as a small tensor's value, or unchanged."""
-    described = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            sliced = piece is not None and value.shape == piece.shape and key != "step"
-            described[key] = ("sliced", dtype, None) if sliced else ("tensor", dtype, value.tolist())
-        else:
-            described[key] = ("value", "", value)
-    return json.dumps(described)
-
-
-def small_tensor(value: Any, dtype: str) -> torch.Tensor:
-    """Return one entry of _describe()'s."""
-    return torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
-
-
-def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with its tensors on the device of `piece`.
-
-    As in torch's own loading a count of steps stays where it is, except for forms of the step that have it on the GPU.
-    """
-    counts_there = group.get("capturable") or group.get("fused")
-    return {
-        key: value.to(piece.device) if isinstance(value, torch.Tensor) and (key != "step" or counts_there) else value
-        for key, value in state.items()
-    }
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _members(param_group: Any) -> list[torch.Tensor]:
@@ -792,6 +763,8 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
         raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
     if isinstance(optimizer, ShardedOptimizer):
         raise Error("this optimizer is sliced already: pass the one that it was made from")
+    if kind.__name__ == "ZeroRedundancyOptimizer":
+        raise ValueError(f"{kind.__name__} slices state itself: pass the optimizer whose class it was given, or zero=0")
     if partition == "tensor" and isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"optimizer {name} joins all tensors to one: partition='tensor' cannot give them to different ranks"

@@ -38,6 +38,8 @@ def begin_auto(wrapped: _Wrapper) -> None:
         )
     elif replica.zero:
         _say(group.rank, f"none, because only zero=0 is measured, and this is zero={replica.zero}")
+    elif wrapped._options.groups is not None:
+        _say(group.rank, "none, because only a module without groups= is measured")
     elif wrapped._options.reduce != "mean":
         _say(
             group.rank,

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..comm.exchange import Exchange
 from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..compress.make import make_hook
-from ..compress.state import CompressionState
+from ..compress.state import CompressionState, StatesOfParts, joined_states
 from ..layout.memory import copied
 from ..layout.param_groups import check_marks, comparable
 from ..layout.param_table import verify
@@ -36,6 +36,7 @@ from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
+from . import loss_scaling
 from .ddp_compat import (
     ReducerFacade,
     apply_mixed_precision,
@@ -47,10 +48,13 @@ from .ddp_compat import (
 )
 from .ddp_logging import DDPLogger
 from .join import ShadowHook
+from .nested import find_inner, give_back, take
 from .parts import Part, by_name, find_parts
 from .replica import Replica, live_replicas
 
 _RANK_LOCAL = (
+    "_outer",
+    "_given_back",
     "process_group",
     "device_mesh",
     "reducer",
@@ -169,26 +173,27 @@ class DistributedDataParallel(TorchDDP):
         self.module = module
         self._options = dataclasses.replace(self._options, groups=by_name(module, self._options.groups))
         self._zero = zero
-        self._inner = self._find_inner()
-        check_marks(module, zero, self._options.share_parameters)
-        if mixed_precision is not None:
-            precision = precision_of(mixed_precision)
-        self._precision = self._plan_precision(precision)
-        travels_in = compress if self._precision is None else compress or self._precision.compressor()
-        self._compress = compress
-        self._compressor = travels_in if isinstance(travels_in, Compressor) else None
-        self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
-        # wrappers inside average all gradients: this one has nothing to do
-        self._is_around = bool(self._inner) and not any(p.requires_grad for p in self._module_parameters)
-        self.bucket_bytes_cap_list = [int(cap * 1024 * 1024) for cap in bucket_cap_mb_list or ()]
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-        if mixed_precision is not None:
-            self.mixed_precision = mixed_precision
-            apply_mixed_precision(module, mixed_precision, self.parameters_to_ignore, keeps_places=zero == 0)
-        check_device_ids(device_ids, output_device, self.device)
-        self._inputs_to = self.device if device_ids else None
+        self._inner, taken = find_inner(self, self._zero)
+        self._precision: PrecisionPlan | None = None
         try:
+            check_marks(module, zero, self._options.share_parameters)
+            if mixed_precision is not None:
+                precision = precision_of(mixed_precision)
+            self._precision = self._plan_precision(precision)
+            travels_in = compress if self._precision is None else compress or self._precision.compressor()
+            self._compress = compress
+            self._compressor = travels_in if isinstance(travels_in, Compressor) else None
+            self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
+            # wrappers inside average all gradients: this one has nothing to do
+            self._is_around = bool(self._inner) and not any(p.requires_grad for p in self._module_parameters)
+            self.bucket_bytes_cap_list = [int(cap * 1024 * 1024) for cap in bucket_cap_mb_list or ()]
+            if device_mesh is not None:
+                self.device_mesh = device_mesh
+            if mixed_precision is not None:
+                self.mixed_precision = mixed_precision
+                apply_mixed_precision(module, mixed_precision, self.parameters_to_ignore, keeps_places=zero == 0)
+            check_device_ids(device_ids, output_device, self.device)
+            self._inputs_to = self.device if device_ids else None
             self._build(
                 init_sync=init_sync,
                 sync_buffers=forward_sync_buffers is not None or self._options.broadcast_buffers,
@@ -196,19 +201,11 @@ class DistributedDataParallel(TorchDDP):
         except BaseException:
             if self._precision is not None:
                 self._precision.undo()
+            give_back(taken)
             raise
+        self._taken = [name for name, each in module.named_modules() if any(each is one for one in taken)]
         if self._precision is not None:
             self._precision.keep()
-
-    def _find_inner(self) -> list[DistributedDataParallel]:
-        """Return the wrappers inside of the module, which go on averaging the gradients of their parameters."""
-        inner = [each for each in self.module.modules() if isinstance(each, TorchDDP)]
-        for each in inner:
-            if self._zero or getattr(each, "_zero", 1):
-                raise Error(
-                    "this module is wrapped already, or holds a module that is: pass sw.unwrap(module); only wrappers of zero=0 nest"
-                )
-        return inner  # type: ignore[return-value] # torch's own has no stage
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Set every attribute of torch's class that other code reads."""
@@ -245,9 +242,13 @@ class DistributedDataParallel(TorchDDP):
         self._delay_grad_views: list[Any] = []
         self._accum_grad_hooks: list[Any] = []
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
-        self.compression_state: CompressionState | None = None
+        self.compression_state: CompressionState | StatesOfParts | None = None
         self._divide_by_initial_world_size = True
         self._reset_engine()
+
+    _is_taken = False  # True inside a wrapper that has taken the parameters over
+    _outer: Callable[[], Any] | None = None  # returns that wrapper, while it lives
+    _taken: Sequence[str] = ()  # names of the wrappers that this one has taken
 
     def _reset_engine(self) -> None:
         self._replica: Replica | None = None
@@ -290,6 +291,7 @@ class DistributedDataParallel(TorchDDP):
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
         group = host_group(self.process_group, options.timeout_s)
+        group.end_silence_after(options.silent_s)
         ignored = frozenset(self.parameters_to_ignore)
         parts = find_parts(self.module, options, ignored, group)
         slicing = self._slice_over(group)
@@ -300,6 +302,7 @@ class DistributedDataParallel(TorchDDP):
             "deterministic": options.deterministic,
             "communicator": options.communicator,
             "timeout_s": options.timeout_s,
+            "silent_s": options.silent_s,
             "zero": self._zero,
             "device_mesh": slicing.rows(),
             "share_parameters": options.share_parameters,
@@ -328,8 +331,6 @@ class DistributedDataParallel(TorchDDP):
             compress=self._compressor,
             precision=self._precision,
         )
-        if self._precision is not None:
-            self._replica.give_copies_to(self._precision)
         self._drift = [self._replica.access.watch(self.module, own, pinned=bool(self._zero))]
         try:
             for part in parts:
@@ -338,6 +339,11 @@ class DistributedDataParallel(TorchDDP):
             for replica in self._engines():
                 replica.retire(together=True)
             raise
+        if self._precision is not None:
+            for replica in self._engines():
+                replica.give_copies_to(self._precision)
+        if any(replica.model_ranks is not None for replica in self._engines()):
+            loss_scaling.install()
         self._retire = weakref.finalize(self, _retire_all, self._engines())
         self._retire.atexit = False
         if init_sync:
@@ -363,11 +369,11 @@ class DistributedDataParallel(TorchDDP):
             *(self.module, group, part.options, others, _reads_sync_flag(self)),
             {**settings, "device_mesh": part.title},
             self._zero,
+            compress=self._compressor,
+            precision=self._precision,
             before=self._engines()[-1],
             gradient_factor=1.0 if part.options.reduce == "sum" else group.world_size / world_size,
         )
-        if replica.gradients.sliced_board is not None:
-            replica.gradients.sliced_board.first = weakref.ref(self._replica.gradients.board)
         self._parts += (replica,)
         self._drift.append(replica.access.watch(self.module, others, pinned=bool(self._zero)))
 
@@ -386,6 +392,7 @@ class DistributedDataParallel(TorchDDP):
     def _engine(self) -> Replica:
         """Return the engine; make it now, collectively, if this is a copy that has none yet."""
         if self._is_around:
+            self._check_not_taken()
             return self._inner[0]._engine()
         if self._replica is None:
             self._build(init_sync=False, sync_buffers=False)
@@ -393,6 +400,12 @@ class DistributedDataParallel(TorchDDP):
         if self._replica.retired:
             raise Error("this wrapper is no longer in force: its module was wrapped again; use the newer wrapper")
         return self._replica
+
+    def _check_not_taken(self) -> None:
+        if self._is_taken:
+            raise Error(
+                "this wrapper lies inside another one, which averages its parameters: use the outermost wrapper"
+            )
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -409,6 +422,10 @@ class DistributedDataParallel(TorchDDP):
         if self._replica is None and (
             self._is_around or not (training and any(p.requires_grad for p in self.module.parameters()))
         ):
+            if self._is_taken and training and not is_compiling and (self._outer is None or self._outer() is None):
+                raise Error(
+                    "the wrapper around this one, which averaged its parameters, has ended: wrap the module again"
+                )
             return  # wrappers inside do it; or a copy that is not trained needs no peers
         replica = self._engine()
         engines = replica, *self._parts
@@ -494,6 +511,7 @@ class DistributedDataParallel(TorchDDP):
     def no_sync(self) -> Iterator[None]:
         """Add to `.grad` locally in backwards inside, and in those of forwards inside; the next other backward averages
         the sum."""
+        self._check_not_taken()
         before = [(each, each.require_backward_grad_sync) for each in (self, *self._inner)]
         for each, _ in before:
             each.require_backward_grad_sync = False
@@ -505,6 +523,7 @@ class DistributedDataParallel(TorchDDP):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set if backwards from now on average gradients. `recurse` is accepted for compatibility with FSDP2."""
+        self._check_not_taken()
         for each in (self, *self._inner):
             each.require_backward_grad_sync = bool(requires_gradient_sync)
 
@@ -585,25 +604,26 @@ class DistributedDataParallel(TorchDDP):
                 f"a communication hook with a {type(state).__name__} averages over a part of the ranks: at zero={self._zero} state is sliced "
                 "over all of them, so that replicas cannot drift apart; it needs zero=0"
             )
-        self._run_buckets_by(state, hook, is_ours=False)
-        self.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
-
-    def _run_buckets_by(
-        self, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
-    ) -> None:
-        """Set the hook. `lease` holds the communicators of a hook on a thread of its own, beside the backward.
-        `is_ours`:
-        see Replica.hook_runner.
-        """
         replica = self._engine()
         if self._parts:
-            raise NotImplementedError("communication hooks are not there for a module with groups=")
+            raise NotImplementedError(
+                "communication hooks are not there for a module with groups=: a hook averages over one group of ranks; use compress="
+            )
         if self._comm_hooks or replica.compression is not None:
             self._log_and_throw(
                 Error,
                 "register_comm_hook or register_builtin_comm_hook can only be called once. This wrapper has a communication hook or a "
                 "compressor already",
             )
+        self._run_buckets_by(replica, state, hook, is_ours=False)
+        self.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
+
+    def _run_buckets_by(
+        self, replica: Replica, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
+    ) -> None:
+        """Set the hook of an engine. `lease` holds the communicators of a hook on a thread of its own, beside the
+        backward. `is_ours`: see Replica.hook_runner.
+        """
         runner = replica.hook_runner(state, hook, is_ours=is_ours)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
@@ -630,22 +650,27 @@ class DistributedDataParallel(TorchDDP):
             If the options ask for a sum instead of a mean.
         """
         check_compressor(compress, self._options.reduce)
-        if self._options.groups is not None:
-            raise NotImplementedError("compressors are not there for a module with groups=")
         if self._comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
         verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
+        states = [self._compress_engine(each, compress) for each in self._engines()]
+        self.compression_state = joined_states([each for each in states if each is not None])
+
+    def _compress_engine(self, replica: Replica, compress: Compressor) -> CompressionState | None:
+        """Have an engine's buckets compressed. Return the state that the compressor keeps between rounds. Collective."""
         if getattr(replica.reducer, "wire", None) is not None:  # the reducer compresses by itself
             replica.compression = (repr(compress), None)
-            return
+            return None
         levels, lease = replica.levels(compress)
         state, hook = make_hook(compress, levels.exchange)
-        if isinstance(state, CompressionState):
-            state.set_names(zip(replica.table.names, replica.table.parameters))
-        self._run_buckets_by(state, _metered(levels.hook(hook), levels.exchange), lease, is_ours=True)
-        self.compression_state = state if isinstance(state, CompressionState) else None
+        kept = state if isinstance(state, CompressionState) else None
+        if kept is not None:
+            kept.set_names(zip(replica.table.names, replica.table.parameters))
+            kept.split = replica.split()
+        self._run_buckets_by(replica, state, _metered(levels.hook(hook), levels.exchange), lease, is_ours=True)
         replica.compression = (repr(compress), levels.exchange)
+        return kept
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -713,12 +738,15 @@ class DistributedDataParallel(TorchDDP):
                 "copy sw.unwrap(model)"
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _RANK_LOCAL}
+        if self._is_taken:  # a copy on its own averages; the outer one's copy takes it again
+            state.update(_is_taken=False, _is_around=False)
         state.update(_options=self._options.without_group(), _join_config=_JoinConfig.construct_disabled_join_config())
         del state["modules_buffers"], state["named_module_buffers"], state["_module_parameters"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
+        take(map(self.module.get_submodule, self._taken), self)
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         self._reset_engine()
 

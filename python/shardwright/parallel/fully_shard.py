@@ -14,8 +14,9 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
+import glob
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, overload
 
@@ -47,6 +48,8 @@ class Mark:
         What the program says that gradients are divided by. It is checked once there is an engine.
     divides_by : int, optional
         What the engine divides them by.
+    placement : callable, optional
+        FSDP2's shard_placement_fn.
     """
 
     reshard_after_forward: bool
@@ -57,6 +60,7 @@ class Mark:
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     divide_factor: float | None = None
     divides_by: int | None = None
+    placement: Callable[[torch.nn.Parameter], Any] | None = None
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
@@ -135,10 +139,14 @@ def _check_divide_factors(module: torch.nn.Module, options: dict[str, Any]) -> N
 
 def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
     """Return the inner modules of DTensors that have a mesh of other ranks than the outermost one: experts."""
-    outer = options.get("device_mesh")
-    ranks = list(range(torch.distributed.get_world_size())) if outer is None else outer.mesh.tolist()
+    outer, ranks = options.get("device_mesh"), [0]
+    if outer is not None:
+        ranks = outer.mesh.tolist()
+    elif torch.distributed.is_initialized():
+        group = options.get("process_group") or torch.distributed.group.WORLD
+        ranks = torch.distributed.get_process_group_ranks(group)
     ignored = {id(each) for each in options.get("ignored_params", ())}
-    found = {}
+    found: dict[Any, Any] = _placed_apart(module, ranks, ignored)
     for each in module.modules():
         mark = mark_of(each)
         mesh = None if mark is None or each is module else mark.options.get("device_mesh")
@@ -146,6 +154,27 @@ def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.M
         if mesh is not None and mesh.mesh.tolist() != ranks and own and all(map(is_dtensor, own)):
             found[each] = mesh
     return found or None
+
+
+def _placed_apart(module: torch.nn.Module, ranks: list[Any], ignored: set[int]) -> dict[Any, Any]:
+    """Return the meshes of other ranks that shard_placement_fn names for parameters, by names."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        above = name.rpartition(".")[0]
+        while above and mark_of(module.get_submodule(above)) is None:
+            above = above.rpartition(".")[0]
+        mark = mark_of(module.get_submodule(above))
+        if mark is None or mark.placement is None or id(parameter) in ignored:
+            continue
+        result = mark.placement(parameter)
+        mesh = getattr(getattr(result, "mesh_info", None), "mesh", None)
+        if result is not None and mesh is None and not hasattr(result, "is_shard"):
+            raise TypeError(
+                f"shard_placement_fn must return None, a Shard or a ShardPlacementResult, got {result!r} for parameter {name!r}"
+            )
+        if mesh is not None and mesh.mesh.tolist() != ranks:
+            found[glob.escape(name)] = mesh
+    return found
 
 
 class FullySharded(torch.nn.Module):
@@ -290,6 +319,7 @@ def fully_shard(
     precision: Any = None,
     offload: Any = None,
     ignored_params: Collection[Any] = (),
+    shard_placement_fn: Callable[[torch.nn.Parameter], Any] | None = None,
     **options: Any,
 ) -> Any:
     """Make `module` a unit: its parameters are whole while it runs, and each rank has its slices otherwise. In place.
@@ -311,6 +341,9 @@ def fully_shard(
         True if the unit is released between its forward and its backward.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
         The precision in which the module computes, and modules inside it that have none of their own; see wrap.
+    shard_placement_fn : callable, optional
+        FSDP2's: parameter to None, a Shard or a ShardPlacementResult. Slices are flat whatever dimension a Shard names. A
+        mesh of other ranks makes the parameter, a DTensor, one of the outermost module's `groups`.
     offload : {"cpu", "nvme:<folder>"}, optional
         For the outermost module: the place to which shard_optimizer moves the optimizer's state; see wrap.
 
@@ -350,7 +383,8 @@ def fully_shard(
             raise Error(f"fully_shard was called on this {type(each).__name__} already")
     chosen = device_mesh if mesh is None else mesh
     kept = {"device_mesh": chosen, "ignored_params": ignored_params, "offload": offload, **options}
-    mark = Mark(reshard_after_forward, kept, policy, is_list=not isinstance(module, torch.nn.Module))
+    is_list = not isinstance(module, torch.nn.Module)
+    mark = Mark(reshard_after_forward, kept, policy, is_list=is_list, placement=shard_placement_fn)
     for each in modules:
         original = type(each)
         body = {

@@ -87,9 +87,6 @@ def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str
 
 
 def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) -> list[Part]:
-    for name in ("compress", "precision", "offload"):
-        if getattr(options, name) is not None:
-            raise NotImplementedError(f"{name}= is not there for a module with groups=")
     named = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if n not in ignored]
     taken: dict[int, str] = {}
     parts: list[Part] = []

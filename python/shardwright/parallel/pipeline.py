@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from .._engine import Error
 from .fully_shard import wrapper_of
 
 __all__ = ["PipelineStage"]
+
+#: wrapper -> its stage
+_stages: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class PipelineStage(TorchPipelineStage):
@@ -32,6 +36,8 @@ class PipelineStage(TorchPipelineStage):
     ------
     Error
         For a module that is not wrapped.
+    ValueError
+        For a module that is another stage already.
     NotImplementedError
         For a torch whose schedules do not say when all backwards of a step are done.
 
@@ -58,6 +64,13 @@ class PipelineStage(TorchPipelineStage):
         self._is_kept = False
         self._is_averaged = True
         super().__init__(submodule, *args, **kwargs)
+        other = _stages.get(wrapper, lambda: None)()
+        if other is not None and other.stage_index != self.stage_index:
+            raise ValueError(
+                f"sw.PipelineStage: this {type(wrapper.module).__name__} is stage {other.stage_index} already, and was given as stage "
+                f"{self.stage_index}: each stage needs a wrapped module of its own"
+            )
+        _stages[wrapper] = weakref.ref(self)
 
     def _keep(self) -> None:
         if self._keeps_whole and not self._is_kept and self.has_backward and torch.is_grad_enabled():

@@ -194,18 +194,13 @@ class Replica:
     def _compute_dtypes(self, precision: PrecisionPlan | None) -> dict[int, torch.dtype]:
         """Return the 16-bit dtypes in which modules compute with wider parameters."""
         given = {} if precision is None else precision.compute_dtypes()
-        dtypes = {index: given.get(id(p), p.dtype) for index, p in enumerate(self.table.parameters)}
+        dtypes = {index: given.get(id(p), p.dtype) for index, p in enumerate(self.table.module_parameters)}
         wide = {index: p.element_size() > 2 for index, p in enumerate(self.table.parameters)}
         return {index: dtype for index, dtype in dtypes.items() if dtype in LOW_DTYPES and wide[index]}
 
     def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
         table = ParameterTable.of(module, ignored, group_ranks(self.group.torch_group))
         is_cast = self.settings.get("precision") not in (None, "None")
-        if table.model_mesh is not None and is_cast:
-            raise NotImplementedError(
-                f"precision= is not there for DTensor parameters, which {self.label} has: cast the module with .to(torch.bfloat16), of "
-                "which optimizers keep float32 masters"
-            )
         if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
             return table
         return dataclasses.replace(table, sparse=find_sparse(module, table))
@@ -276,6 +271,14 @@ class Replica:
         use across hosts.
         """
         return self.backend.exchange(compress, self._request, self.layout_of(0))
+
+    def split(self) -> str:
+        """Return this rank's place in the mesh of the module's DTensors; "" where it has none."""
+        mesh = self.table.model_mesh
+        if mesh is None:
+            return ""
+        places = zip(mesh.dimensions, mesh.coordinate, mesh.mesh.mesh.shape)
+        return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
         """Return the runner of a communication hook. Our hooks give the mean over all ranks, and may fill this rank's
@@ -455,11 +458,11 @@ class Replica:
         if not self.zero:
             self._check_gradients(optimizer)
             if self.check is not None:
-                self._check_finite(self.check)
+                self._check_finite(self.check, optimizer)
         if not self.zero and self.group.world_size > 1:
             self.reducer.note_step(self.steppers.note(optimizer))
         if self.check is not None and not self.zero:
-            self.check.count_step()
+            self.check.count_step(optimizer)
         self.reducer.count_step()
         self.forwards.is_inside = False  # a step has its round, with or without a forward's
 
@@ -469,10 +472,10 @@ class Replica:
             self.stop = self.steppers.stop = StopRequest(self.group.rank, self.group.world_size)
         return self.stop
 
-    def _check_finite(self, check: ReplicaCheck) -> None:
+    def _check_finite(self, check: ReplicaCheck, optimizer: torch.optim.Optimizer) -> None:
         """Raise Error at zero=0, on all ranks, for an averaged gradient that is not finite, before a step that is checked."""
         try:
-            check.refuse(each.grad for each in self.table.parameters)
+            check.refuse(optimizer, (each.grad for each in self.table.parameters), [self.model_ranks])
         except Error as error:  # all ranks have the same mean
             check.explain_not_finite(error)
 

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from ..layout.local_parameters import local_of, module_parameter
 from ..layout.views import made_dense
 from ..options.compressors import Bf16, Compressor, Fp16
 from ..options.precision import LOW_DTYPES, Precision
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import is_dtensor, placed_like, set_dtype
 
 __all__ = ["PrecisionPlan"]
 
@@ -72,7 +74,8 @@ class PrecisionPlan:
         #: copies by parameter, dtype and kind, with what they were made of
         self._copies: dict[tuple[int, torch.dtype, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
-        self._source: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+        #: of each engine: where it has parameters
+        self._sources: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
         self._in_units = False
         self._handles: list[Any] = []
         self._made: list[
@@ -98,7 +101,7 @@ class PrecisionPlan:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no units and is not running."""
-        return {**self.__dict__, "_source": None, "_in_units": False, "_made": [], "_copies": {}}
+        return {**self.__dict__, "_sources": [], "_in_units": False, "_made": [], "_copies": {}}
 
     def __repr__(self) -> str:
         return f"PrecisionPlan({self._policies})"
@@ -139,17 +142,19 @@ class PrecisionPlan:
 
     # installing ---------------------------------------------------------------------------------------------------
 
-    def install(self) -> None:
-        """Create masters and register hooks; replace an earlier plan of the same module."""
+    def install(self, *, masters: bool = True) -> None:
+        """Create masters and register hooks; replace an earlier plan of the same module.
+
+        `masters`: False for a module that is evaluated alone.
+        """
         remove_plan(self._module)
         _plans[id(self._module)] = self
         for name, submodule in self._module.named_modules():
             policy = self._nearest(name)
-            for each in self._slots[submodule] if policy is not None and policy.master else ():
+            for each in self._slots[submodule] if masters and policy is not None and policy.master else ():
                 parameter = submodule._parameters[each]
                 if parameter is not None and parameter.dtype in LOW_DTYPES:
-                    self._made.append((parameter, parameter.data))
-                    parameter.data = parameter.data.float()
+                    self._made.append((parameter, _set_data(parameter, parameter.detach().float())))
             if submodule is self._module:
                 self._handles.append(submodule.register_forward_pre_hook(self._before_outermost, prepend=True))
             else:
@@ -163,7 +168,7 @@ class PrecisionPlan:
         """Restore the module to its state before install(), if it could not be wrapped."""
         remove_plan(self._module)
         for parameter, data in self._made:
-            parameter.data = data
+            _set_data(parameter, data)
         self._made.clear()
 
     def _hook(self, module: torch.nn.Module) -> None:
@@ -177,10 +182,10 @@ class PrecisionPlan:
     def follow(
         self, source: Callable[[torch.Tensor], torch.Tensor | None], in_units: Collection[torch.Tensor] | None = None
     ) -> None:
-        """Read parameters from where `source` says. See Copies."""
-        self._source = source
-        self._in_units = in_units is not None
-        managed = set(map(id, in_units or ()))
+        """Read parameters from where `source` says, which returns those of other engines unchanged. See Copies."""
+        self._sources.append(source)
+        self._in_units = self._in_units or in_units is not None
+        managed = {id(module_parameter(each)) for each in in_units or ()}
         for submodule, slots in self._slots.items():
             for name, parameter in submodule._parameters.items():
                 if parameter is not None and id(parameter) in managed:
@@ -197,7 +202,7 @@ class PrecisionPlan:
         """
         if not self._active:
             return
-        ended = {id(parameter) for parameter in parameters}
+        ended = {id(module_parameter(parameter)) for parameter in parameters}
         for submodule, before in self._swapped.items():
             back = {name: each for name, each in before.items() if id(each) in ended}
             if back:
@@ -255,7 +260,7 @@ class PrecisionPlan:
                 parameter = submodule._parameters[name]
                 if name in before or parameter is None:
                     continue
-                source = parameter if self._source is None else self._source(parameter)
+                source = self._source_of(parameter)
                 if source is None or (source is parameter and parameter.dtype is dtype):
                     continue
                 before[name] = parameter
@@ -265,6 +270,15 @@ class PrecisionPlan:
                 taken.append((submodule, names))
                 refresh_weights(submodule)
         return taken
+
+    def _source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the parameter itself, memory of its values in another dtype, or None while it is released."""
+        local = local_of(parameter)
+        for source in self._sources:
+            found = source(local)
+            if found is not local:
+                return found
+        return parameter
 
     _take_places_below = _hooks.disable_compile(_swap)
 
@@ -345,17 +359,28 @@ class _CastOfSparse(torch.autograd.Function):
 class _ViewOfMemory(torch.autograd.Function):
     """A parameter's values in memory of another dtype, which may be released and filled again; gradients as of a cast.
 
-    Operations save a view of that memory for the backward, and no copy. The values of `parameter` are not read.
+    Operations save a view of that memory for the backward, and no copy. The values of `parameter` are not read. Of a
+    DTensor, the memory is that of its local tensor.
     """
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         ctx.dtype = parameter.dtype
-        return memory.detach()  # with the version counter of `memory`
+        values = memory.detach()  # with the version counter of `memory`
+        return placed_like(values, parameter) if is_dtensor(parameter) else values
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return made_dense(gradient).to(ctx.dtype), None
+
+
+def _set_data(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Give a parameter the memory and the dtype of `data`. Return what it had."""
+    before = parameter.detach() if is_dtensor(parameter) else parameter.data
+    parameter.data = data
+    if is_dtensor(parameter):
+        set_dtype(parameter, data)
+    return before
 
 
 def remove_plan(module: torch.nn.Module) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "local_part",
     "placed_as",
     "placed_like",
+    "set_dtype",
     "set_held_tensor",
     "waited",
 ]
@@ -47,6 +48,11 @@ def held_tensor(dtensor: Any) -> torch.Tensor:
 def set_held_tensor(dtensor: Any, local: torch.Tensor) -> None:
     """Replace the local tensor of a DTensor by another of its shape."""
     dtensor._local_tensor = local
+
+
+def set_dtype(dtensor: Any, like: Any) -> None:
+    """Give a DTensor the local tensor of `like`, of another dtype: what `dtensor.data = like` leaves as it was."""
+    dtensor._local_tensor, dtensor._spec = like._local_tensor, like._spec
 
 
 def like_dtensor(local: torch.Tensor, like: Any) -> torch.Tensor:

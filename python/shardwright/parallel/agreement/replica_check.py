@@ -9,17 +9,22 @@ parameter, which tells the rank and the parameter. See docs/design/replica_check
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..._engine import Error, crc32c
+from ...comm.model_ranks import ModelRanks
+from ...comm.process_group import group_ranks
 from ...layout.views import as_real
 from ...options.precision import LOW_DTYPES
 from ...torch_compat import cuda
+from ...torch_compat.dtensor import held_tensor, is_dtensor, waited
 
 __all__ = ["NOT_FINITE", "ReplicaCheck"]
 
@@ -28,6 +33,13 @@ NOT_FINITE = "the averaged gradient is not finite"
 #: of rows in a sentence
 _MOST_NAMED = 3
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class _Steps:
+    """The steps of one optimizer: of two that step in turns, an even `every` would check one alone if their steps were one count."""
+
+    def __init__(self) -> None:
+        self.count, self.rounds = 0, -1
 
 
 class ReplicaCheck:
@@ -53,10 +65,13 @@ class ReplicaCheck:
         self._is_stale = False  # a step was counted since
         self._stepped = 0  # the number of rounds at the last step
         self._since = "the start of these ranks"
+        #: lowest of the ranks that hold equal parameters; by it a save tells them from ranks with other shards
+        self.column = min(group_ranks(replica.group.torch_group))
+        self._state_is_equal = True  # optimizer state of zero=0, unless a rank is at fault
         self._count_from_zero()
         self.handles = [
             parameter.register_hook(_noter(weakref.ref(self), index, weakref.ref(parameter)))
-            for index, parameter in enumerate(replica.table.parameters)
+            for index, parameter in enumerate(replica.table.module_parameters)  # autograd knows no local parameter
             if parameter.requires_grad and self._is_checkable(parameter)
         ]
 
@@ -68,11 +83,20 @@ class ReplicaCheck:
         self._steps = 0
         self._noted = self._digested = -1  # the steps of the last note and of the last digests
         self._digests: list[int] = []
+        self._of_optimizer: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
+        self._of_parameter: dict[int, _Steps] = {}  # by index: the steps of the optimizer that has it
 
     def begin_anew(self) -> None:
         """Count from 0: after a join, in which not all ranks have counted. On all ranks."""
         self._count_from_zero()
         self._since, self._is_stale = "the last join", True
+        self._state_is_equal = False  # a rank that ran out of inputs did not step
+
+    @property
+    def has_model_ranks(self) -> bool:
+        """Return True if other ranks hold other shards of the parameters."""
+        replica = self._replica()
+        return replica is not None and replica.model_ranks is not None
 
     @property
     def is_due(self) -> bool:
@@ -83,12 +107,21 @@ class ReplicaCheck:
         """Return the count before the round whose gradients an optimizer is about to step with: another may have stepped."""
         return self._steps - (self._steps > 0 and self._stepped == replica.reducer.stats()["rounds"])
 
-    def count_step(self) -> None:
-        """Count a step, once for all optimizers that step after the same round."""
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step: of this optimizer, and once for all that step after the same round."""
         replica = self._replica()
-        if replica is None or self._stepped == replica.reducer.stats()["rounds"]:
+        if replica is None:
             return
-        self._stepped = replica.reducer.stats()["rounds"]
+        rounds = replica.reducer.stats()["rounds"]
+        own = self._of_optimizer.get(optimizer)
+        if own is None:
+            own = self._of_optimizer[optimizer] = _Steps()
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            self._of_parameter |= {i: own for i, p in enumerate(replica.table.module_parameters) if id(p) in held}
+        own.count, own.rounds = own.count + (own.rounds != rounds), rounds
+        if self._stepped == rounds:
+            return
+        self._stepped = rounds
         self._steps += 1
         self._is_stale = True
 
@@ -114,23 +147,31 @@ class ReplicaCheck:
         if any(len(each) > 1 for each in alike.values()):
             self.explain()
 
-    def _digest(self, replica: Any) -> int:
+    def _digest(self, replica: Any, optimizer: torch.optim.Optimizer | None = None) -> int:
         self._digested, self._digests = self._steps, digests(replica)
+        if optimizer is not None:
+            self._digests += _state_digests(replica, optimizer)
         words = torch.tensor(self._digests, dtype=torch.int64, device="cpu")
         return crc32c(words.data_ptr(), words.nbytes)
 
-    def digest_of_save(self) -> int:
-        """Return a number that is equal on all ranks if their parameters are, for the exchange with which a save begins."""
+    def digest_of_save(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Return a number that is equal on all ranks if what a save stores is: parameters, and at zero=0 the optimizer's state.
+
+        One pass over both. It goes into the exchange with which a save begins. A gradient that one rank got wrong may change
+        its optimizer state many steps before a small update changes a bit of its parameters.
+        """
         replica = self._replica()
         if replica is None or _is_private(replica) or not _has_replicas(replica):
             return 0
-        return self._digest(replica)
+        return self._digest(replica, None if replica.zero or not self._state_is_equal else optimizer)
 
     def explain(self) -> None:
-        """Raise Error if parameters differ between ranks, naming parameter and rank. Collective."""
+        """Raise Error if what was compared last differs between ranks, naming parameter and rank. Collective."""
         replica = self._replica()
         if replica is None:
             return
+        names = [f"parameter {name!r}" for name in replica.table.names]
+        names += [f"the optimizer's state for {name}" for name in names]
         mine = json.dumps([self._digested, self._digests]).encode()
         rows = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"replicas of {replica.label}")]
         newest = max(row[0] for row in rows)  # a rank that ran out of inputs has checked no longer
@@ -138,7 +179,7 @@ class ReplicaCheck:
         of_rank = replica.slicing.of_rank if _is_private(replica) else [0] * len(rows)
         for own in sorted({of_rank[rank] for rank in ranks}):
             column = [rank for rank in ranks if of_rank[rank] == own]
-            found = _difference(replica.table.names, {rank: rows[rank][1] for rank in column})
+            found = _difference(names, {rank: rows[rank][1] for rank in column})
             if found:
                 raise Error(
                     f"the replicas of {replica.label} differ {newest} steps after {self._since}: {found}; some rank wrote to its own alone, or its memory or "
@@ -149,23 +190,48 @@ class ReplicaCheck:
 
     def take(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Note a gradient of this rank before it is accumulated."""
-        if not self.is_due:
+        own = self._of_parameter.get(index)
+        if own is not None and own.count % self._every:  # refuse() looks at the first step of each optimizer
             return
         if self._is_stale:
             self._finite.clear()
             self._is_stale = False
         before = None if parameter.grad is None else self._finite.get(index)
-        finite = is_finite(gradient)
+        finite = is_finite(waited(held_tensor(gradient)) if is_dtensor(gradient) else gradient)
         self._finite[index] = finite if before is None else finite & before
 
-    def refuse(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Raise Error(NOT_FINITE) if some averaged gradient is not finite and the step is checked."""
+    def refuse(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Iterable[torch.Tensor | None],
+        model_ranks: Iterable[ModelRanks | None],
+        refusal: Exception | None = None,
+    ) -> None:
+        """Raise Error(NOT_FINITE) if some averaged gradient is not finite and this step of the optimizer is checked.
+
+        Collective over `model_ranks` then: a gradient may be bad in one shard, and all ranks of the model step or none. They
+        raise a `refusal` of this rank, too.
+        """
         replica = self._replica()
-        if replica is None or self._steps_before(replica) % self._every or replica.join_link.is_on:
+        own = self._of_optimizer.get(optimizer)
+        if replica is None or (own is not None and own.count % self._every) or replica.join_link.is_on:
             return
-        known = [is_finite(each) for each in gradients if each is not None and each.numel()]
-        if known and not bool(torch.stack([each.reshape(()) for each in known]).all()):
-            raise Error(NOT_FINITE)
+
+        @functools.cache
+        def is_bad() -> bool:
+            if refusal is not None:
+                raise refusal
+            known = [is_finite(each) for each in gradients if each is not None and each.numel()]
+            return bool(known) and not bool(torch.stack([each.reshape(()) for each in known]).all())
+
+        found = False
+        try:
+            for each in () if replica.join_link.is_joining else filter(None, model_ranks):
+                found = each.any_rank(lambda: bytes([found or is_bad()]), f"gradients of {replica.label}")
+            if found or is_bad():
+                raise Error(NOT_FINITE)
+        finally:
+            refusal = None  # its traceback holds this frame
 
     def not_finite(self) -> list[str]:
         """Return the names of parameters of which this rank's own gradients are not finite."""
@@ -182,11 +248,20 @@ class ReplicaCheck:
         if replica is None or str(error) != NOT_FINITE:
             return
         bad = [name for check in (self, *parts) for name in check.not_finite()]
-        mine = json.dumps([len(bad), bad[:_MOST_NAMED]]).encode()
-        said = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"gradients of {replica.label}")]
-        rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in enumerate(said) if count]
+        mine = [len(bad), bad[:_MOST_NAMED]]
+        said: dict[int, Any] = {replica.group.rank: mine}
+        if not replica.join_link.is_joining:  # a joined rank would not come to the exchange
+            label = f"gradients of {replica.label}"
+            of_all = replica.group.comm.all_gather_bytes(json.dumps(mine).encode(), label)
+            said = dict(enumerate(map(json.loads, of_all)))
+        rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in said.items() if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
-        why = "; ".join(rows[:_MOST_NAMED]) + more or "no rank brought one, so that it came with their sum"
+        none = "no rank brought one, so that it came with their sum"
+        if any(check.has_model_ranks for check in (self, *parts)):
+            none = "none of the ranks that average with this one brought one: see the ranks with other shards"
+        if len(said) < replica.group.world_size:
+            none = f"rank {replica.group.rank} brought none, and others are not asked while ranks join"
+        why = "; ".join(rows[:_MOST_NAMED]) + more or none
         raise Error(f"{replica.label}, {self._steps_before(replica)} steps after {self._since}: {NOT_FINITE}: {why}")
 
 
@@ -209,6 +284,30 @@ def digests(replica: Any) -> list[int]:
         for index, parameter in enumerate(replica.table.parameters):
             held = storage.slice(index) if storage.releases else parameter.detach()
             found.append(_digest(held) if held is not None and held.numel() else 0)
+    return _numbers(found)
+
+
+def _state_digests(replica: Any, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return one number for the state of each parameter in an optimizer at zero=0, equal for equal bits."""
+    found: list[Any] = [0] * len(replica.table.parameters)
+    states = getattr(optimizer, "state", {})
+    for index, parameter in enumerate(replica.table.module_parameters):
+        state = states.get(parameter, {})
+        for key in sorted(state, key=str):
+            found[index] = (found[index] * 31 + _digest_of_value(state[key])) % 2**57  # GPUs' numbers have 64 bits
+    return _numbers(found)
+
+
+def _digest_of_value(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return zlib.crc32(repr(value).encode()) if isinstance(value, (bool, int, float, str)) else 0
+    held = value.detach()
+    held = held_tensor(held) if is_dtensor(held) else held
+    return _digest(held) if type(held) is torch.Tensor and not held.is_sparse and held.numel() else 0
+
+
+def _numbers(found: list[Any]) -> list[int]:
+    """Return `found` with each scalar on a GPU as a number."""
     if any(isinstance(each, torch.Tensor) for each in found):
         there = [each for each in found if isinstance(each, torch.Tensor)]
         values = iter(torch.stack(there).tolist())  # the one wait for the GPU
@@ -253,13 +352,14 @@ def _has_replicas(replica: Any) -> bool:
 
 def _difference(names: Sequence[str], rows: dict[int, list[int]]) -> str:
     """Return in words which ranks hold other values of which parameter than most ranks."""
-    differing = [index for index in range(len(names)) if len({row[index] for row in rows.values()}) > 1]
+    columns = list(zip(*rows.values()))
+    differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if not differing:
         return ""
     first, more = differing[0], len(differing) - 1
     counts = collections.Counter(row[first] for row in rows.values())
     (value, most), *others = counts.most_common()
-    named = f"parameter {names[first]!r}" + (f" and {more} more" if more else "")
+    named = names[first] + (f" and {more} more" if more else "")
     if most == others[0][1]:
         one = next(rank for rank, row in rows.items() if row[first] != rows[min(rows)][first])
         return f"{named} of rank {min(rows)} and of rank {one} have other values, and it cannot be told which is right"

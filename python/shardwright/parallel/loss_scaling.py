@@ -1,0 +1,89 @@
+"""Loss scaling of modules with DTensors: one vote about overflow over all ranks that have a part of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .._engine import Error
+from ..comm.agreement import gather_answers
+from ..gradients.sharded_gradient import unscale_on_this_rank
+from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
+from ..torch_compat.grad_scaler import unscale_by
+from .replica import Replica, live_replicas
+
+__all__ = ["install"]
+
+_LABEL = "whether a gradient overflowed"
+
+
+def install() -> None:
+    """Have GradScaler unscale gradients of wrapped modules with DTensors here."""
+    unscale_by(_unscale)
+
+
+@torch.no_grad()
+def _unscale(
+    optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+) -> dict[torch.device, torch.Tensor] | None:
+    """Unscale the gradients of an optimizer, and return on all ranks if one found an overflow. Collective.
+
+    None for an optimizer that steps on no wrapped module with DTensors. The number of votes depends on the engines alone:
+    gradients that a rank has, and their dtypes, may differ over the ranks that hold other shards.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    engines = [each for each in live_replicas() if any(map(each.holds, parameters))]
+    if all(each.model_ranks is None for each in engines):
+        return None
+    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.dtype == torch.float16 and not allow_fp16:
+            raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
+        held = waited(held_tensor(gradient)) if is_dtensor(gradient) else gradient
+        if held.is_sparse and held.dtype == torch.float16:  # sums of equal indices may overflow
+            held = parameter.grad = held.coalesce()
+        held = held._values() if held.is_sparse else held
+        lists.setdefault((gradient.device, gradient.dtype), []).append(held)
+    devices = {device for device, _ in lists} or {found_inf.device}  # a rank without gradients has an answer, too
+    found = {device: found_inf.to(device, copy=True) for device in devices}
+
+    def overflowed() -> bool:
+        for (device, _), gradients in lists.items():
+            unscale_on_this_rank(gradients, found[device], inverse_scale.to(device))
+        return any(bool(each) for each in found.values())
+
+    if _any_rank(engines, overflowed):
+        for each in found.values():
+            each.fill_(1.0)
+    return found
+
+
+def _any_rank(engines: Sequence[Replica], overflowed: Callable[[], bool]) -> bool:
+    """Return True if `overflowed` does on some rank of the engines' groups and meshes; where it raises, all do. Collective."""
+    found: bool | None = None
+    failure: Error | None = None
+
+    def answer() -> bytes:
+        nonlocal found
+        if failure is not None:
+            raise failure
+        found = overflowed() if found is None else found
+        return bytes([found])
+
+    for engine in engines:
+        try:
+            board = engine.gradients.sliced_board
+            if board is not None:  # else its ranks have equal gradients
+                board.announce("vote")
+                found = b"\1" in gather_answers(engine.group.comm, answer, _LABEL)
+            if engine.model_ranks is not None:
+                found = engine.model_ranks.any_rank(answer, _LABEL)
+        except Error as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return b"\1" == answer()

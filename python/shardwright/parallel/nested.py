@@ -1,0 +1,67 @@
+"""Wrappers inside a module that is wrapped: those that stay, and those whose parameters the outer one takes over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from .._engine import Error
+
+
+def _check_takeable(wrapper: Any, *, is_whole: bool) -> None:
+    """Raise Error if a wrapper around this one cannot take its parameters over. `is_whole`: there is nothing around it."""
+    if is_whole:
+        raise Error("this module is wrapped already: pass sw.unwrap(module)")
+    if not hasattr(wrapper, "_options"):
+        raise Error(
+            "this module holds a DistributedDataParallel of torch's, beside which no other wrapper averages: put its module in "
+            "its place"
+        )
+    given = {"precision=": wrapper._precision, "compress=": wrapper._compress, "groups=": wrapper._options.groups}
+    given["a communication hook"] = wrapper._comm_hooks
+    for name, value in given.items():
+        if value:
+            raise Error(
+                f"this module holds a wrapper with {name}, which a wrapper around it at zero >= 1 cannot take over: put sw.unwrap "
+                "of it in its place"
+            )
+
+
+def find_inner(outer: Any, zero: int) -> tuple[list[Any], list[Any]]:
+    """Return the wrappers inside that go on averaging their parameters' gradients, and those that this one takes over.
+
+    Wrappers of zero=0 nest as torch's do. Otherwise the outermost has all parameters, so that one engine slices, clips
+    and saves them, and those inside only call their modules. Collective if they had engines.
+    """
+    inner: list[Any] = [each for each in outer.module.modules() if isinstance(each, TorchDDP)]
+    inner = [each for each in inner if not getattr(each, "_is_taken", False)]
+    if not zero and not any(getattr(each, "_zero", 1) for each in inner):
+        return inner, []
+    for each in inner:
+        _check_takeable(each, is_whole=each is outer.module)
+    for each in inner:
+        for replica in (each._replica, *each._parts):
+            if replica is not None and not replica.retired:
+                replica.retire(together=True)
+        if each._replica is not None:
+            each._retire.detach()  # it would keep the engines as long as the wrapper lives
+        each._reset_engine()
+        each._given_back = each._inner, each._is_around
+    take(inner, outer)
+    return [], inner
+
+
+def take(inner: Iterable[Any], outer: Any) -> None:
+    """Mark wrappers whose parameters an outer one has: they only call their modules."""
+    for each in inner:
+        each._inner, each._is_taken, each._is_around = [], True, True
+        each._outer = weakref.ref(outer)
+
+
+def give_back(inner: Iterable[Any]) -> None:
+    """Undo take(), before an outer wrapper that could not be made. Each makes an engine anew."""
+    for each in inner:
+        (each._inner, each._is_around), each._is_taken = each._given_back, False

@@ -1,0 +1,57 @@
+"""The comparison of replicas with which a save begins: of all engines of a module, or of the stages of a pipeline."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .._engine import Error
+from .agreement.replica_check import ReplicaCheck
+from .fully_shard import wrapper_of
+
+__all__ = ["SaveCheck"]
+
+#: position of an engine on its rank, the ranks that hold equal parameters (by the lowest), and the digest of what they store
+Row = tuple[int, int, int]
+
+
+class SaveCheck:
+    """The checks of what one save stores; none without check_every=.
+
+    Parameters
+    ----------
+    parts : iterable of (Module, Optimizer or None)
+        What this rank saves: a module, or stages in order.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Any, Any]]) -> None:
+        self._checks: list[tuple[ReplicaCheck, Any]] = []
+        for module, optimizer in parts:
+            wrapper = wrapper_of(module)
+            engines = [] if wrapper is None or wrapper._replica is None else wrapper._engines()
+            self._checks += [(each.check, optimizer) for each in engines if each.check is not None]
+
+    def rows(self) -> list[Row]:
+        """Return this rank's digests, for the exchange with which a save begins."""
+        return [(at, check.column, check.digest_of_save(each)) for at, (check, each) in enumerate(self._checks)]
+
+    def compare(self, told: Sequence[Sequence[Row]], exchange: Callable[[Any, str], Sequence[Any]]) -> None:
+        """Raise Error on all ranks, with one sentence, if replicas differ. `told`: the rows of all ranks.
+
+        Collective if digests differ. Ranks that hold other shards differ by right, and tell one another what they found.
+        """
+        digests = collections.defaultdict(set)
+        for at, column, digest in (row for rows in told for row in rows):
+            digests[at, column].add(digest)
+        if all(len(each) == 1 for each in digests.values()):
+            return
+        sentence = ""
+        for check, _ in self._checks:
+            try:
+                check.explain()
+            except Error as error:
+                sentence = sentence or str(error)
+        found = next(filter(None, exchange(sentence, "replicas that differ")), "")
+        if found:
+            raise Error(found)

@@ -1,0 +1,99 @@
+"""Law: tensor parallelism, stages of a pipeline and experts in groups of their own, beside data parallelism on GPUs, have the bits of the
+CPU at every stage; nothing races or leaks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import expert_subjects as experts
+import model_parallel_subjects as tensors
+import pytest
+import test_pipeline_stages_average_once_a_step as stages
+import torch
+from harness import LONG
+from oracle.fold import bits_equal
+from peer import PEER
+from simulated_gpus import SimulatedGpus, run, sw
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+
+class OnGpu:
+    """The package, whose wrap() puts the module on the simulated GPU first."""
+
+    #: True: an engine was on a GPU
+    places: set[bool] = set()
+
+    def __init__(self, gpus: SimulatedGpus) -> None:
+        self._gpus = gpus
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sw, name)
+
+    def wrap(self, module: Any, *arguments: Any, **options: Any) -> Any:
+        made = sw.wrap(self._gpus.adopt_module(module), *arguments, **{"deterministic": True, **options})
+        self.places.update(each.link is not None for each in made[0]._engines())
+        return made
+
+
+@contextlib.contextmanager
+def inside(gpus: SimulatedGpus) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for each in (experts, tensors, stages):
+            patch.setattr(each, "sw", OnGpu(gpus))
+        yield
+
+
+def of_tensors(zero: Any, rank: int) -> Any:
+    mesh = tensors.mesh_of(2, 2)
+    model, optimizer = tensors.wrapped(mesh, zero)
+    norms = tensors.train(model, optimizer, mesh.get_local_rank("dp"), 3, 0.7)
+    return sw.full_state_dict(model), norms
+
+
+def of_experts(zero: Any, rank: int) -> Any:
+    model, optimizer = experts.wrapped(experts.mesh_of(2), zero)
+    norms = experts.train(model, optimizer, rank, 3)
+    return sw.full_state_dict(model), norms
+
+
+def of_lean_experts(zero: Any, rank: int) -> Any:
+    """In bfloat16, with compressed gradients and a loss scale."""
+    mesh = experts.mesh_of(2)
+    model, optimizer = experts.wrapped(mesh, zero, precision="bf16", compress=sw.Int8())
+    scaler, kept = torch.amp.GradScaler("cpu", init_scale=8.0), []
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(torch.ones(()))
+        experts.backward(model, step, rank, float("inf") if step == 1 and rank == 2 else scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        kept.append(scaler.get_scale())
+    assert kept == [8.0, 4.0, 4.0, 4.0]
+    return sw.full_state_dict(model), kept
+
+
+def of_stages(zero: Any, rank: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+    return stages.train(mesh, stages.ONE, zero)[:2]
+
+
+@pytest.mark.parametrize("kind", ["of_tensors", "of_stages", "of_experts", "of_lean_experts"])
+def test_every_stage_has_the_bits_of_the_cpu(teams: Any, paths: dict[str, str], kind: str) -> None:
+    run(teams, 4, paths, train, kind)
+
+
+def train(gpus: SimulatedGpus, rank: int, world_size: int, kind: str) -> None:
+    body = globals()[kind]
+    with gpus.torch_on_cpu():
+        expected, norms = body(0, rank)
+    for zero in (0, 1, 2, 3) if LONG else (1, 3):
+        OnGpu.places.clear()
+        found, theirs = body(zero, rank)
+        assert OnGpu.places == {True}
+        assert theirs == pytest.approx(norms, rel=1e-6), zero
+        for name, value in expected.items():
+            assert bits_equal(found[name], value), (zero, name)
