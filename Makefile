@@ -25,7 +25,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch test-torch-suites abi asan tsan crash fuzz fuzz-programs mutate-events kernels gpu bench fmt lint wheel clean check-machine
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events kernels gpu bench fmt lint wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -93,8 +93,11 @@ $(VENV)/.suites: requirements/torch-suites.txt $(VENV)/.installed
 test-torch-suites: build $(VENV)/.suites
 	$(BIN)/python tests/torch_suites $(SUITES)
 
-asan: build
-	SW_TEST_MODES=asan $(BIN)/python -m pytest tests/test_csrc.py -k asan $(PYTEST_ARGS)
+# The C tests under address and undefined-behaviour sanitizers
+asan-quick: build
+	SW_TEST_MODES=asan $(BIN)/python -m pytest tests/test_csrc.py -k asan -n 2 $(PYTEST_ARGS)
+
+asan: asan-quick
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_fake_gpu.py -k asan $(PYTEST_ARGS)
 
 tsan: build

@@ -159,6 +159,10 @@ class DurationRecorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(config.option, "numprocesses", None):
+        gc.disable()  # until all is collected: modules and cases stay
+    # threads of OpenMP that wait burn the cores that ranks need; programs that tests start take this over
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if config.option.record_durations and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(DurationRecorder(QUICK_DURATIONS if config.option.each_choice else DURATIONS))
 
@@ -188,6 +192,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # all that was imported, which no collection need look at
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,9 +1,9 @@
 """Runs the C tests: each tests/csrc/test_*.c, linked with the engine's sources that need no Python, and with the
 other files of that folder, which the tests share (one of them fails allocations in turn: hence --wrap).
 
-Modes: the quick form has plain (what is shipped: the very objects of `make build`, where they are up to date). `make asan`, a job
-of CI, adds asan (address and undefined behaviour, without optimisation, which halves the time of a build), by naming it in
-SW_TEST_MODES; the long form (SW_TEST_LONG=1) optimises asan and adds tsan and clang. Other objects are compiled once a mode, under
+Modes: the quick form has plain (what is shipped: the very objects of `make build`, where they are up to date). `make asan-quick`, of
+which CI's check consists too, adds asan (address and undefined behaviour, without optimisation, which halves the time of a build),
+by naming it in SW_TEST_MODES; the long form (SW_TEST_LONG=1) optimises asan and adds tsan and clang. Other objects are compiled once a mode, under
 build/csrc-tests, and again only if they or a header changed. The engine's objects are one archive, of which a program links what
 it needs. A C test passes if it exits with 0.
 """

@@ -167,7 +167,6 @@ ADDRESSES = {
             "checkpoint/rows",
             "checkpoint/memory/buddies",
             "checkpoint/memory/image",
-            "checkpoint/memory/tier",
             "cli/ckpt",
             "convert/folders",
             "convert/model_files",
