@@ -62,10 +62,15 @@ def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> 
 
 def play(rank: int, world_size: int, pieces: list[str]) -> End:
     """A team's body: one rank of the engine."""
-    logging.getLogger("shardwright").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        end = play_pieces(pieces, rank, world_size, sw)
+    logger = logging.getLogger("shardwright")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            end = play_pieces(pieces, rank, world_size, sw)
+    finally:
+        logger.setLevel(before)  # the process plays other tests afterwards
     if end.error:  # what is left of it is no affair of the next program; peers that wait hear of it
         for group in process_group.live_groups():
             group.close()
