@@ -51,7 +51,7 @@ typedef struct sw_wire {
 
 /* The kind of a message; with its number it forms the tag. */
 typedef enum sw_message {
-    SW_MESSAGE_FRAME = 0, /* numbered by hop (hier_carrier.h) */
+    SW_MESSAGE_FRAME = 0, /* numbered by hop (hier_carrier_state.h) */
     SW_MESSAGE_BESIDE,    /* numbered by agreement */
     SW_MESSAGE_PARTIAL,   /* numbered by block, counted over all operations */
     SW_MESSAGE_RESULT,    /* likewise */

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 
 #include "base/bytes.h"
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 #include "platform/futex.h"
 
 enum { LEAVE_MS = 1000 };

@@ -2,7 +2,7 @@
  * of operations, waits for the wire and for this host's ranks, and errors of the wire. */
 #include <stdio.h>
 
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 #include "platform/clock.h"
 #include "platform/futex.h"
 

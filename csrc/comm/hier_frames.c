@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 
 enum {
     FRAME_MAGIC = 0x53574635 /* "SWF5" */,

@@ -5,7 +5,7 @@
  * slice that a rank of a host owns too is not sent to it. */
 #include <string.h>
 
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 
 typedef struct gathering {
     const sw_hier_pending *pending;

@@ -16,7 +16,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 #include "kernels/crc32c.h"
 
 enum { END_MAGIC = 0x5357454f /* "SWEO" */ };

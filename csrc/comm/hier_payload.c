@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 #include "comm/partial.h"
 
 /* Return true for a reduction of private memory small enough to run inside frames. */

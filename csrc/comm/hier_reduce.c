@@ -13,7 +13,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 #include "comm/partial.h"
 #include "platform/clock.h"
 

@@ -1,6 +1,6 @@
 /* hier_state.h - the state of a communicator over hosts, shared by hier.c, hier_post.c,
  * hier_wait.c, hier_host.c and hier_end.c (a rank that posts and waits) and by the carrier's files
- * (hier_carrier.h). Private to them.
+ * (hier_carrier_state.h). Private to them.
  *
  *   posted[r] >= t   rank r of this host has described operation t, and its data can be read
  *   wired >= t       operation t is complete for this host (published in the carrier's page)

@@ -17,7 +17,7 @@
 
 #include "base/bytes.h"
 #include "base/text.h"
-#include "comm/hier_carrier.h"
+#include "comm/hier_carrier_state.h"
 #include "platform/futex.h"
 
 enum { CHILDREN = 2, AHEAD = SW_STREAM_PLACES / 2 /* to receive into; the rest are copied */ };

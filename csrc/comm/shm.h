@@ -1,5 +1,6 @@
 /* shm.h - a communicator whose ranks are processes of one host: memfds that its first rank makes
- * and passes over abstract Unix sockets (star.h), the protocol of fabric.h on the mapped pages.
+ * and passes over abstract Unix sockets (star.h), the protocol of fabric_state.h on the mapped
+ * pages.
  *
  * Joining has two steps, because the addresses travel through a store of the caller: create
  * listens and returns its address; connect takes all addresses. Thread rule: one at a time a

@@ -3,7 +3,7 @@
 
 #include "base/bytes.h"
 #include "kernels/kernels.h"
-#include "reduce/host_rounds.h"
+#include "reduce/host_rounds_state.h"
 
 tail *sw_bucket_tail(const host_bucket *b, int rank)
 {

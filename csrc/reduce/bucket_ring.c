@@ -1,7 +1,7 @@
 /* bucket_ring.c - the places of buckets in a ring: one after the other, in space for the largest
  * and one more of the usual size. So a bucket waits for earlier ones at the same place. */
 #include "base/bytes.h"
-#include "reduce/host_rounds.h"
+#include "reduce/host_rounds_state.h"
 
 size_t sw_host_rounds_lay_ring(host_rounds *host, bool with_frozen)
 {

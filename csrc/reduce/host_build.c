@@ -5,7 +5,7 @@
 
 #include "base/bytes.h"
 #include "platform/memory.h"
-#include "reduce/host_rounds.h"
+#include "reduce/host_rounds_state.h"
 
 static sw_status init_buckets(host_rounds *host, const sw_reducer_options *options, sw_error *err)
 {

@@ -1,10 +1,11 @@
-/* host_rounds.c - the table of a reducer whose buckets the ranks of a host map: see host_rounds.h.
+/* host_rounds.c - the table of a reducer whose buckets the ranks of a host map: see
+ * host_rounds_state.h.
  *
  * In a pool all ranks fold every bucket in place. Staged, a bucket is this rank's own and travels
  * through the communicator, which blocks, so it is sent at the end of the backward. Sliced, in a
  * pool, buckets share a ring: a bucket waits until all ranks are done with those of the same round
  * at its place. */
-#include "reduce/host_rounds.h"
+#include "reduce/host_rounds_state.h"
 
 #include <stdlib.h>
 #include <string.h>

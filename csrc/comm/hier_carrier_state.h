@@ -1,11 +1,11 @@
-/* hier_carrier.h - the state of a carrier's thread, shared by hier_carrier.c (the thread),
+/* hier_carrier_state.h - the state of a carrier's thread, shared by hier_carrier.c (the thread),
  * hier_carrier_wait.c (its waits), hier_frames.c (agreement), hier_payload.c (data beside
  * operations), hier_last.c (ends and probes), hier_reduce.c and hier_gather.c (the data). Private
  * to them.
  *
  * Thread rule: the carrier's thread alone, except where hier_state.h says so. */
-#ifndef SW_COMM_HIER_CARRIER_H
-#define SW_COMM_HIER_CARRIER_H
+#ifndef SW_COMM_HIER_CARRIER_STATE_H
+#define SW_COMM_HIER_CARRIER_STATE_H
 
 #include "comm/hier_cut.h"
 #include "comm/hier_pack.h"

@@ -1,5 +1,5 @@
-/* host_rounds.h - a reducer whose buckets the ranks of a host map: private to host_rounds.c (its
- * table), host_build.c (creation), bucket.c (tails and plans of folds) and bucket_ring.c.
+/* host_rounds_state.h - a reducer whose buckets the ranks of a host map: private to host_rounds.c
+ * (its table), host_build.c (creation), bucket.c (tails and plans of folds) and bucket_ring.c.
  *
  * A bucket's *tail* travels beside its data. It holds whether the rank contributes, whether it
  * abandoned the round, and whether a hook has the bucket already. It also holds a digest of the
@@ -8,8 +8,8 @@
  * after, because that needs the peer's done.
  *
  * Thread rule: as reducer.h. */
-#ifndef SW_REDUCE_HOST_ROUNDS_H
-#define SW_REDUCE_HOST_ROUNDS_H
+#ifndef SW_REDUCE_HOST_ROUNDS_STATE_H
+#define SW_REDUCE_HOST_ROUNDS_STATE_H
 
 #include "reduce/reducer_state.h"
 
