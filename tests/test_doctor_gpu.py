@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.cli import doctor_machine, doctor_settings
-from shardwright.cli.doctor_gpu import findings
-from shardwright.cli.doctor_machine import Finding, Machine
+from shardwright.cli.doctor import machine as doctor_machine
+from shardwright.cli.doctor import settings as doctor_settings
+from shardwright.cli.doctor.gpu import findings
+from shardwright.cli.doctor.machine import Finding, Machine
 
 NO_DRIVER = "/nowhere/libcuda.so.1"
 

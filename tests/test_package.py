@@ -145,7 +145,7 @@ ADDRESSES = {
         *(
             "compress/blocks",
             "compress/matrix",
-            "parallel/cuda_backend",
+            "parallel/backends/cuda_backend",
             "compress/device_exchange",
             "compress/device_powersgd",
             "optim/device_clip",
@@ -170,7 +170,7 @@ ADDRESSES = {
             "cli/ckpt",
             "convert/folders",
             "convert/model_files",
-            "cli/doctor_bench",
+            "cli/doctor/bench",
         ),
     ],
     "compared, not read": [

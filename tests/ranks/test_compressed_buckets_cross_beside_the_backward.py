@@ -19,7 +19,7 @@ from oracle.fold import bits_equal
 from peer import batch
 from shardwright.comm import levels
 from shardwright.gradients import comm_thread as bucket_thread
-from shardwright.parallel import host_backend
+from shardwright.parallel.backends import host_backend
 from test_hosts_compress_between_them import COMPRESSORS, hosts_of, on_hosts
 
 CAP = {"bucket_cap_mb": 0.001}

@@ -23,7 +23,7 @@ from harness import at_least_two, gather
 from models import Heads, Mlp
 from peer import PEER, batch
 from shardwright.comm import process_group
-from shardwright.parallel import cuda_backend
+from shardwright.parallel.backends import cuda_backend
 from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import SimulatedGpus, run, simulate, sw
 from test_buckets_are_registered_on_simulated_gpus import logged

@@ -13,7 +13,7 @@ from torch import nn
 import shardwright as sw
 
 from .. import _engine
-from ..cli import doctor_gpu
+from ..cli.doctor import gpu as doctor_gpu
 from .report import Row, row
 
 STEPS = 3

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .doctor_machine import Finding, Machine, read_text
+from .machine import Finding, Machine, read_text
 
 _OLDEST_NCCL = (2, 14)
 _DELETED = " (deleted)"
@@ -18,7 +18,7 @@ def driver_findings(machine: Machine) -> Iterator[Finding]:
     """Report the driver and the GPUs that it shows."""
     import torch
 
-    from .. import _engine
+    from ... import _engine
 
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     yield Finding("CUDA_VISIBLE_DEVICES", "unset" if visible is None else repr(visible))
@@ -99,7 +99,7 @@ def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
     if path is None:
         import torch
 
-        from ..torch_compat.cuda import find_nvrtc, nvidia_folders
+        from ...torch_compat.cuda import find_nvrtc, nvidia_folders
 
         path, _ = find_nvrtc(nvidia_folders(), torch.version.cuda)
     if path is None:

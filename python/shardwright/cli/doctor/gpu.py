@@ -10,10 +10,10 @@ import os
 import resource
 from collections.abc import Iterator
 
-from .doctor_libraries import driver_findings, nccl_findings, nvrtc_findings
-from .doctor_machine import Finding, Machine, guarded
-from .doctor_settings import settings_findings
-from .doctor_topology import topology_findings
+from .libraries import driver_findings, nccl_findings, nvrtc_findings
+from .machine import Finding, Machine, guarded
+from .settings import settings_findings
+from .topology import topology_findings
 
 _SHM_LEAST_BYTES = 1 << 30
 _NOFILE_LEAST = 4096

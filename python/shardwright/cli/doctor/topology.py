@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .doctor_machine import Finding, Machine, read_text
+from .machine import Finding, Machine, read_text
 
 _NVIDIA, _DISPLAY, _BRIDGE = "0x10de", "0x03", "0x0680"
 _PAIRS_SHOWN = 4

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .doctor_machine import Finding, Machine
+from .machine import Finding, Machine
 
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
 _FEWEST_CONNECTIONS = 8
@@ -107,7 +107,7 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
 
 def settings_findings(machine: Machine) -> Iterator[Finding]:
     """Yield a finding for each line of a file that NCCL misreads, and one for each variable."""
-    from ..backend.transport import TRANSPORTS, VARIABLE
+    from ...backend.transport import TRANSPORTS, VARIABLE
 
     settings = dict(machine.environment)
     for path in _conf_files(machine):

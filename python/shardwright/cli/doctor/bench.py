@@ -59,7 +59,7 @@ def sweep(sizes: tuple[int, ...] = SIZES) -> list[Row]:
 def _gpu_count() -> int:
     import torch
 
-    from .. import _engine
+    from ... import _engine
 
     try:
         seen = len(_engine.cuda_devices()["devices"])
@@ -99,7 +99,7 @@ def _measure(asked: dict[str, Any], rank: int) -> list[tuple[int, float]]:
     import torch
     import torch.distributed as dist
 
-    from ..comm.process_group import host_group
+    from ...comm.process_group import host_group
 
     ranks = asked["ranks"]
     store = dist.FileStore(asked["store"], ranks)
@@ -130,7 +130,7 @@ def _on_host(group: Any, nbytes: int) -> Callable[[], None]:
 def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     import torch
 
-    from ..backend.device_link import device_link
+    from ...backend.device_link import device_link
 
     like = torch.zeros(nbytes // 4, dtype=torch.float32, device=torch.device("cuda", rank))
     run_round = make_round(device_link(group, like, _LIMIT_S), torch.nn.Parameter(like))
@@ -144,9 +144,9 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
 
 def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
     """Return a function that enqueues a round over one bucket that already has the gradient of `parameter`."""
-    from ..gradients.device_reducer import DeviceReducer
-    from ..layout.shard_mesh import Slicing
-    from ..layout.views import copy_gradient, gradient_view
+    from ...gradients.device_reducer import DeviceReducer
+    from ...layout.shard_mesh import Slicing
+    from ...layout.views import copy_gradient, gradient_view
 
     reducer = DeviceReducer(
         link,

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Arena, Reducer, norm_sum
-from ..backend.base import Capabilities, Request
-from ..comm.levels import Lease, Levels, leased_levels, levels_of
-from ..comm.process_group import HostGroup
-from ..layout.shard_mesh import Slicing
-from ..layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, populate
-from ..layout.views import as_real, dense_strides, dtype_name
-from ..options.compressors import Compressor
-from ..parameters.sharded_groups import UnitMemory
+from ..._engine import Arena, Reducer, norm_sum
+from ...backend.base import Capabilities, Request
+from ...comm.levels import Lease, Levels, leased_levels, levels_of
+from ...comm.process_group import HostGroup
+from ...layout.shard_mesh import Slicing
+from ...layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, populate
+from ...layout.views import as_real, dense_strides, dtype_name
+from ...options.compressors import Compressor
+from ...parameters.sharded_groups import UnitMemory
 
 #: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
 _SLICED_CAP_BYTES = 8 << 20

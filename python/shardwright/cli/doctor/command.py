@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import doctor_bench, doctor_gpu
+from . import bench as bench_table
+from . import gpu as gpu_report
 
 _OLDEST_TORCH = (2, 4)
 
@@ -50,11 +51,11 @@ def run(options: argparse.Namespace) -> int:
         except Exception as error:  # as in _run
             checks.append(Check("description", False, f"{type(error).__name__}: {error}"))
     ok = all(check.ok for check in checks)
-    gpu = doctor_gpu.findings() if checks[0].ok else []
-    bench: list[doctor_bench.Row] = []
+    gpu = gpu_report.findings() if checks[0].ok else []
+    bench: list[bench_table.Row] = []
     if options.bench and ok:
         try:
-            bench = doctor_bench.sweep()
+            bench = bench_table.sweep()
         except Exception as error:  # as in _run
             checks.append(Check("all_reduce between processes", False, f"{type(error).__name__}: {error}"))
             ok = False
@@ -100,19 +101,19 @@ def _run(name: str, check: Callable[[], str]) -> Check:
 
 
 def _description() -> Any:
-    from .describe import describe
+    from ..describe import describe
 
     return describe()
 
 
 def _engine_loads() -> str:
-    from .. import _engine
+    from ... import _engine
 
     return f"instruction set {_engine.instruction_set()}"
 
 
 def _engine_computes() -> str:
-    from .. import _engine
+    from ... import _engine
 
     _engine.self_test()
     return "fold and all_reduce give the right bits"

@@ -10,20 +10,20 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from .._engine import Reducer
-from ..backend.base import Capabilities, Request
-from ..backend.device_link import DeviceLink, alias, device_link, mesh_links
-from ..backend.registration import Registration
-from ..comm.levels import Lease, Levels
-from ..comm.process_group import HostGroup
-from ..compress.device_exchange import DeviceExchange
-from ..gradients.device_reducer import DeviceReducer
-from ..layout.param_table import ParameterTable
-from ..layout.shard_runs import Storage, itemsize_of
-from ..options.compressors import Bf16, Compressor, Fp16
-from ..parameters.device_groups import DeviceUnitMemory, rows_in_groups
-from ..parameters.step_gathers import StepGathers
-from ..torch_compat import cuda
+from ..._engine import Reducer
+from ...backend.base import Capabilities, Request
+from ...backend.device_link import DeviceLink, alias, device_link, mesh_links
+from ...backend.registration import Registration
+from ...comm.levels import Lease, Levels
+from ...comm.process_group import HostGroup
+from ...compress.device_exchange import DeviceExchange
+from ...gradients.device_reducer import DeviceReducer
+from ...layout.param_table import ParameterTable
+from ...layout.shard_runs import Storage, itemsize_of
+from ...options.compressors import Bf16, Compressor, Fp16
+from ...parameters.device_groups import DeviceUnitMemory, rows_in_groups
+from ...parameters.step_gathers import StepGathers
+from ...torch_compat import cuda
 
 
 class CudaBackend:

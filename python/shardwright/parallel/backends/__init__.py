@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..backend.base import BackendClass
-from ..layout.param_table import ParameterTable
+from ...backend.base import BackendClass
+from ...layout.param_table import ParameterTable
 from .cuda_backend import CudaBackend
 from .host_backend import HostBackend
 
