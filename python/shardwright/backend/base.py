@@ -1,7 +1,7 @@
 """The seam between training and the memory that it trains in: one protocol, HostBackend and CudaBackend.
 
-A module's parameters, gradients and exchanges are made by its backend, and nothing above asks which one that is. What truly differs
-has a name in Capabilities.
+A module's backend makes its parameters, gradients and exchanges. Code above never asks which backend it has; real
+differences are named in Capabilities.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Capabilities:
     one_copy : bool
         At zero=3 the ranks of a host can map one copy of the parameters. Else each rank has its own, in units.
     abandons_rounds : bool
-        A round that failed on one rank is taken back on all. Else it ends the communicator.
+        A round that failed on one rank is undone on all. Else it ends the communicator.
     free_unit_order : bool
         A rank gathers a unit without the others. Else ranks run the same units in the same order.
     tells_standing : bool
-        What stands under a contribution travels with it. Else ranks that have joined are told as a round opens.
+        A contribution travels with its standing mean. Else joined ranks are told of standing means as a round opens.
     verdict_on_device : bool
-        Whether values are finite is known on the device alone, so the host decides nothing by it.
+        Only the device knows whether values are finite, so the host makes no decision by it.
     sends_beside_backward : bool
         Compressed buckets can cross to other hosts while the backward goes on.
     rank_order_only : bool
@@ -48,7 +48,7 @@ class Capabilities:
     state_is_there : bool
         offload="cpu" has no effect: optimizer state is in the host's memory already.
     publishes_behind : bool
-        Buckets.publish() returns before the slices are there, and readers wait for them (Buckets.settle).
+        Buckets.publish() returns before the slices have arrived, and readers wait for them (Buckets.settle).
     """
 
     one_copy: bool
@@ -69,13 +69,13 @@ class Request:
     Attributes
     ----------
     plans : sequence of UnitPlan, optional
-        Of units, where parameters are released.
+        The plans of units, if parameters are released.
     sends_early : bool
         Plain buckets leave while the backward goes on.
     compute_dtypes : mapping of int to torch.dtype
         The 16-bit dtypes in which modules compute with wider parameters, by the parameters' numbers.
     forwards : sequence of UnitPlan
-        Units whose forwards wait for their own parameters behind a step, where the backend publishes behind it.
+        Units whose forwards wait for their own parameters after a step, if the backend publishes behind it.
     """
 
     table: ParameterTable
@@ -93,35 +93,38 @@ class Request:
 class Buckets(Protocol):
     """Memory laid out as gradient buckets are, in which ranks make their slices visible to all (ParameterMemory)."""
 
-    #: the reason why slices are broadcast instead, without such memory; empty with it
+    #: the reason why slices are broadcast because there is no such memory; empty if there is
     reason: str
-    #: True if this rank writes first values: it has the memory, or the host's one copy
+    #: True if this rank writes the first values: it owns its memory, or the host's one copy
     is_home: bool
     #: True if a host gets several copies of rank 0's values
     is_copied: bool
 
     def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor of the shape of `like` at element `begin`, with a storage of exactly its bytes; None without memory."""
+        """Return a tensor of the shape of `like` at element `begin`, with a storage of exactly its bytes; None if there
+        is no memory.
+        """
 
     def publish(self, buckets: Collection[int], failed: bool | None, owned: Any) -> list[int] | None:
-        """Gather the buckets out of all ranks' slices. Return which ranks said `failed`, None if that does not travel along.
-        `owned(rank)`: ranges of that rank's slices, to broadcast without memory."""
+        """Gather the buckets from all ranks' slices. Return which ranks passed `failed`, None if the gather does not
+        carry that. `owned(rank)`: ranges of that rank's slices, to broadcast if there is no memory.
+        """
 
     def settle(self) -> None:
-        """Make the current stream wait for what publish() has left under way."""
+        """Make the current stream wait for the gathers that publish() left running."""
 
     def arrange_hooks(self, is_compiling: bool) -> None:
-        """Settle behind each publish() from now on, if a module is compiled in whose forward hooks would wait."""
+        """Settle after each publish() from now on, if a module whose forward hooks would wait is compiled."""
 
     def close(self) -> None:
-        """Settle, now and behind each later publish(); take hooks off modules."""
+        """Settle now and after each later publish(); remove the hooks of modules."""
 
     def protect(self, writable: bool) -> None:
-        """Allow or forbid this process to write there."""
+        """Allow or forbid this process to write to the memory."""
 
 
 class Backend(Protocol):
-    """One memory that modules are trained in.
+    """The memory in which a module trains: a host's or a GPU's.
 
     Attributes
     ----------
@@ -143,13 +146,13 @@ class Backend(Protocol):
 
     @staticmethod
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
-        """Raise NotImplementedError for options that this backend does not support. Needs no peer."""
+        """Raise NotImplementedError for options that this backend does not support. Not collective."""
 
     def reducer(self, request: Request) -> Reducer:
         """Make the reducer, with memory for gradients. Collective."""
 
     def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> Buckets:
-        """Make memory for parameters in the reducer's layout, of which `buckets` are filled now. Collective."""
+        """Make memory for parameters in the reducer's layout, and fill `buckets` now. Collective."""
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         """Make the storage of parameters that are gathered in units. Collective."""
@@ -178,7 +181,7 @@ class Backend(Protocol):
 
 
 class BackendClass(Protocol):
-    """A class of backends: its capabilities are known, and a request can be checked, before one is made."""
+    """A backend class: its capabilities are known, and a request can be checked, before an instance exists."""
 
     @property
     def capabilities(self) -> Capabilities: ...

@@ -29,8 +29,8 @@ from . import transport as device_transport
 from .lender import Lender
 
 _WATCH_PERIOD_S = 0.1
-#: seconds that a failure waits for its communicators' ends before it is raised: another communicator's kernels may
-#: delay them
+#: seconds for which a failure waits until its communicators have ended, before it is raised: other communicators'
+#: kernels may delay that
 _ENDING_S = 10.0
 _OTHER_FAILED = "another communicator of this rank's GPU has failed"
 
@@ -49,7 +49,7 @@ def alias(
 
 
 def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int, str]]]:
-    """Return copies of tensors that are not dense, and the engine's ranges of them and of the others."""
+    """Copy tensors that are not dense; return the copies, and the engine's ranges of all tensors."""
     copies, ranges = [], []
     for tensor in tensors:
         real = as_real(tensor.detach())
@@ -61,10 +61,10 @@ def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], lis
 
 
 def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
-    """Return what `make` gives on each rank, plain values; an error on all ranks if it fails on one. Collective."""
+    """Return each rank's result of `make`, plain values; raise on all ranks if it fails on one. Collective."""
     said = gather_answers(
         *(group.comm, lambda: json.dumps(make()).encode(), what),
-        refusals=(Exception,),  # whatever it is: the others must not wait for this rank
+        refusals=(Exception,),  # any error: the peers must not wait for this rank
         retell=lambda rank, sentence: NotImplementedError(f"rank {rank} cannot use its GPU: {sentence}"),
     )
     return [json.loads(each) for each in said]
@@ -79,13 +79,13 @@ class DeviceLink:
     ordinal : int
     timeout_s : float
     rows : sequence of sequence of int, optional
-        Each rank is linked to the ranks of its row alone, in their order. Default: one row of all.
+        Link each rank to the ranks of its row alone, in that order. Default: one row of all ranks.
     main : DeviceLink, optional
         The link of the whole group. A failure of either link ends both.
     borrows : bool
         Use torch's NCCL communicator of the group instead of one of our own.
     beside : bool
-        Use the stream of `main`: operations of both have one order.
+        Use the stream of `main`, so that the operations of both have one order.
 
     Attributes
     ----------
@@ -101,8 +101,8 @@ class DeviceLink:
     Raises
     ------
     NotImplementedError
-        On every rank alike: if some rank's driver or kernels cannot be used, if no transport can, or if some rank's
-        torch has nothing to lend.
+        On every rank, if some rank's driver or kernels cannot be used, no transport is usable, or some rank's torch has
+        no communicator to lend.
     CommTimeoutError
         If a rank did not come.
     """
@@ -118,13 +118,13 @@ class DeviceLink:
         beside: bool = False,
     ) -> None:
         self._main = main
-        # links of which this one is the main; a tuple, since the watching thread iterates over it while the program's
+        # links whose main link is this one; a tuple, since the watching thread iterates over it while the program's
         # thread adds one
         self._rows: tuple[weakref.ref[DeviceLink], ...] = ()
         self._lender: Lender | None = None
         self._telling = threading.Lock()
         self._was_left = False
-        self._measured: list[torch.Tensor] = []  # copies that kernels of the last clip() read
+        self._measured: list[torch.Tensor] = []  # copies that the last clip()'s kernels still read
         self._failure: str | None = None
         #: True once memory was registered as a window of this communicator: see Registration
         self.had_window = False
@@ -190,7 +190,7 @@ class DeviceLink:
             self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
             self._tell_lender()
-            if self._was_left:  # the group's other ranks get the error, and wrapping again makes new links
+            if self._was_left:  # the group's other ranks get the error, and the next wrap makes new links
                 self.fail(self._failure or "")
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
@@ -214,8 +214,8 @@ class DeviceLink:
     def _tell_lender(self) -> None:
         """End torch's communicator through torch after ours failed, which releases its kernels and us.
 
-        A thread that comes here while another tells torch waits for that. The error raised next says that torch has
-        been told.
+        If another thread is already aborting torch's communicator, wait for it. The next error says that torch was
+        told.
         """
         if not self._telling.acquire(timeout=_ENDING_S):
             return
@@ -227,7 +227,7 @@ class DeviceLink:
             self._telling.release()
 
     def fail(self, reason: str) -> None:
-        """End the communicators: peers that wait for this rank, on the GPU or on the host, get the reason."""
+        """End the communicators: peers that wait for this rank on the GPU or the host get the reason."""
         if self.host.is_alive:
             with contextlib.suppress(Error):  # another thread closed it meanwhile
                 self.host.abort(reason)
@@ -251,8 +251,7 @@ class DeviceLink:
             link._tell_lender()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Broadcast the values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters
-        stay.
+        """Broadcast the values of `root` to all ranks. Tensors may differ in strides; version counters do not change.
 
         Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not
         contiguous go through a copy.
@@ -282,8 +281,8 @@ class DeviceLink:
     ) -> None:
         """Write the exact 2-norm of all tensors, and the factor that clips it, to the two elements of `result`.
 
-        `is_sliced` adds up the tensors of all ranks; collective then. In the order of torch's current stream: the host
-        does not wait.
+        With `is_sliced` the norm is over the tensors of all ranks; collective then. Runs on torch's current stream: the
+        host does not wait.
         """
         self._measured, ranges = _ranges_of(gradients)
         self.comm.clip(ranges, max_norm, is_sliced, result.data_ptr(), self.current_stream())
@@ -340,8 +339,8 @@ def device_link(
 ) -> DeviceLink:
     """Return the link of a group's GPUs, made at its first use (collective then) and shared afterwards.
 
-    `rows` asks for the link inside this rank's row, which has a communicator of its own, also where the one row is the
-    group, and a stream of its own; `beside`: the group's stream. `borrows` asks for torch's communicator of the group.
+    `rows` asks for the link inside this rank's row, with its own communicator (even if the row is the whole group) and
+    its own stream. `beside`: use the group's stream. `borrows`: use torch's communicator of the group.
     """
     ordinal = cuda.runtime.ordinal(tensor)
     key = (ordinal, None if rows is None else tuple(map(tuple, rows)), borrows, beside)
@@ -355,9 +354,9 @@ def device_link(
 def mesh_links(
     group: HostGroup, tensor: torch.Tensor, timeout_s: float, rows: Sequence[Sequence[int]], borrows: bool = False
 ) -> tuple[DeviceLink, DeviceLink] | None:
-    """Return the links of this rank's row and column in which means are reduced, on the group's stream. Collective.
+    """Return the links of this rank's row and column that reduce means, on the group's stream. Collective.
 
-    None where the group's transport is slots, which fold anyway and stay inside one host.
+    None if the group's transport is slots, which fold in rank order and stay inside one host.
     """
     if device_link(group, tensor, timeout_s, borrows=borrows).comm.describe()["transport"] != "nccl":
         return None

@@ -1,8 +1,8 @@
 """torch's NCCL communicator, borrowed (`communicator="borrow"`).
 
-torch's ProcessGroupNCCL tells its communicator's address (`_comm_ptr`) and keeps owning it. We neither destroy nor
-abort it ourselves. A failure or a deadline of ours is passed to torch's own `abort()`, which releases threads that wait
-in the communicator's kernels. An end by torch is noticed before each forward, and by the thread that watches the link.
+torch's ProcessGroupNCCL gives its communicator's address (`_comm_ptr`) and still owns it. The engine neither destroys
+nor aborts it: after a failure or a deadline it calls torch's `abort()`, which releases threads that wait in the
+communicator's kernels. Each forward, and the thread that watches the link, check whether torch has ended it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _logger = logging.getLogger("shardwright")
 
 
 class Lender:
-    """A torch process group whose communicator for one GPU is lent.
+    """A torch process group that lends its communicator for one GPU.
 
     Parameters
     ----------
@@ -32,8 +32,8 @@ class Lender:
     Raises
     ------
     NotImplementedError
-        If there is no group, its backend on GPUs is not NCCL, this torch does not tell the address, or it has no
-        communicator yet.
+        If there is no group, its backend on GPUs is not NCCL, this torch does not give the address, or no communicator
+        exists yet.
     """
 
     def __init__(self, runtime: Any, group: Any, ordinal: int) -> None:
@@ -55,11 +55,11 @@ class Lender:
 
     @property
     def has_ended(self) -> bool:
-        """Return True if torch has ended the communicator, or made another."""
+        """Return True if torch has ended or replaced the communicator."""
         return self._ask() != self.address
 
     def abort(self) -> None:
-        """Abort all communicators of the group through torch. Its log repeats the failure, which is known already."""
+        """Abort all communicators of the group through torch. torch's log repeats the known failure."""
         try:
             self._backend.abort()
         except Exception as error:

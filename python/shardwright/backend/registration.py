@@ -1,8 +1,8 @@
 """Memory that NCCL reads and writes in place (`communicator="register"`): see docs/design/gpu_communication.md.
 
-NCCL's rule is that all ranks pass registered memory to an operation, at the same offset, or none does. So all ranks
-allocate, and exchange the outcome over the hosts' communicator; then they register, and exchange that, and if NCCL made a
-window. Then all ranks keep the memory, or all go on with torch's memory and one line in the log.
+NCCL requires that all ranks pass registered memory to an operation, at the same offset, or none. So all ranks allocate
+and exchange the outcome over the hosts' communicator. Then they register, and exchange that outcome and whether NCCL
+made a window. All ranks keep the memory, or all use torch's memory and log one line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Registration:
     what : str
         A name for the line of the log.
     adds : bool
-        NCCL adds in this memory, so it gets no window, whose kernels have an order of sums of their own.
+        NCCL reduces in this memory, so it gets no window: window kernels add in another order.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Registration:
     Notes
     -----
     The memory is NCCL's: torch's statistics do not count it. It is freed after the last tensor over it, once torch's
-    current stream has passed the work that it was given. `record_stream` has no effect on it.
+    current stream has run its work. `record_stream` has no effect on it.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Registration:
         self.reason = "there is nothing to share"
         if link.world_size == 1 or not sizes:
             return
-        # NCCL places a window by those that exist, and ranks free memory at times of their own: so there is one at most.
+        # NCCL's offset of a window depends on the windows that exist, and ranks free theirs at different times: so one
+        # at most.
         windows = not adds and not link.had_window and link.comm.describe()["windows"]
         self.reason, windows = _agree(link, _try(lambda: self._allocate(nbytes)), list(sizes), windows)
         if not self.reason:
@@ -72,11 +73,11 @@ class Registration:
             region = self._region
             is_window = not failure and region is not None and region.is_window
             link.had_window = link.had_window or is_window
-            kind = "as a window" if is_window else "without a window"  # NCCL decides, on each rank
+            kind = "as a window" if is_window else "without a window"  # each rank's NCCL decides
             self.reason, _ = _agree(link, failure, kind, windows)
         if self.reason:
             _logger.warning("%s: not registered with NCCL: %s", what, self.reason)
-            # The region gives the memory back. Where that fails the memory stays unused, and the communicator lives.
+            # The region frees the memory. If that fails the memory stays unused and the communicator goes on.
             self._region = None
             return
         region = self._region
@@ -96,7 +97,7 @@ class Registration:
         return self._region.nbytes if self._region is not None and self._region.is_registered else 0
 
     def end(self, reason: str) -> None:
-        """Stop registering on all ranks, because some later messages lie outside of the region; the buffers stay.
+        """Stop registering on all ranks, because later messages lie outside the region; the buffers stay.
 
         Between two rounds. Waits for the communicator's stream.
         """
@@ -113,7 +114,7 @@ class Registration:
 
 
 def _try(act: Callable[[], None]) -> str:
-    """Return the reason why this rank cannot; empty if it has."""
+    """Return the reason why this rank could not allocate or register; empty if it did."""
     try:
         act()
     except Exception as error:  # any error: the peers must not wait for this rank
@@ -122,8 +123,9 @@ def _try(act: Callable[[], None]) -> str:
 
 
 def _agree(link: DeviceLink, failure: str, outcome: list[int] | str, windows: bool) -> tuple[str, bool]:
-    """Return the reason why not all ranks have done the same, the same sentence on all of them; and whether all can
-    have windows. `outcome`: sizes of buckets, or the kind of a registration."""
+    """Return why some rank failed or differs, the same sentence on all ranks, and whether all can have windows.
+    `outcome`: sizes of buckets, or the kind of a registration.
+    """
     said = json.dumps([failure, outcome, windows]).encode()
     answers = [json.loads(each) for each in link.host.all_gather_bytes(said, "registering memory with NCCL")]
     for rank, (why, theirs, _) in enumerate(answers):
@@ -137,7 +139,9 @@ def _agree(link: DeviceLink, failure: str, outcome: list[int] | str, windows: bo
 
 
 def _over(region: DeviceRegion, begin: int, size: int, link: DeviceLink, like: torch.Tensor) -> torch.Tensor:
-    """Return a zeroed tensor over `size` bytes of the region. It keeps the region, and has an address if empty, too."""
+    """Return a zeroed tensor over `size` bytes of the region. It keeps the region alive, and has an address even if
+    empty.
+    """
     memory = alias(link, region, region.address + begin, "uint8", [size or _ALIGNMENT], like)
     made: torch.Tensor = cuda.runtime.seen(memory.zero_())
     return made

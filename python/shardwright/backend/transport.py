@@ -1,6 +1,6 @@
 """The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu_communication.md.
 
-The ranks exchange what they have, and each makes the same choice from it.
+The ranks exchange facts of their GPUs, and each makes the same choice from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VARIABLE = "SHARDWRIGHT_GPU_TRANSPORT"
 TRANSPORTS = ("auto", "nccl", "shm", "ipc")
 #: bytes of each of a rank's two slots
 SLOT_BYTES = 4 << 20
-#: the first NCCL that allows several ranks on one GPU, where an option asks for it
+#: the first NCCL with an option that allows several ranks on one GPU
 _NCCL_SHARES = (2, 30, 0)
 
 
@@ -42,7 +42,7 @@ def offer_of(comm: DeviceComm) -> dict[str, Any]:
 def choose_transport(
     offers: Sequence[Mapping[str, Any]], host_of: Sequence[int], borrows: bool = False
 ) -> tuple[str, str]:
-    """Return (transport, the reason why it is not NCCL); "auto" stands for slots wherever all ranks can have them.
+    """Return (transport, the reason why it is not NCCL). "auto" is slots if every rank supports them.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def choose_transport(
     host_of : sequence of int
         Each rank's host.
     borrows : bool
-        True if the communicator is to be torch's, which needs NCCL. Alike on all ranks.
+        True to use torch's communicator, which needs NCCL. Equal on all ranks.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def choose_transport(
 
 
 def _judge_borrowing(offers: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return NCCL, or raise. Ranks may share a GPU: only torch's communicator has to exist."""
+    """Return NCCL, or raise if torch's communicator does not exist. Ranks may share a GPU."""
     wanted = offers[0]["wanted"]
     why = f"{VARIABLE}={wanted} asks for slots" if wanted in ("shm", "ipc") else _missing_nccl(offers)
     if why:

@@ -1,9 +1,8 @@
 """A user's communication hook in torch's protocol: torch's own hooks run unchanged.
 
-The hook replaces the engine's fold. It gets each bucket in order at the end of the round (or earlier, on a thread:
-gradients/comm_thread.py) as an object with the methods of torch.distributed.GradBucket, and returns a future of the
-result. Padding between parameters is zero. Parameters that no rank used keep their bytes, whatever the hook does to the
-bucket.
+The hook replaces the engine's fold. It gets each bucket in order, at the end of the round or earlier on a thread
+(gradients/comm_thread.py), as an object with the methods of torch.distributed.GradBucket. It returns a future of the
+result. Padding between parameters is zero. Parameters that no rank used keep their bytes; the hook cannot change them.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from ..layout.shard_mesh import Slicing
 from ..layout.views import dense_strides, dtype_name
 from ..torch_compat import autograd as _hooks
 
-#: cuts lie at multiples of this (csrc/tensor/layout.h)
+#: slices begin at multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
 
 
 class GradBucket:
-    """A bucket with the methods of torch.distributed.GradBucket and, for hooks of our own, more facts."""
+    """A bucket with the methods of torch.distributed.GradBucket, and more for our own hooks."""
 
     def __init__(self, bucket: _Bucket, flat: torch.Tensor, index: int, is_last: bool, used: list[bool]) -> None:
         self._bucket = bucket
@@ -40,12 +39,11 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Return the whole bucket, one-dimensional, with this rank's contributions, not divided. A hook may write to
-        it."""
+        """Return the whole bucket, one-dimensional: this rank's contributions, not divided. A hook may write to it."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return views of buffer(), one a parameter, of its shape."""
+        """Return one view of buffer() for each parameter, in its shape."""
         base = self._buffer.storage_offset()
         return [
             self._buffer.as_strided(*layout, base + o) for layout, o in zip(self._bucket.layouts, self._bucket.offsets)
@@ -69,7 +67,7 @@ class GradBucket:
         return self._bucket.slice_numel
 
     def keeps_slice(self) -> bool:
-        """Return True if the result is needed in this rank's slice of buffer() alone. torch's bucket has no such
+        """Return True if only this rank's slice of buffer() needs the result. torch's bucket has no such
         method."""
         return self._bucket.keeps_slice
 
@@ -89,7 +87,7 @@ class HookRunner:
     parameters : sequence of Parameter
         The parameters attached to the reducer.
     like : sequence of Tensor
-        Tensors with the parameters' shapes and strides: a parameter may be released.
+        Tensors with the parameters' shapes and strides, since a parameter may be released.
     world_size : int
     state : object
         The first argument of the hook.
@@ -97,8 +95,8 @@ class HookRunner:
         A function that returns a Future of a tensor (or of a list of one), or the tensor itself.
     wanted : Wanted
     over_all : bool
-        True if the hook always gives the mean over all ranks: it is multiplied by all ranks over those that count
-        (join). Else its result is used unchanged.
+        True if the hook always returns the mean over all ranks. Inside a join it is then multiplied by (all ranks /
+        training ranks). Else its result is used unchanged.
     """
 
     def __init__(
@@ -128,11 +126,11 @@ class HookRunner:
         self.job(bucket, is_last, is_early)()
 
     def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
-        """Return the hook's job for a bucket, with its place in the round. Jobs are asked for in order, on any thread.
+        """Return the hook's job for a bucket, with its position in the round. Called in bucket order, on any thread.
 
-        `is_early` says that ranks have not exchanged their use bits yet; this rank used all of the bucket.
+        `is_early`: ranks have not exchanged their use bits yet; this rank used the whole bucket.
         """
-        # after a round that an exception cut short the next one begins again
+        # an exception ended the last round early: this one starts at 0
         self._position = self._position + 1 if bucket > self._previous else 0
         self._previous = bucket
         it = self._buckets[bucket]
@@ -140,18 +138,18 @@ class HookRunner:
         return functools.partial(self._average, it, self._position, is_last, used, is_early)
 
     def finish_early(self, buckets: Iterable[int]) -> None:
-        """Rescale, at the end of the round, buckets that were averaged before ranks exchanged whether they count."""
+        """Rescale at the end of the round buckets that were averaged before ranks exchanged which of them train."""
         for bucket in buckets:
             self._divide(self._buckets[bucket].flat())
 
     def _divide(self, flat: torch.Tensor) -> None:
-        """Rescale means over all ranks to means over the ranks that count."""
+        """Rescale means over all ranks to means over the ranks that train."""
         count = self._count()
         if count != self._world_size:
             flat.mul_(self._world_size / count)
 
     def _count(self) -> int:
-        """Return the number of ranks that the mean is over."""
+        """Return the number of ranks over which the mean is taken."""
         return self._divisor() if self._over_all else self._world_size
 
     @torch.no_grad()
@@ -185,15 +183,14 @@ class HookRunner:
 
 
 class SlicedHookRunner(HookRunner):
-    """A runner where a rank keeps its slices of the averages apart from the buckets (zero >= 2, in a pool).
+    """A runner for ranks that keep their slices of the averages outside the buckets (zero >= 2, in a pool).
 
-    A bucket is then a slot that other buckets use, too. The hook leaves the average in this rank's slice of it. A
-    contribution on top of a standing average arrived without it: the owner adds its part of the standing average to the
-    result.
+    Buckets then share slots. The hook leaves the average in this rank's slice of the slot. A contribution on top of a
+    standing average does not include that: the owner adds its slice of the standing average to the result.
 
-    A user's hook is asked for the whole result, in buckets of the length that they have at zero=0: the order in which
-    its collectives add may depend on that. The same holds for our hooks where a slice has several owners (a mesh of two
-    dimensions), since they know one owner a slice.
+    A user's hook computes the whole result, in buckets of the same length as at zero=0, since the order of its
+    collectives' sums may depend on the length. So do our hooks if a slice has several owners (a mesh of two
+    dimensions), since they support one owner per slice.
     """
 
     def __init__(
@@ -238,14 +235,14 @@ class SlicedHookRunner(HookRunner):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The place of a bucket's result, and the part of it that counts.
+    """The place of a bucket's result, and the part of it that is needed.
 
     Attributes
     ----------
     in_slots : bool
-        True if buckets lie in slots that other buckets use, too: each use asks for the address anew.
+        True if buckets share slots, so that each use must query the address.
     slice_alone : bool
-        True if this rank's slice of the result is enough.
+        True if only this rank's slice of the result is needed.
     """
 
     in_slots: bool = False
@@ -253,7 +250,7 @@ class Wanted:
 
 
 class _Bucket:
-    """The places of parameters in a bucket."""
+    """The positions of parameters in a bucket."""
 
     def __init__(
         self,
@@ -276,7 +273,7 @@ class _Bucket:
             if parameter.dtype != dtype:
                 raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(parameter.dtype)}")
         ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
-        # one slice for every rank: a compressor's bits do not depend on the owners of slices
+        # one slice for each rank, so that a compressor's bits do not depend on the owners
         self.slice_numel = _slice_numel(max(ends, default=0), world_size, dtype)
         self._end = self.numel if wanted.slice_alone else max(ends, default=0)
         self._gaps = [(a, b) for a, b in zip([0, *ends], [*self.offsets, self._end]) if b > a]
@@ -285,7 +282,7 @@ class _Bucket:
         self._dtype = dtype
 
     def flat(self) -> torch.Tensor:
-        """Return the whole bucket, one-dimensional; without the padding at its end if the whole result is needed."""
+        """Return the whole bucket, one-dimensional, without the padding at its end if the whole result is needed."""
         if self._in_slots or self._flat is None:  # a slot may have moved
             get, bucket = self._memory
             self._flat = from_dlpack(get(bucket))[: self._end]
@@ -297,7 +294,7 @@ class _Bucket:
 
 
 def _slice_numel(numel: int, world_size: int, dtype: torch.dtype) -> int:
-    """Return the elements of a slice, by the engine's layout of a bucket of `numel` with one slice a rank."""
+    """Return the elements of a slice in the engine's layout of a bucket of `numel` elements, one slice for each rank."""
     aligned = _SLICE_BYTES // dtype.itemsize
     return -(-numel // (world_size * aligned)) * aligned
 
@@ -307,7 +304,7 @@ def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _value_of(result: Any) -> torch.Tensor:
-    if hasattr(result, "wait"):  # torch.futures.Future, or the C++ object beneath it, or a Work's
+    if hasattr(result, "wait"):  # a torch.futures.Future, its C++ object, or a Work's future
         result = result.wait()
     if isinstance(result, (list, tuple)) and len(result) == 1:
         result = result[0]

@@ -1,11 +1,11 @@
-"""A thread a wrapper that averages buckets beside the backward, in the order in which they are handed over.
+"""One thread per wrapper that averages buckets during the backward, in the order in which they are handed over.
 
-The reducer hands a bucket over as soon as all its gradients lie in it, in index order. Buckets that are incomplete by
-then, or used by other ranks alone, follow at the end of the backward, which waits for all of them. The thread exchanges
-over communicators of its own, since the backward may use the wrapper's meanwhile (SyncBatchNorm). All ranks hand over
-the same buckets in the same order, at any time.
+The reducer hands buckets over in index order, each as soon as it holds all its gradients. Incomplete buckets, and those
+that only other ranks used, follow at the end of the backward, which waits for all. The thread has its own
+communicators, since the backward may use the wrapper's meanwhile (SyncBatchNorm). All ranks hand over the same buckets
+in the same order; times may differ.
 
-A failure ends the round's other buckets on this rank, and is raised by the wait for the round.
+A failure cancels the round's other buckets on this rank; the wait for the round raises it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from .._engine import CommTimeoutError, HostComm
 
-#: seconds beyond the deadline of the exchanges themselves, whose errors say more about the cause
+#: seconds added to the exchanges' own deadline, whose errors name the cause better
 _GRACE_S = 2.0
-#: seconds that an ending program waits for threads in the middle of a bucket
+#: seconds for which an ending program waits for threads that are averaging a bucket
 _LEAVE_S = 1.0
 #: threads with a bucket under way
 _busy: set[threading.Thread] = set()
@@ -47,17 +47,17 @@ class _Round:
 
 
 class BucketThread:
-    """A thread for the buckets of `runner`, started at the first one.
+    """A thread for the buckets of `runner`, started at the first bucket.
 
     Parameters
     ----------
     runner : Runner
     comm : HostComm
-        The wrapper's communicator. Its deadline bounds a wait, and it ends when that passes.
+        The wrapper's communicator. Its deadline bounds each wait; a wait that passes it ends the communicator.
     label : str
         The model's name in messages.
     lease : object
-        The communicators of the exchange, held for as long as the thread may use them.
+        The exchange's communicators, held as long as the thread may use them.
     """
 
     def __init__(self, runner: Runner, comm: HostComm, label: str, lease: object) -> None:
@@ -107,7 +107,7 @@ def _begin(jobs: Any, done: Any, lease: object) -> threading.Thread:
 
 
 def _run(jobs: Any, done: Any, lease: object) -> None:
-    """Run jobs. Between jobs hold nothing of a wrapper, so that a dropped wrapper ends."""
+    """Run jobs. Hold no reference to the wrapper between jobs, so that it can be freed."""
     me = threading.current_thread()
     while (job := jobs.get()) is not None:
         its_round, run = job
@@ -124,14 +124,14 @@ def _run(jobs: Any, done: Any, lease: object) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Wait for threads with a bucket under way as the program ends.
+    """At exit, wait for threads that are averaging a bucket.
 
-    A thread that returns from Gloo into an interpreter that has ended would end the program by SIGABRT. If peers have
-    left, too, it returns at once.
+    A thread that returns from Gloo after the interpreter has ended would raise SIGABRT. It returns at once if peers
+    have left too.
     """
     deadline_s = time.monotonic() + _LEAVE_S
     while _busy and time.monotonic() < deadline_s:
         time.sleep(1e-3)
 
 
-os.register_at_fork(after_in_child=_busy.clear)  # another operating system: it has no such thread
+os.register_at_fork(after_in_child=_busy.clear)  # a forked child lacks the thread

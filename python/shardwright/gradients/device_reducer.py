@@ -1,8 +1,8 @@
-"""The reducer of a GPU: torch's memory behind the engine's buckets, registered with NCCL where that is asked for.
+"""The reducer of a GPU: allocates the engine's buckets with torch, or registers them with NCCL.
 
 Rounds are the engine's, as on the host (docs/design/reduce.md). This class allocates the buckets; at zero >= 2 it
-allocates this rank's slices of the means and the two places in which buckets travel. csrc/python calls the methods with an underscore
-for the steps of a round that need torch.
+allocates this rank's slices of the means and the two places in which buckets travel. csrc/python calls the underscored
+methods for the steps of a round that need torch.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class DeviceReducer(Reducer):
     ----------
     link : DeviceLink
     rows : list of (name, numel, dtype, requires_grad), or with a group as a fifth
-        One a parameter, in registration order.
+        One row for each parameter, in registration order.
     like : Tensor
         On the GPU.
     bucket_cap_bytes : int
     reduce : {"mean", "sum"}
     deterministic : bool
-        The fold in rank order, with the host's bits, instead of the transport's own mean.
+        Fold in rank order, with the host's bits, instead of the transport's own mean.
     label : str
-        Of the model, in messages.
+        The model's name in messages.
     sliced : bool
-        Keep this rank's slices of the means alone.
+        Keep only this rank's slices of the means.
     slicing : Slicing
-        Which rank owns what, where slices are kept.
+        The owner of each slice, if slices are kept.
     wire : {"float16", "bfloat16"}, optional
-        In what the mean travels.
+        The dtype in which the mean travels.
     registers : bool
-        What travels lies in memory that is registered with NCCL, where all ranks can.
+        Register the memory of messages with NCCL, if all ranks can.
     mesh : (DeviceLink, DeviceLink), optional
         The links of this rank's row and column, over which NCCL reduces.
     """
@@ -82,15 +82,15 @@ class DeviceReducer(Reducer):
             row=None if row is None else row.comm,
             column=None if column is None else column.comm,
         )
-        self._bucket_link = row or link  # on a mesh slices go on over the column
+        self._bucket_link = row or link  # on a mesh the column reduces the slices further
         self._link, self._label, self._like, self.wire = link, label, like, wire
         self._sliced, self._slice_count = sliced, slicing.count if sliced else 1
         self._has_hook = False
         self._adopted: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
         self._registration: Registration | None = None
-        self._registered: list[torch.Tensor] = []  # memory of buckets in messages, in order
-        self._ring: list[torch.Tensor] = []  # places that buckets use in turn
+        self._registered: list[torch.Tensor] = []  # memory of buckets for messages, in order
+        self._ring: list[torch.Tensor] = []  # places that buckets share in turn
         trainable = [bucket for bucket in range(self.bucket_count) if self.bucket_shape(bucket)[3]]
         if registers:
             self._register(trainable, self._lent_sizes() if lent else [])
@@ -105,7 +105,7 @@ class DeviceReducer(Reducer):
         return numel * _itemsize(dtype)
 
     def _register(self, trainable: Sequence[int], lent: list[int]) -> None:
-        """Register one region for all that the engine passes to NCCL in a round, except use bytes. Collective."""
+        """Register one region for all memory that a round passes to NCCL, except use bits. Collective."""
         travelling: list[int] = []
         if self.wire is None:
             travelling = self._sizes_of_places(trainable) if self._sliced else list(map(self._nbytes, trainable))
@@ -117,7 +117,7 @@ class DeviceReducer(Reducer):
             self.lend(tuple(buffers[: len(lent)] or (zeros(size, torch.uint8, self._like) for size in lent)))
 
     def _lent_sizes(self) -> list[int]:
-        """Return the sizes of memory for the others' contributions, where the engine folds or may fold, and for a bucket in `wire`."""
+        """Return the sizes of memory for the peers' contributions, if the engine may fold, and for a bucket in `wire`."""
         buckets = range(self.bucket_count)
         sizes = [max(map(self._nbytes, buckets), default=1)]
         if self.wire is not None:
@@ -126,7 +126,7 @@ class DeviceReducer(Reducer):
         return [max(size, 1) for size in sizes]
 
     def _adopt(self, bucket: int) -> None:
-        """Allocate memory for a bucket that takes part from now on. A bucket without elements has an address, too."""
+        """Allocate memory for a bucket that joins the rounds now. A bucket without elements has an address too."""
         _, numel, name, _ = self.bucket_shape(bucket)
         dtype: torch.dtype = getattr(torch, name)
         if self._registered and not self._sliced:
@@ -137,7 +137,9 @@ class DeviceReducer(Reducer):
         self._adopted.add(bucket)
 
     def _sizes_of_places(self, buckets: Sequence[int]) -> list[int]:
-        """Return the sizes of the places: two take turns. With a hook, buckets follow one another on torch's stream, in one."""
+        """Return the sizes of the places: two in turn, or one with a hook, since its buckets follow one another on
+        torch's stream.
+        """
         return heapq.nlargest(1 if self._has_hook else 2, map(self._nbytes, buckets))
 
     def _make_places(self) -> None:
@@ -152,8 +154,7 @@ class DeviceReducer(Reducer):
         self.set_places(tuple(self._ring))
 
     def _end_registration(self, reason: str) -> None:
-        """End the registration, because some later messages lie outside of the region. On all ranks, between two
-        rounds."""
+        """End the registration, because later messages lie outside the region. On all ranks, between two rounds."""
         if self._registration is not None:
             self._registration.end(reason)
 
@@ -179,7 +180,7 @@ class DeviceReducer(Reducer):
         """Register `callback(bucket, is_last, is_early)` to average buckets at the end of a backward, on torch's
         current stream.
 
-        The engine keeps what is left: which parameters were used, whether ranks are at the same step, and no bucket.
+        The engine then exchanges only use bits and tags, and no bucket.
         """
         self._end_registration("buckets are averaged by a communication hook")
         self.withdraw()
@@ -208,7 +209,7 @@ class DeviceReducer(Reducer):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """Restore the gradients that no rank used."""
+        """Restore the gradients of parameters that no rank used."""
         kept, self._kept = self._kept, {}
         for index, before in kept.items():
             if not self.used_by_any(index):
@@ -221,7 +222,7 @@ class DeviceReducer(Reducer):
         _fill_with_nothing(from_dlpack(self.bucket(bucket)))
 
     def _locate(self, like: torch.Tensor, gradient: torch.Tensor) -> int:
-        """Return the address of a gradient whose layout is that of `like`, so that its bytes can be copied; else 0."""
+        """Return the address of a gradient laid out like `like`, so that its bytes can be copied; else 0."""
         is_alike = (
             address_of(gradient) != 0
             and gradient.dtype is like.dtype
@@ -233,15 +234,15 @@ class DeviceReducer(Reducer):
         return gradient.data_ptr() if is_alike else 0
 
     def _end(self, reason: str) -> None:
-        """End the communicators on every rank, and raise the reason."""
+        """End the communicators on every rank and raise the reason."""
         self._link.fail(reason)
         self._link.check()
 
-    # what was chosen ------------------------------------------------------------------------------------------------
+    # choices ------------------------------------------------------------------------------------------------
 
     @property
     def transport(self) -> str:  # type: ignore[override]
-        """Return the carrier of the bytes: "nccl", or "shm" or "ipc" for slots in memory of the host or of the GPUs."""
+        """Return the transport: "nccl", or "shm" or "ipc" for slots in host or GPU memory."""
         carrier: str = self._link.comm.describe()["transport"]
         return carrier
 

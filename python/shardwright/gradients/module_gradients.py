@@ -51,7 +51,7 @@ class ModuleGradients:
     slicing : Slicing
     zero : int
     label : str
-        The module's class, in messages.
+        The module's class in messages.
     last_step_on : callable
         Return the number of rounds when a parameter was stepped on last.
     warns_of_sparse : bool
@@ -60,9 +60,10 @@ class ModuleGradients:
     Attributes
     ----------
     views : list of Tensor
-        What `.grad` of each parameter becomes: a view of its bucket, or at zero >= 2 a ShardedGradient. None without memory.
+        The tensor that becomes each parameter's `.grad`: a view of its bucket, or at zero >= 2 a ShardedGradient. None
+        if it has no memory.
     closed_without_backward : bool
-        The last round was of a forward that no backward followed.
+        True if the last round belonged to a forward without a backward.
     """
 
     def __init__(
@@ -104,14 +105,14 @@ class ModuleGradients:
         return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self._board, held)
 
     def renew_view(self, index: int) -> None:
-        """Make the view of a gradient. An old one that the user kept moves to memory of its own."""
+        """Make the view of a gradient. An old view that the user kept is moved to separate memory."""
         kept = self.views[index]
         if kept is not None:
             kept.data = kept.detach().clone(memory_format=torch.preserve_format)
         self.views[index] = self._make_view(index)
 
     def write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> None:
-        """Write a gradient that the engine cannot read by itself (other strides, sparse), at zero >= 2."""
+        """Write a gradient that the engine cannot read (other strides, sparse), at zero >= 2."""
         memory = gradient_view(self._storage.like(index), self._reducer, index)
         if add:
             whole = torch.empty_like(memory)
@@ -129,7 +130,7 @@ class ModuleGradients:
     # for a step -------------------------------------------------------------------------------------------------------
 
     def slices(self) -> list[torch.Tensor | None]:
-        """Return slice_of() every parameter."""
+        """Return slice_of() for every parameter."""
         return [self.slice_of(index) for index in range(len(self._table.parameters))]
 
     def slice_of(self, index: int) -> torch.Tensor | None:
@@ -161,17 +162,17 @@ class ModuleGradients:
             kept, address = self._slices.get(index), gradient.data_ptr()
             if kept is None or kept[0]() is not gradient or kept[1] != address:
                 own = memory_order(gradient.detach(), parameter)[low:high]
-                # weak: a view that others hold is taken for kept by the user
+                # weak, since a view with another reference counts as kept by the user
                 kept = self._slices[index] = (weakref.ref(gradient), address, own)
             return kept[2]
         return memory_order(gradient.detach(), parameter)[low:high]
 
     def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
-        """Return whether a whole gradient is what a round left, or what the user made of it, as far as can be known.
+        """Return True if a whole gradient is a round's result or the user's change of it, as far as can be known.
 
-        A round leaves our view, and its values may be changed in place (clipping, noise). Another tensor is one that the user made of it if
-        some round after `since` averaged the parameter; or it was stepped on before; or it is zero. A view is what a round left unless a
-        forward was followed by no backward: then it is looked at as another tensor is.
+        A round leaves our view, whose values may be changed in place (clipping, noise). Another tensor counts as the
+        user's change if a round after `since` averaged the parameter, if the parameter was stepped on before, or if the
+        tensor is zero. After a forward without a backward our view is judged like another tensor.
         """
         if self._group.world_size == 1:
             return True
@@ -189,9 +190,9 @@ class ModuleGradients:
         Parameters
         ----------
         optimizer : Optimizer
-            It is about to step.
+            The optimizer that is about to step.
         since : int
-            The number of rounds at the step before.
+            The number of rounds at its previous step.
         """
         suspects = range(len(self.views)) if self.closed_without_backward else self._reducer.foreign()
         if not suspects:
@@ -220,11 +221,11 @@ class ModuleGradients:
             if id(parameter) in members and parameter.requires_grad and parameter.grad is not None:
                 yield index, parameter.grad
 
-    # what ranks know together -----------------------------------------------------------------------------------------
+    # values over all ranks -----------------------------------------------------------------------------------------
 
     @property
     def board(self) -> GradientBoard:
-        """The board of sliced gradients, at zero >= 2 only."""
+        """The board of sliced gradients; only at zero >= 2."""
         assert self._board is not None
         return self._board
 
@@ -234,15 +235,15 @@ class ModuleGradients:
         return self._board
 
     def squares_of(self, slices: Callable[[], Sequence[torch.Tensor | None]], *, over_ranks: bool = True) -> bytes:
-        """Return the exact sums of squares of what all ranks hold together, of which `slices` gives this rank's.
-        Collective `over_ranks`.
+        """Return the exact sums of squares of all ranks' gradients; `slices` returns this rank's. Collective
+        `over_ranks`.
 
         There is one sum for each set of dimensions of the model mesh over which parameters are sharded.
 
         Raises
         ------
         Error
-            On all ranks, where `slices` raises it on some.
+            On all ranks, if `slices` raises it on some.
         """
         kinds = self._table.sharded_kinds
 
@@ -256,12 +257,13 @@ class ModuleGradients:
         return sums_over_ranks(self._group.comm, sums, self._label) if over_ranks else sums()
 
     def agree_on_clipping(self, max_norm: float) -> tuple[float, list[torch.Tensor]]:
-        """Return rank 0's `max_norm`, and this rank's part of what all ranks clip together to it. Collective between hosts.
+        """Return rank 0's `max_norm`, and this rank's part of the gradients that all ranks clip to it. Collective
+        between hosts.
 
         Raises
         ------
         Error
-            On all ranks, where gradients are not averaged on some, or where `max_norm` differs by more than rounding.
+            On all ranks, if gradients are not averaged on some, or if `max_norm` differs by more than rounding.
         """
         found: list[torch.Tensor | None] = []
 
@@ -284,7 +286,7 @@ class ModuleGradients:
         return self._board.factors() if self._board is not None else []
 
     def accept_factors(self) -> None:
-        """Forget the factors: all ranks have scaled their gradients by the same."""
+        """Forget the factors, after all ranks have scaled by the same ones."""
         if self._board is not None:
             self._board.accept_factors()
 
@@ -314,7 +316,7 @@ class ModuleGradients:
         return found
 
     def _gathered(self, index: int, piece: torch.Tensor) -> torch.Tensor:
-        """Return the whole of which each rank has a slice of a gradient. Collective."""
+        """Return a whole gradient from all ranks' slices. Collective."""
         parameter, name = self._table.parameters[index], self._table.names[index]
         data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
         flat = parameter.new_empty(parameter.numel(), dtype=piece.dtype)
@@ -325,7 +327,7 @@ class ModuleGradients:
         return flat.as_strided(parameter.shape, self._storage.like(index).stride())
 
     def _agree(self) -> None:
-        """Raise Error on all ranks where one has gradients that are not averaged, or ranks have scaled theirs by different factors."""
+        """Raise Error on all ranks if one has gradients that are not averaged, or if ranks scaled by different factors."""
 
         def answer() -> bytes:
             for index, parameter in enumerate(self._table.parameters):

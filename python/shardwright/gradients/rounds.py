@@ -1,4 +1,4 @@
-"""The rounds of one wrapped module: how each begins and ends, and what follows its averages."""
+"""The rounds of one wrapped module: their beginning and end, and the callbacks after them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Rounds"]
 class Rounds:
     """The rounds of a module on this rank.
 
-    The reducer calls back through weak references: it must not keep this object alive, which holds the reducer.
+    The reducer calls back through weak references, since this object holds the reducer.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Rounds:
     watcher : object or None
         Its after_round(seconds) gets the duration of each end of a round.
     begin_iteration : callable or None
-        Gets the number of synchronised forwards so far; returns an object for the times of the next, or None.
+        Gets the number of synchronised forwards so far; returns an object that records the next one's times, or None.
     """
 
     def __init__(self, table: ParameterTable, reducer: Any, label: str, zero: int) -> None:
@@ -49,12 +49,12 @@ class Rounds:
         self.begin_iteration: Callable[[int], Any] | None = None
         self._iterations = 0
         self._times: Any = None
-        self._opens_locally = False  # while the outputs of a forward inside no_sync() open a round
+        self._opens_locally = False  # True if the outputs of a forward inside no_sync() open a round
         self.on_output_gradient = _output_hook(reducer)
         self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
 
     def attach(self, gradients: ModuleGradients, sparse: SparseGradients | None) -> None:
-        """Set the gradients that rounds average, and those that are exchanged after each round."""
+        """Set the gradients that rounds average, and the sparse ones exchanged after each round."""
         self._gradients, self.sparse = gradients, sparse
 
     def forward(self, synchronises: bool) -> None:
@@ -68,7 +68,9 @@ class Rounds:
     def opener(
         self, synchronises: Callable[[], bool], opens_first: Callable[[], None] | None = None
     ) -> Callable[[], bool]:
-        """Return the callback that opens a round, behind `opens_first`. It returns True if the round synchronises."""
+        """Return the callback that opens a round after it calls `opens_first`. It returns True if the round
+        synchronises.
+        """
         reference = weakref.ref(self)
 
         def open_round() -> bool:
@@ -103,7 +105,7 @@ class Rounds:
             times.close_end = time.perf_counter_ns()
 
     def close_pending(self) -> None:
-        """Close a synchronised forward that no backward followed, before gradients are used."""
+        """Close a synchronised forward without a backward, before gradients are used."""
         was_pending = self._reducer.pending_forward
         self._end(self._reducer.close_pending)
         if was_pending:
@@ -116,7 +118,7 @@ class Rounds:
         self._end(self._reducer.average)
 
     def shadow(self, standing: Sequence[int] | None = None) -> None:
-        """Run a round of a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
+        """Run a round on a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
         end = self._reducer.shadow if standing is None else functools.partial(self._reducer.shadow, standing)
         self._end(end, contributes=False)
 
@@ -145,7 +147,7 @@ class Rounds:
     def _range(self) -> contextlib.AbstractContextManager[Any]:
         """Return a profiler's range for the end of a round, which waits for the averages of all buckets.
 
-        The engine averages buckets on its own threads, so that one range names the sizes of all.
+        The engine averages buckets on its own threads, so one range lists the sizes of all.
         """
         trained = [p for p in self._table.parameters if p.requires_grad]
         kind = "reduce_scatter" if self._zero >= 2 else "all_reduce"
@@ -168,8 +170,9 @@ def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
 
 
 def _local_output_hook(reference: weakref.ref[Rounds]) -> Callable[[torch.Tensor], None]:
-    """Return the hook for outputs of a forward inside no_sync(): their backward is local, unless a forward outside of it
-    also waits for a backward."""
+    """Return the hook for outputs of a forward inside no_sync(). Their backward is local, unless a forward outside
+    no_sync() also waits for a backward.
+    """
 
     def on_output_gradient(_: torch.Tensor) -> None:
         rounds = reference()

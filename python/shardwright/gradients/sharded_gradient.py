@@ -1,9 +1,9 @@
-"""ShardedGradient: the `.grad` at zero >= 2, where a rank keeps only its slice of each averaged gradient.
+"""ShardedGradient: the `.grad` at zero >= 2, which holds only this rank's slice of the averaged gradient.
 
 It has its parameter's shape and dtype and no memory of its own. It supports the operations of training loops: norms
 (torch's clip_grad_norm_), clamping (its clip_grad_value_), scaling by a number, GradScaler's unscaling, zeroing, the
-next backward's accumulation, and comparison with a tensor (torch.allclose, torch.equal; collective). Every other operation raises and names sw.full_gradients: a slice must never be taken for
-the whole.
+next backward's accumulation, and comparison with a tensor (torch.allclose, torch.equal; collective). Every other
+operation raises and names sw.full_gradients, so that no code takes a slice for the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class GradientBoard:
-    """The answers that gradients of one module give together: norms over all ranks, and agreements.
+    """State that the gradients of one module share: norms over all ranks, and agreements.
 
     Parameters
     ----------
@@ -30,17 +30,17 @@ class GradientBoard:
     label : str
         The model's name in messages.
     speaks : bool
-        True if norms count this rank's slices; else another owner's count.
+        True if norms count this rank's slices; else those of another owner.
     """
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
         self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
         self._pieces: dict[
             int, torch.Tensor
-        ] = {}  # slices, not gradients: those hold the board, and autograd holds them
+        ] = {}  # slices, not gradients: gradients hold the board, and autograd holds gradients
         self._factors: list[list[Any]] = []
         self._factors_of = -1
-        self._scalings = 0  # factors that all ranks accepted
+        self._scalings = 0  # factors on which all ranks agreed
         self._norms: dict[float, dict[int, float]] = {}
         self._norms_of: tuple[int, int] = (-1, -1)
         self._factor: tuple[torch.Tensor, int, float] | None = None
@@ -48,18 +48,20 @@ class GradientBoard:
         self.whole_of: Callable[[], Callable[[int, torch.Tensor], torch.Tensor] | None] = lambda: None
         self.announce: Callable[..., None] = lambda *_: (
             None
-        )  # tells joined ranks which collective comes; see parallel/join.py
+        )  # announces the next collective to joined ranks; see parallel/join.py
 
     def join(self, index: int, piece: torch.Tensor) -> None:
         """Add `piece`, this rank's slice of the gradient of parameter `index`, on all ranks."""
         self._pieces[index] = piece
 
     def scaled(self, index: int, name: str, factor: float) -> None:
-        """Note that a gradient was scaled: earlier norms no longer hold, and all ranks must have done the same."""
+        """Note that a gradient was scaled: cached norms are stale, and all ranks must have scaled it equally."""
         self.factors().append([index, name, factor])
 
     def number(self, factor: Any) -> float:
-        """Return a factor's value. On a GPU the host waits for it; usually one tensor scales all gradients in turn."""
+        """Return a factor's value, cached since one tensor usually scales all gradients. On a GPU the host waits for
+        it.
+        """
         if not isinstance(factor, torch.Tensor):
             return float(factor)
         version = -1 if factor.is_inference() else factor._version
@@ -71,7 +73,7 @@ class GradientBoard:
         """Return [index, "mul_" or "div_", factor] of each scaling since accept_factors(). Ranks compare it before a
         step.
 
-        A round keeps scalings that still count: those of gradients on top of which some rank contributed.
+        A round keeps the scalings of gradients to which some rank contributed on top.
         """
         rounds = self._reducer.stats()["rounds"]
         if rounds != self._factors_of:
@@ -80,15 +82,15 @@ class GradientBoard:
         return self._factors
 
     def accept_factors(self) -> None:
-        """Clear the factors after ranks have compared them and agree."""
+        """Clear the factors after all ranks have agreed on them."""
         self._scalings += len(self._factors)
         self._factors = []
 
     def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
-        """Return the norm of one parameter's gradient. The first one after a round is one collective for all; the rest
-        are cached.
+        """Return the norm of one parameter's gradient. The first call after a round computes all norms in one
+        collective.
 
-        `averaged` raises Error where the gradient is not averaged yet; then all ranks raise it.
+        `averaged` raises Error if the gradient is not averaged yet; then all ranks raise it.
         """
         state = (self._reducer.stats()["rounds"], self._scalings + len(self.factors()))
         if state != self._norms_of:
@@ -174,10 +176,10 @@ class ShardedGradient(torch.Tensor):
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         made.piece = piece
-        # all elements of the average on this rank, `piece` included: more than it where gradients are staged
+        # all elements of the average on this rank; more than `piece` if gradients are staged
         made._held = piece if held is None else held
-        made._cleared = False  # zeroed since the last round: the average no longer stands
-        made._pending = None  # the sum of later backwards since the last round; the engine takes it
+        made._cleared = False  # True if zeroed since the last round: the average no longer stands
+        made._pending = None  # the sum of backwards since the last round, which the engine takes
         made._board, made._index = board, index
         board.join(index, piece)
         return made
@@ -189,7 +191,7 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)}, {self.piece.numel()} elements on this rank{pending})"
 
     def averaged_piece(self) -> torch.Tensor:
-        """Return `piece`, unless something was added since it was averaged."""
+        """Return `piece`; raise if a backward has added to it since it was averaged."""
         if self._pending is not None:
             raise Error(
                 "a gradient holds what a backward inside no_sync() added, which is not averaged yet: run a backward outside of "
@@ -198,7 +200,7 @@ class ShardedGradient(torch.Tensor):
         return torch.zeros_like(self.piece) if self._cleared else self.piece
 
     def as_on_this_rank(self) -> torch.Tensor:
-        """Return the whole gradient, with what this rank added since it was averaged. Collective."""
+        """Return the whole gradient, plus this rank's additions since it was averaged. Collective."""
         gather = self._board.whole_of()
         if gather is None:
             raise Error("this gradient's module is no longer wrapped, and no rank has the others' slices")
@@ -207,9 +209,9 @@ class ShardedGradient(torch.Tensor):
         return whole if self._pending is None else whole + self._pending
 
     def clipped(self, max_norm: float) -> torch.Tensor:
-        """Return the memory of an averaged gradient that a GPU's kernels are about to clip, and note that they do.
+        """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping.
 
-        The factor is on the GPU alone; it is the same on all ranks whose `max_norm` is.
+        The factor is only on the GPU; ranks with equal `max_norm` have the same one.
         """
         self._board.scaled(self._index, "clip", max_norm)
         return self._held
@@ -221,8 +223,8 @@ class ShardedGradient(torch.Tensor):
         raise Error("a gradient of which this rank keeps a slice cannot be pickled: see sw.full_gradients")
 
     def share_memory_(self) -> Any:
-        """Raise: module.share_memory() calls this past the dispatch of operations, and torch would read memory that is
-        not there.
+        """Raise: module.share_memory() bypasses the dispatch of operations, and torch would read memory that does not
+        exist.
         """
         raise Error(
             "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"
@@ -230,8 +232,9 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """Return the gradient itself. An assignment would bypass the dispatch of operations, and the slice would
-        stay."""
+        """Return the gradient itself. Assigning it would bypass the dispatch of operations and leave the slice
+        unchanged.
+        """
         return self
 
     @data.setter
@@ -245,7 +248,7 @@ class ShardedGradient(torch.Tensor):
         raise Error("a gradient of which this rank keeps a slice has no memory to lend: see sw.full_gradients")
 
     def apply_(self, callable: Any) -> Any:
-        """Raise: it and similar methods read memory past the dispatch."""
+        """Raise: this and similar methods read memory without the dispatch."""
         raise Error("a gradient of which this rank keeps a slice has no elements to visit: see sw.full_gradients")
 
     def map_(self, tensor: Any, callable: Any) -> Any:
@@ -295,7 +298,7 @@ def _scaled(name: str) -> Callable[..., Any]:
 
 
 def _clamped(grad: Any, low: Any, high: Any) -> Any:
-    """Clamp each element of the average, by numbers around 0: an element that another rank keeps is clamped there."""
+    """Clamp each element of the average between numbers around 0; each rank clamps its own elements."""
     bounds = [("clamp_min_", low), ("clamp_max_", high)]
     if (low or 0) > 0 or (high or 0) < 0:
         raise Error(
@@ -310,7 +313,7 @@ def _clamped(grad: Any, low: Any, high: Any) -> Any:
 
 
 def _zero(grad: Any) -> Any:
-    grad._cleared = True  # the slice stays: other ranks may not have cleared theirs
+    grad._cleared = True  # keep the slice: other ranks may not have cleared theirs
     grad._pending = None
     return grad
 
@@ -329,7 +332,7 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
         return torch.linalg.vector_norm(nothing, order, dtype=dtype)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
     norm = grad._board.norm(grad._index, float(order), grad.averaged_piece)
-    # a CPU scalar copies nothing to a GPU: no wait
+    # a CPU scalar needs no copy to the GPU and no wait
     return torch.full((), norm, dtype=dtype or real, device=grad.device)
 
 
@@ -341,7 +344,7 @@ def _norms(grads: Any, order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
 
 
 def _each(name: str) -> Callable[..., Any]:
-    """Handle a foreach operation gradient by gradient, for ours and others."""
+    """Apply a foreach operation gradient by gradient, to ours and to plain tensors."""
 
     def apply(grads: Any, factors: Any = None) -> None:
         several = isinstance(factors, (list, tuple))
@@ -353,9 +356,9 @@ def _each(name: str) -> Callable[..., Any]:
 
 
 def unscale_on_this_rank(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale gradients of one dtype, of which this rank may keep slices, and note in `found_inf` if one overflowed.
+    """Unscale gradients of one dtype, whole or sliced, and set `found_inf` if one overflowed.
 
-    Raise Error for one that is not averaged.
+    Raise Error if one is not averaged.
     """
     sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
     for grad in sliced:

@@ -1,16 +1,15 @@
 """Sparse gradients at zero=0 on the host: rows of an embedding are gathered, added in rank order, averaged, stay sparse.
 
-**Idea.** Parameters of sparse embeddings are no part of the engine's buckets. At the end of each round every rank sends
-the indices and values of its `.grad` in one exchange of bytes, and builds the same coalesced mean. Its values have the bits
-of the dense fold.
+**Idea.** The engine's buckets leave out parameters of sparse embeddings. At the end of each round every rank sends the
+indices and values of its `.grad` in one exchange of bytes and builds the same coalesced mean, with the bits of the
+dense fold.
 
 **Alternatives.** Dense buckets move all rows; torch's sparse all-reduce adds in the order of its own exchange.
 
 **Cost.** One exchange a round for all sparse parameters: W * nnz * (row bytes + 8) bytes reach each rank.
 
-**How it fails.** A rank whose backward failed has abandoned the round, and the others raise there, before the exchange. A
-gradient that arrives dense (a use of the parameter that is not sparse) is sent by its rows that are not zero, and the mean
-is dense on all ranks.
+**How it fails.** A rank whose backward failed has abandoned the round, and the others raise there, before the exchange.
+A dense gradient (from a dense use of the parameter) is sent as its nonzero rows, and the mean is dense on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..layout.param_table import ParameterTable
 __all__ = ["SparseGradients", "find_sparse"]
 
 _USED, _DENSE = 1, 2
-#: flags, and the number of indices that follow
+#: flags, then the number of indices that follow
 _HEAD = struct.Struct("<BQ")
 _NO_GRADIENT: Any = types.SimpleNamespace(grad=None)
 #: sums of halves are in float32, as in the engine's fold
@@ -53,7 +52,7 @@ class SparseGradients:
     Parameters
     ----------
     table : ParameterTable
-        Its `sparse` are the parameters.
+        Its `sparse` lists the parameters.
     comm : HostComm
     reducer : Reducer
     reduce : {"mean", "sum"}
@@ -88,12 +87,12 @@ class SparseGradients:
             alive._touched.add(index)
             announce()
             if not alive.is_local:
-                alive._open(_NO_GRADIENT)  # the engine's round opens as by any gradient, which is then not there
+                alive._open(_NO_GRADIENT)  # open the engine's round as any gradient does, without a contribution
 
         return on_gradient
 
     def use_all(self) -> None:
-        """Take every gradient that is there for a contribution to the next round."""
+        """Mark every present gradient as a contribution to the next round."""
         self._touched.update(index for index, parameter in self._parameters.items() if parameter.grad is not None)
 
     @torch.no_grad()
@@ -121,7 +120,7 @@ class SparseGradients:
             return _HEAD.pack(flags, 0)
         if not gradient.is_sparse:
             flags |= _DENSE
-        if self.user_hook is not None:  # the hook sends it
+        if self.user_hook is not None:  # the hook sends the gradient
             return _HEAD.pack(flags, 0)
         whole = as_sparse(gradient)
         values = whole.values().contiguous().view(torch.uint8).cpu().numpy().tobytes() if whole._nnz() else b""
@@ -134,7 +133,7 @@ class SparseGradients:
             (len(places), *parameter.shape[1:]), dtype=_WIDER.get(parameter.dtype, parameter.dtype), device="cpu"
         )
         for indices, values in parts:
-            at = torch.searchsorted(places, indices)  # each rank's are different ones
+            at = torch.searchsorted(places, indices)  # a rank's own indices are distinct
             total[at] += values.to(total.dtype)
         if self._is_mean:
             total *= torch.tensor(1 / self._reducer.divisor(), dtype=total.dtype, device="cpu")
@@ -204,7 +203,7 @@ def as_sparse(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(data: bytes, at: int, parameter: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor, int]:
-    """Return flags, indices, values, and the place after them, of a rank's next parameter."""
+    """Return a rank's next parameter as (flags, indices, values, offset after them)."""
     flags, count = _HEAD.unpack_from(data, at)
     at += _HEAD.size
     row = math.prod(parameter.shape[1:])

@@ -16,15 +16,15 @@ def wire_bytes(
 ) -> dict[str, Any]:
     """Return the bytes that this rank sends.
 
-    A compressor's bytes are counted where they are handed over. Plain buckets fold in place: a rank reads W - 1 slices
-    (and at zero 0 and 1 writes as many).
+    A compressor's exchange counts its own bytes. Plain buckets fold in place: a rank reads W - 1 slices, and at zero 0
+    and 1 writes as many.
 
     Parameters
     ----------
     reducer : Reducer
     world_size, slice_count, zero : int
     compression : (str, Exchange or None) or None
-        The compressor's name and its exchange; None if the reducer compresses by itself, to halves.
+        The compressor's name and exchange. The exchange is None if the reducer itself compresses, to 16 bits.
     """
     name, exchange = compression or ("", None)
     if exchange is not None:
@@ -37,7 +37,7 @@ def wire_bytes(
         sizes = [numel * (2 if compression else getattr(torch, dtype).itemsize) for _, numel, dtype, on in shapes if on]
         buckets = tuple(shots * (world_size - 1) * (size // slices) for size in sizes)
         total = shots * (world_size - 1) * (counts["bytes"] // slices)
-        if compression:  # between GPUs: replaces the wider types
+        if compression:  # between GPUs: replaces wider dtypes
             total = sum(buckets) * counts["rounds"]
     row = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
     return {"compress": name, **row} if compression else row

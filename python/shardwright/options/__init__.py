@@ -1,4 +1,4 @@
-"""Options of a user. Imports nothing of the package but the engine."""
+"""The user's options. This folder imports only the engine."""
 
 from .options import Options
 

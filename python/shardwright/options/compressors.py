@@ -1,6 +1,6 @@
 """Compressors for wrap(..., compress=...): formats that travel instead of float32 gradients.
 
-They are declarations. compress/make.py makes what runs.
+They only declare. compress/make.py makes the objects that compress.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NameMap: the tensors of a checkpoint that are taken, and their new names."""
+"""NameMap: which tensors of a checkpoint are loaded, and under which names."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class NameMap:
     include : str or iterable of str
         Regular expressions. A tensor is taken if one of them is found in its new name. Empty: all are taken.
     rename : mapping of str to str, or callable
-        Regular expressions and replacements: the first expression that is found in a name is replaced. Or a function of the
-        name. Optimizer state follows its parameter.
+        Regular expressions and replacements: the first expression found in a name is replaced. Or a function that
+        returns the new name. Optimizer state follows its parameter.
     strict : bool
-        Every tensor of the checkpoint that is taken must be in the model, and the reverse.
+        Every selected tensor of the checkpoint must be in the model, and the reverse.
 
     Examples
     --------
@@ -50,7 +50,7 @@ class NameMap:
             object.__setattr__(self, "_include", [re.compile(each) for each in include])
             object.__setattr__(self, "_rules", [(re.compile(old), new) for old, new in rules])
             for old, new in rules:
-                re.sub(f"(?:{old})|", new, "")  # matches, which finds a bad group in the replacement
+                re.sub(f"(?:{old})|", new, "")  # always matches, so a bad group in `new` raises
         except (re.error, TypeError, IndexError) as error:
             raise ValueError(f"include and rename must be regular expressions: {error}") from None
         object.__setattr__(self, "include", include)

@@ -1,7 +1,7 @@
 """Options of a wrapped module: one frozen dataclass, validated in one place.
 
-Names are torch's where torch has one. An option of a stage that does not exist yet is known by name and refused with a
-sentence. A program finds out at construction, not after an hour.
+Names are torch's where torch has one. An option of a stage that does not exist yet is refused by name, at construction
+and not after an hour.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Options:
     Parameters
     ----------
     zero : {0, 1, 2, 3}
-        What is sliced over ranks: nothing; the optimizer's state; averaged gradients too; parameters too.
+        The stage. 0 slices nothing over ranks, 1 optimizer state, 2 also averaged gradients, 3 also parameters.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         The dtypes in which the module computes. None: nothing is cast.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        What travels instead of whole gradients.
+        The format in which gradients travel. None: uncompressed.
     clip_grad_norm : float, optional
         The norm to which each step clips gradients first. Needs the optimizer.
     offload : {"cpu", "nvme:<folder>"}, optional
-        Where the state of sw.optim's optimizers lies.
+        The place of the state of sw.optim's optimizers.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1.
     process_group : torch.distributed.ProcessGroup, optional
@@ -49,10 +49,10 @@ class Options:
         the stage slices inside a row, and all rows keep the same bits. Traffic is least where each row lies on one
         host. Not together with `process_group`.
     groups : dict of str or Module to DeviceMesh or ProcessGroup, optional
-        Parameters that fewer ranks have in common (experts), and those ranks. A key is a module, or a pattern of
+        Parameters that are replicated over fewer ranks (experts), and those ranks. A key is a module, or a pattern of
         fnmatch for names of parameters or of modules around them ("layers.*.experts"). The parameters must be DTensors
-        over the remaining ranks: the group and their mesh together are the ranks of the rest. Their gradients are sums
-        over the group, divided by the number of ranks of the rest. See docs/compose.md.
+        over the remaining ranks: the group times their mesh are the ranks of all other parameters. Their gradients are
+        summed over the group and divided by the number of ranks of all other parameters. See docs/compose.md.
     bucket_cap_mb : float
         The largest gradient bucket, MiB; at zero >= 2 never above 8. It affects speed and memory only: results do not
         depend on it.
@@ -60,8 +60,8 @@ class Options:
         The seconds that a rank waits for another before CommTimeoutError.
     silent_s : float, optional
         On CPUs: the seconds after which a rank that is stopped (SIGSTOP), or a host that acknowledges nothing (a cut
-        link), is a CommError. Default: both are waited for until `timeout_s`, since debuggers, job control and SLURM
-        stop ranks and let them go on.
+        link), is a CommError. Default: wait for both until `timeout_s`, since debuggers, job control and SLURM stop
+        ranks and continue them.
     broadcast_buffers : bool
         Broadcast buffers from rank 0 at construction and before each forward, by torch's rules.
     init_sync : bool
@@ -84,48 +84,47 @@ class Options:
     communicator : {"own", "borrow", "register"}
         On GPUs: the NCCL communicator. "own": one of our own. "borrow": that of torch's process group, found by
         ProcessGroupNCCL._comm_ptr; an error with SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. It saves a communicator's
-        memory. torch's own collectives over the group are then in one order with ours between steps, and must not be
-        called inside a backward. A failing rank or a passed deadline ends torch's communicator, too, by its abort().
-        "register": one of our own that reads and writes buckets in place. It takes memory for buckets from NCCL (2.19
-        or newer) and registers it on all ranks; or on none, with a line in the log that names the rank and NCCL's
-        reason. Bits are those of "own". At zero=3 units are registered, too, as a window with NCCL 2.27 or newer. torch's
-        allocator does not count the memory, and `record_stream` has no effect on it.
+        memory. All ranks must call torch's collectives over the group in the same place between our steps, never inside
+        a backward. A failing rank or a passed deadline also aborts torch's communicator. "register": one of our own
+        that reads and writes buckets in place. Their memory comes from NCCL (2.19 or newer). All ranks register it, or
+        none does and a line in the log names the rank and NCCL's reason. Bits are those of "own". At zero=3 units are
+        registered too, as a window from NCCL 2.27 on. torch's allocator does not count the memory, and `record_stream`
+        has no effect on it.
     transport : {"auto", "pool", "staged"}
         The place of gradient memory: shared between ranks, or private and staged through slots. The bits are the same.
     share_parameters : {"auto", True, False}
-        At zero=3: True if the ranks of a host share one copy of the parameters, which needs no gather; "auto" does.
-        False if each keeps its slices and gathers units while they are used.
+        At zero=3. True, and "auto": the ranks of a host share one copy of the parameters, which needs no gather. False:
+        each rank keeps its slices and gathers units while they are used.
     units : "auto", "size", float, type or collection of types
         At zero=3 without sharing: the cut into units. "auto": modules that sw.fully_shard marked, or else repeated
         blocks. "size": modules of at least 32 MiB; a number: of that many MiB. Types: modules of these types. Other
         parameters belong to the whole module's own unit.
     reshard_after_forward : bool
-        At zero=3 without sharing: True if units are released between forward and backward. The outermost one never is.
+        At zero=3 without sharing: release units between forward and backward, except for the outermost one.
     prefetch : int
-        On GPUs. At zero=3 the number of units that are gathered ahead of the one that runs: each takes memory of the
-        largest unit's size, from the second on. At zero=1 and 2, unless 0, gathers of parameters run on behind a step,
-        and a unit's forward waits for its own. 0: gathers overlap with nothing (docs/design/gpu_gathers.md).
+        On GPUs. At zero=3: the number of units gathered ahead of the running one. Each after the first takes memory of
+        the largest unit's size. At zero=1 and 2, unless 0: gathers of parameters run on behind a step, and a unit's
+        forward waits for its own. 0: gathers overlap with nothing (docs/design/gpu_gathers.md).
     gather : {None, "int8"}
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
         slices stay exact: the optimizer steps on them, they are saved, and full_parameters gathers them.
     write_guard : {"auto", "samples", "read-only", None}
         At zero=3 with shared parameters: the check for writes outside of the step that version counters do not record.
-        Such is a write through `.data`, by which averages of weights (EMA and SWA) are swapped in and out. "samples":
-        compare 8 words of each parameter before and after each forward and before each step; "auto" is that where
-        several ranks share them. "read-only", for debugging: a write gets a SIGSEGV at its line. None: compare versions
-        alone.
+        Writes through `.data` are not recorded; EMA and SWA swap weights that way. "samples": compare 8 words of each
+        parameter before and after each forward and before each step. "auto": "samples" if several ranks share the
+        parameters. "read-only", for debugging: a write raises SIGSEGV at its line. None: compare versions alone.
     check_every : int, optional
-        Check each so many steps that ranks hold equal parameters and that averaged gradients are finite. Error, on all
-        ranks, names the parameter and the rank. Costs two or three passes over the model's bytes a check, and no
-        message (docs/design/replica_check.md). Not for ranks that step on their own inside no_sync().
+        Check every `check_every` steps that ranks hold equal parameters and that averaged gradients are finite. All
+        ranks raise an Error that names the parameter and the rank. A check costs two or three passes over the model's
+        bytes and no message (docs/design/replica_check.md). Ranks must not step on their own inside no_sync().
 
     Raises
     ------
     TypeError, ValueError
         For a value of the wrong type or outside its range.
     NotImplementedError
-        For a value of a stage that does not exist yet.
+        For a value that is not supported yet.
     """
 
     zero: int = 0
@@ -251,7 +250,7 @@ class Options:
         Raises
         ------
         TypeError
-            For an unknown name; the sentence offers the nearest of ours and of `also_known`.
+            For an unknown name; the message suggests the nearest name among ours and `also_known`.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name in keywords:

@@ -11,7 +11,7 @@ __all__ = ["check_units", "unit_types"]
 
 
 def check_units(units: Any) -> None:
-    """TypeError or ValueError unless `units` is a legal value of the option."""
+    """Raise TypeError or ValueError unless `units` is a legal value of the option."""
     if isinstance(units, bool) or not (
         units in ("auto", "size") if isinstance(units, str) else isinstance(units, (int, float)) or unit_types(units)
     ):

@@ -1,4 +1,4 @@
-"""Reads and writes of a module's parameters: those of the program, of optimizers and of checkpoints."""
+"""Reads and writes of a module's parameters by the program, optimizers and checkpoints."""
 
 from __future__ import annotations
 
@@ -65,10 +65,9 @@ class ParameterAccess:
     # drift ----------------------------------------------------------------------------------------------------------
 
     def watch(self, module: torch.nn.Module, ignored: frozenset[str], *, pinned: bool) -> DriftCheck:
-        """Check the module from now on, for as long as the caller keeps the result.
+        """Check the module for drift from now on, as long as the caller keeps the result.
 
-        A reference from here to the module would hold the hooks of its submodules, which may hold the wrapper, and
-        nothing would be freed.
+        A reference from here to the module would keep the hooks of its submodules, which may keep the wrapper alive.
         """
         storage = self._storage
         drift = DriftCheck(module, self._table, ignored, pinned=pinned, shared=storage.shared, places=storage.places())
@@ -77,7 +76,7 @@ class ParameterAccess:
 
     @property
     def drift(self) -> DriftCheck | None:
-        """Return the check of the module, if it is watched."""
+        """Return the drift check of the module, if there is one."""
         return self._drift() if self._drift is not None else None
 
     # writes ---------------------------------------------------------------------------------------------------------
@@ -88,10 +87,10 @@ class ParameterAccess:
         return self.guard.writing() if self.guard is not None else contextlib.nullcontext()
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
-        """Have `hook()` called before parameters are written in another way than by a step of this rank.
+        """Call `hook()` before parameters are written other than by a step of this rank.
 
-        That is full_parameters(writable=True), and shadowed steps of training ranks, in which their hooks are not
-        called.
+        Those writes are full_parameters(writable=True) and, on joined ranks, shadowed steps, which call no hooks of
+        optimizers.
         """
         handle = RemovableHandle(self._before_writes)
         self._before_writes[handle.id] = hook
@@ -103,8 +102,8 @@ class ParameterAccess:
             hook()
 
     def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Bump the versions of parameters that were written through other tensors, for autograd and other readers of
-        versions.
+        """Bump the version counters of parameters that were written through other tensors, for autograd and other
+        readers.
         """
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
@@ -116,7 +115,7 @@ class ParameterAccess:
     # reads ----------------------------------------------------------------------------------------------------------
 
     def before_evaluation(self) -> None:
-        """Prepare a forward without gradients, before it."""
+        """Prepare for a forward without gradients."""
         self._storage.settle()
         if self.guard is not None:
             self.guard.check("before a forward")

@@ -1,13 +1,14 @@
-"""Parameters on a GPU of which a rank keeps its slices, gathered in units while they are used (zero=3).
+"""Sliced parameters on a GPU, gathered in units while they are used (zero=3).
 
 A unit's buckets hold only its parameters, so gathering it is one all-gather a bucket, from slices into a place: GPU
-memory that units share. The outermost unit and those that stay whole after their forward have a place each. Of the
-others, those inside equally many units take turns with two, or with one more than are gathered ahead. A released
-parameter's data is one NaN, its own, expanded to its shape. Parameters that are never released lie as at zero=2
-(ParameterMemory).
+memory that units share. The outermost unit and those that stay whole after their forward have a place each. The other
+units of one depth of nesting take turns with two places, or with one more than are gathered ahead. A released
+parameter's data is one NaN of its own, expanded to its shape. Parameters that are never released lie in
+ParameterMemory, as at zero=2.
 
 Under a precision policy a unit's place has the size of its compute form: each gather casts this rank's slice into its
-part of the place, and gathers the others' there. The unit itself, in float32, is then gathered apart alone.
+part of the place, and gathers the others' there. The float32 unit itself is then only gathered apart, in separate
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .storage import ParameterMemory
 if TYPE_CHECKING:
     from ..backend.base import Backend, Request
 
-#: of buckets in a place
+#: alignment of buckets in a place
 _ALIGNMENT = 128
 
 
@@ -44,13 +45,12 @@ def narrowed(request: Request, members: Sequence[list[int]]) -> dict[int, torch.
     return {
         index: dtype
         for index, dtype in request.compute_dtypes.items()
-        if index in released and parameters[index].dtype is torch.float32  # the kernel's
+        if index in released and parameters[index].dtype is torch.float32  # the kernel's unit
     }
 
 
 def rows_in_groups(request: Request) -> list[tuple[str, int, str, bool, int]]:
-    """Return the rows of a reducer whose buckets each hold parameters of one unit and one compute dtype, or parameters
-    that are never released."""
+    """Return reducer rows such that each bucket holds parameters of one unit and compute dtype, or never-released ones."""
     assert request.plans is not None
     members = releasable(request.table, request.plans)
     narrow = narrowed(request, members)
@@ -61,7 +61,7 @@ def rows_in_groups(request: Request) -> list[tuple[str, int, str, bool, int]]:
 
 
 def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int], ahead: int = 1) -> list[int]:
-    """Return the place of each unit, of which `ahead` are gathered ahead; units without bytes may share any."""
+    """Return the place of each unit, if `ahead` units are gathered ahead; units without bytes may share any."""
     places: list[int] = []
     shared: dict[int, list[int]] = {}  # by depth of nesting: the places, and the next in turn
     count = 0
@@ -82,7 +82,7 @@ def choose_places(plans: Sequence[UnitPlan], sizes: Sequence[int], ahead: int = 
 
 
 def depth_of(plans: Sequence[UnitPlan], prefetch: int) -> int:
-    """Return how many units are gathered ahead: `prefetch`, or as many as a module of fully_shard names."""
+    """Return the number of units gathered ahead: `prefetch`, or as many as a module of fully_shard names."""
     marks = [mark_of(module) for plan in plans for module in plan.modules]
     return max([prefetch, *(len(each) for mark in marks if mark is not None for each in mark.ahead.values())])
 
@@ -102,7 +102,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
 
     Notes
     -----
-    Memory a rank: its slices, the places, and parameters that are never released.
+    Memory of a rank: its slices, the places, and parameters that are never released.
     """
 
     schedule: DeviceUnitSchedule
@@ -115,7 +115,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         self._released = {index for each in members for index in each}
         self._cast_to = narrowed(request, members)
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
-        self._stepped_slices: set[int] = set()  # buckets with released parameters that train, or have trained
+        self._stepped_slices: set[int] = set()  # buckets with released parameters that train or have trained
         self._whole = {}
         self._computed_with = {}
         link.broadcast(table.parameters, 0)
@@ -152,7 +152,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return self._pieces[bucket][first : first + count]
 
     def _register(self) -> None:
-        """Register one region for all that gathers into places read and write: slices and places."""
+        """Register one region for all memory that gathers read and write: slices and places."""
         shapes = {bucket: self._reducer.bucket_shape(bucket) for at in self._at for bucket in at}
         pieces = [shape[1] // self._slicing.count * itemsize_of(shape[2]) for shape in shapes.values()]
         what = f"units of {self._label}"
@@ -182,7 +182,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         self._memory_of_places: list[torch.Tensor] = []
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
-        """Return the units, and behind them the compute forms, whose places those units have not."""
+        """Return the units, then the compute forms. A unit with a compute form leaves its place to that."""
         zeros = cuda.runtime.zeros
         memory = self._memory_of_places or [zeros(span, torch.uint8, self._like) for span in self._spans]
         computed = self._computed
@@ -190,14 +190,14 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         for form, (number, is_computed_with) in enumerate(self._forms):
             place = self._numbers[number]
             tensors = self._computed_with if is_computed_with else self._whole
-            # Those of a unit without a place are never read there: they have its shapes, strides and dtypes.
+            # Tensors of a unit without a place are never read: they only have its shapes, strides and dtypes.
             tensors.update(zip(members[number], self._tensors(form, memory[place])))
             address = 0 if number in computed and not is_computed_with else memory[place].data_ptr()
             specs.append((plans[number].name or self._label, place, address, self._runs_of(form)))
         return DeviceUnits(self._row.comm, len(self._spans), specs)
 
     def _plan_forms(self) -> None:
-        self._at: list[dict[int, tuple[int, str]]] = []  # of each form: bucket -> first byte, and its dtype there
+        self._at: list[dict[int, tuple[int, str]]] = []  # for each form: bucket -> its first byte and its dtype
         self._sizes: list[int] = []
         for number, is_computed_with in self._forms:
             at: dict[int, tuple[int, str]] = {}
@@ -273,16 +273,15 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
     def publish(self, *, sliced: bool = True, failed: bool | None = None) -> None:
         """Publish slices that every rank has updated on torch's current stream. Collective.
 
-        Units are gathered anew when they are used. `sliced` says that ranks have also updated slices of parameters that
-        are never released, and lack one another's. Cost: the bytes of those, and of units that stay whole. Waits for
-        nothing.
+        The next use of a unit gathers it again. `sliced`: ranks have also updated slices of never-released parameters,
+        and lack one another's. Cost: the bytes of those and of units that stay whole. The host does not wait.
         """
         if sliced:
             super().publish()
         self._gather_pinned_anew()
 
     def _gather_pinned_anew(self) -> None:
-        """Reset units to their first state. Collective, on joined ranks, too."""
+        """Reset units to their first state. Collective, joined ranks included."""
         with self._unannounced():
             self.schedule.release_all()
             self._places.update()
@@ -297,9 +296,9 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._places.announce = announce
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join: have `announce` called with a unit before it is gathered.
+        """Inside a join: call `announce` with each unit before it is gathered.
 
-        There one rank gathers a unit into its place and another into separate memory, so registration ends.
+        One rank may gather a unit into its place and another into separate memory, so registration ends.
         """
         if announce is not None and self._registration is not None:
             self._registration.end("a rank may gather units into separate memory inside a join")
@@ -311,7 +310,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self.schedule.gather_beside(unit)
 
     def gather_anew(self) -> None:
-        """Gather units on all ranks as after a step, regardless of the units that each has gathered. Collective."""
+        """Gather on all ranks the units that are whole after a step, whatever each rank has gathered. Collective."""
         self.schedule.forget_order()
         self._gather_pinned_anew()
 
@@ -321,5 +320,5 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         return super().bytes_held + sum(piece.nbytes for piece in self._pieces.values())
 
     def give_back(self, together: bool = False) -> None:
-        """Return the parameters to this rank: whole if all ranks do this, else unchanged."""
+        """Give the parameters back to this rank: whole if all ranks call this, else unchanged."""
         self.schedule.surrender(together)

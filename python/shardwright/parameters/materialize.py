@@ -1,4 +1,4 @@
-"""materialize: memory and first values for a module that was built on the meta device."""
+"""materialize: memory and initial values for a module that was built on the meta device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ __all__ = ["materialize"]
 
 
 def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
-    """Give parameters and buffers on the meta device memory on the CPU, and their modules' own first values. In place.
+    """Allocate parameters and buffers of the meta device on the CPU, with their modules' own initial values. In place.
 
     Parameters
     ----------
     module : Module
-        A module that is not wrapped yet and has no optimizer (wrap refuses one that was made before). Meta parameters
-        are replaced by new ones, tied ones by one. Tensors with memory stay.
+        A module that is not wrapped yet and has no optimizer (wrap refuses an optimizer of meta parameters). New
+        parameters replace meta parameters; tied ones stay tied. Tensors with memory stay.
     init : callable, optional
-        A function called with each module that held tensors on the meta device, inner ones first, instead of its
-        reset_parameters().
+        A function called instead of reset_parameters() with each module that held meta tensors, inner ones first.
 
     Returns
     -------
@@ -37,9 +36,8 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
 
     Notes
     -----
-    Not collective; sw.wrap gives all ranks rank 0's values. A parent's own initialisation of its children (scaled
-    output layers, for example) is not repeated: use `init` for it. Memory: the whole module's on each rank, until it is
-    wrapped.
+    Not collective; sw.wrap gives all ranks rank 0's values. A parent's initialisation of its children (scaled output
+    layers, for example) is not repeated: use `init` for it. Memory: the whole module on each rank until it is wrapped.
 
     Examples
     --------
@@ -59,7 +57,7 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
                 f"reset_parameters() ({len(without)} such modules): pass init=, which is called with each module"
             )
     made: dict[int, torch.Tensor] = {}
-    kept = [tensor for each in waiting for tensor in _own(each)]  # so that no identity is used twice
+    kept = [tensor for each in waiting for tensor in _own(each)]  # kept alive, so that no id is used twice
     for each in waiting:
         for places in (each._parameters, each._buffers):
             for name, tensor in places.items():

@@ -29,7 +29,7 @@ from ..torch_compat.dtensor import is_dtensor, placed_like, set_dtype
 
 __all__ = ["PrecisionPlan"]
 
-#: modules, and the names of their parameters whose slots hold copies
+#: modules -> the names of their parameters whose slots hold copies
 _Taken = list[tuple[torch.nn.Module, list[str]]]
 
 
@@ -74,13 +74,13 @@ class PrecisionPlan:
         #: copies by parameter, dtype and kind, with what they were made of
         self._copies: dict[tuple[int, torch.dtype, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._recomputing: list[tuple[torch.nn.Module, _Taken]] = []
-        #: of each engine: where it has parameters
+        #: one per engine: returns where it keeps a parameter
         self._sources: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
         self._in_units = False
         self._handles: list[Any] = []
         self._made: list[
             tuple[torch.Tensor, torch.Tensor]
-        ] = []  # parameters that became float32 and their old data; until keep()
+        ] = []  # parameters that became float32, with their old data; until keep()
 
     def _nearest(self, name: str) -> Precision | None:
         while name and name not in self._policies:
@@ -100,7 +100,7 @@ class PrecisionPlan:
         return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which has no units and is not running."""
+        """Return the state for a copy: without units, not running."""
         return {**self.__dict__, "_sources": [], "_in_units": False, "_made": [], "_copies": {}}
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class PrecisionPlan:
         return wide and bool(self.without_master())
 
     def without_master(self) -> list[torch.Tensor]:
-        """Return the low-precision parameters that keep their dtype because a policy says master=False."""
+        """Return the low-precision parameters that a policy with master=False leaves in their dtype."""
         denied = []
         for name, submodule in self._module.named_modules():
             policy = self._nearest(name)
@@ -132,7 +132,7 @@ class PrecisionPlan:
         return denied
 
     def compute_dtypes(self) -> dict[int, torch.dtype]:
-        """Map the identity of each parameter to the dtype in which modules compute with it, if that is one dtype."""
+        """Map the id of each parameter to the dtype in which modules compute with it, if they all use one dtype."""
         found: dict[int, set[torch.dtype]] = {}
         for submodule, slots in self._slots.items():
             for name, parameter in submodule._parameters.items():
@@ -145,7 +145,7 @@ class PrecisionPlan:
     def install(self, *, masters: bool = True) -> None:
         """Create masters and register hooks; replace an earlier plan of the same module.
 
-        `masters`: False for a module that is evaluated alone.
+        `masters`: False for a module that is only evaluated.
         """
         remove_plan(self._module)
         _plans[id(self._module)] = self
@@ -176,13 +176,13 @@ class PrecisionPlan:
         if module in self._boundaries:
             self._handles.append(module.register_forward_pre_hook(self._cast_inputs_of, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._cast_output_of))
-        # always_call: a recomputation ends with an exception as soon as it has all that it needs.
+        # always_call: a recomputation raises as soon as it has all activations that it needs.
         self._handles.append(module.register_forward_hook(self._after_module, always_call=True))
 
     def follow(
         self, source: Callable[[torch.Tensor], torch.Tensor | None], in_units: Collection[torch.Tensor] | None = None
     ) -> None:
-        """Read parameters from where `source` says, which returns those of other engines unchanged. See Copies."""
+        """Read parameters through `source`, which returns parameters of other engines unchanged. See Copies."""
         self._sources.append(source)
         self._in_units = self._in_units or in_units is not None
         managed = {id(module_parameter(each)) for each in in_units or ()}
@@ -196,9 +196,9 @@ class PrecisionPlan:
         return self._active or (not _is_compiling() and _hooks.graph_task_id() != -1)
 
     def forget(self, parameters: Collection[torch.Tensor]) -> None:
-        """Put released parameters back in their slots, where a read is an error with their name.
+        """Put released parameters back in their slots, where a read raises an error with their name.
 
-        With gradients the same copies return if the modules are called again: their gradients meet in one place.
+        With gradients, later calls of the modules use the same copies, so that their gradients add up.
         """
         if not self._active:
             return
@@ -272,7 +272,7 @@ class PrecisionPlan:
         return taken
 
     def _source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the parameter itself, memory of its values in another dtype, or None while it is released."""
+        """Return the parameter itself, a copy of its values in another dtype, or None while it is released."""
         local = local_of(parameter)
         for source in self._sources:
             found = source(local)
@@ -285,7 +285,7 @@ class PrecisionPlan:
     def _copy(self, parameter: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, is_sparse: bool) -> torch.Tensor:
         key = (id(parameter), dtype, is_sparse, source is parameter)  # tied parameters share one copy
         copy, earlier = self._copies.get(key, (parameter, parameter)) if self._active else (parameter, parameter)
-        if source is not earlier:  # memory elsewhere: gradients still meet in the first copy
+        if source is not earlier:  # the memory has moved: gradients still add up in the first copy
             copy = _ViewOfMemory.apply(copy, source)
         if copy.dtype is not dtype:
             copy = _CastOfSparse.apply(copy, dtype) if is_sparse else copy.to(dtype)
@@ -316,9 +316,9 @@ class PrecisionPlan:
             self._take_places_below(module)
 
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Put copies in a module's slots if its parameters were not gathered before, or if a backward runs it again.
+        """Put copies in a module's slots if its parameters were not gathered before, or if a backward recomputes it.
 
-        A backward does so to recompute activations; the copies then stay for the call alone.
+        In a recomputation the copies stay for this call alone.
         """
         if self._in_units and self._active:
             self._take_places_below(module)
@@ -344,7 +344,7 @@ _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 class _CastOfSparse(torch.autograd.Function):
-    """A cast like Tensor.to(dtype) with a backward for sparse gradients, which torch's lacks."""
+    """A cast like Tensor.to(dtype), with the backward for sparse gradients that torch lacks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -357,10 +357,11 @@ class _CastOfSparse(torch.autograd.Function):
 
 
 class _ViewOfMemory(torch.autograd.Function):
-    """A parameter's values in memory of another dtype, which may be released and filled again; gradients as of a cast.
+    """A parameter's values in memory of another dtype, which may be released and refilled; gradients are those of a
+    cast.
 
-    Operations save a view of that memory for the backward, and no copy. The values of `parameter` are not read. Of a
-    DTensor, the memory is that of its local tensor.
+    Operations save a view of that memory for the backward, and no copy. The values of `parameter` are not read. For a
+    DTensor, the memory is its local tensor's.
     """
 
     @staticmethod
@@ -375,7 +376,7 @@ class _ViewOfMemory(torch.autograd.Function):
 
 
 def _set_data(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Give a parameter the memory and the dtype of `data`. Return what it had."""
+    """Give a parameter the memory and the dtype of `data`. Return its previous data."""
     before = parameter.detach() if is_dtensor(parameter) else parameter.data
     parameter.data = data
     if is_dtensor(parameter):

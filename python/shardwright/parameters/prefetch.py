@@ -1,11 +1,10 @@
-"""The schedule of units on a GPU: like the host's, and one unit or more ahead.
+"""The schedule of units on a GPU: the host's, with units gathered ahead of use.
 
-A gather is a collective there, enqueued and not waited for. While a unit computes, the units that followed it last time
-are gathered into other places. Ranks therefore run the same units in the same order; a digest of it travels with each
-round.
+A gather is an asynchronous collective. While a unit computes, the units that followed it last time are gathered into
+other places. Ranks must therefore run the same units in the same order; each round compares a digest of it.
 
-A unit always lies in the same place, since autograd keeps views of it. If another unit that must stay whole has taken
-its place (both run at once, full_parameters(), unshard()), it is gathered apart, into temporary memory of its own.
+A unit always lies in the same place, since autograd keeps views of it. If another unit that must stay whole occupies
+its place (both run at once, full_parameters(), unshard()), it is gathered *apart*, into temporary memory.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class Places:
     stream : callable
         A function that returns torch's current stream.
     make_apart : WeakMethod
-        A method that returns (address, tensors) of memory of its own for a unit.
+        A method that allocates separate memory for a unit and returns (address, tensors).
 
     Attributes
     ----------
     apart, coming : set of int
-        Units that lie in memory of their own, and units that are being gathered ahead of time.
+        Units in separate memory, and units whose gather ahead is running.
     digest : int
         A digest of the units gathered so far, in their order.
     """
@@ -54,7 +53,7 @@ class Places:
         self.apart: set[int] = set()
         self.coming: set[int] = set()
         self.digest = 0
-        #: inside a join: tells joined ranks, which then gather the same unit
+        #: inside a join: tells joined ranks to gather the same unit
         self.announce: Callable[[int], None] | None = None
 
     def _note(self, unit: int) -> None:
@@ -74,7 +73,7 @@ class Places:
     def gather(self, unit: int) -> None:
         if unit not in self.coming:
             self.begin(unit)
-        self._engine.take(unit, self._stream())  # refused inside a capture: then the gather is still under way
+        self._engine.take(unit, self._stream())  # refused inside a capture: the gather goes on
         self.coming.discard(unit)
 
     def gather_apart(self, unit: int) -> list[torch.Tensor]:
@@ -94,7 +93,7 @@ class Places:
             self._engine.release(unit, self._stream())
 
     def drop_coming(self) -> None:
-        """Release units that were gathered ahead of time and not needed."""
+        """Release units that were gathered ahead and not used."""
         for unit in sorted(self.coming):
             self.gather(unit)
             self.release(unit)
@@ -117,18 +116,18 @@ class DeviceUnit(Unit):
     Attributes
     ----------
     place : int, optional
-        None: it is always gathered apart.
+        None: the unit is always gathered apart.
     ran_apart : set of int
-        Clock times of forwards whose graphs hold views of it apart, and keep that memory.
+        Clock times of forwards whose graphs hold views of its separate memory.
     needs_place : bool
-        True if a graph that is about to run holds views of it in its place.
+        True if the graph that runs next holds views of its place.
     """
 
     place: int | None = 0
     needs_place = False
 
     def _make_placeholders(self) -> None:
-        """Make placeholders like the host's. They are not read, since that would be a wait."""
+        """Make placeholders like the host's. Nothing reads them: the host would wait for the GPU."""
         self.ran_apart: set[int] = set()
         counts: dict[torch.dtype, int] = {}
         for parameter in self.parameters:
@@ -144,12 +143,12 @@ class DeviceUnit(Unit):
         self.lie_in(self.whole)
 
     def lie_in(self, whole: list[torch.Tensor] | None) -> None:
-        """Return the data of the unit's parameters while it is whole; None for those of its place."""
+        """Return the data of the unit's parameters in separate memory while it is whole there; None for its place."""
         self.whole = self._in_place if whole is None else whole
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 
     def lose_place(self) -> None:
-        """Lie in memory of its own whenever it is whole."""
+        """Gather this unit apart from now on."""
         self.place, self._in_place = None, []
         self.lie_in(None)
 
@@ -157,7 +156,9 @@ class DeviceUnit(Unit):
         """Do nothing: reading the GPU would make the host wait."""
 
     def take_written(self) -> str | None:
-        """Return the name of a parameter whose data was replaced while it was released; a write into it is not seen."""
+        """Return the name of a parameter whose data was replaced while it was released; writes to its data are not
+        detected.
+        """
         found = self.data_pointers()
         if found == self._addresses:
             return None
@@ -180,14 +181,14 @@ class DeviceUnitSchedule(UnitSchedule):
     Parameters
     ----------
     places : sequence of int
-        The place of each plan's unit: of its compute form, where it has one. Such a unit has no place itself.
+        The place of each plan's unit, or of its compute form if it has one; the unit itself then has no place.
     depth : int
-        The number of units that are gathered ahead, where the program names none (UnitSchedule.ahead).
+        The number of units gathered ahead, unless the program names them (UnitSchedule.ahead).
     """
 
     unit_class = DeviceUnit
     compute_class = DeviceComputeForm
-    #: a thread of torch's may drop a backward later
+    #: one of torch's threads may drop a backward later
     ends_failed_backwards = False
     units: list[Any]
 
@@ -253,7 +254,7 @@ class DeviceUnitSchedule(UnitSchedule):
             unit.lie_in(None)
 
     def forget_order(self) -> None:
-        """Forget the order of units, and record it again."""
+        """Forget the order of units and record it anew."""
         self._before = {"forward": None, "backward": None}
         self._after = {"forward": {}, "backward": {}}
 
@@ -277,21 +278,21 @@ class DeviceUnitSchedule(UnitSchedule):
         super().release_all()
 
     def pin(self, unit: Unit) -> None:
-        """Gather like on the host, into separate memory, so that other units can use its place."""
+        """Gather as on the host, into separate memory, so that other units can use the place."""
         if not (unit.running or unit.opened):
             self._release(unit)
         super().pin(unit)
 
     def surrender(self, together: bool = False) -> None:
-        """Release for the last time. `together`: on all ranks at once. Otherwise no gather is possible, and released
-        parameters stay released.
+        """End the schedule. `together`: all ranks call this, so parameters are gathered; else released ones stay
+        released.
         """
         if together:
             self._units.drop_coming()
             self.release_all()
             super().surrender()
             return
-        with contextlib.suppress(Error):  # a GPU may have failed; the hooks must come off all the same
+        with contextlib.suppress(Error):  # even if a GPU failed, the hooks must be removed
             self._units.drop_coming()
         self.detach()
         units, self.units = self.units, []
@@ -305,8 +306,9 @@ class DeviceUnitSchedule(UnitSchedule):
     # what happens in a module -------------------------------------------------------------------------------------
 
     def _look_ahead(self, phase: str, unit: DeviceUnit) -> None:
-        """Begin to gather the units that followed `unit` last time, or that the program names, up to one whose place is
-        taken."""
+        """Start to gather the units that followed `unit` last time, or that the program names, up to one whose place is
+        in use.
+        """
         before = self._before[phase]
         if before is not None and before is not unit:
             self._after[phase][before.number] = unit
@@ -326,7 +328,7 @@ class DeviceUnitSchedule(UnitSchedule):
             yield unit
 
     def _begin(self, unit: Any) -> bool:
-        """Return True if a unit comes, is whole, or has nothing to gather."""
+        """Return True if a unit is being gathered, is whole, or has nothing to gather."""
         if not unit.indices or unit.is_whole or unit.number in self._units.coming:
             return True
         if unit.pin is not Pin.NONE or unit.place is None or self._units.holder(unit.place) is not None:
@@ -362,5 +364,5 @@ class DeviceUnitSchedule(UnitSchedule):
     def _end_tasks(self, tasks: Any) -> None:
         super()._end_tasks(tasks)
         if not self._tasks:
-            with contextlib.suppress(Error):  # a communicator that has ended says so at the next forward
+            with contextlib.suppress(Error):  # the next forward raises the communicator's error
                 self._units.drop_coming()

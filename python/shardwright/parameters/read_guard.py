@@ -1,13 +1,13 @@
-"""Reads of parameters whose values are not there: an error where they are released, a wait where they are on their way.
+"""Guards of parameters without values: reading a released one raises, reading one that is being gathered waits.
 
-Meanwhile a parameter's class is a subclass made for its guard, whose __torch_function__ torch calls for every operation on it. Metadata,
-gradients and hooks answer as ever. What needs values, or writes them, raises with the parameter's name (zero=3, private), or makes the
-current stream wait (behind a step on a GPU, step_gathers.py). The parameter then gets its own class back, so whole parameters cost nothing.
-Reading `.grad` costs 0.3 us more than on a plain parameter, other metadata 1.2 us; code of ours that goes over many parameters does it
-inside unguarded(), where nothing is added.
+A guarded parameter's class is a subclass made for its guard, whose __torch_function__ torch calls for every operation.
+Metadata, gradients and hooks work as usual. An operation that reads or writes values raises with the parameter's name
+(zero=3, private), or makes the current stream wait (after a step on a GPU, step_gathers.py). The guard then restores
+the class, so whole parameters cost nothing. On a guarded parameter `.grad` costs 0.3 us more, other metadata 1.2 us.
+Our loops over many parameters run inside unguarded(), which avoids the cost.
 
-Reading a released parameter could gather instead, on one host without a message. It does not: on GPUs gathering is a collective that a rank
-which reads alone would wait in for ever, and a program that reads all its parameters once would hold all of them until the next step.
+A read does not gather a released parameter. On GPUs a gather is a collective, in which a rank that reads alone would
+hang. A program that reads all parameters once would hold all of them until the next step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _allowed() -> frozenset[Any]:
 
 
 _ALLOWED = _allowed()
-#: what gives the memory itself, which is there while a parameter is released, and written while one is awaited
+#: methods that return the memory itself: it exists while a parameter is released, and is being written while one is
+#: awaited
 _MEMORY = frozenset((torch.Tensor.data_ptr, torch.Tensor.untyped_storage))
 _gradient: Any = torch.Tensor.grad
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -90,7 +91,7 @@ class _Guarded(torch.nn.Parameter):
 
     _shardwright_guard: Any
 
-    # Read and written for every parameter in each step: without the way through __torch_function__.
+    # Each step reads and writes it for every parameter, so it bypasses __torch_function__.
 
     @property
     def grad(self) -> Any:
@@ -138,7 +139,7 @@ class _Released(_Guarded):
 
 
 class _Awaited(_Guarded):
-    """Base of the class of a parameter whose values are on their way."""
+    """Base of the class of a parameter that is being gathered."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,7 +174,7 @@ class Guard:
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         self._names = {id(parameter): name for name, parameter in zip(names, parameters)}
-        #: a parameter's own class -> the one that it has while it is guarded
+        #: a parameter's own class -> its class while guarded
         self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
         self._own = {guarded: kind for kind, guarded in self._guarded.items()}
 
@@ -199,7 +200,7 @@ class Guard:
 
 
 class ReadGuard(Guard):
-    """A guard of one unit's parameters while they are released: a read is an error."""
+    """A guard of one unit's released parameters: a read raises."""
 
     _base = _Released
     #: True once nothing gathers the parameters any longer
@@ -207,12 +208,12 @@ class ReadGuard(Guard):
 
 
 class WaitGuard(Guard):
-    """A guard of parameters whose values are on their way: a read waits for them.
+    """A guard of parameters that are being gathered: a read waits.
 
     Parameters
     ----------
     arrive : callable
-        A function that makes the current stream wait for a parameter, and lowers its guard.
+        A function that makes the current stream wait for a parameter and removes its guard.
     """
 
     _base = _Awaited
@@ -233,8 +234,9 @@ def _arrive(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _run_plainly(function: Any, args: Any, kwargs: Any) -> Any:
-    """A backward runs as ever, for code inside it too: released parameters that are named to it have their own classes for the time, and
-    after it, if they are released still, those that they had."""
+    """Run a backward. Released parameters passed to it have their own classes meanwhile; those still released get their
+    guards back.
+    """
     lent = [(p, p._shardwright_guard, p.data_ptr()) for p in _found([args, kwargs], _Released)]
     for parameter, guard, _ in lent:
         guard.lower([parameter])
@@ -267,7 +269,7 @@ def _name_of(parameter: _Guarded) -> str:
 
 
 def _found(value: Any, kind: type) -> Iterator[Any]:
-    """Parameters guarded by `kind` in nested lists, tuples and dicts."""
+    """Yield parameters guarded by `kind` in nested lists, tuples and dicts."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Parameters that are whole only while they are used: the part common to host and GPUs."""
+"""Parameters that are whole only while they are used: the code common to host and GPUs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ReleasedParameters(Storage, SliceRuns):
     schedule: UnitSchedule
     _backend: Backend
     _label: str
-    #: tensors of parameters that can be released, where they lie when they are whole
+    #: tensors over the memory of releasable parameters when they are whole
     _whole: dict[int, torch.Tensor]
-    #: the same in their compute dtypes, of units of which some modules compute in 16 bits
+    #: the same in compute dtypes, for units with modules that compute in 16 bits
     _computed_with: dict[int, torch.Tensor]
-    #: this rank's elements of parameters, which may be none
+    #: this rank's elements of each parameter; may be empty
     _slices: dict[int, torch.Tensor]
     #: (name, bytes) of each unit
     _unit_sizes: list[tuple[str, int]]
@@ -68,7 +68,7 @@ class ReleasedParameters(Storage, SliceRuns):
         def slice(self, index: int) -> torch.Tensor | None: ...
 
     def like(self, index: int) -> torch.Tensor:
-        """Return a tensor of a parameter's shape, strides and dtype, whatever replaces it now. It must not be read."""
+        """Return a tensor with a parameter's shape, strides and dtype, released or not. Its values must not be read."""
         return self._whole.get(index, self._table.parameters[index])
 
     def layouts(self) -> list[torch.Tensor]:
@@ -116,7 +116,7 @@ class ReleasedParameters(Storage, SliceRuns):
                 piece.copy_(memory_order(data, data)[low:high])
 
     def _gather_pinned_anew(self) -> None:
-        """Gather the units that stay whole. Collective if a gather is."""
+        """Gather the units that stay whole. Collective where gathers are."""
         self.schedule.gather_pinned()
 
     @contextlib.contextmanager
@@ -153,6 +153,6 @@ def releasable(table: ParameterTable, plans: Sequence[UnitPlan]) -> list[list[in
 
 
 def _can_be_released(parameter: torch.Tensor) -> bool:
-    """Return whether releasing saves memory, and a NaN can take the parameter's place meanwhile."""
+    """Return whether releasing the parameter saves memory and its dtype has a NaN for the placeholder."""
     floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
     return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES

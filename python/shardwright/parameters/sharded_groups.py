@@ -1,11 +1,11 @@
-"""Parameters of which a rank keeps its slices, gathered in units while they are used: private parameters at zero=3.
+"""Sliced parameters on a host, gathered in units while they are used: private parameters at zero=3.
 
-A parameter has slices, one a rank, in an arena that the host's ranks map, and a range of addresses of its own, which
-has pages only while its unit is whole. Parameters with which modules compute in a 16-bit dtype have slices of that
-dtype too, cast after each step, and a second range of addresses, into which those are gathered. A released parameter's
-data is one NaN, its own, expanded to its shape. With several hosts each has a copy of all slices, in the part of its
-lowest rank, so a unit is gathered without a message. On a mesh of two dimensions each replica that spans hosts has one.
-The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
+Each rank's slice of a parameter lies in an arena that the host's ranks map. The parameter also has a range of
+addresses, which has pages only while its unit is whole. A parameter with a 16-bit compute dtype has slices of that
+dtype too, cast after each step, and a second range of addresses, into which they are gathered. A released parameter's
+data is one NaN of its own, expanded to its shape. With several hosts the part of each host's lowest rank has a copy of
+all slices, so a unit is gathered without a message. On a mesh of two dimensions each replica that spans hosts has such
+a copy. The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 128
 #: the size of a page, in which units' memory is counted
 _CHUNK_BYTES = 2 << 20
-#: elements of a record of 8-bit integers: cuts between slices are multiples of it, so that values do not depend on them
+#: elements of a record of 8-bit integers. Slices end at multiples of it, so values do not depend on the world size
 _BLOCK, _BITS = 32, 8
 #: bytes of an element of a 16-bit dtype
 _NARROW_BYTES = 2
@@ -70,13 +70,13 @@ class UnitMemory(ReleasedParameters):
         self._home = group.home_of(slicing)
         members = releasable(table, plans)
         released = {index for each in members for index in each}
-        #: the dtypes of parameters with 16-bit slices
+        #: compute dtypes of parameters that have 16-bit slices
         self._narrow = {} if coded else {i: d for i, d in request.compute_dtypes.items() if i in released}
         self._plan_slices()
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
         self._outcomes: Outcomes | None = None
-        if group.host_count == 1 and not slicing.is_replicated:  # otherwise a barrier carries nothing
+        if group.host_count == 1 and not slicing.is_replicated:  # only then can publish() carry `failed`
             self._outcomes = Outcomes(self._arena, self._part_bytes, group.rank, group.world_size, 0)
         self._populate()
         self._codes = self._make_codes() if coded else None
@@ -100,7 +100,7 @@ class UnitMemory(ReleasedParameters):
         group.comm.barrier(f"slices of the parameters of {label}")
 
     def _plan_slices(self) -> None:
-        """Return the first bytes of buckets: in a rank's part, which has its slice of each, or in the host's copy."""
+        """Return the first byte of each bucket, in a rank's part (its slice of each) or in the host's copy."""
         self._offsets: list[int] = []
         self._part_bytes = self._slice_bytes = 0
         for bucket in range(self._reducer.bucket_count):
@@ -127,7 +127,7 @@ class UnitMemory(ReleasedParameters):
             populate(self._arena, ranges)
 
     def _place(self, bucket: int, rank: int, *, narrow: bool = False) -> tuple[int, int]:
-        """Return the rank in whose part the slice of a rank lies, or its 16-bit cast, and its first byte there."""
+        """Return (rank, first byte): the part that holds a rank's slice or its 16-bit cast, and where."""
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         offset = self._narrow_offsets[bucket] if narrow else self._offsets[bucket]
         if not self.one_copy:
@@ -157,7 +157,7 @@ class UnitMemory(ReleasedParameters):
                 block_encode(_BLOCK, _BITS, places[1] + record, places[0] + offset, 0, numel)
 
     def _slice(self, index: int, rank: int | None = None, *, narrow: bool = False) -> torch.Tensor:
-        """Return the elements of a parameter that a rank owns (default: this one), or their cast; may be empty."""
+        """Return the elements of a parameter that a rank owns (default: this rank), or their cast; may be empty."""
         rank = self._group.rank if rank is None else rank
         bucket, first, count = self.run_in_slice(index, rank)
         dtype = dtype_name(self._narrow[index]) if narrow else self._reducer.bucket_shape(bucket)[2]
@@ -166,7 +166,9 @@ class UnitMemory(ReleasedParameters):
 
     @functools.cached_property
     def _casts(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return (index, 16-bit slice, slice) of what this rank casts: its own slices, or its part of the host's copy."""
+        """Return (index, 16-bit slice, slice) of each slice that this rank casts: its own, or its part of the host's
+        copy.
+        """
         if not self.one_copy:
             pairs = [(i, self._slice(i, narrow=True), self._slices[i]) for i in self._narrow]
             return [pair for pair in pairs if pair[1].numel()]
@@ -179,7 +181,7 @@ class UnitMemory(ReleasedParameters):
         return [(index, self._slice(index, rank, narrow=True), self._slice(index, rank)) for rank in ranks]
 
     def _cast(self) -> None:
-        """Cast what was stepped on. No unit may be gathered meanwhile."""
+        """Cast slices after a step. No unit may be gathered meanwhile."""
         for index, narrow, piece in self._casts:
             if self.is_stepped(index):
                 narrow.copy_(piece)
@@ -197,7 +199,7 @@ class UnitMemory(ReleasedParameters):
             for index, parameter in enumerate(self._table.parameters):
                 self.write_whole(index, memory_order(parameter.data, parameter.data))
         casts = self._casts
-        if self.one_copy:  # the other ranks of the host may not have what this one has written
+        if self.one_copy:  # the host's other ranks do not see this rank's writes yet
             mine = self._narrow if self._group.rank == self._home else ()
             casts = [cast for index in mine for cast in self._casts_of(index)]
         for _, narrow, piece in casts:
@@ -213,7 +215,7 @@ class UnitMemory(ReleasedParameters):
             size, runs, offsets = self._plan_unit(members[number], narrow)
             specs.append((plans[number].name or self._label, size, runs))
             places += [(index, form, offset) for index, offset in offsets.items()]
-            sizes[number] = size  # of its compute form, which comes later
+            sizes[number] = size  # its compute form comes later and overwrites this
         self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
         spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
         kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
@@ -235,15 +237,15 @@ class UnitMemory(ReleasedParameters):
     ) -> tuple[int, list[tuple[int, int, int, int, bool]], dict[int, int]]:
         """Return the bytes of a unit, its runs, and the first byte of each parameter; those of `narrow` are 16-bit.
 
-        Neighbours in a bucket stay neighbours here.
+        Neighbours in a bucket stay neighbours in the unit.
         """
         size, offsets = 0, {}
-        pieces: list[list[int]] = []  # bucket, bytes of an element, first and last element, target of the first one
+        pieces: list[list[int]] = []  # bucket, bytes of an element, first and last element, target of the first element
         for index in sorted(indices, key=lambda index: self._reducer.place(index)[:2]):
             bucket, begin, numel = self._reducer.place(index)
             own = itemsize_of(self._reducer.bucket_shape(bucket)[2])
             item = _NARROW_BYTES if index in narrow else own
-            step = _ALIGNMENT * item // own  # between neighbours in the bucket
+            step = _ALIGNMENT * item // own  # neighbours in the bucket are aligned to it
             if pieces and pieces[-1][:2] == [bucket, item] and _aligned(pieces[-1][3] * item, step) == begin * item:
                 pieces[-1][3] = begin + numel
             else:
@@ -285,8 +287,8 @@ class UnitMemory(ReleasedParameters):
     def take_writes(self) -> None:
         """Update this rank's slices of parameters that are never released from their current values.
 
-        A program may have written to them, alike on all ranks (a temperature that is clamped), as it may at zero 0 to
-        2. It runs as a step begins, when no rank reads slices.
+        The program may have written to them, equally on all ranks (a clamped temperature). Called at the start of a
+        step, when no rank reads slices.
         """
         with torch.no_grad():
             for index, parameter, _ in self._refreshed:
@@ -295,8 +297,9 @@ class UnitMemory(ReleasedParameters):
                     self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
-        """Copy all elements of a parameter in memory order to `flat`: from every rank's slices, where it is
-        released."""
+        """Copy all elements of a parameter, in memory order, to `flat`; a released parameter's from every rank's
+        slices.
+        """
         if index not in self._whole:
             data = self._table.parameters[index].data
             flat.copy_(memory_order(data, data))
@@ -305,21 +308,21 @@ class UnitMemory(ReleasedParameters):
             flat[low:high] = piece
 
     def write_whole(self, index: int, flat: torch.Tensor) -> None:
-        """Copy `flat` to the slices; over hosts, those in this host's copy.
+        """Copy `flat` to the slices, or with several hosts to this host's copy of them.
 
-        One rank alone calls it for each parameter, between the two barriers of a step.
+        One rank calls it for each parameter, between the two barriers of a step.
         """
         for low, high, piece in self._owned(index):
             piece.copy_(flat[low:high])
 
     def publish(self, *, sliced: bool = True, failed: bool | None = None) -> list[int] | None:
-        """Publish slices that every rank has updated: whole units are out of date, and gathered anew when used.
+        """Publish slices that every rank has updated. Whole units become stale; their next use gathers them.
         Collective.
 
-        Return which ranks said `failed`; None if that does not travel along. `sliced` says that each rank has updated
-        its own slices, which hosts lack; else ranks have updated any slices of the host. Cost: one barrier (two with
-        records; with casts two over hosts, and where any slices were updated), and the bytes of parameters that are
-        never released. Over hosts, each sends the others its ranks' updates, once.
+        Return which ranks passed `failed`, or None if the barrier does not carry that. `sliced`: each rank has updated
+        its own slices alone, which other hosts lack; else ranks may have updated any slice of the host. Cost: one
+        barrier (two with records, or with casts over hosts or after updates of any slice), and the bytes of
+        never-released parameters. Each host sends its ranks' updates to the others once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
         outcomes = self._outcomes if failed is not None else None
@@ -367,7 +370,7 @@ class UnitMemory(ReleasedParameters):
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of slices on this rank; of all of them, where the host has a copy."""
+        """Return the bytes of this rank's slices, or of the host's copy of all."""
         return self._part_bytes
 
     def plan(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Gathers of parameters behind a step on a GPU, which run into the next forward (docs/design/gpu_gathers.md).
+"""Gathers of parameters after a step on a GPU, which overlap with the next forward (docs/design/gpu_gathers.md).
 
-Buckets that one unit's forward needs are a group, with one event. A hook on the unit's module makes torch's current
-stream wait for its groups; a parameter that is read otherwise meanwhile waits for its own (WaitGuard).
+The buckets of one unit's forward are a group with one event. A hook on the unit's module makes torch's current stream
+wait for its groups; any other read of a parameter waits for that parameter's groups (WaitGuard).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..torch_compat import autograd as _hooks
 from .read_guard import WaitGuard
 from .unshard_schedule import NoHook
 
-#: as many as one group of NCCL's has
+#: the size of one NCCL group
 _GROUP_MAX = 32
 
 
 class StepGathers:
-    """Buckets of parameters of which each rank has updated its slices.
+    """Buckets of parameters after each rank has updated its slices.
 
     Parameters
     ----------
@@ -34,21 +34,22 @@ class StepGathers:
         The ranks that own all slices together.
     reducer : Reducer
     request : Request
-        `forwards` has the units whose forwards wait for their own parameters; empty: nothing runs beside the gathers.
+        `forwards` lists the units whose forwards wait for their own parameters; if empty, nothing overlaps with the
+        gathers.
     """
 
     def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:
         self._link, self._reducer, self._table, self._label = link, reducer, request.table, request.label
-        # A DTensor's local tensor is read in C, past a guard.
+        # C code reads a DTensor's local tensor and bypasses the guard.
         may_wait = _hooks.CAN_BE_UNGUARDED and not link.borrows and request.table.model_mesh is None
         self._plans: Sequence[UnitPlan] = request.forwards if may_wait else ()
         self._guard = WaitGuard(self._table.names, self._table.parameters, _weakly(self))
         self._engine: DeviceUnits | None = None
-        self._stream = 0  # torch's, of the last step
+        self._stream = 0  # torch's stream at the last step
         self._planned: list[int] = []  # buckets
-        self._members: list[list[torch.Tensor]] = []  # parameters of each group
-        self._group_of: dict[int, int] = {}  # by the identity of a parameter
-        self._lock = threading.RLock()  # of any threads that read parameters
+        self._members: list[list[torch.Tensor]] = []  # each group's parameters
+        self._group_of: dict[int, int] = {}  # by id of the parameter
+        self._lock = threading.RLock()  # held by any thread that reads parameters
         self._pending: set[int] = set()  # groups for which no stream waits yet
         self._around: list[weakref.ref[torch.nn.Module]] = []
         self._handles: list[Any] = []
@@ -66,7 +67,7 @@ class StepGathers:
         self.arrange()
 
     def arrange(self, is_compiling: bool = False) -> None:
-        """End the overlap where a unit, or a module around one, is compiled: guards and hooks would break its graph."""
+        """End the overlap if a unit or a module around one is compiled: guards and hooks would break its graph."""
         modules = (reference() for reference in self._around)
         if self._plans and (is_compiling or any(each is not None and _hooks.is_compiled(each) for each in modules)):
             self.close()
@@ -82,7 +83,7 @@ class StepGathers:
     # gathering ------------------------------------------------------------------------------------------------------
 
     def publish(self, buckets: Mapping[int, torch.Tensor]) -> None:
-        """Gather the buckets out of all ranks' slices, behind the work of torch's current stream. Collective."""
+        """Gather the buckets from all ranks' slices, after the work on torch's current stream. Collective."""
         self.settle()
         if self._link.world_size == 1 or not any(memory.numel() for memory in buckets.values()):
             return
@@ -98,7 +99,7 @@ class StepGathers:
             self._guard.raise_(members)
 
     def _make(self, buckets: Mapping[int, torch.Tensor]) -> None:
-        """Make the engine's units of these buckets: groups in the order in which a forward uses them."""
+        """Make the engine's units of these buckets, in groups in the order of use by a forward."""
         self._planned = [*buckets]
         waiting = {bucket: memory for bucket, memory in buckets.items() if memory.numel()}
         groups: list[dict[int, torch.Tensor]] = []
@@ -127,18 +128,18 @@ class StepGathers:
     # waiting --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Make torch's current stream wait for all that is on its way."""
+        """Make torch's current stream wait for all gathers."""
         if self._pending:
             self._take(self._pending.copy())
 
     def take_unit(self, number: int) -> None:
-        """Make it wait for the parameters of a unit."""
+        """Make torch's current stream wait for a unit's parameters."""
         if self._pending:
             parameters = map(self._table.parameters.__getitem__, self._plans[number].indices)
             self._take({self._group_of[id(p)] for p in parameters if id(p) in self._group_of})
 
     def arrive(self, parameter: torch.Tensor) -> None:
-        """Make it wait for a parameter."""
+        """Make torch's current stream wait for a parameter."""
         self._take({self._group_of[id(parameter)]})
 
     def _take(self, groups: Iterable[int]) -> None:
@@ -149,11 +150,11 @@ class StepGathers:
             for group in sorted(self._pending.intersection(groups)):
                 try:
                     engine.take(group, stream)
-                    if stream != self._stream:  # the step's stream reads next, and nothing orders it behind this one
+                    if stream != self._stream:  # the step's stream reads next, and nothing orders it after this stream
                         engine.take(group, self._stream)
-                except NotImplementedError:  # one of them is captured, and must not wait for work outside of its graph
+                except NotImplementedError:  # a captured stream must not wait for work outside its graph
                     engine.wait(group)
-                except Error:  # a communicator that has ended says so at the next forward
+                except Error:  # the next forward raises the communicator's error
                     if self._link.comm.is_alive:
                         raise
                 self._pending.discard(group)
@@ -161,7 +162,7 @@ class StepGathers:
 
 
 def _weakly(gathers: StepGathers) -> Any:
-    """Return arrive() without the object, which the classes of parameters must not keep."""
+    """Return arrive() bound weakly: the guarded classes must not keep this object alive."""
     reference = weakref.ref(gathers)
 
     def arrive(parameter: torch.Tensor) -> None:

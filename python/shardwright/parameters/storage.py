@@ -2,8 +2,8 @@
 
 A rank's optimizer steps on the slices that the rank owns, and publish() makes the updates visible to all ranks. There
 are two forms. *Private*: each rank has all parameters, and slices are gathered after the step. *Shared*: a host has one
-copy, and publish() is a barrier, in which the slices of other hosts arrive if there are any. The backend decides where
-buckets lie and how slices travel.
+copy, and publish() is a barrier that also brings the slices of other hosts. The backend decides where buckets lie and
+how slices travel.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ParameterMemory(ParameterSlices):
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
         for index in moving:
             self.adopt(index)
-        self._is_written = False  # whether each rank has parameters of its own, in writable()
-        self._casts = False  # whether some ranks have casts, and all meet once they are made
-        self._narrow: dict[int, torch.Tensor] = {}  # the casts of parameters
-        self._narrow_of: dict[int, torch.Tensor] = {}  # the same by the parameters' identities
-        self._mine: list[int] = []  # those that this rank makes
+        self._is_written = False  # True inside writable(), where each rank has separate parameters
+        self._casts = False  # True if some ranks make casts, so that all need a barrier after them
+        self._narrow: dict[int, torch.Tensor] = {}  # the shared casts, by parameter number
+        self._narrow_of: dict[int, torch.Tensor] = {}  # the same by id of the parameter
+        self._mine: list[int] = []  # the casts that this rank makes
         if shared:
             backend.fence(f"parameters of {self._label} shared")
             self._make_casts(request)
@@ -64,9 +64,9 @@ class ParameterMemory(ParameterSlices):
         return arrange
 
     def _make_casts(self, request: Request) -> None:
-        """Make one cast a host of what modules compute with in 16 bits. Collective.
+        """Make one cast per host of the parameters with which modules compute in 16 bits. Collective.
 
-        A rank that shares with none casts in its forwards: it may write to its parameters as it likes.
+        A rank that shares with no other casts in its forwards, since it may write to its parameters freely.
         """
         group = self._backend.group
         self._casts = bool(request.compute_dtypes) and group.shares(self._slicing)
@@ -79,7 +79,7 @@ class ParameterMemory(ParameterSlices):
         self._cast(self._mine)
 
     def _cast(self, indices: Iterable[int]) -> None:
-        """Make these casts anew, while no rank computes with them. Collective."""
+        """Refresh these casts, while no rank computes with them. Collective."""
         if self._casts:
             with torch.no_grad():
                 for index in indices:
@@ -119,7 +119,7 @@ class ParameterMemory(ParameterSlices):
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
 
     def give_back(self, together: bool = False) -> None:
-        """Give parameters that the host shares back to this rank."""
+        """Give this rank private copies of parameters that the host shares."""
         self._buckets.close()
         for index in self._flat if self.shared else ():
             parameter = self._table.parameters[index]
@@ -136,7 +136,7 @@ class ParameterMemory(ParameterSlices):
         return found
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return (first, count) of the words that a parameter lies in.
+        """Return (first, count) of the words in which a parameter lies.
 
         It fills all of them, except for the last one of 16-bit elements or bytes.
         """
@@ -157,7 +157,7 @@ class ParameterMemory(ParameterSlices):
     def publish(self, *, failed: bool | None = None) -> list[int] | None:
         """Make updated slices visible after every rank has updated its own. Collective; its cost is the backend's.
 
-        Return the ranks that said `failed`; None if that does not travel along. See Buckets.publish.
+        Return the ranks that passed `failed`, or None. See Buckets.publish.
         """
         outcomes: list[int] | None = self._buckets.publish(self._stepped, failed, self._ranges_of)
         if self._casts:
@@ -165,14 +165,14 @@ class ParameterMemory(ParameterSlices):
         return outcomes
 
     def cast_stepped(self) -> None:
-        """Cast anew what the host's ranks share and have stepped on, once all see it. Collective."""
+        """Refresh the shared casts after a step, once all ranks see its slices. Collective."""
         self._cast(index for index in self._mine if self.is_stepped(index))
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
-        """Give each rank separate whole parameters to write to; at exit all get rank 0's values. Collective.
+        """Give each rank separate whole parameters to write to; on exit all get rank 0's values. Collective.
 
-        Cost: shared, a copy of the parameters a rank for the time; private, a broadcast.
+        Cost: if shared, a temporary copy of the parameters on each rank; if private, a broadcast.
         """
         backend, label = self._backend, f"written parameters of {self._label}"
         kept = [(parameter, parameter.data) for parameter in self._table.parameters]
@@ -180,7 +180,7 @@ class ParameterMemory(ParameterSlices):
         if self.shared:
             for parameter, data in kept:
                 parameter.data = data.clone(memory_format=torch.preserve_format)
-            backend.fence(label)  # no rank writes before each has its own
+            backend.fence(label)  # no rank writes before every rank has its copy
         self._is_written = self.shared
         try:
             yield

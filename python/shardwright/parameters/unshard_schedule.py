@@ -1,4 +1,4 @@
-"""The times at which units are gathered and released: around their modules' forwards, and again around their backwards.
+"""Schedule of gathers and releases: a unit is whole around its modules' forwards, and again around their backwards.
 
 Each forward of a unit has a beginning and an end, counted by one clock. Autograd runs the nodes of a graph in the
 reverse of the order in which they were made. When the backward reaches the outputs of a forward, the backward of every
@@ -29,7 +29,7 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import ReadGuard
 
 _NO_TASK = -1
-#: samples of a parameter, beside its first and last bytes
+#: samples of a parameter besides its first and last bytes
 _SAMPLES = 8
 _COPY = (
     "this module's parameters are released, and each rank keeps slices of them: {what} inside "
@@ -41,7 +41,7 @@ class Pin(enum.Enum):
     """The reason why a unit stays whole while no module runs in it."""
 
     NONE = 0
-    #: a second backward may come, or one without a hook; or an output is a view of a parameter
+    #: a second backward may follow, or one without a hook; or an output is a view of a parameter
     UNTIL_STEP = 1
     #: unshard()
     BY_USER = 2
@@ -57,12 +57,12 @@ class Unit:
     opened : list of (int, int)
         For each backward that has begun: the clock at the beginning of its forward, and its graph task.
     is_whole : bool
-        True while the parameters are whole. The schedule sets it as it gathers and releases, without a question to the
+        True while the parameters are whole. The schedule sets it on each gather and release, without a query to the
         engine.
     compute_form : ComputeForm, optional
         The unit in the dtypes in which its modules compute under a precision policy.
     forms : list of Unit
-        Where it has a compute form, the form in which each of its modules' running forwards computes.
+        If it has a compute form: the form in which each running forward of its modules computes.
     """
 
     is_compute_form = is_outermost = False
@@ -94,7 +94,7 @@ class Unit:
     def _make_placeholders(self) -> None:
         """Make one NaN a parameter, expanded to its shape."""
         dtypes = {parameter.dtype for parameter in self.parameters}
-        self._bytes = {  # addresses behind the placeholders: compared without a torch operation
+        self._bytes = {  # addresses of the placeholders' data, compared without a torch operation
             dtype: bytearray(b"\xff" * (dtype.itemsize * sum(p.dtype == dtype for p in self.parameters)))
             for dtype in dtypes
         }
@@ -159,7 +159,7 @@ class Unit:
         for dtype, blank in self._blank.items():
             self._bytes[dtype][:] = blank
         self.show_released()
-        return written[0] if written else None  # a NaN other than ours is a write without effect on training
+        return written[0] if written else None  # another NaN than ours is a write, but has no effect on training
 
     def note_versions(self) -> None:
         self._versions = self._read_versions()
@@ -186,7 +186,7 @@ class Unit:
             return [parameter._version for parameter in self.parameters]
 
     def find_written(self) -> str | None:
-        """Return the name of a parameter that was written to since note_versions(); through `.data` since note_samples() alone."""
+        """Return the name of a parameter written since note_versions(), or through `.data` since note_samples()."""
         before, now = [self._versions], [self._read_versions()]
         if self._samples is not None:
             before.append(self._samples)
@@ -206,7 +206,7 @@ class Unit:
 class ComputeForm(Unit):
     """A unit in the dtypes in which its modules compute under a precision policy.
 
-    It has memory of its own, of which the modules' slots hold views while it is whole. The parameters themselves stay
+    It has separate memory; while it is whole, the modules' slots hold views of that. The parameters themselves stay
     released.
 
     Attributes
@@ -237,7 +237,7 @@ class ComputeForm(Unit):
         return None if self.unit.is_whole else self.unit.take_written()
 
     def count_writes(self) -> None:
-        """Tell autograd that values which it saved for a backward have changed."""
+        """Bump the version counter, so that autograd detects changed saved values."""
         for each in self.whole:
             torch.autograd.graph.increment_version(each)
 
@@ -246,7 +246,7 @@ class ComputeForm(Unit):
 
 
 class UnitSchedule:
-    """The units of one module, and the forwards and backwards that run in each.
+    """The units of one module, and the forwards and backwards that run in each unit.
 
     Parameters
     ----------
@@ -257,12 +257,12 @@ class UnitSchedule:
     members : sequence of list
         The parameters of each unit: (number in the table, name, parameter, its whole data).
     abort : callable
-        A function that tells the other ranks why this one will not go on.
+        A function that sends the other ranks the reason why this rank stops.
     coded : bool
         True if running modules see parameters decoded from records; inside everything() they are exact.
     compute_members : sequence of list, optional
         The parameters of each unit's compute form, with their data there; empty for a unit without one. The engine
-        numbers these forms behind the units.
+        numbers these forms after the units.
 
     Attributes
     ----------
@@ -270,12 +270,12 @@ class UnitSchedule:
         The units, then their compute forms.
     ahead : dict
         For "forward" and "backward": a unit's number -> a callable that returns the units to gather ahead while it
-        runs, where the program names them. No effect on the host.
+        runs, if the program names them. No effect on the host.
     """
 
     unit_class = Unit
     compute_class: type[ComputeForm] = ComputeForm
-    #: True if a failed backward releases its units at once, on the thread that called it; otherwise the next forward does
+    #: True if a failed backward releases its units at once, on its caller's thread; else the next forward does
     ends_failed_backwards = True
 
     def __init__(
@@ -305,15 +305,15 @@ class UnitSchedule:
         self._unit_of = {id(parameter): unit for unit in self._plain for parameter in unit.parameters}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
-        self._keepers = 0  # the number of everything() that are entered
-        self._latest: Unit | None = None  # the unit whose forward ended last
-        self._turning: Unit | None = None  # the unit whose forward was the last before the backward, the last time
+        self._keepers = 0  # the number of open everything() contexts
+        self._latest: Unit | None = None  # the unit of the forward that ended last
+        self._turning: Unit | None = None  # the unit of the last forward before the previous backward
         self._handles: list[Any] = []
         # a module, and our two hooks on it
         self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []
-        #: told which parameters are about to be released
+        #: called with the parameters that are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _no_listener
-        #: asked whether modules that are called compute under a policy
+        #: returns whether a called module computes under a policy
         self.policy: Callable[[], Callable[[], bool] | None] = _no_listener
         for unit in self.units:
             unit.show_released()
@@ -355,9 +355,7 @@ class UnitSchedule:
                 self._handles.append(each.register_state_dict_pre_hook(hook))
 
     def _hook_holders(self, module: torch.nn.Module) -> None:
-        """Hook modules with parameters of the outermost unit, which may be called by themselves: an encoder before its
-        decoder.
-        """
+        """Hook the modules with parameters of the outermost unit that a program may call alone, such as an encoder."""
         members = {id(p) for p in self.units[0].module_parameters}
         for each in module.modules():
             if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
@@ -365,7 +363,7 @@ class UnitSchedule:
                 self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
 
     def detach(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -376,7 +374,7 @@ class UnitSchedule:
     def _form_of(self, unit: Unit) -> Unit:
         """Return the form of a unit in which a module that is called now computes.
 
-        Inside everything() parameters may be written to, so modules compute with casts of what they then hold.
+        Inside everything() parameters may be written, so modules compute with casts of their current values.
         """
         is_in_force = None if unit.compute_form is None or self._keepers else self.policy()
         return unit if is_in_force is None or not is_in_force() else unit.compute_form or unit
@@ -424,7 +422,7 @@ class UnitSchedule:
                 self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
 
     def accept_writes(self) -> None:
-        """Accept writes that are allowed, or the engine's."""
+        """Accept legal writes and the engine's own."""
         for unit in self.units:
             if isinstance(unit, ComputeForm):
                 unit.count_writes()
@@ -480,7 +478,7 @@ class UnitSchedule:
             self._release(unit)
 
     def surrender(self, together: bool = False) -> None:
-        """Give the parameters separate memory, except for those whose data was replaced, and end the schedule."""
+        """Give the parameters separate memory, except where their data was replaced, and end the schedule."""
         self.detach()
         units, self.units = self.units, []
         for unit in units:
@@ -499,7 +497,7 @@ class UnitSchedule:
             self._units.release(unit.number)
 
     def _gather_plainly(self, unit: Unit) -> None:
-        """Gather a unit that is given up afterwards."""
+        """Gather a unit for the last time."""
         self._units.gather(unit.number)
 
     def pin(self, unit: Unit) -> None:
@@ -511,8 +509,8 @@ class UnitSchedule:
         self._release_if_idle(unit)
 
     def source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor out of which a module computes with a parameter now: memory of its compute form, the
-        parameter itself, or None while it is released.
+        """Return the tensor with which a module computes now: the compute form's, the parameter itself, or None while
+        it is released.
         """
         unit = self._unit_of.get(id(parameter))
         if unit is None or not self.units:
@@ -544,7 +542,7 @@ class UnitSchedule:
             unit = unit.forms[-1]
         unit.running.append(next(self._clock))
         if _hooks.graph_task_id() == _NO_TASK:
-            if self._tasks:  # no backward runs: an exception broke off those that have not ended
+            if self._tasks:  # no backward runs: an exception ended those still listed
                 self._end_tasks(self._tasks.copy())
         self._gather(unit)
 
@@ -565,8 +563,7 @@ class UnitSchedule:
             self._release_if_idle(unit)
 
     def _note_order(self, unit: Unit) -> None:
-        """Note the unit that runs last in a forward: the backward begins with it, so it is not released between
-        them."""
+        """Note the unit that runs last in a forward. It stays whole until the backward, which begins with it."""
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
         elif not unit.running:
@@ -606,7 +603,7 @@ class UnitSchedule:
         ended = set(tasks)
         self._tasks -= ended
         opened = []
-        for unit in self.units:  # all of them before the first release, which may raise
+        for unit in self.units:  # remove all of them before the first release, which may raise
             if unit.opened:
                 unit.opened = [each for each in unit.opened if each[1] not in ended]
                 opened.append(unit)
@@ -614,7 +611,9 @@ class UnitSchedule:
             self._release_if_idle(unit)
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
-        """Gather the unit for a call of a module outside its unit's forward, and pin it until the step. Its pages are kept."""
+        """Gather the unit of a module that is called outside its unit's forward, and pin it until the step. Its pages
+        are kept.
+        """
         form = self._form_of(unit)
         if not form.is_whole:
             self._gather(form)
@@ -642,7 +641,7 @@ def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:
 class _ModuleHook:
     """A hook in a module's own dictionaries.
 
-    It refuses to be copied with the module while that is released. In a copy of a whole module it does nothing.
+    It refuses to be copied with a released module. In a copy of a whole module it does nothing.
     """
 
     def __init__(self, schedule: UnitSchedule, method: Callable[..., None], number: int) -> None:

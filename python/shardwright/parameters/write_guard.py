@@ -1,7 +1,7 @@
-"""Checks for writes to parameters that a host's ranks share, where version counters do not record them.
+"""Checks for writes to shared parameters that version counters do not record.
 
 A write through `.data`, or by foreign code, changes the parameter for every rank of the host, in the middle of their
-forwards. Averages of weights that are swapped in and out (EMA, SWA) silently leave wrong weights on all ranks.
+forwards. Swapping averaged weights in and out (EMA, SWA) would silently leave wrong weights on all ranks.
 *samples*, the default, compares some elements of each parameter before and after each forward and before each step.
 *read-only*, for debugging, forbids writes between steps, so that a write gets a SIGSEGV where it happens (`python -X
 faulthandler` prints the line).
@@ -31,12 +31,11 @@ class SampledParameters:
     names : sequence of str
         The names of its parameters.
     comm : HostComm
-        The communicator to end when a write is found: the values are wrong for all ranks, and all of them get the
-        sentence.
+        The communicator to end when a write is found: the values are wrong on all ranks, so all raise the error.
 
     Notes
     -----
-    Cost of a comparison: two of torch's operations, over 8 words of 4 bytes of each parameter.
+    Cost of a comparison: two torch operations over 8 words of 4 bytes of each parameter.
     """
 
     kind = "samples"
@@ -67,7 +66,7 @@ class SampledParameters:
         self._samples = self._words[self._places]
 
     def check(self, when: str) -> None:
-        """Raise an Error if a sample differs from the end of the last step, or of full_parameters(writable=True)."""
+        """Raise Error if a sample has changed since the last step or full_parameters(writable=True) ended."""
         if self._is_writing:
             return
         now = self._words[self._places]
@@ -86,7 +85,9 @@ class SampledParameters:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow writes inside, where forwards check nothing: a faster rank may be at its end. All ranks are past a barrier as it ends."""
+        """Allow writes inside. Forwards check nothing there, since a faster rank may have ended its own. Ends with a
+        barrier of all ranks.
+        """
         self._is_writing = True
         try:
             yield

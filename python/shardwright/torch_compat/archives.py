@@ -12,13 +12,13 @@ __all__ = ["records_of"]
 def records_of(source: str | IO[bytes]) -> list[str] | None:
     """Return the names of an archive's records; None if the file is no archive for torch.load.
 
-    Another parser may find other records in a file made to deceive: torch.load itself chooses between a state dict and
-    TorchScript by this list.
+    torch.load chooses between a state dict and TorchScript by this list. Another parser may list other records of a
+    malicious file.
 
     Parameters
     ----------
     source : path or file
-        A file is left at the position at which it was.
+        A file keeps its position.
     """
     if isinstance(source, str):
         with open(source, "rb") as file:

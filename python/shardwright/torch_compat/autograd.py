@@ -1,6 +1,6 @@
 """Every hook into autograd, the optimizers and the compiler. The only file that uses private names of torch.
 
-Each private name has a fallback, so that a torch without it costs a feature, not the program:
+Each private name has a fallback, so a torch without it lacks a feature but runs:
 
 - `torch._C._current_graph_task_id`: else one number for every backward, and reentrant checkpointing is not told apart.
 - `torch._C.DisableTorchFunctionSubclass`: else a read of a released parameter is NaN, and no error.
@@ -71,14 +71,14 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
 graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
 
 
-#: tells whether a profiler of torch's records in this thread
+#: returns True while one of torch's profilers records in this thread
 profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 
 
 def collective_range(op: str, label: str, numel: int, dtypes: Iterable[torch.dtype], more: str = "") -> Any:
-    """Return a profiler's range of one collective, "shardwright:<op>", whose arguments say what it moves.
+    """Return the profiler range "shardwright:<op>" of one collective; its arguments describe the data moved.
 
-    Callers ask profiler_enabled() first: without a profiler nothing is described.
+    Call it only if profiler_enabled(): describing the data takes time.
     """
     names = ",".join({str(each).removeprefix("torch."): None for each in dtypes})
     return torch.profiler.record_function(f"shardwright:{op}", f"{label}{more} numel={numel} dtype={names}")
@@ -90,7 +90,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def inside_functional_call() -> bool:
-    """Return True below torch.func.functional_call, which puts other tensors in the parameters' places for one call."""
+    """Return True inside torch.func.functional_call, which replaces parameters by other tensors for one call."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_functional_call" and frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
@@ -100,8 +100,8 @@ def inside_functional_call() -> bool:
 
 
 class _End:
-    """A callback that torch calls at the end of a graph task, and drops if the task fails: its deletion is the only
-    sign of that.
+    """A callback that torch calls at the end of a graph task. torch drops it if the task fails; only its deletion shows
+    that.
     """
 
     def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None) -> None:
@@ -114,7 +114,7 @@ class _End:
 
     def __del__(self) -> None:
         if not self._called and self._failed is not None:
-            with contextlib.suppress(Exception):  # the next call reports what is wrong with the peers
+            with contextlib.suppress(Exception):  # the next call reports the peers' error
                 self._failed()
 
 
@@ -154,8 +154,8 @@ def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> 
     """Return `function`, run uncompiled under torch.compile. recursive=False: its callees may be compiled.
 
     A program that compiles nothing does not pay for the compiler, whose import takes seconds. Once it is loaded, calls
-    from outside a compiled region are kept from it, too. It may have given up this very frame, since all such functions
-    share its code and the compiler recompiles a frame a few times only. It would then look at the frames below.
+    from outside a compiled region are kept from it, too. All such functions share one frame's code, and the compiler
+    gives up a frame after a few recompilations; it would then compile the frames below.
     """
     lazy = getattr(torch, "_disable_dynamo", None)
     if lazy is not None:
@@ -185,7 +185,7 @@ def _check_breaks() -> None:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         whole = InstructionTranslator.current_tx().one_graph
-    except Exception:  # another torch: its own error follows
+    except Exception:  # this torch lacks the name: its own error follows
         return
     if whole:
         # the compiler passes on only its own exceptions unchanged
@@ -225,9 +225,9 @@ def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> None:
-    """Have `on_gradient` called by the first gradients of a backward through `output`.
+    """Call `on_gradient` at the first gradients of a backward through `output`.
 
-    Leaves are left out: a hook on a parameter would stay for ever.
+    Leaves get no hook: it would stay on a parameter for ever.
     """
     if isinstance(output, torch.Tensor):
         if output.grad_fn is not None:
@@ -239,8 +239,8 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
 
 
 class StepListener(Protocol):
-    """A listener that is called before an optimizer that holds one of its parameters steps; the lowest `serial` first,
-    on every rank.
+    """A listener called before each step of an optimizer that holds one of its parameters. The lowest `serial` comes
+    first, on every rank.
     """
 
     serial: int

@@ -15,20 +15,20 @@ from . import autograd
 
 
 class CudaRuntime:
-    """torch.cuda as the engine uses it."""
+    """The functions of torch.cuda that the engine uses."""
 
     #: True if a thread watches the communicator
     watches = True
 
     def __init__(self) -> None:
-        self.kernels: dict[int, DeviceComm] = {}  # by GPU, for steps on tensors outside of any wrapper
+        self.kernels: dict[int, DeviceComm] = {}  # launchers by GPU, for steps on tensors outside of any wrapper
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is on a GPU."""
         return tensor.device.type == "cuda"
 
     def stages(self, tensor: torch.Tensor) -> bool:
-        """Return whether the CUDA driver can copy from it: torch calls other vendors' GPUs cuda, too."""
+        """Return whether the CUDA driver can copy from the tensor: torch also calls other vendors' GPUs cuda."""
         return self.holds(tensor) and torch.version.cuda is not None
 
     def ordinal(self, tensor: torch.Tensor) -> int:
@@ -37,7 +37,7 @@ class CudaRuntime:
         return torch.cuda.current_device() if index is None else index
 
     def current_stream(self, ordinal: int) -> int:
-        """The address of the stream that torch enqueues on now, in this thread."""
+        """Return the address of the stream that torch enqueues on now, in this thread."""
         return autograd.raw_stream(ordinal)
 
     def stream_reader(self, ordinal: int) -> Callable[[], int]:
@@ -46,11 +46,11 @@ class CudaRuntime:
         return autograd.stream_reader(ordinal)
 
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a bucket, on the GPU of `like`, from torch's allocator."""
+        """Allocate memory for a bucket, on the GPU of `like`, with torch's allocator."""
         return torch.zeros(numel, dtype=dtype, device=like.device)
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor over memory of the engine's own, on a GPU, which torch has just written."""
+        """Return a tensor over GPU memory that the engine owns and torch has just written."""
         return tensor
 
     def backend(self, group: Any) -> Any:
@@ -58,7 +58,9 @@ class CudaRuntime:
         return group._get_backend(torch.device("cuda"))
 
     def communicator(self, backend: Any, ordinal: int) -> int:
-        """The address of a backend's communicator for a GPU; 0: there is none yet. RuntimeError: it was ended."""
+        """Return the address of a backend's communicator for a GPU, 0 before it exists. Raise RuntimeError once it has
+        ended.
+        """
         with torch.cuda.device(ordinal):
             address: int = backend._comm_ptr()
         return address
@@ -69,7 +71,7 @@ class CudaRuntime:
             torch.cuda.empty_cache()
 
     def libraries(self) -> dict[str, str | None]:
-        """Arguments of DeviceComm: where the driver, NCCL and the kernels' images are."""
+        """Arguments of DeviceComm: the paths of the driver, NCCL and the kernel images."""
         nvrtc, builtins = find_nvrtc(nvidia_folders(), torch.version.cuda)
         return {"packaged": _image_folder(), "cache": _cache_folder(), "nvrtc": nvrtc, "builtins": builtins}
 
@@ -98,7 +100,7 @@ def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str |
 
 
 def nvrtc_companion(path: Path) -> str | None:
-    """The library that the compiler loads by name, which the loader may not find where pip puts it."""
+    """Return the library that the compiler loads by name; the loader may not search pip's folders for it."""
     return next((str(found) for found in sorted(path.parent.glob("libnvrtc-builtins.so.*"))), None)
 
 
@@ -110,14 +112,16 @@ def _image_folder() -> str | None:
 
 
 def _cache_folder() -> str | None:
-    """Made here: the engine makes the last folder only. None, so a compilation at each start, for a user without a home."""
+    """Return the folder of compiled kernels, and make its parents; the engine makes the last folder alone. None for a
+    user without a home.
+    """
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and no line in passwd: a container that runs under a number
+    except RuntimeError:  # no HOME and no entry in passwd: a container's numeric user
         return None
     try:
         parent.mkdir(parents=True, exist_ok=True)
-    except OSError:  # the engine then compiles at each start, and says where it looked
+    except OSError:  # the engine then compiles at each start and reports the folders it tried
         pass
     return str(parent / "shardwright")
 
@@ -130,7 +134,8 @@ def open_gpu(
 
 
 def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
-    """Return (what launches on the GPU of a tensor, torch's current stream there); None for a tensor on the CPU. No peer is needed.
+    """Return (the launcher of a tensor's GPU, torch's current stream there); None for a tensor on the CPU. Not
+    collective.
 
     Raises NotImplementedError where the GPU cannot be used.
     """

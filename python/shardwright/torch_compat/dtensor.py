@@ -1,4 +1,4 @@
-"""DTensors: the private names of torch that tell and replace a DTensor's local tensor.
+"""DTensors: the private names of torch that read and replace a DTensor's local tensor.
 
 `_local_tensor` and `_spec` are attributes of torch.distributed.tensor.DTensor since torch 2.0.
 """
@@ -51,7 +51,7 @@ def set_held_tensor(dtensor: Any, local: torch.Tensor) -> None:
 
 
 def set_dtype(dtensor: Any, like: Any) -> None:
-    """Give a DTensor the local tensor of `like`, of another dtype: what `dtensor.data = like` leaves as it was."""
+    """Give a DTensor the local tensor of `like`, of another dtype; `dtensor.data = like` does not replace it."""
     dtensor._local_tensor, dtensor._spec = like._local_tensor, like._spec
 
 
@@ -71,7 +71,7 @@ def placed_like(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def placed_as(dtensor: Any, like: Any) -> Any:
-    """Return a DTensor with the placements of `like`: itself, or redistributed. Collective over its mesh then."""
+    """Return the DTensor with the placements of `like`, redistributed if they differ (then collective over its mesh)."""
     if tuple(dtensor.placements) == tuple(like.placements):
         return dtensor
     with torch.no_grad():
@@ -79,7 +79,7 @@ def placed_as(dtensor: Any, like: Any) -> Any:
 
 
 def waited(local: Any) -> torch.Tensor:
-    """Return a local tensor once the collective that fills it has ended."""
+    """Wait for the collective that fills a local tensor, and return the tensor."""
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()
     result: torch.Tensor = local
@@ -87,14 +87,14 @@ def waited(local: Any) -> torch.Tensor:
 
 
 def full_tensor(local: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return the whole of a tensor that is placed like the DTensor `like`, of any dtype. Collective over its mesh."""
+    """Return the whole tensor, of any dtype, whose parts are placed like the DTensor `like`. Collective over its mesh."""
     with torch.no_grad():
         whole: torch.Tensor = placed_like(local, like).full_tensor()  # type: ignore[attr-defined]
     return waited(whole)
 
 
 def local_part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return this rank's part of a whole tensor that is to be placed like the DTensor `like`. No copy."""
+    """Return this rank's part of a whole tensor, cut like the DTensor `like`. No copy."""
     shape, offsets = local_box(like)
     return whole[tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape))]
 

@@ -14,12 +14,12 @@ import torch
 
 __all__ = ["unscale_by"]
 
-#: (optimizer, inverse of the scale, found_inf, allow_fp16) -> found_inf by device; None where torch's own method serves
+#: (optimizer, inverse of the scale, found_inf, allow_fp16) -> found_inf by device; None: torch's own method is used
 Unscale = Callable[[torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor] | None]
 
 
 def unscale_by(unscale: Unscale) -> None:
-    """Have every GradScaler ask `unscale` first. No effect from the second call on."""
+    """Make every GradScaler call `unscale` first. Only the first call has an effect."""
     original = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
     if original is None or hasattr(original, "_shardwright"):
         return

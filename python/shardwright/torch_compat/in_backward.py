@@ -1,7 +1,7 @@
 """Optimizers that step inside a backward: torch.distributed.optim._apply_optimizer_in_backward.
 
-torch keeps such an optimizer as an attribute of its parameter, and steps it in a hook on the parameter's gradient
-accumulator, at the gradient of this rank alone. Without these private names a step in a backward is an error.
+torch keeps such an optimizer as an attribute of its parameter. A hook on the parameter's gradient accumulator steps it
+with this rank's gradient alone. In a torch without these private names a step in a backward is an error.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def on_meta(parameter: torch.Tensor, position: int) -> str:
 
 
 def check_steppable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for an optimizer that holds no parameter of a wrapped module and some on the meta device."""
+    """Raise Error if an optimizer holds meta parameters and no parameter of a wrapped module."""
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.is_meta:

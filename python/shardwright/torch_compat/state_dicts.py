@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, as far as it takes private names or a look at the caller."""
+"""torch.distributed.checkpoint: the parts that need private names or inspect the caller's frame."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _BETWEEN = ("shardwright.", "torch.nn.", "torch._dynamo.", "torch.utils.", "acce
 def asked_by_torchs_functions() -> bool:
     """Return True inside a call of get_state_dict, set_state_dict and the others of torch.distributed.checkpoint.state_dict.
 
-    Every rank calls these functions, and they expect whole tensors of state_dict(). A program may call state_dict() on
-    one rank, so that it must not communicate; the caller is the only difference.
+    Every rank calls these functions, and they expect whole tensors from state_dict(). A program may call state_dict()
+    on one rank, where it must not communicate. Only the caller tells the two apart.
     """
     frame = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_BETWEEN):
