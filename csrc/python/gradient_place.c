@@ -127,12 +127,48 @@ int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
     return reducer_raise(self, status, &err) < 0 ? -1 : let_go(self);
 }
 
+int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what)
+{
+    PyObject *type, *value, *trace;
+    if (!self->tracer)
+        return 0;
+    PyErr_Fetch(&type, &value, &trace);
+    int failed =
+        reducer_called(PyObject_CallFunction(self->tracer, "ns", (Py_ssize_t)bucket, what));
+    if (!type)
+        return failed;
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    return -1;
+}
+
+/* Sends every complete bucket, each in a range of its own. */
+static int send_traced(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    size_t bucket;
+    while (self->tracer && sw_reducer_next_complete(self->reducer, &bucket)) {
+        if (sw_py_gradient_trace(self, bucket, "begin") < 0)
+            return -1;
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_send_complete(self->reducer, bucket, &err);
+        Py_END_ALLOW_THREADS
+        int failed = reducer_raise(self, status, &err);
+        if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
+            return -1;
+    }
+    return 0;
+}
+
 int sw_py_gradient_advance(reducer_object *self)
 {
     sw_error err;
     sw_status status;
     size_t bucket;
     for (;;) { /* only calls that may reduce or wait release the GIL */
+        if (send_traced(self) < 0)
+            return -1;
         Py_BEGIN_ALLOW_THREADS
         status = sw_reducer_advance(self->reducer, &err);
         Py_END_ALLOW_THREADS

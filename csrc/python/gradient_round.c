@@ -384,12 +384,34 @@ static int send_rest(reducer_object *self)
     sw_status status;
     size_t bucket;
     while (sw_reducer_next_unsent(self->reducer, &bucket)) {
-        if (sw_py_gradient_fill_bucket(self, bucket) < 0)
+        if (sw_py_gradient_fill_bucket(self, bucket) < 0 ||
+            sw_py_gradient_trace(self, bucket, "begin") < 0)
             return -1;
         Py_BEGIN_ALLOW_THREADS
         status = sw_reducer_send(self->reducer, bucket, &err);
         Py_END_ALLOW_THREADS
-        if (reducer_raise(self, status, &err) < 0)
+        int failed = reducer_raise(self, status, &err);
+        if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* In a round that a profiler records: waits for each bucket in a range of its own. */
+static int wait_traced(reducer_object *self)
+{
+    sw_error err;
+    sw_status status;
+    for (size_t b = 0; self->tracer && b < reducer_bucket_count(self); ++b) {
+        if (!bucket_takes_part(self, b))
+            continue;
+        if (sw_py_gradient_trace(self, b, "wait") < 0)
+            return -1;
+        Py_BEGIN_ALLOW_THREADS
+        status = sw_reducer_await(self->reducer, b, &err);
+        Py_END_ALLOW_THREADS
+        int failed = reducer_raise(self, status, &err);
+        if (sw_py_gradient_trace(self, b, "end") < 0 || failed < 0)
             return -1;
     }
     return 0;
@@ -413,7 +435,7 @@ static int finish_round(reducer_object *self)
     } else {
         if (reducer_enter(self) < 0)
             return -1;
-        failed = send_rest(self) < 0 || finish_sent(self) < 0;
+        failed = send_rest(self) < 0 || wait_traced(self) < 0 || finish_sent(self) < 0;
         reducer_leave(self);
     }
     return failed || publish(self) < 0 ? -1 : compare_steps(self);

@@ -36,6 +36,8 @@ typedef struct reducer_object {
     PyObject *bucket_callback; /* owned, or NULL: averages a bucket in place of the engine */
     PyObject *bucket_wait; /* owned, or NULL: waits for operations of bucket_callback, which then
                               gets buckets as soon as they are complete */
+    PyObject *tracer; /* owned, or NULL: in a round that a profiler records, called with a bucket and
+                         "begin" or "wait", and with "end" behind it */
     bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
                     gradients */
     PyObject *grad_name;     /* owned: "grad" */
@@ -171,6 +173,9 @@ int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket);
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
 /* Sends every bucket that can be sent without a wait. */
 int sw_py_gradient_advance(reducer_object *self);
+/* Tells the tracer what begins with a bucket, "begin" or "wait", or what ended ("end"; an exception
+ * that is set is kept). No-op without a tracer. */
+int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what);
 /* Returns the borrowed view of a parameter, which is about to be overwritten while `.grad` is
  * another tensor. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);

@@ -179,6 +179,7 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->describe);
     Py_VISIT(self->bucket_callback);
     Py_VISIT(self->bucket_wait);
+    Py_VISIT(self->tracer);
     Py_VISIT(self->stream);
     Py_VISIT(self->order);
     Py_VISIT(self->announcer);
@@ -208,6 +209,7 @@ static int reducer_clear(PyObject *op)
     clear_tensors(self);
     ENGINE_CLEAR(self->bucket_callback);
     ENGINE_CLEAR(self->bucket_wait);
+    ENGINE_CLEAR(self->tracer);
     ENGINE_CLEAR(self->order);
     ENGINE_CLEAR(self->announcer);
     return 0;
@@ -407,6 +409,17 @@ static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
     if (flag < 0 || reducer_check_made((reducer_object *)op) < 0)
         return NULL;
     sw_reducer_divide_by_active(((reducer_object *)op)->reducer, flag);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_set_tracer(PyObject *op, PyObject *tracer)
+{
+    reducer_object *self = (reducer_object *)op;
+    ENGINE_CLEAR(self->tracer);
+    if (tracer != Py_None) {
+        Py_INCREF(tracer);
+        self->tracer = tracer;
+    }
     Py_RETURN_NONE;
 }
 
@@ -621,6 +634,8 @@ static PyMethodDef reducer_methods[] = {
      "set_bucket_callback($self, callback, wait=None, /)\n--\n\nA communication hook, or None: "
      "callback(bucket, is_last, is_early) averages a bucket. With `wait` it may only begin to, and "
      "comes early where it can."},
+    {"set_tracer", reducer_set_tracer, METH_O,
+     "set_tracer($self, tracer, /)\n--\n\nCalled around each bucket's post and wait, or None."},
     {"used_by_any", reducer_used_by_any, METH_O,
      "used_by_any($self, index, /)\n--\n\nTrue if some rank used it."},
     {"divisor", reducer_divisor, METH_NOARGS,

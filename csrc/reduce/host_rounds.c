@@ -210,12 +210,20 @@ static void collect(host_rounds *host)
     }
 }
 
+static sw_status host_await(sw_reducer *reducer, const bucket *b, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    if (!host->buckets[b->index].op.arena) /* its post has waited */
+        return SW_OK;
+    return host->comm->ops->wait(host->comm, host->buckets[b->index].ticket, err);
+}
+
 static sw_status host_finish(sw_reducer *reducer, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
-        if (reducer->buckets[i].takes_part && host->buckets[i].op.arena)
-            SW_TRY(host->comm->ops->wait(host->comm, host->buckets[i].ticket, err));
+        if (reducer->buckets[i].takes_part)
+            SW_TRY(host_await(reducer, &reducer->buckets[i], err));
     collect(host);
     return SW_OK;
 }
@@ -396,6 +404,7 @@ const sw_reducer_ops sw_host_rounds_ops = {
     .post = host_post,
     .leaves_early = host_leaves_early,
     .poll = host_poll,
+    .await = host_await,
     .finish = host_finish,
     .meet = host_meet,
     .was_abandoned = host_was_abandoned,

@@ -439,16 +439,35 @@ sw_status sw_reducer_send(sw_reducer *reducer, size_t bucket_index, sw_error *er
     return reducer->ops->post(reducer, b, err);
 }
 
+bool sw_reducer_next_complete(const sw_reducer *reducer, size_t *bucket_index)
+{
+    *bucket_index = reducer->next_bucket;
+    if (reducer->next_bucket >= reducer->layout.bucket_count)
+        return false;
+    const bucket *b = &reducer->buckets[reducer->next_bucket];
+    return b->unplaced == 0 && may_leave(reducer, b);
+}
+
+sw_status sw_reducer_send_complete(sw_reducer *reducer, size_t bucket_index, sw_error *err)
+{
+    reducer->stats.buckets_early++;
+    return sw_reducer_send(reducer, bucket_index, err);
+}
+
+sw_status sw_reducer_await(sw_reducer *reducer, size_t bucket_index, sw_error *err)
+{
+    const bucket *b = &reducer->buckets[bucket_index];
+    if (b->state != BUCKET_POSTED || !reducer->ops->await)
+        return SW_OK;
+    return reducer->ops->await(reducer, b, err);
+}
+
 /* Post complete buckets in index order. */
 static sw_status post_ready(sw_reducer *reducer, sw_error *err)
 {
-    while (reducer->next_bucket < reducer->layout.bucket_count) {
-        const bucket *b = &reducer->buckets[reducer->next_bucket];
-        if (b->unplaced > 0 || !may_leave(reducer, b))
-            return SW_OK;
-        reducer->stats.buckets_early++;
-        SW_TRY(sw_reducer_send(reducer, b->index, err));
-    }
+    size_t next;
+    while (sw_reducer_next_complete(reducer, &next))
+        SW_TRY(sw_reducer_send_complete(reducer, next, err));
     return SW_OK;
 }
 

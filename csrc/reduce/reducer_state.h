@@ -59,6 +59,8 @@ typedef struct sw_reducer_ops {
     bool (*leaves_early)(const sw_reducer *reducer);
     /* Advance buckets in flight, and mark finished ones as DONE. May be NULL. */
     sw_status (*poll)(sw_reducer *reducer, sw_error *err);
+    /* Wait for the mean of a POSTED bucket. NULL if the host waits for none. */
+    sw_status (*await)(sw_reducer *reducer, const bucket *b, sw_error *err);
     /* All buckets are POSTED: wait for them as needed, and fill in used_by_any. */
     sw_status (*finish)(sw_reducer *reducer, sw_error *err);
     /* The same of a hook's buckets, which are not posted. */

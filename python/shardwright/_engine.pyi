@@ -760,6 +760,8 @@ class Reducer:
     ) -> None:
         """A user's communication hook owns the buckets: called at the end of a round for each bucket in order,
         (bucket, is_last); it leaves the result in the memory of bucket(bucket), or, if sliced, in that of result()."""
+    def set_tracer(self, tracer: Callable[[int, str], None] | None, /) -> None:
+        """Called with a bucket and "begin" as it is posted, or "wait" at the end of a round, and with "end" behind it."""
     def used_by_any(self, index: int, /) -> bool:
         """In or after a round: whether some rank used the parameter in it."""
     def divisor(self) -> int: ...

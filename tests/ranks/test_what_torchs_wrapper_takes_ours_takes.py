@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import threading
 import warnings
 import weakref
 
@@ -319,26 +320,75 @@ def test_the_logging_data_has_torchs_fields(rank, world_size):
     assert "sample rate" in wrapped._get_ddp_logging_data()["error"]
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+def profiled(step, *, steps=1, **options):
+    """Return [(name, values)] of our ranges in some steps, and the thread of each."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, **options
+    ) as profile:
+        for number in range(steps):
+            step(number)
+    ours = [event for event in profile.events() if event.name.startswith("shardwright:")]
+    return [(event.name.partition(":")[2], event.kwinputs) for event in ours], [event.thread for event in ours], profile
+
+
+@pytest.mark.parametrize("zero", range(4))
 @on_every_rank()
-def test_a_profile_has_a_range_for_each_collective(rank, world_size, zero):
-    wrapped = data_parallel(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)), zero=zero)
+def test_a_profile_has_a_range_for_each_bucket_unit_and_broadcast(rank, world_size, zero):
+    model = nn.Sequential(nn.Linear(7, 500), nn.BatchNorm1d(500), nn.Linear(500, 5), nn.Linear(5, 3))
+    more = {"share_parameters": False, "units": nn.Linear} if zero == 3 else {}
+    wrapped = data_parallel(model, zero=zero, bucket_cap_mb=0.011, **more)
     loss_of(wrapped, rank).backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for step in range(3):
-            loss_of(wrapped, rank, step).backward()
+    wrapped.zero_grad()
+    ranges, threads, profile = profiled(lambda step: loss_of(wrapped, rank, step).backward(), steps=2)
+    replica = wrapped._replica
+    buckets = replica.reducer.bucket_count
+    kind = "reduce_scatter" if zero >= 2 else "all_reduce"
+    assert buckets >= 2 and len(set(threads)) == 1
+    found = [name for name, _ in ranges]
+    assert (found.count(kind), found.count("wait"), found.count("end_of_round")) == (2 * buckets, 2 * buckets, 2)
+    averaged = [values for name, values in ranges if name == kind][:buckets]
+    assert [each["label"].startswith(f"bucket {i} of ") for i, each in enumerate(averaged)] == [True] * buckets
+    numels = [replica.reducer.bucket_shape(i)[1] for i in range(buckets)]
+    assert [each["numel"] for each in averaged] == numels
+    assert [each["bytes"] for each in averaged] == [4 * each for each in numels]
+    assert {(each["op"], each["dtype"]) for each in averaged} == {(kind, "float32")}
+    buffers = next(values for name, values in ranges if name == "broadcast")
+    assert buffers["bytes"] == 2 * 500 * 4 + 8 and buffers["dtype"] == "float32,int64"
+    assert found.count("broadcast") == 2
+    gathers = [values for name, values in ranges if name == "all_gather"]
+    assert bool(gathers) is (zero == 3)
+    if gathers:  # in forwards and in backwards
+        assert len(gathers) >= 2 * 6 and gathers[0]["bytes"] == 4 * gathers[0]["numel"]
     counts = {event.key: event.count for event in profile.key_averages()}
-    kind = "reduce_scatter" if zero else "all_reduce"
-    assert counts[f"shardwright:{kind}"] == 3 and counts["shardwright:broadcast"] == 3
-    assert counts["DistributedDataParallel.forward"] == 3
-    more = {"share_parameters": False} if zero else {"bucket_cap_mb": 1e-4}
-    wrapped = data_parallel(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), zero=3 if zero else 0, **more)
-    if not zero:
-        wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        loss_of(wrapped, rank).backward()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["shardwright:all_gather" if zero else "shardwright:comm_hook"] >= 1 + (not zero)
+    assert counts["DistributedDataParallel.forward"] == 2
+    if buckets > 2 and zero < 2:  # some leave during the backward
+        ends = [event for event in profile.events() if event.name == "shardwright:end_of_round"]
+        first = next(event for event in profile.events() if event.name == f"shardwright:{kind}")
+        assert first.time_range.start < min(event.time_range.start for event in ends)
+    with torch.no_grad():
+        wrapped(torch.randn(3, 7))
+    wrapped.zero_grad()
+    loss_of(wrapped, rank).backward()  # without a profiler: nobody is told
+    assert not wrapped._replica.rounds._is_traced
+
+
+@on_every_rank()
+def test_a_profile_has_the_ranges_of_hooks_on_every_thread(rank, world_size):
+    wrapped = data_parallel(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), bucket_cap_mb=1e-4)
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    ranges, _, _ = profiled(lambda step: loss_of(wrapped, rank, step).backward())
+    labels = [values["label"] for name, values in ranges if name == "comm_hook"]
+    assert labels == [f"allreduce_hook, bucket {i}" for i in range(wrapped._replica.reducer.bucket_count)]
+
+    def work(step):  # as comm_thread.py does, over several hosts
+        runner = wrapped._replica.hook_runner(None, default_hooks.allreduce_hook, is_ours=False)
+        thread = threading.Thread(target=lambda: runner(0, False, True))
+        thread.start()
+        thread.join()
+
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    ranges, _, _ = profiled(work, experimental_config=everywhere)
+    assert [name for name, _ in ranges] == ["comm_hook"]
 
 
 # mixed_precision=

@@ -167,9 +167,8 @@ class HookRunner:
         bucket.clear_padding(flat)
         given = GradBucket(bucket, flat, position, is_last, used)
         if _hooks.profiler_enabled():
-            with _hooks.collective_range(
-                "comm_hook", f"{_name(self._hook)} bucket={position}", flat.numel(), [flat.dtype]
-            ):
+            label = f"{_name(self._hook)}, bucket {position}"
+            with _hooks.collective_range("comm_hook", label, [(flat.numel(), flat.dtype)]):
                 result = _value_of(self._hook(self._state, given))
         else:
             result = _value_of(self._hook(self._state, given))

@@ -14,6 +14,7 @@ import torch
 from .._engine import Reducer
 from ..layout.param_table import ParameterTable
 from ..torch_compat import autograd as _hooks
+from .bucket_ranges import BucketRanges
 from .module_gradients import ModuleGradients
 from .sparse_gradients import SparseGradients
 
@@ -49,6 +50,7 @@ class Rounds:
         self.begin_iteration: Callable[[int], Any] | None = None
         self._iterations = 0
         self._times: Any = None
+        self._is_traced = False  # True while the reducer reports each bucket to a profiler
         self._opens_locally = False  # True if the outputs of a forward inside no_sync() open a round
         self.on_output_gradient = _output_hook(reducer)
         self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
@@ -84,7 +86,10 @@ class Rounds:
             if sparse is not None:
                 sparse.is_local = local
             close = reducer.close
-            if rounds.after_round or sparse is not None or times is not None or _hooks.profiler_enabled():
+            is_traced = _hooks.profiler_enabled()
+            if is_traced is not rounds._is_traced:
+                rounds._trace(is_traced)
+            if rounds.after_round or sparse is not None or times is not None or is_traced:
                 close = functools.partial(rounds._close, local)
                 if times is not None:
                     times.backward_start = time.perf_counter_ns()
@@ -126,7 +131,10 @@ class Rounds:
         begin_s = time.perf_counter()
         has_followers = self.sparse is not None or bool(self.after_round)
         before = self._reducer.stats()["rounds"] if has_followers else 0
-        with self._range() if _hooks.profiler_enabled() else contextlib.nullcontext():
+        is_traced = _hooks.profiler_enabled()
+        if is_traced is not self._is_traced:
+            self._trace(is_traced)
+        with _hooks.named_range("end_of_round", self._label) if is_traced else contextlib.nullcontext():
             end()
         if has_followers and (not contributes or self._reducer.stats()["rounds"] != before):
             self._follow(contributes)
@@ -144,20 +152,11 @@ class Rounds:
         finally:
             self.runs_callbacks = False
 
-    def _range(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a profiler's range for the end of a round, which waits for the averages of all buckets.
-
-        The engine averages buckets on its own threads, so one range lists the sizes of all.
-        """
-        trained = [p for p in self._table.parameters if p.requires_grad]
-        kind = "reduce_scatter" if self._zero >= 2 else "all_reduce"
-        shapes = [self._reducer.bucket_shape(bucket) for bucket in range(self._reducer.bucket_count)]
-        buckets = " buckets=" + ",".join(f"{numel}:{dtype}" for _, numel, dtype, is_trained in shapes if is_trained)
-        numel = sum(p.numel() for p in trained)
-        range_: contextlib.AbstractContextManager[Any] = _hooks.collective_range(
-            kind, self._label, numel, [p.dtype for p in trained], buckets
-        )
-        return range_
+    def _trace(self, is_traced: bool) -> None:
+        """Start or stop the reducer's reports of each bucket to a profiler."""
+        self._is_traced = is_traced
+        op = "reduce_scatter" if self._zero >= 2 else "all_reduce"
+        self._reducer.set_tracer(BucketRanges(self._reducer, self._table.names, op, self._label) if is_traced else None)
 
 
 def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:

@@ -25,6 +25,7 @@ import torch
 
 from .._engine import Error, HostComm
 from ..layout.param_table import ParameterTable
+from ..torch_compat import autograd as _hooks
 
 __all__ = ["SparseGradients", "find_sparse"]
 
@@ -99,7 +100,7 @@ class SparseGradients:
     def exchange(self, *, contributes: bool = True) -> None:
         """Set `.grad` of each parameter that some rank used to the mean of all ranks' gradients. Collective."""
         mine = [self._pack(index, contributes) for index in self._parameters]
-        said = self._comm.all_gather_bytes(b"".join(mine), f"sparse gradients of {self._label}")
+        said = self._gather(b"".join(mine))
         self._touched.clear()
         places = [0] * len(said)
         for position, parameter in enumerate(self._parameters.values()):
@@ -112,6 +113,13 @@ class SparseGradients:
                 mean = self._mean(parameter, parts) if self.user_hook is None else self._by_hook(position, parameter)
                 if contributes:
                     parameter.grad = mean.to_dense() if flags & _DENSE else mean
+
+    def _gather(self, packed: bytes) -> list[bytes]:
+        label = f"sparse gradients of {self._label}"
+        if not _hooks.profiler_enabled():
+            return self._comm.all_gather_bytes(packed, label)
+        with _hooks.collective_range("all_gather", label, [(len(packed), torch.uint8)]):
+            return self._comm.all_gather_bytes(packed, label)
 
     def _pack(self, index: int, contributes: bool) -> bytes:
         gradient = self._parameters[index].grad if contributes else None

@@ -505,8 +505,7 @@ class Replica:
         if not _hooks.profiler_enabled():
             self.backend.broadcast(tensors, root, label)
             return
-        numel = sum(each.numel() for each in tensors)
-        with _hooks.collective_range("broadcast", label, numel, [each.dtype for each in tensors]):
+        with _hooks.collective_range("broadcast", label, [(each.numel(), each.dtype) for each in tensors]):
             self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:

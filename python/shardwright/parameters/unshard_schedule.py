@@ -384,8 +384,8 @@ class UnitSchedule:
             self._check_released(unit)
             gather = self._units.gather_codes if self._coded and not self._keepers else self._units.gather
             if _hooks.profiler_enabled():
-                label, numel = f"unit {unit.number}", sum(each.numel() for each in unit.whole)
-                with _hooks.collective_range("all_gather", label, numel, [each.dtype for each in unit.whole]):
+                parts = [(each.numel(), each.dtype) for each in unit.whole]
+                with _hooks.collective_range("all_gather", f"unit {unit.number}, {unit.name or unit.names[0]}", parts):
                     gather(unit.number)
             else:
                 gather(unit.number)

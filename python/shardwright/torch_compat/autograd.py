@@ -4,7 +4,8 @@ Each private name has a fallback, so a torch without it lacks a feature but runs
 
 - `torch._C._current_graph_task_id`: else one number for every backward, and reentrant checkpointing is not told apart.
 - `torch._C.DisableTorchFunctionSubclass`: else a read of a released parameter is NaN, and no error.
-- `torch.autograd._profiler_enabled`: else a profile has no ranges of ours.
+- `torch.autograd.profiler._is_profiler_enabled`: else a profile has no ranges of ours.
+- `torch._C._profiler._RecordFunctionFast`: else ranges have no values of their own, but one text.
 - `torch._C._cuda_getCurrentRawStream`: else a slower public function.
 - `torch._disable_dynamo`: else `torch.compiler.disable`.
 - `Tensor._post_accumulate_grad_hooks`: else a hook that changes gradients must be registered before wrapping.
@@ -41,6 +42,7 @@ __all__ = [
     "inside_functional_call",
     "ignore_steps",
     "collective_range",
+    "named_range",
     "profiler_enabled",
     "queue_at_end",
     "raw_stream",
@@ -71,17 +73,53 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
 graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
 
 
-#: returns True while one of torch's profilers records in this thread
-profiler_enabled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+#: returns True while one of torch's profilers records in some thread; runs no Python code
+profiler_enabled: Callable[[], bool] = functools.partial(
+    getattr, torch.autograd.profiler, "_is_profiler_enabled", False
+)
 
 
-def collective_range(op: str, label: str, numel: int, dtypes: Iterable[torch.dtype], more: str = "") -> Any:
-    """Return the profiler range "shardwright:<op>" of one collective; its arguments describe the data moved.
+def _fast_range() -> Any:
+    """Return torch's class of ranges that have values, or None."""
+    made = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
+    try:
+        made("shardwright", (), {"label": ""})
+    except TypeError:
+        return None
+    return made
+
+
+_RecordFunctionFast = _fast_range()
+
+
+def named_range(op: str, label: str, more: Mapping[str, Any] | None = None) -> Any:
+    """Return the profiler range "shardwright:<op>"; its values are in profiles with `record_shapes=True`.
 
     Call it only if profiler_enabled(): describing the data takes time.
     """
-    names = ",".join({str(each).removeprefix("torch."): None for each in dtypes})
-    return torch.profiler.record_function(f"shardwright:{op}", f"{label}{more} numel={numel} dtype={names}")
+    values = {"label": label, **(more or {})}
+    if _RecordFunctionFast is None:
+        return torch.profiler.record_function(
+            f"shardwright:{op}", " ".join(f"{name}={value}" for name, value in values.items())
+        )
+    return _RecordFunctionFast(f"shardwright:{op}", (), values)
+
+
+def collective_range(op: str, label: str, parts: Iterable[tuple[int, Any]]) -> Any:
+    """Return the profiler range of one collective; its values describe the data moved. See named_range.
+
+    Parameters
+    ----------
+    op, label : str
+    parts : iterable of (int, dtype or its name)
+        Numbers of elements, and what they are.
+    """
+    sized = [(numel, str(dtype).removeprefix("torch.")) for numel, dtype in parts]
+    size_bytes = sum(numel * getattr(torch, name).itemsize for numel, name in sized)
+    dtypes = ",".join({name: None for _, name in sized})
+    return named_range(
+        op, label, {"op": op, "numel": sum(numel for numel, _ in sized), "bytes": size_bytes, "dtype": dtypes}
+    )
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
