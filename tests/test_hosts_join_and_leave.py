@@ -119,6 +119,8 @@ def agents():
         conf = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         words += ["--rdzv-id", "one", "--rdzv-conf", conf, program, folder, "0.5"]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # without it an agent of torch 2.13 that joins waits for an address that the first one has told in its own first round alone
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with open(f"{folder}/agent{number}", "w") as said:
             started.append(subprocess.Popen(words, env=environment, stdout=said, stderr=said, start_new_session=True))
         return started[-1]
