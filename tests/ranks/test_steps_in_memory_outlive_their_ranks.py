@@ -496,6 +496,59 @@ def test_images_are_of_the_present_start_and_not_of_children():
         each.close(goodbye=True)
 
 
+def test_a_guardian_that_is_stopped_is_not_waited_for():
+    """Its late answer is not taken for another one, and no second guardian is tried beside it."""
+    launcher = client.ancestors()[0]
+    first = client.Client.start(client.name_of("5" * 32, None), "a", launcher, answer_s=0.2)
+    pid = first.ask("list")[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(client.Silent, match="this host's guardian does not answer: timed out"):
+            first.ask("list")
+        begin = time.monotonic()
+        with pytest.raises(client.Silent):
+            client.Client.start(client.name_of("5" * 32, None), "b", launcher, answer_s=0.2)
+        assert time.monotonic() - begin < 3
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert first.is_silent and not first.is_alive
+    with pytest.raises(sw.CheckpointError, match="does not answer"):
+        Image.open(first, "own-0")
+    second = client.Client.start(client.name_of("5" * 32, None), "c", launcher)
+    assert second.ask("list")[0]["pid"] == pid
+    second.close(goodbye=True)
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+def stopped_guardian(rank, world_size, folder):
+    """The guardian is stopped while the ranks, which wait for 8 s, train, and when they start again."""
+    pair = sw.wrap(*build(Small, 3), timeout_s=8)
+    reasons, pid = [], 0
+    try:
+        for begin in (0, TO_DISK):
+            with sw.Checkpointer(folder, *pair, memory_every=1) as checkpoints:
+                assert checkpoints.restore() == begin
+                trained(rank, pair, checkpoints, begin, begin + 1)
+                if begin == 0:
+                    pid = checkpoints._memory._client.ask("list")[0]["pid"]
+                    gather(None)
+                    os.kill(pid, signal.SIGSTOP)
+                trained(rank, pair, checkpoints, begin + 1, begin + TO_DISK)  # images of the second slot are made
+                reasons.append(checkpoints._memory.off)
+    finally:
+        gather(None)
+        os.kill(pid, signal.SIGCONT)
+    return reasons
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
+@pytest.mark.timeout(120)
+def test_a_stopped_guardian_leaves_the_disk(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        told = team.run(stopped_guardian, folder=folder)
+    assert all("this host's guardian does not answer: timed out" in each for reasons in told for each in reasons), told
+
+
 def test_what_would_fit_is_named():
     gib = 1 << 30
     needs = [

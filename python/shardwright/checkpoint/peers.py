@@ -63,6 +63,8 @@ class Peers:
         options = getattr(model, "_options", None)
         timeout_s = getattr(options, "timeout_s", timeout_s)
         self._group = host_group(resolve_group(process_group, None), timeout_s)
+        #: deadline of an exchange: a rank that does something alone before one must take less
+        self.timeout_s = float(timeout_s)
         self.rank = self._group.rank
         self.world_size = self._group.world_size
 

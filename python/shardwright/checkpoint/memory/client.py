@@ -20,9 +20,8 @@ from .guardian import MESSAGE_BYTES, peer_uid, start_of
 
 #: seconds for which a guardian waits for a job to come back, after its last rank has gone without a word
 LINGER_S = 600.0
-_START_S = 20.0
 _STARTS = 3  # a guardian that is about to end still has the name
-_ANSWER_S = 20.0
+ANSWER_S = 20.0
 _PROGRAM = str(Path(__file__).with_name("guardian.py"))
 
 
@@ -67,22 +66,38 @@ def name_of(job: str, place: int | None) -> str:
     return f"shardwright-memory-{os.geteuid()}-{job}-{namespace}" + ("" if place is None else f"-{place}")
 
 
+class Silent(CheckpointError):
+    """A guardian is there and does not answer."""
+
+
 class Client:
     """A connection to a guardian of the same user.
 
-    `run` names the start of a job, alike on its ranks.
+    Parameters
+    ----------
+    name : str
+    run : str
+        The start of a job, alike on its ranks.
+    answer_s : float
+        Seconds for an answer, far below the deadline of the ranks that wait for this one.
+
+    Attributes
+    ----------
+    is_silent : bool
+        An answer did not come. The connection is closed.
 
     Raises
     ------
     CheckpointError
-        No guardian answers, or a process of another user does.
+        No guardian answers, or a process of another user does. Silent: a guardian that is stopped.
     """
 
-    def __init__(self, name: str, run: str) -> None:
+    def __init__(self, name: str, run: str, answer_s: float = ANSWER_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asking = threading.Lock()  # the threads that receive images of other hosts ask, too
+        self.is_silent = False
         try:
-            self._socket.settimeout(_ANSWER_S)
+            self._socket.settimeout(answer_s)
             self._socket.connect(f"\0{name}")
             uid = peer_uid(self._socket)
             if uid != os.geteuid():
@@ -97,20 +112,31 @@ class Client:
         self.ask("hello", run)
 
     @classmethod
-    def start(cls, name: str, run: str, launcher: tuple[int, int], linger_s: float | None = None) -> Client:
+    def start(
+        cls,
+        name: str,
+        run: str,
+        launcher: tuple[int, int],
+        linger_s: float | None = None,
+        answer_s: float = ANSWER_S,
+    ) -> Client:
         """Return a connection to the guardian with this name, started now if there is none."""
         options = ["-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s or LINGER_S)]
         for _ in range(_STARTS):
-            with contextlib.suppress(CheckpointError):
-                return cls(name, run)
+            try:
+                return cls(name, run, answer_s)
+            except Silent:  # another one cannot have its name
+                raise
+            except CheckpointError:
+                pass
             try:
                 subprocess.run(
                     [sys.executable or "python3", *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    start_new_session=True, timeout=_START_S, check=True,
+                    start_new_session=True, timeout=2 * answer_s, check=True,
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
                 raise CheckpointError(f"the guardian cannot be started: {error}") from error
-        return cls(name, run)
+        return cls(name, run, answer_s)
 
     def ask(self, what: str, name: str = "", **arguments: Any) -> tuple[dict[str, Any], int]:
         """Return the guardian's answer, and the file descriptor that came with it, which the caller closes; or -1."""
@@ -119,7 +145,10 @@ class Client:
                 self._socket.sendall(json.dumps({"what": what, "name": name, **arguments}).encode())
                 message, passed, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
         except OSError as error:
-            raise CheckpointError(f"this host's guardian does not answer: {error.strerror or error}") from error
+            self.is_silent = True  # a late answer would be taken for that to the next question
+            self._socket.close()
+            kind = Silent if isinstance(error, TimeoutError) else CheckpointError
+            raise kind(f"this host's guardian does not answer: {error.strerror or error}") from error
         if not message:
             raise CheckpointError("this host's guardian has ended")
         answer = json.loads(message)
@@ -137,6 +166,8 @@ class Client:
     @property
     def is_alive(self) -> bool:
         """Return False once the guardian has ended. Between two calls it says nothing."""
+        if self.is_silent:
+            return False
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not poll.poll(0)

@@ -18,7 +18,7 @@ from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
 from ..peers import Peers
 from .buddies import Buddies
 from .budget import SLOTS, Need, memory_left, no_restore, refusal
-from .client import Client, ancestors, launcher_of, name_of
+from .client import ANSWER_S, Client, ancestors, launcher_of, name_of
 from .image import Image, Table
 from .restoring import WHOLE, Candidate, Source, first_reason, in_blocks
 
@@ -124,14 +124,15 @@ class MemoryTier:
         )
         chains = [[(pid, start) for pid, start in told[rank][1]] for rank in self._here]
         name, failure = name_of(told[0][0], self._peers.simulated_host), None
+        answer_s = min(ANSWER_S, self._peers.timeout_s / 4)  # the others wait for this rank
         if self._is_first:
             try:
-                self._client = Client.start(name, run, launcher_of(chains, os.getsid(0)))
+                self._client = Client.start(name, run, launcher_of(chains, os.getsid(0)), answer_s=answer_s)
             except (CheckpointError, OSError) as error:
                 failure = error
         self._peers.together(functools.partial(_raise, failure), "starting the guardians of the memory tier")
         if not self._is_first:
-            self._client = Client(name, run)
+            self._client = Client(name, run, answer_s)
 
     def _meet_buddies(self) -> None:
         """Make the wire between carriers. Collective over hosts."""
@@ -186,7 +187,7 @@ class MemoryTier:
         """Return the reason why this rank must leave the tier, or ""."""
         failure = self._failure or ("" if self._buddies is None else self._buddies.failure)
         if not failure and self._client is not None and not self._client.is_alive:
-            failure = "its guardian has ended"
+            failure = f"its guardian {'does not answer' if self._client.is_silent else 'has ended'}"
         return f"host {socket.gethostname()}: {failure}" if failure else ""
 
     def put(

@@ -160,8 +160,8 @@ def _ranks_can_restart() -> str:
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         return "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: with --rdzv-backend c10d each start of torchrun has a store of its own"
     return (
-        "groups of sw.wrap and sw.init_process_group; a program that calls torch.distributed.init_process_group itself needs "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d (docs/launch.md)"
+        "groups of sw.wrap and sw.init_process_group; a job that hosts join (--nnodes MIN:MAX), or whose program calls "
+        "torch.distributed.init_process_group itself, needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d (docs/launch.md)"
     )
 
 
