@@ -36,7 +36,8 @@ def admit_gpu_tests() -> None:
     common.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
 
 
-def _on_cpu(device: Any) -> Any:
+def on_cpu(device: Any) -> Any:
+    """Return the CPU in the place of a GPU; anything else as it is."""
     if isinstance(device, bool) or device is None:
         return device
     if isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda")):
@@ -50,13 +51,13 @@ class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
+            kwargs["device"] = on_cpu(kwargs["device"])
         if function is torch.Tensor.cuda:
             return args[0].clone()
         if function is torch.Tensor.to and len(args) > 1:
-            args = (args[0], _on_cpu(args[1]), *args[2:])
+            args = (args[0], on_cpu(args[1]), *args[2:])
         elif function is torch._C._nn._parse_to and args:
-            args = (_on_cpu(args[0]), *args[1:])
+            args = (on_cpu(args[0]), *args[1:])
         elif function is torch.ones and args == _LARGE_IMAGE:
             args = _SMALL_IMAGE
         return function(*args, **kwargs)

@@ -320,6 +320,8 @@ def fully_shard(
     offload: Any = None,
     ignored_params: Collection[Any] = (),
     shard_placement_fn: Callable[[torch.nn.Parameter], Any] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
     **options: Any,
 ) -> Any:
     """Make `module` a unit: its parameters are whole while it runs, and each rank has its slices otherwise. In place.
@@ -346,6 +348,10 @@ def fully_shard(
         mesh of other ranks makes the parameter, a DTensor, one of the outermost module's `groups`.
     offload : {"cpu", "nvme:<folder>"}, optional
         For the outermost module: the place to which shard_optimizer moves the optimizer's state; see wrap.
+    mp_policy : MixedPrecisionPolicy, optional
+        FSDP2's `precision`, with fields of the same names. Parameters keep their dtype.
+    offload_policy : OffloadPolicy, optional
+        FSDP2's. Its CPUOffloadPolicy is refused, since parameters stay on their device: pass `offload`.
 
     Returns
     -------
@@ -375,7 +381,11 @@ def fully_shard(
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
     refuse_options(options, ("partition",), "fully_shard", "give it to sw.shard_optimizer")
-    policy = None if precision is None else Precision.of(precision)
+    policy = _policy(precision, mp_policy)
+    if hasattr(offload_policy, "pin_memory"):
+        raise NotImplementedError(
+            f"fully_shard: offload_policy={offload_policy!r} is not there: pass offload='cpu', which moves the optimizer's state"
+        )
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
     for each in modules:
@@ -395,6 +405,20 @@ def fully_shard(
         }
         each.__class__ = type(original.__name__, (FullySharded, original), body)
     return module
+
+
+def _policy(precision: Any, mp_policy: Any) -> Precision | None:
+    """Return the precision of a unit, which FSDP2 calls mp_policy; None where nothing is cast."""
+    if mp_policy is None:
+        return None if precision is None else Precision.of(precision)
+    if precision is not None:
+        raise ValueError("precision and mp_policy were both given, which are two names for one: pass one of them")
+    names = [field.name for field in dataclasses.fields(Precision) if field.name != "master"]
+    lacks = [name for name in names if not hasattr(mp_policy, name)]
+    if lacks:
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}, which has no {lacks[0]}")
+    policy = Precision(**{name: getattr(mp_policy, name) for name in names}, master=False)
+    return None if policy == Precision(master=False) else policy
 
 
 def _listed(modules: Any) -> list[Any]:
