@@ -1,4 +1,6 @@
-"""Questions to all ranks, which each may refuse: a refusal is an error on all ranks, instead of a wait for the one that refused."""
+"""Exchanges of answers in which each rank may refuse. A refusal is an error on all ranks, so no rank waits for the one
+that refused.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,18 @@ def gather_answers(
     ----------
     comm : HostComm
     answer : callable
-        This rank's; may raise one of `refusals`.
+        A function that returns this rank's answer, bytes; may raise one of `refusals`.
     label : str
-        What is asked, in messages about ranks that do not come.
+        The operation's name in messages about absent ranks.
     refusals : tuple of exception classes
-        What `answer` may raise; another exception leaves the others waiting.
+        The exceptions that `answer` may raise; after any other one the peers wait until the deadline.
     retell : callable
-        Make the exception of the other ranks from the refusing rank and its sentence. Default: an Error with the sentence.
+        A function (refusing rank, message) -> the exception of the other ranks. Default: an Error with the message.
 
     Raises
     ------
     Exception
-        Some rank refused: its own exception there, elsewhere what `retell` makes of the lowest refusing rank's.
+        If some rank refused: its own exception on that rank; elsewhere `retell` of the lowest refusing rank's message.
 
     Notes
     -----
@@ -71,12 +73,12 @@ def gather_answers(
 def sums_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> bytes:
     """Return exact sums of squares of all ranks together. Collective.
 
-    `sums` gives this rank's, as norm_sum() does, one behind the other. Where it raises Error on some rank, all raise.
+    `sums` returns this rank's, in norm_sum()'s format, concatenated. If it raises Error on some rank, all raise.
     """
     return added_sums(gather_answers(comm, sums, f"norm of the gradients of {label}"))
 
 
 def added_sums(sums: Iterable[bytes]) -> bytes:
-    """Add exact sums of squares, of equally many each: integers, digit by digit."""
+    """Add exact sums of squares, equally many in each argument: integers, digit by digit."""
     rows = [torch.frombuffer(bytearray(each), dtype=torch.int64) for each in sums]
     return bytes(torch.stack(rows).sum(0).view(torch.uint8).numpy().tobytes())

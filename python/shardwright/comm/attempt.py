@@ -1,13 +1,13 @@
-"""The store of one start of the ranks, where a launcher's store outlives them.
+"""A store for one start of the ranks, inside a launcher's store that outlives them.
 
-torchrun's agents keep one TCPStore for a job, also over restarts of the workers. Keys that earlier workers wrote stay in
-it, and torch's Gloo reads the addresses of dead processes (pytorch issue 135712). So ranks make their group over a
-PrefixStore, whose prefix no earlier start had. The count of restarts cannot be the prefix: each agent counts its own, and
-an agent that joins counts from 0.
+torchrun's agents keep one TCPStore for a job, also over restarts of the workers. Keys of earlier workers stay in it,
+and torch's Gloo reads the addresses of dead processes (pytorch issue 135712). So ranks make their group over a
+PrefixStore with a new prefix. The restart count cannot be the prefix: each agent counts its own restarts, from 0 when
+it joins.
 
-Rank 0 draws the prefix and gives it to ranks that ask, in answers that only a living rank 0 can write: each rank asks under a
-number of its own, and takes no other answer. Asks of dead ranks are answered too, in vain. Rank 0 goes on once all ranks of
-this start have said that they came. Cost: four calls of the store a rank, 4 * W calls of rank 0, no message between ranks.
+Rank 0 draws the prefix. Each rank asks for it under its own number and accepts only the answer to that number, which
+only a living rank 0 can write. Requests of dead ranks are answered too, without effect. Rank 0 goes on once all ranks
+of this start have confirmed. Cost: four calls of the store a rank, 4 * W calls of rank 0, no message between ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 __all__ = ["attempt_store"]
 
 _ROOM = "shardwright/attempts"
-#: pause of rank 0 between two looks at the store: the first, and the longest
+#: rank 0's pause between two reads of the store: the first and the longest
 _LOOK_S = (0.001, 0.05)
 
 
@@ -33,14 +33,14 @@ def attempt_store(store: Any, rank: int, world_size: int, timeout_s: float) -> A
     Parameters
     ----------
     store : torch.distributed.Store
-        It may hold keys of earlier starts of this job, and of other world sizes.
+        A store that may hold keys of earlier starts of this job and of other world sizes.
     rank, world_size : int
     timeout_s : float
 
     Raises
     ------
     TimeoutError
-        Some ranks did not come; on rank 0 the sentence names them.
+        If some ranks did not come; rank 0's message names them.
     """
     room = dist.PrefixStore(_ROOM, store)
     name = _lead(room, world_size, timeout_s) if rank == 0 else _follow(room, rank, world_size, timeout_s)
@@ -65,10 +65,8 @@ def _follow(room: Any, rank: int, world_size: int, timeout_s: float) -> str:
 
 def _lead(room: Any, world_size: int, timeout_s: float) -> str:
     name = secrets.token_hex(8)
-    known = room.add("done", 0)  # asks up to this one belong to starts in which all ranks came
-    missing: set[int] = (
-        set()
-    )  # numbers that were drawn, whose asks are not written yet; a dead rank never writes its own
+    known = room.add("done", 0)  # requests up to this number belong to starts in which all ranks came
+    missing: set[int] = set()  # drawn numbers without a request yet; a dead rank never writes its own
     deadline_s, pause_s = time.monotonic() + timeout_s, _LOOK_S[0]
     while room.add(f"came/{name}", 0) < world_size - 1:
         asked = room.add("asked", 0)

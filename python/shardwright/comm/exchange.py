@@ -1,8 +1,8 @@
 """The two-step exchange of encoded slices, over torch.distributed's group or over the engine's communicator.
 
 A message has world_size equal slices. In the first step every rank gets its own slice of all messages. It folds them,
-in rank order, into the result of its slice. In the second step all ranks get all results. The fold of an element
-happens once, on one rank, so all ranks end with the same bytes. A rank sends 2 (W - 1) / W of its message in all.
+in rank order, into the result of its slice. In the second step all ranks get all results. Each element is folded once,
+on one rank, so all ranks end with the same bytes. A rank sends 2 (W - 1) / W of its message in total.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ _ALIGNMENT = 64
 
 
 class Exchange:
-    """The protocol of an exchange: begin() gives the message to fill, scatter() the W pieces to fold, result() the
+    """The protocol of an exchange: begin() returns the message to fill, scatter() the W pieces to fold, result() the
     memory for the fold, gather() the whole result.
 
-    Returned memory stays valid until the next begin(); gather()'s until the next gather(). Every rank calls alike.
+    Returned memory stays valid until the next begin(); gather()'s until the next gather(). Every rank makes the same
+    calls.
 
     Attributes
     ----------
     rank, world_size : int
     wire_bytes : int
-        Bytes that this rank has sent to peers so far, counted where they are handed over.
+        Bytes that this rank has sent to peers so far.
     bucket_wire_bytes : tuple of int
         The same for each bucket of the last complete round.
     takes_part : bool
-        False on a rank whose contributions another rank exchanges: it has no error to keep.
+        False if another rank exchanges this rank's contributions, so that this rank keeps no error.
     on_device : bool
-        True if messages lie on a GPU, where the host reads nothing of them.
+        True if messages lie on a GPU, where the host does not read them.
     """
 
     on_device = False
@@ -55,7 +56,7 @@ class Exchange:
         self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def begin_round(self) -> None:
-        """Forget the buckets of a round that was cut short."""
+        """Forget the buckets of an unfinished round."""
         self._before_bucket, self._buckets = self.wire_bytes, []
 
     def end_bucket(self, is_last: bool) -> None:
@@ -92,10 +93,10 @@ class Exchange:
         return whole
 
     def swap(self) -> list[torch.Tensor] | None:
-        """Return every rank's whole message in rank order, in place of scatter() and gather(), where that costs no more
+        """Return every rank's whole message in rank order instead of scatter() and gather(), if that costs no more
         bytes.
 
-        The caller folds every message into whole(). Return None, at once and on every rank, where it would cost more.
+        The caller folds every message into whole(). Return None, at once and on every rank, if it would cost more.
         """
         return None
 
@@ -104,8 +105,8 @@ class Exchange:
         return self._whole[: self._slice_bytes * self.world_size]
 
     def agree(self, ok: bool) -> bool:
-        """Return True if all ranks pass `ok`. Replaces gather() where each rank needs its own result alone. Each rank
-        sends a byte.
+        """Return True if all ranks pass `ok`. Replaces gather() if each rank needs only its own result. Each rank sends
+        a byte.
         """
         self.wire_bytes += self.world_size - 1
         return self._agree(ok)
@@ -213,14 +214,14 @@ class GroupExchange(TorchExchange):
         return bool(flag)
 
 
-#: bytes of a message between hosts, and the number of messages that may be sent ahead of those received. Whole messages
-#: of megabytes in both directions fill the link's queues: acknowledgements wait behind data, and half of the link idles
+#: bytes of a block between hosts, and the number of blocks sent ahead of those received. Messages of megabytes in both
+#: directions would fill the link's queues: acknowledgements would wait behind data, and half of the link idle
 _BLOCK_BYTES = 256 * 1024
 _BLOCKS_AHEAD = 6
 
 
 class GlooExchange(TorchExchange):
-    """An exchange over a Gloo backend of our own, by messages of a few blocks between every two ranks.
+    """An exchange over our own Gloo backend: each pair of ranks exchanges messages of a few blocks.
 
     Parameters
     ----------
@@ -235,7 +236,7 @@ class GlooExchange(TorchExchange):
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def swap(self) -> list[torch.Tensor] | None:
-        """Exchange messages of one block between two ranks: the number of messages determines their cost."""
+        """Exchange messages of one block between two ranks: their cost depends only on their number."""
         size = self._slice_bytes * self.world_size
         if self.world_size != 2 or size > _BLOCK_BYTES:
             return None
@@ -257,7 +258,7 @@ class GlooExchange(TorchExchange):
         self._swap([mine] * self.world_size, into, size)
 
     def _swap(self, to: list[torch.Tensor], into: list[torch.Tensor], size: int) -> None:
-        """Send `to[peer]` to each peer, and receive `into[peer]`. After the first few, a block is sent for each one
+        """Send `to[peer]` to each peer and receive `into[peer]`. After the first few blocks, send one for each one
         received.
         """
         blocks = [slice(begin, begin + _BLOCK_BYTES) for begin in range(0, size, _BLOCK_BYTES)]
@@ -272,7 +273,7 @@ class GlooExchange(TorchExchange):
 
     def _wait(self, works: list[Any]) -> None:
         """Wait for one operation a peer."""
-        for peer, work in zip(self._peers, works):  # once each: a second wait for the same operation never ends
+        for peer, work in zip(self._peers, works):  # wait once: a second wait for the same operation never ends
             try:
                 work.wait()
             except RuntimeError as error:
@@ -288,7 +289,7 @@ class GlooExchange(TorchExchange):
 class HostExchange(Exchange):
     """An exchange over shared memory: a rank reads its pieces where the peers wrote them. It takes two barriers.
 
-    A rank's memory is its result, then its message, both at places that do not depend on the slice. After an exchange's
+    A rank's memory holds its result, then its message, at fixed offsets. After an exchange's
     second barrier no rank reads messages, and after the next one's first barrier no rank reads results. So neither is
     overwritten while a slower rank reads it.
     """
@@ -334,7 +335,7 @@ _single: dict[None, GroupExchange] = {}
 
 
 def group_exchange(group: Any) -> GroupExchange:
-    """Return the exchange over a torch group, made once a group; None is the default group."""
+    """Return the exchange over a torch group, one for each group; None is the default group."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     table: Any = _single if group is None else _exchanges
@@ -350,7 +351,7 @@ def slice_numel(numel: int, world_size: int) -> int:
 
 
 class _RealBucket:
-    """A complex bucket as real numbers, twice as many, in the same memory."""
+    """A complex bucket as twice as many real numbers, in the same memory."""
 
     def __init__(self, bucket: Any) -> None:
         self._bucket = bucket
@@ -361,7 +362,7 @@ class _RealBucket:
     def gradients(self) -> list[torch.Tensor]:
         return [torch.view_as_real(gradient) for gradient in self._bucket.gradients()]
 
-    def __getattr__(self, name: str) -> Any:  # attributes that the bucket lacks are missing here, too
+    def __getattr__(self, name: str) -> Any:  # attributes that the bucket lacks are missing here too
         found = getattr(self._bucket, name)
         return (lambda: 2 * found()) if name == "slice_numel" else found
 
@@ -387,9 +388,7 @@ def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def share_of(bucket: Any) -> tuple[int | None, bool]:
-    """Return the elements of a rank's slice of a bucket, None if the bucket does not say, and whether that slice alone
-    is wanted.
-    """
+    """Return (elements of a rank's slice of a bucket, or None if unknown; True if only that slice is needed)."""
     if not hasattr(bucket, "slice_numel"):
         return None, False
     return bucket.slice_numel(), bucket.keeps_slice()
@@ -398,7 +397,7 @@ def share_of(bucket: Any) -> tuple[int | None, bool]:
 def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
     """Return this rank's slice of begin()'s message in its dtype, averaged or summed over ranks in rank order.
 
-    With one rank it is the message itself.
+    With one rank the message itself is returned.
     """
     if exchange.world_size == 1:
         return message

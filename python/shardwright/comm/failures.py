@@ -1,9 +1,9 @@
-"""The end of a rank by an error: torchelastic's error file, in which the failure that came first is the root cause.
+"""torchelastic's error file of a rank that ends with an error. torchrun takes the earliest failure for the root cause.
 
-torchrun reads a file of each worker that failed, and reports the failure with the lowest time, in seconds. A rank that was
-killed writes none; it has the time at which its agent looked. Its peers raise a CommError that names it within the same second,
-often before that. Such an error is a report of another rank's failure. So its file has a later time, and the root
-cause stands first.
+torchrun reads a file of each worker that failed, and reports the failure with the lowest time, in seconds. A killed
+rank writes no file; its time is the one at which its agent noticed. Its peers often raise a CommError that names it
+before that. Such an error only reports another rank's failure, so its file gets a later time, and the root cause comes
+first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .._engine import CommError
 __all__ = ["report_failures"]
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
-#: by how much a report of another rank's failure comes after it: above the interval at which an agent looks
+#: seconds added to reports of another rank's failure: more than the interval at which an agent polls
 _LATER_S = 5
 
 
@@ -35,19 +35,19 @@ def report_failures() -> None:
 
 
 def _report(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    gc.freeze()  # at its end the interpreter would look at all of torch's objects: 0.7 s of each restart
+    gc.freeze()  # at exit the interpreter would traverse all of torch's objects, 0.7 s of each restart
     path = os.environ.get(_VARIABLE)
     try:
         if path and isinstance(error, Exception):
             _write(path, error, trace)
-    except Exception:  # the error itself counts
+    except Exception:  # the original error matters more
         pass
     before(kind, error, trace)
 
 
 def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
     """Write the file in the format of torch.distributed.elastic.multiprocessing.errors.record, or correct the time in
-    the one that it wrote.
+    that one's file.
     """
     is_heard = isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank())
     if os.path.exists(path) and not is_heard:
@@ -55,7 +55,7 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
     stack = "".join(traceback.format_exception(type(error), error, trace))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()) + (_LATER_S if is_heard else 0))}
     partial = (
-        f"{path}.partial"  # an agent cannot read an empty file, such as a full disk leaves, and ends with an error
+        f"{path}.partial"  # a full disk leaves an empty file, which an agent cannot read: it would end with an error
     )
     try:
         with open(partial, "w", encoding="utf-8") as file:

@@ -1,20 +1,18 @@
 """The launch of this process: rank, world size and meeting point, from the variables of launchers. Text only, no
 network.
 
-    launcher    rank                   of                              on its host                  they meet at
-    torchrun    RANK                   WORLD_SIZE                      LOCAL_RANK                   MASTER_ADDR :
-    MASTER_PORT Open MPI    OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE            OMPI_COMM_WORLD_LOCAL_RANK   one
-    host: 127.0.0.1 : 29500 SLURM       SLURM_PROCID           SLURM_STEP_NUM_TASKS or         SLURM_LOCALID
-    first of SLURM_STEP_NODELIST or
-                                       SLURM_NTASKS                                                 SLURM_JOB_NODELIST,
-                                       or
-                                                                                                    SLURM_LAUNCH_NODE_IPADDR
-                                                                                                    : a port made of job
-                                                                                                    and step
+    launcher  rank                  world size               local rank                  rendezvous
+    torchrun  RANK                  WORLD_SIZE               LOCAL_RANK                  MASTER_ADDR : MASTER_PORT
+    Open MPI  OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE     OMPI_COMM_WORLD_LOCAL_RANK  one host: 127.0.0.1 : 29500
+    SLURM     SLURM_PROCID          SLURM_STEP_NUM_TASKS or  SLURM_LOCALID               first host of the step, the job
+                                    SLURM_NTASKS                                         or SLURM_LAUNCH_NODE_IPADDR : a
+                                                                                         port computed from job and step
+
+SLURM's hosts are in SLURM_STEP_NODELIST and SLURM_JOB_NODELIST.
 
 A launcher is present if its rank variable is set. The first one above wins: torchrun runs inside SLURM's tasks, and
 Open MPI's daemons are SLURM's tasks, so the inner launcher is always above the outer one. MASTER_ADDR and MASTER_PORT,
-if set, hold for every launcher. Variables that contradict each other are an error; they never make one rank in silence.
+if set, hold for every launcher. Variables that contradict each other are an error; they never silently mean one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 DEFAULT_PORT = 29500
-#: range of the port computed from SLURM's job and step: below the ports that the kernel assigns, a prime number of them
+#: range of the port computed from SLURM's job and step: a prime number of ports, below those that the kernel assigns
 _PORT_FIRST, _PORT_COUNT = 10_000, 19_997
 #: longest range of hosts: more than any cluster has, and few enough to list
 _MOST_NAMES = 1 << 20
@@ -119,7 +117,7 @@ def _torchrun(read: _Reader) -> Launch:
 
 
 def _check_not_exported_for_all(read: _Reader, rank: int, world_size: int) -> None:
-    """Raise if a script has exported one RANK before another launcher started many processes."""
+    """Raise if a script exported RANK and another launcher then started several processes."""
     for launcher, rank_name, size_name in (
         ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("SLURM", "SLURM_PROCID", "SLURM_NTASKS"),
@@ -154,7 +152,7 @@ def _open_mpi(read: _Reader) -> Launch:
 
 
 def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    """Return True in a batch script, which SLURM runs as task 0 of no step; srun starts the job's tasks inside it."""
+    """Return True in a batch script, which SLURM runs as task 0 outside any step; srun starts the job's tasks."""
     return environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
 
 
@@ -249,7 +247,7 @@ def expand_hostlist(text: str) -> Iterator[str]:
     Raises
     ------
     ValueError
-        Once the iterator reaches text that is not of this form.
+        When the iterator reaches text of another form.
     """
     for word in _split_outside_brackets(text):
         parts = [_alternatives(part) for part in re.split(r"(\[[^][]*\])", word)]

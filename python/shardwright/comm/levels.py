@@ -1,8 +1,9 @@
 """The levels of a compressed exchange: between ranks of one host, or between hosts if there are several.
 
-Across hosts the fold inside each host is plain, in shared memory: float32, in rank order. The carrier of each host, its
-lowest rank, compresses that partial sum, exchanges it with the other hosts and publishes the result on its host. A host
-therefore sends the bytes of one rank, for any number of ranks on it, and only the carrier keeps the compressor's error.
+With several hosts the fold inside each host is not compressed: float32 in shared memory, in rank order. The carrier of
+each host, its lowest rank, compresses that partial sum, exchanges it with the other hosts and publishes the result on
+its host. A host with any number of ranks therefore sends the bytes of one rank, and only the carrier keeps the
+compressor's error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _Hook = Callable[[Any, Any], Any]
 
 
 class Levels:
-    """The one level of a single host.
+    """The single level of one host.
 
     Attributes
     ----------
@@ -42,7 +43,7 @@ class Levels:
         compressed()
 
     def hook(self, hook: _Hook) -> _Hook:
-        """Turn `hook`, with a state over `exchange`, into a hook for contributions of every rank."""
+        """Make a hook for contributions of every rank from `hook`, whose state is over `exchange`."""
         return hook
 
 
@@ -95,7 +96,7 @@ class HostLevels(Levels):
                 if self._share != 1:  # turns the mean over hosts into the mean over ranks
                     flat.mul_(self._share)
                 compressed()
-            except Exception as error:  # raised once the whole host knows
+            except Exception as error:  # raised once all ranks of the host know it
                 failure = error
         if self._inside is not None:
             self._hear(failure, label)
@@ -161,12 +162,12 @@ class _HostBucket:
 
 
 class Lease:
-    """The use of communicators by one thread. They are free again once the lease is garbage."""
+    """One thread's use of communicators. They become free when the lease is collected."""
 
 
 @dataclasses.dataclass
 class Roads:
-    """The communicators of a group over several hosts besides its own, and their current lease.
+    """The extra communicators of a group over several hosts, and their current lease.
 
     Attributes
     ----------

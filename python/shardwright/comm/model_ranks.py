@@ -1,4 +1,4 @@
-"""The ranks of a model mesh: agreements and exact sums beside the group whose ranks average gradients."""
+"""The ranks of a model mesh: agreements and exact sums over the ranks that share one model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROUNDING = 1e-3
 
 
 class ModelRanks:
-    """The ranks with which this one shares the model of a module: one communicator a dimension. Collective.
+    """The ranks that hold the shards of one model: one communicator per dimension of the mesh. Making it is collective.
 
     Parameters
     ----------
@@ -39,15 +39,15 @@ class ModelRanks:
 
     @classmethod
     def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
-        """Return the ranks of the mesh of DTensors among a module's parameters that `group` averages; None without.
+        """Return the ranks of the mesh of the DTensors that `group` averages; None without DTensors.
 
-        Before anything is checked: a failure of one rank can then be told to all. Collective over the mesh at first use.
+        Call it before any check, so that one rank's failure can reach all. Collective over the mesh at first use.
         """
         mesh = first_mesh(parameters, group_ranks(group.torch_group))
         return None if mesh is None else cls(mesh, group.comm.timeout_s)
 
     def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:
-        """Raise on all ranks if one has a `failure`, or another description. Collective."""
+        """Raise on all ranks if one has a `failure` or a different description. Collective."""
         for dimension, group in zip(self._mesh.dimensions, self._groups):
             lines = description if failure is None else [["failure", str(failure)]]
             what = f"the wrapped {label} along mesh dimension {dimension!r}"
@@ -75,7 +75,7 @@ class ModelRanks:
     def check_replicated(self, table: ParameterTable, group: HostGroup, label: str) -> None:
         """Raise Error on all ranks if a parameter that is not sharded over a dimension differs along it. Collective.
 
-        Rank 0's values of the `group` count, which are those that its ranks begin with. Cost: 8 bytes a parameter.
+        The values compared are rank 0's of the `group`, with which its ranks start. Cost: 8 bytes a parameter.
         """
         digests = b"".join(map(_digest, table.parameters)) if group.rank == 0 else b""
         digests = group.comm.all_gather_bytes(digests, f"values of {label}")[0]
@@ -111,8 +111,8 @@ class ModelRanks:
         Raises
         ------
         Error
-            On all ranks, if gradients that are not sharded over a dimension have other sums along it, by more than what
-            rounding explains. Otherwise the first rank's sum counts.
+            On all ranks, if the sums of gradients that are not sharded over a dimension differ along it by more than
+            rounding. Otherwise the first rank's sum is used.
         """
         sums = _cut(squares)
 
@@ -126,7 +126,7 @@ class ModelRanks:
                     continue
                 norms = [norm_value([each]) for each in column]
                 overflow = next((rank for rank, each in enumerate(norms) if not math.isfinite(each)), 0)
-                sums[position] = column[overflow]  # a step with an overflow is left out on all ranks
+                sums[position] = column[overflow]  # all ranks skip a step with an overflow
                 other = next((rank for rank, each in enumerate(norms) if not _is_near(each, norms[0])), None)
                 if other is not None:
                     problem = (
@@ -139,7 +139,7 @@ class ModelRanks:
         return added_sums(sums) if sums else norm_sum([])
 
     def any_rank(self, answer: Callable[[], bytes], label: str) -> bool:
-        """Return True if the answer of some rank of the mesh is b"\\1". Raise on all what `answer` raises. Collective."""
+        """Return True if the answer of some rank of the mesh is b"\\1". All raise an exception of `answer`. Collective."""
         found = b""
 
         def judge(said: Sequence[bytes], dimension: int) -> str:
@@ -155,7 +155,7 @@ class ModelRanks:
         return f"mesh dimension {self._mesh.dimensions[dimension]!r}, and ranks {ranks[0]} and {ranks[other]}"
 
     def _exchange(self, mine: Callable[[], bytes], judge: Callable[[Sequence[bytes], int], str], label: str) -> None:
-        """Give `judge` the answers of each dimension's ranks in turn. Raise its sentence on all ranks of the mesh."""
+        """Call `judge` with the answers of each dimension's ranks in turn. Raise its message on all ranks of the mesh."""
         failure: Error | None = None
 
         def answer() -> bytes:
@@ -179,7 +179,7 @@ class ModelRanks:
 
 
 def _is_near(norm: float, other: float) -> bool:
-    """Return True if two norms differ by rounding at most, or one of them is no number that can be compared."""
+    """Return True if two norms differ at most by rounding, or if one of them is not finite."""
     return not (math.isfinite(norm) and math.isfinite(other)) or math.isclose(norm, other, rel_tol=_ROUNDING)
 
 

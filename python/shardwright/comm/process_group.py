@@ -1,10 +1,10 @@
 """The ranks that train together, their hosts, and the communicator that joins them. The only user of torch.distributed.
 
 All modules wrapped over one group share one communicator; its deadline is the latest wrapper's. It lives as long as
-torch's group, not as long as a wrapper: ranks collect garbage at different times, and must not differ in whether they
-still have one. At exit it is closed. A rank that leaves says so, and peers that wait for it learn it at once.
-Addresses, the secret and the map of hosts travel once, through torch's store (comm/rendezvous.py). Between hosts bytes
-go through a Gloo group of our own (comm/wire.py), which only moves them and never adds.
+torch's group, not as long as a wrapper: ranks collect garbage at different times, so some might already have dropped
+it. At exit it is closed. A rank that leaves notifies peers that wait for it. Addresses, the secret and the map of hosts
+travel once, through torch's store (comm/rendezvous.py). Between hosts bytes go through our own Gloo group
+(comm/wire.py), which only moves them and never adds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of
 
 _logger = logging.getLogger("shardwright")
 
-#: A test's entry: the host of each rank, used for every group instead of the result of the handshake.
+#: For tests: the host of each rank, used for every group instead of the detected one.
 _forced_hosts: Sequence[int] | None = None
 
 
@@ -53,20 +53,20 @@ class HostGroup:
     name : str
         torch's name of the group.
     hosts : list of str
-        Each rank's host name, for error messages alone.
+        Each rank's host name, only for error messages.
     host_of : list of int
         Each rank's host, numbered by its lowest rank: ranks of one host map one another's memory.
     """
 
     def __init__(self, group: Any, name: str, timeout_s: float) -> None:
         self.name = name
-        self._group = (lambda: None) if group is None else weakref.ref(group)  # torch's group is the key of this object
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # the cache's key
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self._children: list[HostComm] = []
         #: DeviceLinks by GPU; they end before the host's communicator
         self.links: dict[Any, Any] = {}
-        self._wire: wire.Wire | None = None  # of the communicator; on carriers
+        self._wire: wire.Wire | None = None  # the communicator's bridge; on carriers
         self._join(group, timeout_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
             self._warn_of_threads()
@@ -79,14 +79,14 @@ class HostGroup:
         return self._group()
 
     def is_of(self, torch_group: Any) -> bool:
-        """Return True if these are the ranks of this group of torch's; None is its default group."""
+        """Return True if torch's `group` has these ranks; None is the default group."""
         return (torch_group if torch_group is not None else dist.group.WORLD) is self.torch_group
 
     @property
     def is_usable(self) -> bool:
         """Return True if neither the hosts' communicator nor one of the GPUs' has ended with an error.
 
-        The thread that watches a GPU's communicator may not have told the hosts' communicator yet.
+        A GPU's failure may not have reached the hosts' communicator yet.
         """
         return self.comm.is_alive and not any(link.comm.has_failed for link in self.links.values())
 
@@ -105,19 +105,19 @@ class HostGroup:
         return found
 
     def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
-        """Return the lowest rank of `rank`'s (this one's) replica on its host. Its memory holds data of which these
-        ranks have one copy.
+        """Return the lowest rank of the replica of `rank` (default: this rank) on its host. Its memory holds the
+        replica's one copy on the host.
         """
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
 
     def sharers(self, slicing: Slicing, rank: int | None = None) -> list[int]:
-        """Return the ranks that share the host's copy of the slices with `rank` (this one), which is among them."""
+        """Return the ranks that share the host's copy of the slices with `rank` (default: this rank), itself included."""
         rank = self.rank if rank is None else rank
         return [each for each in slicing.replica(rank) if self.host_of[each] == self.host_of[rank]]
 
     def shares(self, slicing: Slicing) -> bool:
-        """Return True if some host's copy of the slices is shared by several ranks. Alike on all ranks."""
+        """Return True if several ranks share some host's copy of the slices. Equal on all ranks."""
         return any(len(self.sharers(slicing, rank)) > 1 for rank in range(self.world_size))
 
     def is_apart(self, slicing: Slicing) -> bool:
@@ -195,14 +195,16 @@ class HostGroup:
         self.comm.extend(self.host_of, host, wire=bridge)
 
     def end_silence_after(self, silent_s: float | None) -> None:
-        """Let waits end once a peer of this host is stopped, or another host acknowledges nothing, for `silent_s`; None: at the deadline."""
+        """End waits after a peer of this host is stopped, or another host acknowledges nothing, for `silent_s`; None:
+        at the deadline.
+        """
         if silent_s is not None or self.comm.silent_s:
             self.comm.silent_s = silent_s or 0.0
             if self._wire is not None:
                 self._wire.end_silence_after(silent_s)
 
     def _warn_of_threads(self) -> None:
-        """Warn where this host's ranks compute on more threads than they have cores, which is seldom intended."""
+        """Warn if this host's ranks compute on more threads than they have cores."""
         here, mask = self._here, 0
         for each in here:
             mask |= int(each.cores, 16)
@@ -221,26 +223,26 @@ class HostGroup:
         return not self._leave.alive
 
     def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float, connects_late: bool = False) -> Any:
-        """Return a Gloo group of our own over `ranks` of this one, this rank among them: a backend, without torch's
+        """Return our own Gloo group over `ranks` of this group, this rank among them: a backend, without torch's
         dispatch.
 
-        Collective over `ranks` alone; its timeout bounds the rendezvous, too. torch's new_group() would either need
-        every rank of the job, or name the group after the number of groups that a process has. Ranks that are in
-        different numbers of groups would then wait for one another in vain.
+        Collective only over `ranks`; the timeout also bounds the rendezvous. torch's new_group() would either need
+        every rank of the job, or name the group after the process's count of groups. Ranks with different counts would
+        then wait for one another for ever.
         """
         store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
         return wire.make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
 
     def make_wire(self, name: str, secret: bytes, timeout_s: float) -> wire.Wire:
-        """Return a wire between the carriers. Collective over them; its timeout is for finding one another."""
+        """Return a wire between the carriers. Collective over them; the timeout bounds the rendezvous."""
         others = wire.sockets()
         gloo = self.gloo_group(name, self.carriers, timeout_s, connects_late=self.host_count > wire.EAGER_HOSTS)
         return wire.Wire(gloo, self.carriers, secret, others, lambda: _exits)
 
     @property
     def simulated_host(self) -> int | None:
-        """Return this rank's host if a test has chosen it, since all such hosts are one; else None."""
+        """Return this rank's host number if a test has set it, since all such hosts are one machine; else None."""
         return None if _forced_hosts is None else self.host_of[self.rank]
 
     def join_inside(self, timeout_s: float) -> HostComm | None:
@@ -280,12 +282,13 @@ class HostGroup:
         return comm
 
     def close(self) -> None:
-        """Leave the group, once; peers that wait for this rank get a CommError. No effect in a forked child."""
+        """Leave the group; peers that wait for this rank get a CommError. No effect the second time and in a forked
+        child.
+        """
         self._leave()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
-        """Broadcast the values of `root` to all ranks, whatever the strides of each rank's tensors. Version counters
-        stay.
+        """Broadcast the values of `root` to all ranks. Tensors may differ in strides; version counters do not change.
 
         Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
         """
@@ -317,8 +320,7 @@ def comm_error(message: str, rank: int = -1, host: str = "") -> CommError:
 
 
 def _place() -> str:
-    """Return a text that is equal for processes under one running kernel in one network namespace; empty if it is
-    unknown."""
+    """Return a text that is equal for processes of one running kernel and network namespace; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -326,7 +328,7 @@ def _place() -> str:
         return ""
 
 
-#: rendezvous so far, by the name and the ranks of their group: alike on these ranks
+#: count of rendezvous by the name and the ranks of their group: equal on these ranks
 _meetings: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
 
 
@@ -358,8 +360,8 @@ def live_groups() -> list[HostGroup]:
 def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
     """Return torch's group for these options; None for a single rank without one.
 
-    `trains` says that a module will train over it. Without a launcher a default group of one rank is made then, like
-    that of a launcher that starts one rank, and the log has a line about it.
+    With `trains` (a module will train over it) and without a launcher, make a default group of one rank, as under a
+    launcher of one rank, and log a line.
 
     Raises
     ------
@@ -397,7 +399,7 @@ _mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakr
 
 
 def _check_member(device_mesh: Any) -> None:
-    """Raise ValueError for a mesh without this rank, of which torch only says that an index is out of range."""
+    """Raise ValueError for a mesh without this rank; torch would only raise an IndexError."""
     ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
     if dist.get_rank() not in ranks:
         raise ValueError(
@@ -407,13 +409,13 @@ def _check_member(device_mesh: Any) -> None:
 
 
 def _group_of_mesh(device_mesh: Any) -> Any:
-    """Return the group over all dimensions of a mesh. Collective over its ranks where it has none yet."""
+    """Return the group over all dimensions of a mesh. Collective over its ranks at first use."""
     ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
     return group_over(ranks)
 
 
 def group_over(ranks: tuple[int, ...]) -> Any:
-    """Return the group over ascending global ranks, this one among them. Collective over them where there is none yet."""
+    """Return the group over ascending global ranks, this rank among them. Collective over them at first use."""
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     made = _mesh_groups.setdefault(dist.group.WORLD, {})
@@ -446,14 +448,14 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
     Raises
     ------
     ValueError
-        A variable of the launcher is missing or contradicts another, or an option names what the launcher decides.
+        If a variable of the launcher is missing or contradicts another, or an option sets what the launcher decides.
     TimeoutError
         Some ranks did not come.
 
     Notes
     -----
-    torchrun's agents keep the store of a job over restarts. torch's own function then reads addresses of dead
-    processes, and waits for them, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set for torchrun and the rendezvous is c10d.
+    torchrun's agents keep the store of a job over restarts. torch's own function then waits for addresses of dead
+    processes, unless torchrun ran with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and the c10d rendezvous.
     """
     for name in ("store", "rank", "world_size", "init_method"):
         if name in options:
@@ -480,14 +482,14 @@ def _join(launch: Launch, backend: str = "gloo", timeout: timedelta | None = Non
 
 
 def _agents_store(launch: Launch, timeout: timedelta | None) -> Any:
-    """Return a store of this start of the ranks over the one that torchrun's agent keeps."""
+    """Return a store for this start of the ranks, inside the store of torchrun's agent."""
     timeout = timeout or dist.distributed_c10d.default_pg_timeout
     store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, is_master=False, timeout=timeout)
     return attempt_store(store, launch.rank, launch.world_size, timeout.total_seconds())
 
 
 def is_default_group(group: Any) -> bool:
-    """Return True if an unpickled copy would find `group`."""
+    """Return True if an unpickled copy would find `group` again."""
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)
 
 
@@ -525,10 +527,10 @@ def _close_all() -> None:
 
 
 def _close_comms(comm: HostComm, children: list[HostComm], links: dict[Any, Any], pid: int) -> None:
-    if os.getpid() == pid:  # a forked child must not leave in its parent's name
-        # A row's link before the one of all ranks, whose end would be taken for its failure.
+    if os.getpid() == pid:  # a forked child must not leave on behalf of its parent
+        # A row's link first: it would take the end of the link of all ranks for a failure.
         ends = *reversed(links.values()), *children, comm
-        with contextlib.ExitStack() as closing:  # close all of them, even if an interrupt stops one
+        with contextlib.ExitStack() as closing:  # close all of them, even if an interrupt ends one call
             for each in reversed(ends):
                 closing.callback(each.close)
 
@@ -543,7 +545,7 @@ def group_size(group: Any) -> int:
 def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
     """Return every rank's `row`, over torch's `group`.
 
-    It is a sum with zeros, which is exact and which every backend has for its devices.
+    A sum with zeros is exact, and every backend supports it on its devices.
     """
     rows = row.new_zeros(dist.get_world_size(group), row.numel())
     rows[dist.get_rank(group)] = row

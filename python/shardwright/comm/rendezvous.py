@@ -1,12 +1,12 @@
-"""The meeting of a group's ranks before they share memory: through torch's store, as a tree.
+"""The rendezvous of a group's ranks before they share memory: through torch's store, as a tree.
 
-Rank r writes one line about itself, and the lines of its subtree (FAN_OUT children a rank), under one key that its parent
-reads. Rank 0 so gets all lines, finds which ranks share a host, and writes one key a host and one with the map. No rank but rank 0
-handles more than O(W / FAN_OUT) lines, and no two ranks exchange messages. See docs/design/hosts_control.md.
+Rank r writes its own line and the lines of its subtree (FAN_OUT children a rank) under one key, which its parent reads.
+Rank 0 thus gets all lines, finds which ranks share a host, and writes one key a host and one with the map. Every other
+rank handles at most O(W / FAN_OUT) lines, and ranks exchange no messages. See docs/design/hosts_control.md.
 
-The first reason for which some rank cannot go on, under a key of its own, is what all ranks raise. Where torch's group
-has Gloo, ranks first meet in a collective of its own: the death of a process ends that, and a rank that cannot reach the
-store (a FileStore needs a descriptor for each call) says so there.
+A rank that cannot go on writes its reason under a separate key; all ranks raise the first one. If torch's group has
+Gloo, ranks first meet in a Gloo collective: a dead process ends it, and a rank that cannot reach the store (a FileStore
+opens a file at each call) reports it there.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .._engine import CommError, CommTimeoutError
 #: children of a rank in the tree
 FAN_OUT = 64
 SECRET_BYTES = 16
-#: the least deadline of a rank for the others to come, which may be late: torch's own default
+#: a rank's shortest deadline for late peers: torch's default
 _COMING_S = 1800.0
-#: pause between two reads of the store: the first, and the longest
+#: pause between two reads of the store: the first and the longest
 _LOOK_S = (0.001, 0.5)
-#: pause between two looks at torch's barrier, which does not load the store
+#: pause between two polls of torch's barrier, which does not load the store
 _BARRIER_LOOK_S = 0.02
-#: seconds that other ranks wait longer for rank 0 than it waits for one of them, so that it can name that one
+#: seconds by which other ranks wait longer for rank 0 than it waits for them, so that it can name the absent rank
 _LATER_S = 2.0
 #: bytes of the message of a rank that cannot reach the store, and characters of its error in it
 _WORDS_BYTES, _WORDS_TEXT = 4096, 256
-#: how long a rank that only heard of a failure waits for the reason of the rank that failed
+#: seconds for which a rank that learned of a failure waits for the failed rank's reason
 _REASONS_S = 0.5
-#: a wait this long is logged, and again after twice as long, and so on
+#: a wait of this many seconds is logged, then again whenever it has doubled
 _WARN_AFTER_S = 30.0
 
 
@@ -55,9 +55,9 @@ class Line(NamedTuple):
     place : str
         Equal for ranks that share a host.
     cores : str
-        The set of cores the rank may run on: a mask, in hexadecimal digits.
+        The cores on which the rank may run: a mask in hexadecimal digits.
     failure : str
-        Why it cannot join; empty if it can.
+        The reason why the rank cannot join; empty if it can.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class Line(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """The outcome: the secret of this group, the host of each rank, and the lines of the ranks of this host."""
+    """The result: the secret of this group, the host of each rank, and the lines of this host's ranks."""
 
     secret: bytes
     host_of: list[int]
@@ -78,21 +78,21 @@ class Meeting(NamedTuple):
 
 
 class Rendezvous:
-    """One meeting of a group's ranks.
+    """One rendezvous of a group's ranks.
 
     Parameters
     ----------
     store : torch.distributed.Store
-        Of this meeting alone.
+        A store for this rendezvous alone.
     rank, world_size : int
     host : str
         This host's name.
     timeout_s : float
         The deadline of each wait once all ranks have come. Until then torch's default, if that is later.
     assembly : Assembly, optional
-        Where all ranks meet first; a rank that dies ends it.
+        A collective in which all ranks meet first; a rank that dies ends it.
     log : callable, optional
-        Gets a sentence when a rank has waited for long.
+        Called with a message when a rank has waited for long.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Rendezvous:
         self._log = log
 
     def meet(self, line: Line, forced_hosts: Sequence[int] | None = None) -> Meeting:
-        """Exchange the lines. `forced_hosts`: the host of each rank, instead of what the lines say.
+        """Exchange the lines. `forced_hosts`: the host of each rank, instead of the detected one.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class Rendezvous:
         trouble: CommError | None = None
         try:
             if below or self._rank == 0:
-                self._reason()  # raises if this rank cannot reach the store
+                self._reason()  # raises if the store cannot be reached
             else:
                 self._tell(lines)
         except CommError as error:
@@ -149,7 +149,7 @@ class Rendezvous:
             trouble = None  # its traceback holds this frame
         for child in below:
             lines += [Line(*each) for each in json.loads(self._await(f"lines/{child}", f"rank {child}"))]
-            with contextlib.suppress(RuntimeError):  # a store that deletes nothing
+            with contextlib.suppress(RuntimeError):  # the store does not support deletion
                 self._store.call("delete_key", f"lines/{child}")
         if self._rank == 0:
             self._answer(sorted(lines, key=lambda each: each.rank), forced_hosts)
@@ -164,13 +164,15 @@ class Rendezvous:
         return Meeting(bytes.fromhex(here["secret"]), host_of, [Line(*each) for each in here["lines"]])
 
     def go(self, host_count: int) -> None:
-        """Return once the lowest rank of each host has called this: the ranks of all hosts have joined."""
+        """Return once the lowest rank of each host has called this, so that all ranks of all hosts have joined."""
         if self._store.call("add", "joined", 1) == host_count:
             self._store.call("set", "go", "1")
         self._await("go", "the other hosts")
 
     def fail(self, error: Exception) -> Exception:
-        """Return the error that all ranks raise: the first reason. A rank's own failure precedes reports of it."""
+        """Return the error that all ranks raise: the first reason. A rank writes its own failure before peers report
+        it.
+        """
         heard = isinstance(error, CommError) and getattr(error, "rank", self._rank) != self._rank
         mine = self._words_of(error)
         deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
@@ -179,7 +181,7 @@ class Rendezvous:
                 time.sleep(0.02)
             if said is None:
                 said = json.loads(self._store.call("compare_set", "why", "", json.dumps(mine)))
-        except (RuntimeError, ValueError):  # no store any more
+        except (RuntimeError, ValueError):  # the store is gone
             return error
         return _error_of(said)
 
@@ -227,7 +229,9 @@ class Rendezvous:
             raise self.fail(_comm_error(f"joining: torch's own group failed: {error}", -1, "")) from error
 
     def _await(self, key: str, awaited: str, later_s: float = 0.0) -> bytes:
-        """Return the value of `key`, once `awaited` has written it. `later_s`: by how much to wait longer than it waits for others."""
+        """Return the value of `key` once `awaited` has written it. `later_s`: seconds by which this wait exceeds that
+        rank's own.
+        """
         self._until(lambda: self._store.call("check", [key]), awaited, later_s=later_s)
         return bytes(self._store.call("get", key))
 
@@ -240,9 +244,9 @@ class Rendezvous:
         *,
         asks: bool = True,
     ) -> None:
-        """Return once `is_done`. Looks less and less often, so that many ranks that wait for one do not keep the store busy.
+        """Return once `is_done`. Polls less and less often, so that many waiting ranks do not load the store.
 
-        Raise the reason of a rank that has failed, where the store `asks` has one.
+        With `asks`, raise a failed rank's reason if the store has one.
         """
         begin_s = time.monotonic()
         pause_s, look_s, warn_s = _LOOK_S[0], _LOOK_S[1], _WARN_AFTER_S
@@ -267,9 +271,9 @@ class Rendezvous:
 
 
 class _Caller:
-    """A store whose calls have a deadline: torch's wait for an answer without one, also where the link to the store is cut.
+    """A store whose calls have a deadline. torch's calls wait for ever, even if the link to the store is cut.
 
-    Calls go through a thread of their own, which ends with this object, or with the process where a call never returns.
+    A separate thread makes the calls. It ends with this object, or with the process if a call never returns.
     """
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
@@ -288,7 +292,7 @@ class _Caller:
         Raises
         ------
         CommError
-            The store failed, or an earlier call of this object's had no answer.
+            The store failed, or an earlier call had no answer.
         CommTimeoutError
             It did not answer.
         """
@@ -297,7 +301,7 @@ class _Caller:
             raise _comm_error(f"{failed}: it did not answer", -1, "")
         self._asked.put((name, arguments))
         try:
-            self._is_stuck = True  # also where a signal ends the wait
+            self._is_stuck = True  # even if a signal ends the wait
             answer, error = self._answers.get(timeout=min(self._timeout_s, 1e6))
             self._is_stuck = False
         except queue.Empty:
@@ -324,13 +328,13 @@ def children(rank: int, world_size: int) -> range:
 
 
 def find_hosts(lines: Sequence[Line]) -> list[int]:
-    """The host of each rank, numbered by their lowest rank; ranks whose place cannot be known share the host of that name."""
+    """Return the host of each rank, numbered by its lowest rank. Ranks without a known place are grouped by host name."""
     number: dict[tuple[str, str], int] = {}
     return [number.setdefault((each.place, "" if each.place else each.host), len(number)) for each in lines]
 
 
 class Assembly:
-    """A meeting of all ranks through torch's Gloo group: O(log W) messages a rank, and no file descriptor.
+    """A rendezvous of all ranks through torch's Gloo group: O(log W) messages a rank, no file descriptor.
 
     Parameters
     ----------
@@ -341,14 +345,14 @@ class Assembly:
         self._backend = backend
 
     def begin(self, speaker: int) -> Coming:
-        """Take part in the first collective. `speaker`: this rank, if it has a message for all; else -1."""
+        """Start the first collective. `speaker`: this rank if it has a message for all; else -1."""
         highest = torch.tensor([speaker], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Coming(self._backend.allreduce([highest], options), highest)
 
     def hear(self, speaker: int, words: str) -> str:
-        """Return the words of rank `speaker`, of at most _WORDS_BYTES bytes; those of other ranks are dropped. Collective."""
+        """Return the message of rank `speaker`, at most _WORDS_BYTES bytes. Collective."""
         memory = torch.frombuffer(bytearray(words.encode().ljust(_WORDS_BYTES)), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = speaker, 0
@@ -366,13 +370,13 @@ class Coming:
         return bool(self._work.is_completed())
 
     def result(self) -> int:
-        """Return the highest rank that has something to say, -1 without one. Raise RuntimeError where a rank has died."""
+        """Return the highest rank that has a message, -1 if none has. Raise RuntimeError if a rank has died."""
         self._work.wait()
         return int(self._highest.item())
 
 
 def assembly_of(group: Any) -> Assembly | None:
-    """Return the meeting of torch's `group`, if that has Gloo for the CPU."""
+    """Return the assembly of torch's `group`, if that has Gloo for the CPU."""
     if "cpu:gloo" not in str(dist.get_backend_config(group)):
         return None
     return Assembly(group._get_backend(torch.device("cpu")))

@@ -17,7 +17,9 @@ _ENDING = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def check_signals(given: Any) -> tuple[signal.Signals, ...]:
-    """Return the signals of `save_on`. Raise TypeError or ValueError for what is no signal, or cannot be handled here."""
+    """Return the signals of `save_on`. Raise TypeError or ValueError for an entry that is not a signal or cannot be
+    handled.
+    """
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise TypeError(f"save_on must be a collection of signals such as (SIGTERM, SIGUSR1), got {given!r}")
     found = []
@@ -34,8 +36,8 @@ def check_signals(given: Any) -> tuple[signal.Signals, ...]:
 
 
 class SaveSignals:
-    """Handlers that note a signal. A handler that the program had set before is called, too; not Python's own of SIGINT,
-    which would raise KeyboardInterrupt at once. After close() they only pass signals on.
+    """Handlers that note a signal and call the program's earlier handler, except Python's own for SIGINT, which would
+    raise KeyboardInterrupt. After close() they only pass signals on.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ class SaveSignals:
             self._ask()
             logger.warning("%s: saving at the end of the step, then ending", signal.Signals(number).name)
         before = self._before.get(signal.Signals(number))
-        if before in _ENDING:  # of one that closed before a later one, nothing else may be left to end the program
+        if before in _ENDING:  # closed before a later handler: nothing else may be left that ends the program
             if self._is_closed and signal.getsignal(number) == self._note:
                 signal.signal(number, before)
                 signal.raise_signal(number)
@@ -63,7 +65,7 @@ class SaveSignals:
             before(number, frame)
 
     def close(self) -> None:
-        """Give the signals back to the handlers before. One that was not set from Python cannot be set again."""
+        """Restore the earlier handlers. A handler that was not set from Python cannot be restored."""
         self._is_closed = True
         for number, before in self._before.items():
             while isinstance(other := getattr(before, "__self__", None), SaveSignals) and other._is_closed:

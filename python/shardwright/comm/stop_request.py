@@ -1,8 +1,8 @@
-"""A request to stop that some ranks got, and that all learn in the same round.
+"""A request to stop, which some ranks receive and all ranks learn in the same round.
 
-A signal reaches ranks at different steps, or some ranks alone. A rank that has one adds a number of its own to the
-digest of the next round (sw_reducer_note_step). Then digests differ, all ranks look for the reason together, and know after
-the same step. Without a signal it costs nothing.
+A signal reaches ranks at different steps, or only some ranks. A rank with a request adds its own number to the digest
+of the next round (sw_reducer_note_step). The digests then differ, so all ranks look for the reason and learn of the
+request after the same step. Without a signal it costs nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class StopRequest:
     Attributes
     ----------
     is_asked : bool
-        This rank was asked to stop. A signal handler may set it.
+        True if this rank was asked to stop. A signal handler may set it.
     is_agreed : bool
-        Some rank was, and all know. It is set in the same round on all ranks.
+        True if all ranks know that some rank was asked. It is set in the same round on all ranks.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -33,7 +33,7 @@ class StopRequest:
         self._is_noted = False
 
     def note(self, reducer: Any) -> None:
-        """Before a forward that synchronises: tell the other ranks in its round."""
+        """Add the request to the round of the next synchronised forward."""
         if not self.is_asked or self._is_noted or self.is_agreed:
             return
         self._is_noted = True
@@ -43,11 +43,11 @@ class StopRequest:
         reducer.note_step((self._rank + 1) * _STEP % 2**32)
 
     def renew(self) -> None:
-        """Tell again: ranks have forgotten what they had noted, after a join. On all ranks."""
+        """Add the request again, on all ranks, after a join in which notes were forgotten."""
         self._is_noted = False
 
     def explains(self, gather: Callable[[bytes, str], list[bytes]]) -> bool:
-        """Return True if a request is why digests differ. Collective."""
+        """Return True if digests differ because of a request. Collective."""
         said = gather(b"\1" if self._is_noted else b"\0", "requests to stop")
         if b"\1" not in said or self.is_agreed:
             return False

@@ -1,4 +1,4 @@
-"""The wire between hosts: bytes between their carriers, through a Gloo group of our own that never adds two of them."""
+"""The wire between hosts: moves bytes between their carriers through our own Gloo group, which never adds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: longer than any deadline of ours, which the ranks keep that wait for the carrier
+#: longer than any of our deadlines; the ranks that wait for the carrier keep those
 _FOR_EVER = timedelta(days=1000)
 #: the wire's own tags, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
 _FAREWELL, _NEVER_SENT, _TOKEN = (6 << 28) + 1, (6 << 28) + 2, (6 << 28) + 3
 _FAREWELL_S = 0.2
 #: seconds that a carrier waits for the tokens of its partners in the exchange of frames
 _TOKENS_S = 30.0
-#: hosts up to which all connections are made at the start; beyond, a connection is made at its first use
+#: the most hosts for which all connections are made at the start; with more, each is made at first use
 EAGER_HOSTS = 32
 #: radix of csrc/comm/dissemination.h
 _RADIX = 8
@@ -34,29 +34,29 @@ _RADIX = 8
 class Wire:
     """The wire between the carriers of hosts, over a Gloo group of our own; implements csrc/comm/bridge.h.
 
-    The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret: no other message of a peer is
-    believed before its token was. The carriers that exchange frames prove themselves at the start, others at first use.
+    The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret. No message of a peer is
+    accepted before its token. Carriers that exchange frames send tokens at the start, others at first use.
 
     Parameters
     ----------
     gloo : ProcessGroupGloo
     carriers : sequence of int
-        The rank of each of its ranks.
+        The group's rank of each rank of `gloo`.
     secret : bytes
-        Equal on all carriers, and known to no other process.
+        A secret of the carriers that no other process knows.
     before : set of (int, str)
-        Sockets of this process before `gloo` was made. A forked child closes those that came since: where it lives on, the
-        peers of a process that was killed would not see its connections end.
+        Sockets of this process before `gloo` was made. A forked child closes the later ones: a child that outlives a
+        killed process would keep its connections open.
     exits : callable
-        Whether the process is about to end.
+        A function that returns True if the process is about to end.
 
     Raises
     ------
     RuntimeError
-        A peer did not prove that it knows the secret, or did not answer.
+        If a peer did not answer, or its token is wrong.
     """
 
-    #: rate below which carriers send packets (docs/design/hosts.md). Read once, by the engine
+    #: rate below which carriers send packets (docs/design/hosts.md); the engine reads it once
     slow_bytes_per_s = 300_000_000
 
     def __init__(
@@ -67,12 +67,12 @@ class Wire:
         before: set[tuple[int, str]],
         exits: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._group = gloo  # its timeout is for finding one another; see _FOR_EVER
+        self._group = gloo  # its timeout bounds the rendezvous; see _FOR_EVER
         self._place = {rank: place for place, rank in enumerate(carriers)}
         self._secret = secret
         self._rank = carriers[gloo.rank()]
         self._exits = exits
-        #: by rank: the work that receives its token, its memory, and the work that sends ours
+        #: by rank: the receive of its token, the token's memory, the send of ours
         self._tokens: dict[int, tuple[Any, torch.Tensor, Any]] = {}
         self._strangers = set(carriers) - {self._rank}
         self._exchange_tokens([carriers[place] for place in first_peers(gloo.rank(), len(carriers))])
@@ -92,7 +92,7 @@ class Wire:
         return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag)
 
     def wait(self, work: Any, timeout_s: float | None = None) -> None:
-        """Wait for a transfer. After `timeout_s` raise RuntimeError; all connections are closed then."""
+        """Wait for a transfer. After `timeout_s` close all connections and raise RuntimeError."""
         timeout = _FOR_EVER if timeout_s is None else timedelta(seconds=timeout_s)
         if isinstance(work, tuple):
             work, rank = work
@@ -100,9 +100,10 @@ class Wire:
         work.wait(timeout)
 
     def end_silence_after(self, silent_s: float | None) -> None:
-        """Let the kernel close connections of which it has sent bytes and no acknowledgement came for `silent_s`; None: its own rule.
+        """Let the kernel close connections on which sent bytes were not acknowledged for `silent_s`; None: the kernel's
+        rule.
 
-        The peer's kernel acknowledges, whatever its process does, until the buffers of a stopped one are full."""
+        The peer's kernel acknowledges even for a stopped process, until its buffers are full."""
         for fd, _ in self._sockets & sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * (silent_s or 0)))
@@ -115,7 +116,7 @@ class Wire:
             self._believe(rank, timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
 
     def _introduce(self, rank: int) -> None:
-        """Begin to send this rank's token, and to receive the other's, once."""
+        """Start to send this rank's token and to receive the peer's; once for each peer."""
         if rank in self._tokens:
             return
         token = torch.frombuffer(bytearray(self._token(self._rank, rank)), dtype=torch.uint8)
@@ -139,10 +140,10 @@ class Wire:
         return hmac.digest(self._secret, f"wire {sender} {receiver}".encode(), hashlib.sha256)
 
     def close(self, gently: bool) -> bool:
-        """Close all connections, pending operations included; with `gently`, after the peers' farewell or a short wait.
+        """Close all connections and end pending operations; with `gently`, after the peers' farewell or a short wait.
 
-        Gloo has no call for it, but a receive that is not fulfilled in its time closes all connections of its group. At
-        exit nothing is done, and false: the kernel closes them, and a carrier that takes long to send its last messages still can.
+        Gloo has no call for it, but a receive that times out closes all connections of its group. At exit return False
+        and do nothing: the kernel closes connections after the last messages are sent.
         """
         if self._exits():
             return False
@@ -156,25 +157,27 @@ class Wire:
         for other in others:
             try:
                 receiving = self._group.recv([nothing], other, _NEVER_SENT)
-            except RuntimeError:  # a connection that is closed already
+            except RuntimeError:  # the connection is closed already
                 continue
             with contextlib.suppress(RuntimeError):
                 receiving.wait(timedelta(milliseconds=1))
         return True
 
     def let_go(self) -> None:
-        """Close the sockets, in a forked child. Each number stays taken: another owner of it would close a foreign file."""
+        """Close the sockets in a forked child. Their numbers stay in use: Gloo would otherwise close another file under
+        such a number.
+        """
         nothing = os.open(os.devnull, os.O_RDONLY)
         for fd, _ in self._sockets & sockets():
             os.dup2(nothing, fd)
         os.close(nothing)
 
     def _exchange_farewells(self, others: Sequence[int]) -> None:
-        """Wait for the farewells of `others`: what was sent to them before has arrived then. One that sends none is busy."""
+        """Wait for the farewells of `others`, which show that earlier messages arrived. A rank that sends none is busy."""
         word = torch.zeros(1, dtype=torch.uint8, device="cpu")
         heard = [torch.zeros_like(word) for _ in others]
         deadline_s = time.monotonic() + _FAREWELL_S
-        with contextlib.suppress(RuntimeError):  # an end of the connection is one, too
+        with contextlib.suppress(RuntimeError):  # the end of the connection counts as a farewell
             sending = [self._group.send([word], other, _FAREWELL) for other in others]
             receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(heard, others)]
             for work in (*receiving, *sending):
@@ -193,7 +196,9 @@ def first_peers(place: int, count: int) -> list[int]:
 
 
 def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_late: bool = False) -> Any:
-    """A Gloo group as a backend, without torch's dispatch. `connects_late`: each connection is made at its first use, where torch can."""
+    """Make a Gloo group as a backend, without torch's dispatch. `connects_late`: connect at first use, if this torch
+    can.
+    """
     if not connects_late or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
         return dist.ProcessGroupGloo(store, rank, count, timeout)
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no _Options
@@ -220,15 +225,15 @@ _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 
 def sockets() -> set[tuple[int, str]]:
-    """Return the sockets of this process: file descriptors, and the kernel's names of them."""
+    """Return the sockets of this process: file descriptors and the kernel's names."""
     found = set()
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # the folder's own has gone
+        with contextlib.suppress(OSError):  # the listed folder's own descriptor is closed again
             found.add((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
     return {(fd, name) for fd, name in found if name.startswith("socket:")}
 
 
-#: one type for memory of any length: ctypes takes 80 to 170 us, with the GIL, to make one for each
+#: one type for any length: ctypes needs 80 to 170 us, with the GIL, to make a type for each
 _Bytes = ctypes.c_uint8 * (1 << 46)
 
 

@@ -90,7 +90,7 @@ class BlockState(CompressionState):
             block_encode(self.block, self.bits, base + part.at * size, part.address, part.error, part.numel)
         for rank, owner in enumerate(owners):  # pad with records of zeros
             message[(rank * count + owner.end - owner.begin) * size : (rank + 1) * count * size].zero_()
-        # Nothing overwrites the message before the next begin(), so decoding may read it below as "own".
+        # The message stays until the next begin(), so decoding may read it as "own".
         pieces, result = exchange.scatter(), exchange.result()
         rest = self._rest_of(count) if self.error_feedback else None
         places = [piece.data_ptr() for piece in pieces]
@@ -115,7 +115,7 @@ class BlockState(CompressionState):
         return keep
 
     def _take_slice(self, exchange: Exchange, parts: list[_Part], result: torch.Tensor, base: int, count: int) -> bool:
-        """Decode this rank's results alone. Return True if errors, which cover all parts, were updated."""
+        """Decode only this rank's results. Return True if the errors of all parts were updated."""
         size, first = self._record_bytes, exchange.rank * count
         keep = exchange.agree(block_is_finite(self.block, self.bits, result.data_ptr(), count)) and self.error_feedback
         for part in parts:  # the decoded message replaces the gradient here; the result overwrites it below
@@ -140,7 +140,7 @@ class BlockState(CompressionState):
 
 
 class _Span:
-    """One parameter's run in a bucket: its begin, its first record, its error."""
+    """One parameter's run in a bucket: its first element, its first record, its error."""
 
     def __init__(self, flat: torch.Tensor, offset: int, numel: int, first: int, error: torch.Tensor | None) -> None:
         self.address = flat.data_ptr() + 4 * offset
@@ -151,7 +151,7 @@ class _Span:
         self.error_address = error.data_ptr() if error is not None else 0
 
     def record_at(self, element: int, block: int) -> int:
-        """Return the first record that begins at or after `element` of the bucket, possibly the next span's first."""
+        """Return the first record that begins at or after `element` of the bucket; it may belong to the next span."""
         return self.first + -(-min(max(element - self.offset, 0), self.numel) // block)
 
 
@@ -162,15 +162,15 @@ class _Part(NamedTuple):
     address: int
     error: int
     numel: int
-    is_copy: bool  # the previous owner has this record, too
+    is_copy: bool  # the previous owner also has this record
 
 
 class _Owner:
-    """The rank that folds records [begin, end) of a bucket. It owns those from `own` on; the previous rank owns the one
-    before.
+    """The rank that folds records [begin, end) of a bucket. It owns the records from `own` on; the previous rank owns
+    the one before.
 
-    A record belongs to the rank in whose slice its first element lies. If ranks keep only their slices, the rank whose
-    slice begins inside a record folds that record, too.
+    A record belongs to the rank whose slice holds its first element. If ranks keep only their slices, the rank whose
+    slice begins inside a record also folds that record.
     """
 
     def __init__(self, begin: int, own: int, end: int, spans: list[_Span]) -> None:
@@ -191,7 +191,8 @@ class _Owner:
                     yield _Part(at, span.address + 4 * skip, error, numel, low < self.own)
 
     def rests(self, block: int) -> Iterator[tuple[_Span, int, int, int]]:
-        """Yield (span, begin, place, numel): elements `begin` on of the span take the rounding error at `place` on.
+        """Yield (span, begin, place, numel): `numel` elements of the span from `begin` on take the rounding errors from
+        `place` on.
 
         Places are counted from the record `begin` of this owner.
         """
@@ -211,7 +212,7 @@ class _Owner:
 def _owners(
     spans: list[_Span], count: int, exchange: Exchange, share: int | None, keeps_slice: bool, block: int
 ) -> list[_Owner]:
-    """Return the owners of `count` records; they own equal parts if the bucket does not know the ranks' slices."""
+    """Return the owners of `count` records: equal parts if the bucket does not know the ranks' slices."""
     world = exchange.world_size
     if share is None:
         each = max(1, -(-count // world))

@@ -17,7 +17,7 @@ from ..options.compressors import Bf16, Compressor, Fp16, Int8, PowerSGD
 from .make import make_hook
 
 _PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024
-LEAST_GAIN = 0.03  # fraction of a step; a smaller gain does not justify a rounding
+LEAST_GAIN = 0.03  # fraction of a step below which a gain does not justify the rounding
 _CANDIDATES: tuple[Compressor, ...] = (Bf16(), Fp16(), Int8(), PowerSGD(rank=4))
 
 
@@ -30,7 +30,7 @@ class Codec:
     wire_bytes: int
 
     def seconds(self, bandwidth: float, hidden_s: float = 0.0) -> float:
-        """Return the seconds of a step of which `hidden_s` of wire time overlap the backward."""
+        """Return the seconds of a step if `hidden_s` of wire time overlap the backward."""
         return self.codec_s + max(0.0, self.wire_bytes / bandwidth - hidden_s)
 
 
@@ -48,11 +48,11 @@ def measure_bandwidth(group: HostGroup, levels: Levels) -> float:
 
 
 def measure_codecs(group: HostGroup, levels: Levels, numel: int, bandwidth: float) -> list[Codec]:
-    """Time every candidate on 4 MiB over this network of `bandwidth`, and scale to `numel` elements. Collective."""
+    """Time every candidate on 4 MiB over a network of `bandwidth`, and scale to `numel` elements. Collective."""
     found = []
     for compress in _CANDIDATES:
         whole_s, most_sent = slowest(group.comm, [*_time_codec(compress, levels)])
-        sent = int(most_sent)  # across hosts only carriers send
+        sent = int(most_sent)  # with several hosts only carriers send
         codec_s = max(0.0, whole_s - sent / bandwidth) * numel / _PROBE_NUMEL
         found.append(Codec(compress, codec_s, sent * numel // _PROBE_NUMEL))
     return found

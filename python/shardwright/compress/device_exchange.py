@@ -1,8 +1,8 @@
 """The two-step exchange of encoded slices between GPUs, and blocks over it (PowerSGD: compress/device_powersgd.py).
 
 Everything is enqueued. Arithmetic runs on torch's current stream, collectives on the communicator's stream, and each
-follows the other. The host reads nothing of a message. On the CPU it decides whether errors are kept; here a verdict in
-the GPU's memory tells the kernels.
+waits for the other. The host reads no message. On the CPU the host decides whether errors are kept; here kernels read a
+verdict in GPU memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DeviceExchange(Exchange):
 
     def _message(self, slice_bytes: int) -> torch.Tensor:
         size = slice_bytes * self.world_size
-        if self._said.numel() < size:  # the streams have met since a collective used the old tensors
+        if self._said.numel() < size:  # the streams have synchronised since a collective used the old tensors
             self._said, self._received = self._memory(size), self._memory(size)
         return self._said[:size]
 
@@ -64,7 +64,7 @@ class DeviceExchange(Exchange):
 
     @property
     def received_address(self) -> int:
-        """Return the addresses of scatter()'s pieces: rank r's lies r slices on, this rank's own in the message."""
+        """Return the addresses of scatter()'s pieces: r slices on for rank r, inside the message for this rank."""
         return self._received.data_ptr()
 
     def _result(self, slice_bytes: int) -> torch.Tensor:
@@ -74,11 +74,11 @@ class DeviceExchange(Exchange):
         self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
 
     def agree(self, ok: bool) -> bool:
-        """Return `ok`: streams order the messages of ranks, and the host makes no decision."""
+        """Return `ok`: streams order the ranks' messages, and the host makes no decision."""
         return ok
 
     def tell(self, flags: torch.Tensor) -> int:
-        """Sum world_size + 1 int32, of which each rank has set its own, into the last one on all ranks. Return its
+        """Sum the int32 that each rank has set, among world_size + 1, into the last one on all ranks. Return its
         address.
         """
         world, stream = self.world_size, self.link.current_stream()
@@ -93,7 +93,7 @@ class DeviceExchange(Exchange):
 
     def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
         own = self.rank
-        other = int(own == 0)  # received pieces are equally far apart
+        other = int(own == 0)  # received pieces are evenly spaced
         rest = pieces[other] - other * self._slice_bytes
         device_fold(
             self.link.comm,
@@ -174,7 +174,7 @@ class DeviceBlockState(OnDevice, BlockState):
             device_block_owe(comm, *codec, owed, verdict, float(world), stream)
 
     def _take_all(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
-        """Decode every rank's results, and keep errors. Return the address of the verdict."""
+        """Decode every rank's results and keep errors. Return the address of the verdict."""
         comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
         size, verdict = self._record_bytes, self._flags.data_ptr()
         whole = exchange.gather().data_ptr()
@@ -205,9 +205,7 @@ class DeviceBlockState(OnDevice, BlockState):
         return verdict
 
     def _reserve(self, exchange: DeviceExchange, count: int) -> int:
-        """Return the address for the rounding error of the sums; 0 if no rank keeps it. Makes the memory of the
-        verdicts, too.
-        """
+        """Return the address for the rounding error of the sums; 0 if no rank keeps it. Also allocates the verdicts."""
         if not self.error_feedback:
             return 0
         if self._rest.numel() < count * self.block:

@@ -24,7 +24,7 @@ from .factor_exchange import FactorExchange
 from .matrix import Matrix
 from .powersgd import PowerSGDState, addresses
 
-#: verdicts: refused before the state has changed, and after
+#: verdicts: refused before the state changed, refused after
 _REFUSED, _REFUSED_LATE = 1, 2
 
 
@@ -114,7 +114,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         own = factors.begin(self.exchange, sum(sizes), small)
         passes.project([_row(m, out=p) for m, p in zip(matrices, addresses(own, sizes))])
         own, mean = self._average_turn(factors, passes, own)
-        passes.absorb([_row(m) for m in matrices])  # updates the memory alone
+        passes.absorb([_row(m) for m in matrices])  # updates only the memory
         kept = []
         for matrix, mine, average in zip(matrices, own.split(sizes), mean.split(sizes)):
             entry = matrix.entry
@@ -164,7 +164,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
 def _row(
     matrix: Matrix, *, memory: int | None = None, left: int = 0, right: int = 0, out: int = 0, copy: int = 0
 ) -> tuple[int, int, int, int, int, int, int, int, int, int, str]:
-    """Return the engine's row of a matrix, with other memory (0: none), left or right (0: its own)."""
+    """Return a matrix's row for the engine, with other memory (0: none), left or right (0: the matrix's own)."""
     gradient, own_memory, own_left, own_right, basis, rows, cols, rank, _, dtype = matrix.row
     kept = own_memory if memory is None else memory
     return gradient, kept, left or own_left, right or own_right, basis, out, copy, rows, cols, rank, dtype

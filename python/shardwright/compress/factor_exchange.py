@@ -1,8 +1,8 @@
 """The message of PowerSGD: factors of a bucket's matrices, in float32 or half, and whole small parameters beside them.
 
 Each of the W slices of a half message has a part of the factors in the wire's dtype, then a part of the small
-parameters in float32. Small parameters have no error feedback, so they are not rounded. The factors' rounding error is
-fed back: see settle().
+parameters in float32. Small parameters have no error feedback and are therefore not rounded. Factors have it: see
+settle().
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class FactorExchange:
         return self.wire_dtype != torch.float32
 
     def begin(self, exchange: Exchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Return the float32 memory for this rank's `head` elements of factors. `small` will be averaged in place,
-        whole.
+        """Return the float32 memory for this rank's `head` elements of factors. `small` will be averaged in place.
 
-        The memory is valid until the next begin(). With a half wire it is private, and settle() corrects it.
+        The memory is valid until the next begin(). With a 16-bit wire it is private, and settle() corrects it.
         """
         self._head, self._small = head, small
         world, total = exchange.world_size, sum(part.numel() for part in small)
@@ -66,7 +65,7 @@ class FactorExchange:
         self._own, self._whole, self._sum, self._term, self._flat = parts
 
     def average(self, exchange: Exchange) -> torch.Tensor:
-        """Return the mean of the ranks' factors, with the same bits on every rank; average `small`, too."""
+        """Return the mean of the ranks' factors, with the same bits on every rank, and average `small`."""
         return self._average_half(exchange) if self.rounds else self._average_whole(exchange)
 
     def _average_whole(self, exchange: Exchange) -> torch.Tensor:
@@ -123,10 +122,11 @@ class FactorExchange:
             exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
 
     def settle(self, exchange: Exchange) -> torch.Tensor:
-        """Return this rank's factors as average() counted them, so that the mean over ranks is the mean that came.
+        """Return this rank's factors as average() counted them: their mean over ranks is the mean that average()
+        returned.
 
-        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean. For half
-        wires.
+        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean. For
+        16-bit wires.
         """
         world, own = exchange.world_size, self._own
         for rank in range(world):
@@ -145,7 +145,7 @@ class FactorExchange:
 
 
 def pack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy the parts one after the other, with zeros behind them."""
+    """Copy the parts one after the other and append zeros."""
     exchange.copy(_places(message, parts))
     message[sum(part.numel() for part in parts) :].zero_()
 

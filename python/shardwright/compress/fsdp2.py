@@ -74,14 +74,14 @@ class ReplicaCompression:
 
 
 class _Unit:
-    """A set of parameters that FSDP2 gathers and reduces together, with the begin of each slice in the flat output."""
+    """A set of parameters that FSDP2 gathers and reduces together, with the offset of each slice in the flat output."""
 
     def __init__(self, parameters: list[Any], names: dict[int, str]) -> None:
         trained = [each for each in parameters if each.sharded_param.requires_grad]
         self.names = [names[id(each.sharded_param)] for each in trained]
         self.keys = [
             torch.empty(0, dtype=torch.float32, device="cpu") for _ in trained
-        ]  # stand-ins, since FSDP2 may replace its parameters
+        ]  # placeholders, since FSDP2 may replace its parameters
         self.layouts, self.numel = [], 0
         for each in trained:
             self.layouts.append((each.sharded_size, each.contiguous_sharded_stride, self.numel))
@@ -131,13 +131,13 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
     Returns
     -------
     ReplicaCompression
-        Its state, which each rank saves, and its byte count.
+        The compressor's state, which each rank saves, and its byte count.
 
     Raises
     ------
     Error
-        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions, whose all-reduce precedes any
-        hook.
+        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions: its all-reduce then precedes
+        any hook.
     TypeError
         If `compress` is not a compressor.
     NotImplementedError

@@ -8,7 +8,7 @@ the error does not grow with the world size: compressed contributions are folded
 once more (docs/design/compress.md). A hook communicates before it returns, in bucket order, so the messages of two
 buckets never mix.
 
-Annotations are objects here, not strings, because torch compares them.
+Annotations in this file are objects, not strings, because torch compares them.
 
 References
 ----------
@@ -95,8 +95,8 @@ def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.fut
 
     Notes
     -----
-    Contributions are divided by W in float32 and cast in the same pass, so they overflow at 65504 W, like torch's. An
-    element is off by at most 2^-11 (mean magnitude + magnitude of the mean), plus 2^-25 each below 2^-14. Cost: 4 (W -
+    Contributions are divided by W in float32 and cast in the same pass, so they overflow at 65504 W, as in torch. An
+    element's error is at most 2^-11 (mean magnitude + magnitude of the mean), plus 2^-25 each below 2^-14. Cost: 4 (W -
     1) / W bytes an element a rank.
     """
     return run_half(group_exchange(process_group), bucket, torch.float16)
@@ -107,7 +107,7 @@ def bfloat16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch
     return run_half(group_exchange(process_group), bucket, torch.bfloat16)
 
 
-#: torch's name. The function has another one, because torch refuses every hook called bf16_compress_hook without NCCL.
+#: torch's name. The function's own name differs, because torch refuses a hook called bf16_compress_hook without NCCL.
 bf16_compress_hook = bfloat16_compress_hook
 
 
@@ -117,13 +117,13 @@ def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     Parameters
     ----------
     state : BlockState, ProcessGroup or None
-        A group (None: the default one) means blocks of 256 without error feedback; a BlockState may say otherwise.
+        A group (None: the default one) means blocks of 256 without error feedback; a BlockState sets both.
     bucket : GradBucket
 
     Notes
     -----
     Blocks are counted from each parameter's start, so values do not depend on how parameters are cut into buckets. An
-    element is off by at most 1/254 of the greatest magnitude in its block, once for the mean of the contributions and
+    element's error is at most 1/254 of the greatest magnitude in its block, once for the mean of the contributions and
     once for the result. An infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1 + 4 / block) bytes
     an element a rank.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-#: gradient, memory, left, right, basis (addresses); rows, columns, rank; seed; dtype of the memory
+#: addresses of gradient, memory, left, right, basis; rows, columns, rank; seed; dtype of the memory
 MatrixRow = tuple[int, int, int, int, int, int, int, int, int, str]
 
 
@@ -31,15 +31,17 @@ class Matrix:
         self.row: MatrixRow = (part.data_ptr(), memory, left, right, basis, rows, cols, rank, seed, dtype)
 
     def left_from(self, factor: int, to: int = 0) -> tuple[int, int, int, int, int]:
-        """Return a row of device_powersgd_orthonormalize() that makes P̂ of `factor` in `to` (0: in its own left)."""
+        """Return the row with which device_powersgd_orthonormalize() writes P̂ of `factor` to `to` (0: the matrix's
+        left).
+        """
         return to or self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
 
     def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
-        """Return a row that makes Q̂ of `factor` in its own basis."""
+        """Return the row that writes Q̂ of `factor` to the matrix's basis."""
         return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
 
     def row_with(self, **others: int) -> MatrixRow:
-        """Return its row with other addresses for left or right."""
+        """Return the matrix's row with other addresses for left or right."""
         gradient, memory, left, right, basis, rows, cols, rank, seed, dtype = self.row
         places = {"memory": memory, "left": left, "right": right, **others}
         return gradient, places["memory"], places["left"], places["right"], basis, rows, cols, rank, seed, dtype

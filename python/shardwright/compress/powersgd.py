@@ -47,13 +47,13 @@ class PowerSGDState(CompressionState):
         all matrices of a bucket.
     alternate : bool
         Take one exchange a round instead of two (ACP-SGD, Zhang et al. 2023): P and Q alternate, each against the
-        other's basis of the round before. Needs error feedback and warm start.
+        other's basis of the previous round. Needs error feedback and warm start.
     wire_dtype : torch.dtype
-        The dtype of factors on the wire: float32, bfloat16 or float16. Their rounding error is fed back, too; small
-        parameters travel in float32. In float16 a bucket with a factor beyond 65504 is refused like one that is not
-        finite.
+        The dtype of factors on the wire: float32, bfloat16 or float16. Their rounding error is fed back; small
+        parameters travel in float32. In float16 a factor beyond 65504 counts as not finite.
     error_dtype : torch.dtype
-        The dtype of the memory between rounds: float32, or bfloat16, which halves it and loses 2^-9 of it each round.
+        The dtype of the memory between rounds: float32; or bfloat16, which halves the memory and rounds it by up to
+        2^-9 each round.
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
 
@@ -64,8 +64,8 @@ class PowerSGDState(CompressionState):
 
     Notes
     -----
-    The error is each rank's own, (I - P Pᵀ) v, so it does not grow with other ranks' contributions. It is never stored:
-    the memory holds v. If a bucket's P is not finite on some rank, the state is unchanged on every rank and the
+    Each rank keeps its own error, (I - P Pᵀ) v, so the error does not grow with other ranks' contributions. It is never
+    stored: the memory holds v. If a bucket's P is not finite on some rank, the state is unchanged on every rank and the
     compressed gradients are NaN. If P is finite but Q overflows, the state restarts. Memory: one element of error_dtype
     an element, and 2 rank (rows + columns) float32.
     """
@@ -207,7 +207,7 @@ class PowerSGDState(CompressionState):
         if self.alternate:
             shapes["turn"] = left
         entry, is_new = self.entry(parameter, shapes)
-        index = sum(map(ord, self.name_of(parameter)))  # equal on all ranks and in all runs, as hash() is not
+        index = sum(map(ord, self.name_of(parameter)))  # equal on all ranks and in all runs, unlike hash()
         seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
         matrix = Matrix(part, entry, rows, cols, rank, seed, dtype_name(self.error_dtype))
         if is_new or not self.warm_start:
@@ -220,7 +220,7 @@ class PowerSGDState(CompressionState):
     def _exchange_p(
         self, table: list[Any], matrices: list[Matrix], small: list[torch.Tensor]
     ) -> tuple[bool, torch.Tensor]:
-        """Make P orthonormal and compute this rank's own Q, unless some P is not finite. Average small parameters."""
+        """Make P orthonormal and compute this rank's Q, unless some P is not finite. Average small parameters."""
         sizes = [matrix.left_numel for matrix in matrices]
         factors = self._factors.begin(self.exchange, sum(sizes), small)
         powersgd_project(table, addresses(factors, sizes))
@@ -241,7 +241,7 @@ class PowerSGDState(CompressionState):
         self._factors.begin(self.exchange, own.numel()).copy_(own)
         whole = self._factors.average(self.exchange)
         if not powersgd_is_finite(whole.data_ptr(), own.numel()):
-            for matrix in matrices:  # finite gradients with overflowing sums would overflow forever if kept
+            for matrix in matrices:  # finite gradients whose sums overflow would overflow forever if kept
                 for key in {"memory", "right"} & matrix.entry.keys():
                     matrix.entry[key].zero_()
             return False

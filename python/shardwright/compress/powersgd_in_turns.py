@@ -1,11 +1,10 @@
-"""PowerSGD with one exchange a bucket: P and Q alternate, each against the other's orthonormal basis of the round
-before.
+"""PowerSGD with one exchange a bucket: P and Q alternate, each against the other's orthonormal basis of the previous
+round.
 
     P:  P_w = v Q̂;   g = mean(P_w) Q̂ᵀ;   error v - P_w Q̂ᵀ
     Q:  Q_w = vᵀ P̂;  g = P̂ mean(Q_w)ᵀ;   error v - P̂ Q_wᵀ;   P̂ = orthonormal mean(P_w), Q̂ = orthonormal mean(Q_w)
 
-Both errors are projections of v, and this rank's own. The state does not change until the average is known to be
-finite.
+Both errors are projections of this rank's own v. The state changes only once the average is known to be finite.
 
 References
 ----------

@@ -1,8 +1,7 @@
-"""The state of compressors that remember: its parameters, saving and loading.
+"""The state of compressors with memory: its parameters, saving and loading.
 
-State belongs to a parameter, by its name if names are known, else by the order in which parameters first came to the
-hook. It does not depend on buckets. It belongs to this rank: every rank saves its own and loads it at the same world
-size.
+An entry belongs to a parameter, by its name if names are known, else by the order in which parameters first reached the
+hook; buckets do not matter. Every rank saves its own state and loads it at the same world size.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class CompressionState:
     iter : int
         Complete rounds.
     split : str
-        This rank's place among ranks that hold other parts of the parameters; "" where parameters are whole.
+        This rank's position among ranks that hold other parts of the parameters; "" if parameters are whole.
     """
 
     kind = ""
     split = ""
-    #: on a rank that does not exchange for its host it still counts buckets and rounds (comm/levels.py)
+    #: a rank that is not its host's carrier still counts buckets and rounds (comm/levels.py)
     follows_rounds = True
 
     def __init__(
@@ -75,7 +74,7 @@ class CompressionState:
         self._exchange = exchange
 
     def watch(self, is_under_way: Callable[[], bool]) -> None:
-        """Set the function that reports if another thread may be changing this state."""
+        """Set the function that returns True if another thread may be changing this state."""
         self._is_under_way = is_under_way
 
     def _check_rest(self, operation: str) -> None:
@@ -88,7 +87,7 @@ class CompressionState:
     def entry(
         self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]
     ) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return the parameter's tensors, of dtype_of() and `shapes`, and True if they are new (zeros)."""
+        """Return the parameter's tensors, with dtype_of() and `shapes`, and True if they are new (zeros)."""
         name = self.name_of(parameter)
         if name not in self._entries:
             taken = self._taken(name, shapes)
@@ -113,7 +112,7 @@ class CompressionState:
         return torch.zeros(shape, dtype=dtype, device="cpu")
 
     def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return `tensor`, which is on the CPU, on the device of the parameter's state."""
+        """Move `tensor` from the CPU to the device of the parameter's state."""
         return tensor
 
     def _taken(self, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor] | None:
@@ -139,7 +138,7 @@ class CompressionState:
     def members(self, bucket: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield gradients and parameters of a bucket, except those that no rank used, if the bucket knows.
 
-        Their error must wait, because a result for an unused parameter would be dropped.
+        The error of an unused parameter stays, because its result would be dropped.
         """
         used = bucket.used() if hasattr(bucket, "used") else itertools.repeat(True)
         for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
@@ -186,7 +185,7 @@ class CompressionState:
             "world_size": self.exchange.world_size,
             **({"split": self.split} if self.split else {}),
             "parameters": {name: {key: t.clone().cpu() for key, t in entry.items()} for name, entry in entries.items()},
-            "without": sorted(known - entries.keys()),  # parameters that no bucket has had so far
+            "without": sorted(known - entries.keys()),  # parameters that have not been in any bucket yet
         }
 
     def scale_errors(self, factor: float) -> None:
@@ -236,7 +235,7 @@ class CompressionState:
 
 
 class StatesOfParts:
-    """The states of the engines of a module with groups=, as one: that of the first, and those of the others."""
+    """The compressor states of a module with groups=, as one object: the first engine's and the others'."""
 
     def __init__(self, states: Sequence[CompressionState]) -> None:
         self.states = tuple(states)
@@ -276,7 +275,7 @@ class StatesOfParts:
 
 
 def joined_states(states: Sequence[CompressionState]) -> CompressionState | StatesOfParts | None:
-    """Return the one state, or several as one; None without a state."""
+    """Return the single state, or several as one object; None without a state."""
     return StatesOfParts(states) if len(states) > 1 else next(iter(states), None)
 
 
@@ -296,7 +295,7 @@ def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) 
     Raises
     ------
     Error
-        If a rank is missing, or states belong to different compressors.
+        If a rank's state is missing, or states belong to different compressors.
     """
     first = states[0] if states else {}
     for place, state in enumerate(states):

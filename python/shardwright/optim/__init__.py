@@ -4,5 +4,5 @@ from .fused import SGD, Adam, AdamW, global_norm
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
 
-for _public in (SGD, Adam, AdamW):  # error messages and saved states show the public module
+for _public in (SGD, Adam, AdamW):  # the public module appears in error messages and saved states
     _public.__module__ = __name__

@@ -36,8 +36,8 @@ def clip_grad_norm_(
     Parameters
     ----------
     module_or_parameters : Module, Tensor, iterable of Tensor or iterable of Module
-        A wrapped module at any stage; or a bare module, a parameter, or several, whose gradients are not sliced. Several
-        wrapped modules are the pipeline stages of this rank, and one model.
+        A wrapped module at any stage, or bare modules or parameters, whose gradients are not sliced. Several wrapped
+        modules are this rank's pipeline stages of one model.
     max_norm : float
         At least 0.
     error_if_nonfinite : bool
@@ -48,9 +48,8 @@ def clip_grad_norm_(
     Returns
     -------
     Tensor
-        The norm before clipping, a scalar: float64 if a gradient is in double precision, else float32; on the GPU where the
-        host does not wait for it (see Notes). It is the same number at every stage, bucket size and world size for equal
-        gradients.
+        The norm before clipping, a scalar: float64 if a gradient is float64, else float32; on the GPU if the host does
+        not wait for it (see Notes). Equal gradients give the same number at every stage, bucket size and world size.
 
     Raises
     ------
@@ -79,7 +78,7 @@ def clip_grad_norm_(
 
 
 def clip_in_step(wrapped: torch.nn.Module, max_norm: float, take: Callable[[DeviceClip], bool]) -> None:
-    """Clip like clip_grad_norm_() before a step. Where `take` returns True, the step itself multiplies by the scale."""
+    """Clip like clip_grad_norm_() before a step. If `take` returns True, the step itself multiplies by the scale."""
     _clip(wrapped, max_norm, False, take)
 
 
@@ -125,7 +124,7 @@ def _parameters_of(
 
 
 def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceLink | None:
-    """Return the link of the GPU on which all gradients can be clipped; None where the host needs the norm.
+    """Return the link of the GPU that can clip all gradients; None if the host needs the norm.
 
     At zero >= 1 the answer is the same on all ranks.
     """
@@ -140,7 +139,7 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
     if any(each.layout is not torch.strided for each in gradients):
         return None
     if len({each.data_ptr() for each in gradients if each.numel()}) < sum(each.numel() > 0 for each in gradients):
-        return None  # one memory for two parameters is scaled twice, one time after the other
+        return None  # two parameters over one memory: it is scaled twice, in two launches
     return replica.link if replica is not None else _link_beside(gradients)
 
 
@@ -156,7 +155,7 @@ def _clip_through_host(
 
 
 def _stages_of(given: Any) -> list[torch.nn.Module]:
-    """Return the modules that were given: one, or several; none for parameters."""
+    """Return the given modules; none if parameters were given."""
     if isinstance(given, torch.nn.Module):
         return [given]
     several = isinstance(given, list) and bool(given) and all(isinstance(each, torch.nn.Module) for each in given)
@@ -189,7 +188,7 @@ def _clip_stages(
 
 
 def _clip_to(norm: float, gradients: list[torch.Tensor], max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """Scale gradients of this norm, and return it."""
+    """Scale gradients by their norm's factor and return the norm."""
     if error_if_nonfinite and not abs(norm) < float("inf"):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped")
     scale = max_norm / (norm + 1e-6)
@@ -232,7 +231,7 @@ def _squares_of(replica: Replica) -> bytes:
     gradients = replica.gradients
     if replica.zero == 0 or (replica.zero == 1 and replica.join_link.is_on):  # a joined rank keeps no gradients
         if replica.zero:
-            gradients.slices()  # raises where they are not averaged
+            gradients.slices()  # raises if they are not averaged
         whole = [p.grad for p in replica.table.parameters]
         real = [None if each is None else _real(each) for each in whole]
         squares = gradients.squares_of(lambda: real, over_ranks=False)
@@ -260,9 +259,9 @@ def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """Scale all gradients, on a GPU many in one launch if that has mul_'s bits.
+    """Scale all gradients; on a GPU many in one launch, if that gives mul_'s bits.
 
-    torch's own function for lists may first round the factor to the dtype of a half.
+    torch's foreach function may first round the factor to a 16-bit dtype.
     """
     together: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:

@@ -1,8 +1,8 @@
-"""Clipping on a GPU: the norm and the factor stay there, and the host waits for neither.
+"""Clipping on a GPU: norm and factor stay on the GPU, and the host does not wait.
 
-The engine adds the squares of all gradients in one launch a table of tensors, and makes the norm and the factor of the
-sum on the GPU. Gradients are multiplied by the factor in one launch a table of tensors, or by the kernels of an
-optimizer of sw.optim that is about to step: they write the product back, so `.grad` is the clipped gradient either way.
+The engine adds the squares of all gradients, with one launch for each table of tensors, and computes norm and factor on
+the GPU. The same number of launches multiplies the gradients by the factor. Or the kernels of a sw.optim optimizer do
+so in the next step and write the product back, so `.grad` is clipped either way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class DeviceClip:
     parameters : sequence of Tensor
         Those whose gradients are clipped.
     measured : iterable of Tensor
-        The norm is theirs; with `is_sliced` that of all ranks' together, and making the object is collective.
+        The tensors of the norm. With `is_sliced` the norm is over all ranks' tensors, and making the object is
+        collective.
     max_norm : float
 
     Attributes
@@ -55,7 +56,7 @@ class DeviceClip:
         link.clip(measured, max_norm, result, is_sliced=is_sliced)
         self.norm, self._factor = result.unbind()
         self._link, self._members = link, {id(parameter) for parameter in parameters}
-        self._gradients: list[torch.Tensor] = []  # memory that the factor multiplies
+        self._gradients: list[torch.Tensor] = []  # memory to multiply by the factor
         for parameter in parameters:
             gradient = parameter.grad
             if isinstance(gradient, ShardedGradient):
@@ -69,7 +70,7 @@ class DeviceClip:
         return self._factor.data_ptr()
 
     def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if the gradients of all `parameters` are to be clipped."""
+        """Return True if the gradients of all `parameters` are in this clip."""
         return all(id(parameter) in self._members for parameter in parameters)
 
     def count_stepped(self, gradients: Iterable[torch.Tensor]) -> None:

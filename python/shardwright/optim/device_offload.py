@@ -1,7 +1,7 @@
 """Optimizer state in host memory or in a file, for parameters on a GPU: offload="cpu" and "nvme:<folder>".
 
-A step copies gradients down and new parameters up, batch by batch through pinned memory, and the host's threads compute
-it (csrc/zero/device_offload.h). Other code sees the state as ordinary CPU tensors.
+A step copies gradients to the host and new parameters to the GPU, batch by batch through pinned memory; the host's
+threads compute it (csrc/zero/device_offload.h). Other code sees the state as ordinary CPU tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THREADS_MAX = 16
 
 
 class DeviceRoute:
-    """The path of a step whose parameters are on a GPU and whose state is on the host.
+    """The path of a step with parameters on a GPU and state on the host.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class DeviceRoute:
         self._offload = DeviceOffload(link.comm, SLOT_BYTES, _thread_count(group))
 
     def place(self) -> tuple[DeviceOffload, int]:
-        """Return the engine's route, and the stream that orders a step."""
+        """Return the engine's route and the stream that orders a step."""
         return self._offload, cuda.runtime.current_stream(self._ordinal)
 
     def stats(self) -> dict[str, int]:

@@ -1,8 +1,7 @@
-"""partition="tensor" on a GPU: like optim/whole_tensors.py, with values that travel between GPUs.
+"""partition="tensor" on a GPU: like optim/whole_tensors.py, but values travel between GPUs.
 
-Tensors are assembled and broadcast bucket by bucket in one buffer on the GPU. One all_gather collects slices in it, and
-one broadcast an owner sends owners' tensors. All of it is in the order of torch's current stream; the host waits for
-nothing.
+Tensors are assembled and broadcast bucket by bucket in one buffer on the GPU: one all_gather collects slices, and one
+broadcast per owner sends its tensors. All of it runs in the order of torch's current stream; the host does not wait.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     """
 
     _room: torch.Tensor | None = None
-    #: this rank's slices of released parameters that this step changes
+    #: this rank's slices of released parameters that the current step changes
     _released: Mapping[int, torch.Tensor] = {}
 
     @property
@@ -54,7 +53,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
     # bucket by bucket -----------------------------------------------------------------------------------------------
 
     def _by_bucket(self, indices: Iterable[int]) -> Iterator[tuple[torch.Tensor, dict[int, tuple[int, int]]]]:
-        """Yield, for each bucket with some of these parameters, memory for all of it and their [begin, end) in it in
+        """Yield, for each bucket with some of these parameters, memory for the bucket and their [begin, end) in
         elements.
         """
         found: dict[int, list[int]] = {}
@@ -75,7 +74,7 @@ class DeviceTensorPartitionedOptimizer(TensorPartitionedOptimizer):
         return whole[begin + low : begin + high]
 
     def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy tensors given as (to, from), each dense and with equal strides."""
+        """Copy (to, from) pairs of dense tensors with equal strides."""
         copies = [(to.data_ptr(), of.data_ptr(), to.numel() * to.element_size()) for to, of in pairs if to.numel()]
         if copies:
             self._link.comm.pack(copies, self._link.current_stream())

@@ -6,7 +6,7 @@
         trainer.step(); trainer.zero_grad()
     trainer.synchronise()
 
-Over a mesh of two dimensions, (replicate, shard), each row steps as one at zero >= 1, and rows are averaged:
+Over a mesh of two dimensions, (replicate, shard), each row trains one replica at zero >= 1, and rows are averaged:
 
     model, inner = sw.wrap(model, inner, zero=3, device_mesh=mesh["shard"])
     trainer = sw.DiLoCo(model, inner, every=50, device_mesh=mesh)
@@ -52,11 +52,11 @@ class DiLoCo:
     Parameters
     ----------
     model : Module
-        A bare module, or one wrapped by sw at zero=0, whose gradients are then no longer averaged. With `device_mesh`,
+        A bare module, or one wrapped by sw at zero=0, which then stops averaging gradients. With `device_mesh`,
         a module wrapped at zero >= 1 over mesh["shard"]. Parameters are float32 on the CPU. All ranks take rank 0's
         parameters and buffers.
     inner_optimizer : Optimizer
-        The optimizer of this rank alone. With `device_mesh`, the optimizer that sw.wrap returned, which its row shares.
+        This rank's own optimizer. With `device_mesh`, the row's optimizer that sw.wrap returned.
     every : int
         H, at least 1: local steps between two exchanges of the same parameter.
     fragments : int
@@ -84,14 +84,14 @@ class DiLoCo:
         If the model is wrapped with zero >= 1 and there is no `device_mesh`, or if ranks disagree about the arguments.
     ValueError, TypeError
         If a value is out of range, or another wrapper averages the model. If only one rank has such an error, all
-        others raise an Error that names this rank, at once.
+        others at once raise an Error that names it.
 
     Notes
     -----
-    Let θ be the parameter that all ranks last had in common, and θ_r this rank's. At an exchange the outer optimizer
-    steps on θ with the mean of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank. Without
-    `overlap` an exchange ends before step() returns. With it, θ_r is set to θ plus the change of the rank's own steps
-    since. Ranks then differ until synchronise(), and only θ is bitwise equal.
+    Let θ be the last common parameter and θ_r this rank's. At an exchange the outer optimizer steps on θ with the mean
+    of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank. Without `overlap` an exchange ends
+    before step() returns. With it, θ_r is set to θ plus the change that the rank's own steps made since the start of
+    the exchange. Ranks then differ until synchronise(), and only θ is bitwise equal.
 
     Cost: a copy of the parameters and the outer optimizer's state, with overlap also a copy of the largest fragment. On
     the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh` the memory is
@@ -186,7 +186,7 @@ class DiLoCo:
 
     @property
     def is_sliced(self) -> bool:
-        """Return True on a mesh, where parameters are this rank's slices, and for DTensors, of which it has shards."""
+        """Return True on a mesh (parameters are this rank's slices) and for DTensors (they are its shards)."""
         return isinstance(self._held, SlicedParameters) or self._held.model_ranks is not None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -230,7 +230,7 @@ class DiLoCo:
         self._pending = k, self.steps + self.overlap
 
     def _wait(self) -> tuple[int, int]:
-        """Wait for the exchange in flight and return its fragment and end step. A failed exchange is over, too."""
+        """Wait for the exchange in flight and return its fragment and end step. A failed exchange has ended too."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._runner.wait()
@@ -238,7 +238,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _end(self, is_common: bool = False) -> None:
-        """Apply the mean change. `is_common`: True if no local step came between."""
+        """Apply the mean change. `is_common`: True if no local step was taken since the exchange began."""
         assert self._pending is not None
         k = self._pending[0]
         failure: Exception | None = None
@@ -270,7 +270,7 @@ class DiLoCo:
             )
 
     def _parts(self, flat: torch.Tensor, k: int) -> list[torch.Tensor]:
-        """Return the part of each parameter of fragment k; an empty list if `flat` is empty."""
+        """Return the parts of `flat` of fragment k's parameters; an empty list if `flat` is empty."""
         total = sum(self._sizes[k])
         return list(flat[:total].split(self._sizes[k])) if flat.numel() else [flat] * len(self._sizes[k])
 
@@ -446,7 +446,7 @@ def _made(
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
-    plain = (int, float, str, tuple, type(None))  # the text of other types may differ between ranks
+    plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
     groups = [
         {key: value for key, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
     ]

@@ -1,15 +1,15 @@
 """The tensors that DiLoCo averages, and the ranks that average them.
 
-Without a mesh, all ranks average whole parameters. On a mesh (replicate, shard), the ranks of a column, which own the
-same slices, average them:
+Without a mesh, all ranks average whole parameters. On a mesh (replicate, shard), the ranks of a column own the same
+slices and average them:
 
     mesh          inner steps           outer steps
       0 1         0 and 1 as one        0 and 2, on slice 0
       2 3         2 and 3 as one        1 and 3, on slice 1
 
 A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column is
-therefore sent to every row before any parameter is written. Of a DTensor each rank averages its local tensor, and a
-failure is sent to the ranks that hold the other shards, too.
+therefore sent to every row before any parameter is written. For a DTensor each rank averages its local tensor; a
+failure is also sent to the ranks of the other shards.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..parallel.fully_shard import FullySharded, wrapper_of
 from ..torch_compat.dtensor import is_dtensor
 from .sharded import ELEMENTWISE
 
-#: seconds that a row waits for a column's news beyond the column's own deadline
+#: seconds that a row waits for a column's result beyond the column's own deadline
 _GRACE_S = 2.0
 
 
 class WholeParameters:
-    """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank alone.
+    """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank separately.
 
     Attributes
     ----------
@@ -71,11 +71,11 @@ class WholeParameters:
         _check_buffers(self.module)
 
     def description(self) -> list[list[str]]:
-        """Return the facts that must agree on all ranks."""
+        """Return the facts that must be equal on all ranks."""
         return _described([*zip(self.names, self.tensors), *self.module.named_buffers()])
 
     def description_over_mesh(self, wire: str) -> list[list[str]]:
-        """Return the facts that must agree on ranks which hold other shards."""
+        """Return the facts that must be equal on ranks with other shards."""
         return [["parameters", ", ".join(self.names)]]
 
     def layout(self) -> list[list[int]] | None:
@@ -95,7 +95,7 @@ class WholeParameters:
         return all_ranks
 
     def check_step(self) -> None:
-        """Raise an error if no step can be taken, the same on all ranks that would take it."""
+        """Raise an error if no step can be taken; the same one on all ranks of the step."""
 
     def settle(self, failure: Exception | None) -> None:
         """Agree before `tensors` are written: raise a failure on every rank whose parameters depend on it."""
@@ -160,7 +160,7 @@ class SlicedParameters(WholeParameters):
 
     def description_over_mesh(self, wire: str) -> list[list[str]]:
         runs, mesh = [], self._replica.table.model_mesh
-        if wire == "int8":  # blocks begin where slices do: other slices would give equal parameters other values
+        if wire == "int8":  # blocks begin at slices: other slices would give equal parameters other values
             for name, parameter, run in zip(self.names, self._parameters, self.layout() or ()):
                 if mesh is not None and any(mesh.sharded(parameter)):
                     continue
@@ -205,7 +205,7 @@ class SlicedParameters(WholeParameters):
         comm = self._replica.group.comm
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         before_s = comm.timeout_s
-        comm.timeout_s = before_s + _GRACE_S  # a wait in a column ends with the better message, so let it end first
+        comm.timeout_s = before_s + _GRACE_S  # a column's wait, with its better message, ends first
         try:
             said = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
         finally:
@@ -216,13 +216,13 @@ class SlicedParameters(WholeParameters):
         super().settle(failure)
 
     def publish(self) -> None:
-        with self._replica.access.writing():  # the write guard takes what the outer step wrote
+        with self._replica.access.writing():  # the write guard accepts the outer step's writes
             self._replica.parameters().publish()
             self._replica.access.count_writes(self._parameters)
 
 
 def model_ranks_of(model: Any) -> ModelRanks | None:
-    """Return the ranks that hold other shards of a wrapped model's DTensors. It makes no engine."""
+    """Return the ranks that hold other shards of a wrapped model's DTensors, without making an engine."""
     model = getattr(model, "_orig_mod", model)
     wrapper = model if isinstance(model, DistributedDataParallel) else getattr(mark_of(model), "wrapper", None)
     replica = getattr(wrapper, "_replica", None)
@@ -230,7 +230,7 @@ def model_ranks_of(model: Any) -> ModelRanks | None:
 
 
 def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:
-    """Return all ranks that create a DiLoCo together. They exchange errors in its arguments, whatever these are."""
+    """Return all ranks that create a DiLoCo together. They exchange errors before its arguments are trusted."""
     replica = model._replica if isinstance(model, DistributedDataParallel) else None
     if device_mesh is not None:
         fits = getattr(device_mesh, "ndim", 0) == 2 and dist.get_rank() in device_mesh.mesh.flatten().tolist()
@@ -241,7 +241,7 @@ def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: 
 
 
 def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
-    """Return the bare module, after a check that no wrapper averages its gradients from now on."""
+    """Return the bare module, and make sure that no wrapper averages its gradients from now on."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"DiLoCo: model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, FullySharded):
@@ -260,7 +260,7 @@ def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
         )
     if model._zero:
         raise Error(_over_slices(model._zero))
-    model._engine()  # raises if the wrapper is no longer in force
+    model._engine()  # raises if a later wrapper has replaced this one
     _check_no_groups(model)
     return model.module
 

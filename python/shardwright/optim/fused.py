@@ -30,7 +30,7 @@ _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differenti
 
 
 def _takes_many() -> bool:
-    """Return True if torch counts versions of a list in one call; older torch takes a single tensor."""
+    """Return True if torch bumps the versions of a list in one call; older torch takes a single tensor."""
     try:
         torch.autograd.graph.increment_version([])
     except (RuntimeError, TypeError):
@@ -49,9 +49,9 @@ class _Fused(torch.optim.Optimizer):
 
     _master: bool
     _masters: Masters
-    #: holds the state outside of the parameters' memory; None: beside the parameters. A copy of the optimizer has none
+    #: stores state on another device or in a file; None: on the parameters' device. Copies of the optimizer have none
     store: StateStore | HostStateStore | None = None
-    #: its factor multiplies the gradients of the next step, in that step's kernels
+    #: the next step's kernels multiply gradients by its factor
     _clip: DeviceClip | None = None
 
     @torch.no_grad()
@@ -78,14 +78,14 @@ class _Fused(torch.optim.Optimizer):
             for group in self.param_groups:
                 if grad_scale is not None:
                     self._step_group(group, grad_scale)
-        finally:  # after an exception, too: gradients are clipped then, as on the host
+        finally:  # even after an exception: gradients are then clipped, as on the host
             self._clip = None
             if clip is not None:
                 clip.scale()
         return loss
 
     def take_clip(self, clip: DeviceClip) -> bool:
-        """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before."""
+        """Return True if the next step multiplies gradients by the factor of `clip`; else clip them before it."""
         takes = self.store is None and clip.covers(p for group in self.param_groups for p in group["params"])
         self._clip = clip if takes else None
         return takes
@@ -99,7 +99,7 @@ class _Fused(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._masters = Masters()
-        for each in self.state.values():  # torch accepts integers, too
+        for each in self.state.values():  # torch accepts integers too
             step = each.get("step")
             if isinstance(step, Tensor) and not step.is_floating_point():
                 each["step"] = step.to(torch.float32)
@@ -161,11 +161,11 @@ class _Fused(torch.optim.Optimizer):
         raise NotImplementedError
 
     def keep_in(self, store: StateStore | HostStateStore | None) -> None:
-        """Keep new state in `store`, and move old state there at its next step; None: beside the parameters."""
+        """Keep new state in `store` and move old state there at its next step; None: on the parameters' device."""
         self.store = store
 
     def _where(self, p: Tensor) -> dict[str, Any]:
-        """Return the engine's arguments that say where parameters like `p` and their state are stepped on."""
+        """Return the engine's arguments for the device that steps on parameters like `p`."""
         if self.store is None:
             return {"gpu": cuda.place_of(p), "clip": 0 if self._clip is None else self._clip.address}
         return {"state_file": self.store.file, "gpu": self.store.place()}
@@ -182,7 +182,7 @@ class _Fused(torch.optim.Optimizer):
             self._masters.written(params)
 
     def _scale_of_scaler(self) -> float | None:
-        """Return the factor that torch's GradScaler leaves to a fused step; None: skip the step after an overflow."""
+        """Return torch's GradScaler's factor for a fused step; None: an overflow, so skip the step."""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) != 0.0:
             return None
@@ -191,15 +191,15 @@ class _Fused(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's format, from this class or from torch's own.
 
-        torch casts loaded state to the parameter's dtype; here moments and masters in float32 keep theirs. A master
-        that `state_dict` lacks is made from the parameter at the next step.
+        torch casts loaded state to the parameter's dtype; here float32 moments and masters stay float32. The next step
+        makes a master that `state_dict` lacks from the parameter.
         """
         load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
         self._masters.forget_all()
 
 
 class _Lists:
-    """The tensors of one call of the engine in parallel lists, with the state dict of each."""
+    """The tensors of one engine call as parallel lists, with the state dict of each parameter."""
 
     def __init__(self, *keys: str) -> None:
         self.params: list[Tensor] = []
@@ -209,8 +209,9 @@ class _Lists:
         self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
 
     def run(self, call: Callable[[], list[int]]) -> None:
-        """Run `call()`. If it reports mismatched layouts, it changed nothing: rearrange those tensors and call it
-        again."""
+        """Run `call()`. If it reports mismatched layouts, nothing has changed: rearrange those tensors and call it
+        again.
+        """
         mismatched = call()
         if not mismatched:
             return
@@ -224,7 +225,7 @@ class _Lists:
 
 
 def _check_beside(p: Tensor, state: dict[str, Any]) -> None:
-    """Raise ValueError if state is not on the GPU of its parameter, since kernels would read its address there."""
+    """Raise ValueError if state is not on its parameter's GPU, whose kernels would read the address."""
     for key, value in state.items():
         if key != "step" and isinstance(value, Tensor) and value.device != p.device:
             raise ValueError(
@@ -240,7 +241,7 @@ def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _increment_versions(tensors: list[Tensor]) -> None:
-    """Count the engine's writes as in-place operations, so that a backward through an old value fails."""
+    """Bump versions for the engine's writes, so that a backward through an old value fails."""
     if _TAKES_MANY:
         torch.autograd.graph.increment_version(tensors)
     else:
@@ -287,7 +288,7 @@ class _AdamStep(_Fused):
             lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
-            if not state["step"].is_cpu:  # torch's fused form keeps it on the GPU
+            if not state["step"].is_cpu:  # torch's fused form keeps the step count on the GPU
                 state["step"] = state["step"].cpu()
             for key, tensors in lists.lists.items():
                 tensors.append(state[key])
@@ -300,7 +301,7 @@ class _AdamStep(_Fused):
         return 2 + group["amsgrad"]
 
     def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
-        first, second = self._state_like(p), self._state_like(p)  # both, or neither if memory or disk space ends
+        first, second = self._state_like(p), self._state_like(p)  # both, or neither if memory or disk space runs out
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=first, exp_avg_sq=second)
 
     @staticmethod
@@ -345,7 +346,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
     Notes
     -----
     Each element gets the arithmetic of the vector body of `torch.optim.AdamW(fused=True)`. float32 results have its
-    bits, except where torch itself runs a scalar tail (at most one unit in the last place a step)::
+    bits, except in torch's scalar tails (at most one unit in the last place a step)::
 
         p *= 1 - lr*wd;  m += (1 - beta1)*(g - m);  v = beta2*v + (1 - beta2)*g*g
         p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
@@ -393,7 +394,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
 
 
 class Adam(_AdamStep, torch.optim.Adam):
-    """Adam in one pass over memory: like `AdamW`, but the weight decay is added to the gradient (L2).
+    """Adam in one pass over memory: like `AdamW`, but with weight decay added to the gradient (L2).
 
     Parameters
     ----------

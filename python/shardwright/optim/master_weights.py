@@ -1,8 +1,8 @@
 """float32 masters behind low-precision parameters.
 
-A step in bfloat16 is lost if it is smaller than half a unit of the parameter. The optimizer therefore steps on a
-float32 copy, the master, with float32 state, and the parameter is the rounded master. sw.optim does both in one pass.
-Around any other optimizer, masters replace the parameters during its step. In both cases a master is
+A bfloat16 parameter does not change in a step smaller than half its unit in the last place. The optimizer therefore
+steps on a float32 copy, the master, with float32 state, and the parameter is the rounded master. sw.optim does both in
+one pass. For any other optimizer, masters replace the parameters during its step. In both cases a master is
 `state[p]["master"]`.
 """
 
@@ -41,7 +41,7 @@ def _empty(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Masters:
-    """The masters of one optimizer. They follow parameters that other code has written.
+    """The masters of one optimizer. A master is rebuilt if other code has written its parameter.
 
     The object keeps, by id, each parameter's version after the optimizer's last write. If the version differs and the
     master no longer rounds to the parameter, the master is rebuilt from the parameter.
@@ -54,7 +54,7 @@ class Masters:
         return {"_versions": {}}  # a copy has other parameters
 
     def of(self, parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
-        """Return the master in `state`. Make it, match its layout to the parameter's, or rebuild it, if needed."""
+        """Return the master in `state`; make it, rebuild it or match its layout to the parameter's if needed."""
         master = master_in(state)
         if master is None or master.stride() != parameter.stride():
             made = state[_KEY] = empty(parameter).copy_(parameter if master is None else master)
@@ -77,8 +77,8 @@ class Masters:
 
     @contextlib.contextmanager
     def in_place(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Replace low-precision parameters that have a gradient by their masters in the optimizer's groups, within the
-        context.
+        """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's
+        groups.
 
         On exit the parameters are set to the rounded masters. Cost: a float32 copy of the gradients meanwhile.
         """
@@ -91,14 +91,14 @@ class Masters:
             for group, members in zip(optimizer.param_groups, before):
                 group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
             yield
-        finally:  # after an exception, too: completed updates stay, as without masters
+        finally:  # even after an exception: completed updates stay, as without masters
             for group, members in zip(optimizer.param_groups, before):
                 group["params"] = members
             for parameter, master in taken.values():
                 self._give_back(optimizer, parameter, master)
 
     def _take(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the master with the gradient and the state of its parameter.
+        """Give the master its parameter's gradient and state, and return it.
 
         If memory runs out, nothing has changed.
         """
@@ -157,7 +157,7 @@ def _widened(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for an optimizer of sw.optim, which keeps its own masters as `master=` says."""
+    """Return True for an optimizer of sw.optim, which keeps its own masters (option `master=`)."""
     return any(kind.__module__ == "shardwright.optim" for kind in type(optimizer).__mro__)
 
 
@@ -267,7 +267,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's format. A master that it lacks is made from the parameter at the next step."""
+        """Load torch's format. The next step makes a missing master from the parameter."""
         load_with_hooks(self, self._load, state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
 
 def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a parameter's state that is being restored in the form that `optimizer` keeps."""
+    """Convert a parameter's restored state to the form that `optimizer` keeps."""
     if has_own_masters(optimizer):
         return as_kept(state, parameter, optimizer._has_master(parameter))  # type: ignore[attr-defined]
     has_master = isinstance(optimizer, MasterOptimizer) and optimizer.has_master(parameter)

@@ -1,8 +1,8 @@
 """Optimizer state in a file: offload="nvme:<folder>".
 
 The state of sw.optim's optimizers, masters included, lies in one unnamed file for each rank. A step moves it through
-three buffers (csrc/optim/offload.h). Other code sees ordinary tensors: the file is mapped, so state dicts, collectives
-and checkpoints read and write its pages, which the kernel may drop again.
+three buffers (csrc/optim/offload.h). Other code sees ordinary tensors over the mapped file, whose pages the kernel may
+drop after use.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class StateStore:
     folder : str
         A folder on the disk; it must exist.
     label : str
-        The name of the file in messages.
+        The file's name in messages.
     nbytes : int
-        Bytes to allocate on the disk now. The file grows when more are needed.
+        Bytes to allocate on the disk now. The file grows if needed.
 
     Raises
     ------
@@ -123,7 +123,7 @@ class StateStore:
                     state[key] = self.empty(value, value.dtype).copy_(value)
 
     def place(self) -> Any:
-        """Return the route and the stream of a step of parameters on a GPU; else None."""
+        """Return (route, stream) for a step of parameters on a GPU; None on the host."""
         return None if self.route is None else self.route.place()
 
     @property

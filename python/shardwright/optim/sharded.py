@@ -71,11 +71,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         For "tensor" see optim/whole_tensors.py.
 
     without_master : collection of Tensor
-        Low-precision parameters that have no float32 master by the user's policy. Others have one, except under
-        sw.optim's optimizers, which make their own.
+        Low-precision parameters without a float32 master, by the user's policy. sw.optim's optimizers make masters of
+        the others themselves; for other optimizers this class does.
     parts : sequence of Replica
         Further replicas of the module, for the parameters of groups=. Their ranks are among those of `replica`.
-        Parameters are numbered through all replicas.
+        Parameters are numbered across all replicas.
 
     Notes
     -----
@@ -97,9 +97,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.replica = self._replica = replica
         self.replicas = (replica, *parts)
         self._memory: Any = replica.parameters()
-        #: by number: the replica and its storage, and the parameter's number there
+        #: by parameter number: its replica, storage and number in the replica
         self._places = [(r, r.parameters(), i) for r in self.replicas for i in range(len(r.table.parameters))]
-        #: parameters of the tables by number
+        #: parameters by number
         self._parameters = [p for each in self.replicas for p in each.table.parameters]
         numbered = (p for each in self.replicas for p in each.table.module_parameters)
         self._index = {id(p): i for i, p in enumerate(numbered)}
@@ -109,8 +109,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._unmoved: set[int] = set()
         self._versions: dict[int, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
-        self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until it changes
-        self._state_names: dict[int, list[str]] | None = None  # by index, the same on all ranks, until state changes
+        self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until state changes
+        self._state_names: dict[int, list[str]] | None = None  # by index, equal on all ranks, until state changes
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -123,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.state.clear()
         for parameter, state in whole.items():
             self._take_state(self._index[id(parameter)], state)
-        #: the number of rounds at its last step
+        #: the number of rounds at the last step
         self.rounds_at_step = 0
         self._position = replica.steppers.add_sliced(self)
 
@@ -144,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return replica.layout_of(at)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return True if it steps on a parameter."""
+        """Return True if this optimizer steps on a parameter."""
         index = self._index.get(id(parameter))
         return index is not None and index in self._group_of
 
@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group like torch: the user's own class takes it first, and may refuse it."""
+        """Add a group like torch. The user's own class sees it first and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
             self._check_members(_members(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
@@ -168,7 +168,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of this rank's slices, keyed by slice; for torch.distributed.checkpoint.state_dict the names of state."""
+        """The state of this rank's slices, keyed by slice. torch.distributed.checkpoint.state_dict gets only the names
+        of state.
+        """
         return StateNames(self._names_of_state) if asked_by_torchs_functions() else self._inner.state
 
     @state.setter
@@ -178,7 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # stepping -----------------------------------------------------------------------------------------------------
 
     def slice_of(self, index: int) -> torch.Tensor | None:
-        """Return this rank's slice of a parameter: the user's optimizer steps on it and keys its state by it."""
+        """Return this rank's slice of a parameter. The user's optimizer steps on it and keys its state by it."""
         _, memory, at = self._places[index]
         if index in self._slices and not (index in self._unmoved and memory.is_moved(at)):
             return self._slices[index]
@@ -209,13 +211,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
-        """Give the user's optimizer slices instead of whole parameters inside, with masters where this class makes
-        them."""
+        """Inside, give the user's optimizer slices instead of whole parameters, or masters if this class makes them."""
         whole = [group["params"] for group in self._inner.param_groups]
         try:
             with_master = []
             for group in self._inner.param_groups:
-                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]  # without a call more of each
+                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]  # one call each
                 group["params"] = [each for _, each in pairs if each is not None]
                 if self._masters is not None:
                     with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
@@ -225,14 +226,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = parameters
 
     def has_master(self, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter has a float32 master because of this class."""
+        """Return True if this class keeps a float32 master of a parameter."""
         return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
 
     def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
-        """Return loaded state with a master of this class or of sw.optim's, or without one.
+        """Convert loaded state to the kept form, with or without a master.
 
-        `exactly` says that the state has the dtypes in which it was kept. Otherwise it is in torch's format, which
-        torch's own loading casts.
+        `exactly`: the state has the dtypes in which it was kept. Else it is in torch's format, which torch's own
+        loading casts.
         """
         if self._masters is None:
             return kept_by(self._inner, parameter, state)
@@ -253,13 +254,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def take_clip(self, clip: DeviceClip) -> bool:
         """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before.
 
-        At zero=1 they must: a whole `.grad` is more than the slice that is stepped on.
+        At zero=1 clip before: `.grad` is whole, and the step reads only a slice.
         """
         take = getattr(self._inner, "take_clip", None)
         return self._replica.zero >= 2 and take is not None and not step_hooks(self._inner) and bool(take(clip))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Behave like torch's method."""
+        """Load like torch's method."""
         with unguarded():
             super().zero_grad(set_to_none)
 
@@ -271,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     piece = self.slice_of(index)
                     self._take_gradient(index, piece, gradient_of(index))
                     if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
-                        # another program wrote to the parameters: masters follow
+                        # other code wrote to the parameters: rebuild masters
                         torch.autograd.graph.increment_version(piece)
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
@@ -286,10 +287,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Finish the gradients once all ranks are known to step."""
 
     def _publish(self, failed: bool) -> list[int] | None:
-        """Make this rank's slices visible to all. Return which ranks failed; None if that needs an exchange of its
-        own."""
+        """Make this rank's slices visible to all. Return which ranks failed; None if that needs a separate exchange."""
         outcomes: list[int] | None = self._memory.publish(failed=failed)
-        for part in self.replicas[1:]:  # their ranks are told by the first
+        for part in self.replicas[1:]:  # the first replica's publish reports the failure to their ranks
             part.parameters().publish(failed=None)
         return outcomes
 
@@ -324,8 +324,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Take part in a step of the training ranks as a joined rank. Collective.
 
-        It steps on its slices with announced hyperparameters and gradients. `states`: see state_of, for every parameter
-        of the module.
+        The joined rank steps on its slices with announced hyperparameters and gradients. `states`: see state_of, for
+        every parameter of the module.
         """
         self._replica.access.before_writes()
         for group, theirs in zip(self.param_groups, groups):
@@ -359,15 +359,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
             failure = self._step_on_slices()
-            outcomes = self._publish(failure is not None)  # after a failure too: all ranks then have the same slices
+            outcomes = self._publish(failure is not None)  # after a failure too: slices stay equal
         self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
         if outcomes is None or any(outcomes):
             self._tell(failure)
 
     def _tell(self, failure: Exception | None) -> None:
-        """Raise the error of this rank's step, or report another rank's: all ranks raise, and the next step is an
-        ordinary one.
-        """
+        """Raise this rank's error, or report another rank's: all ranks raise, and the next step works as usual."""
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
         if failure is not None:
@@ -379,7 +377,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _step_on_slices(self) -> Exception | None:
-        """Return an error raised in between, if the ranks can go on together after it."""
+        """Return an error of the step if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
             for replica in self.replicas:
@@ -408,7 +406,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
     def _facts(self, replica: Replica, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
-        """Return the values, besides the groups, on which the ranks of a replica must agree before a step."""
+        """Return the values besides the groups on which a replica's ranks must agree before a step."""
         names, index, places = replica.table.names, self._index, self._places
         without = [
             (names[places[index[id(p)]][2]], state)
@@ -422,14 +420,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
-        """Check that all backwards are done everywhere, and that all ranks step with the same hyperparameters and
-        factors."""
+        """Check that no backward is open on any rank, and that all ranks step with the same hyperparameters and
+        factors.
+        """
         label = "hyperparameters of a step"
         checks: list[Any] = []
-        if self._replica.check is not None:  # options are those of all parts
+        if self._replica.check is not None:  # all parts have the same options
             checks = [replica.check for replica in self.replicas]
         try:
-            for part in self.replicas[1:]:  # the first replica's ranks, which are all, get what these find
+            for part in self.replicas[1:]:  # the first replica's ranks are all ranks: pass on what these find
                 try:
                     rows: list[Row] = [(GRADIENTS, [], self._facts(part, states))]
                     agree(part.group.comm.all_gather_bytes, rows, refusal, label)
@@ -477,7 +476,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.state[piece] = self._placed(index, kept, piece)
 
     def _placed(self, index: int, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
-        """Move state from elsewhere to the device on which a step needs it. The step itself moves offloaded state."""
+        """Move loaded state to the device on which a step needs it. The step itself moves offloaded state."""
         if getattr(self._inner, "store", None) is not None:
             return dict(state)
         return beside(state, piece, self._group_of[index])
@@ -490,10 +489,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
-        Never communicates. Pickling what it returns raises an Error: a file of one rank's slices would look like the whole state.
-        Torch's ordinary format is returned where this rank has the whole state. It has if nothing is sliced (one rank, or rows of
-        one rank), and from consolidate_state_dict() to the next step. torch.distributed.checkpoint.state_dict's functions,
-        which every rank calls, get it too: gathered, as by full_state_dict().
+        Never communicates. Pickling the result raises an Error: a file of one rank's slices would look like the whole
+        state. If this rank has the whole state, return torch's ordinary format: nothing is sliced (one rank, or rows of
+        one rank), or consolidate_state_dict() ran since the last step. The functions of
+        torch.distributed.checkpoint.state_dict, which every rank calls, get the gathered state as from
+        full_state_dict().
         """
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
@@ -512,7 +512,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return made
 
     def own_slices(self) -> dict[str, Any]:
-        """Return a state that load_state_dict() takes back on this rank, for a file that only this rank reads."""
+        """Return a state for a file that only this rank reads; load_state_dict() loads it on this rank."""
         return {MARK: self._slices_of_state()}
 
     def _slices_of_state(self) -> dict[str, Any]:
@@ -529,7 +529,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"layout": self._layout(), "groups": groups, "state": state}
 
     def _whole_state(self, index: int) -> dict[str, Any]:
-        """Return a parameter's state, whose tensors are not copied, where this rank has all of it."""
+        """Return a parameter's whole state, without copies, on a rank that has all of it."""
         piece = self.slice_of(index)
         if piece is None:
             return {}
@@ -542,7 +542,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of state_dict() at this rank, or a whole optimizer's ordinary state, the same on every rank.
+        """Load this rank's state_dict(), or an ordinary whole state that is equal on every rank.
 
         Raises
         ------
@@ -601,7 +601,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The name and the argument are those of torch's ZeroRedundancyOptimizer.
 
-        Cost: the state's bytes to every rank, one tensor at a time; memory of the whole state on rank `to` alone.
+        Cost: the state's bytes to every rank, one tensor at a time; only rank `to` needs memory for the whole state.
         """
         group = self._replica.group
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
@@ -622,7 +622,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**made, "param_groups": copy.deepcopy(made["param_groups"])}
 
     def _positions(self) -> dict[int, int]:
-        """Return the number of each parameter in torch's state dicts, by its index in the table."""
+        """Map a parameter's index in the table to its number in torch's state dicts."""
         positions: dict[int, int] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -644,19 +644,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # slices, for checkpoints --------------------------------------------------------------------------------------
 
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """Return [begin, end) of the parameter's elements, in memory order, whose state this rank keeps; None if it
-        keeps none.
+        """Return [begin, end) of the elements, in memory order, of which this rank keeps the state; None if it keeps
+        none.
         """
         index = self._index[id(parameter)]
         return None if self.slice_of(index) is None else self.run(index, self._places[index][0].group.rank)
 
     def layout_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the shape and strides of a parameter, which itself may be released. It must not be
-        read."""
+        """Return a tensor with the shape and strides of a parameter, released or not. Its values must not be read."""
         return self._like(self._index[id(parameter)])
 
     def layouts(self) -> Iterator[torch.Tensor]:
-        """layout_of() each of its parameters."""
+        """Return layout_of() for each of the optimizer's parameters."""
         return (self.layout_of(parameter) for group in self.param_groups for parameter in group["params"])
 
     def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:
@@ -670,9 +669,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return flat
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a one-dimensional tensor for elements of a slice's state that are about to be loaded, where state is
-        kept.
-        """
+        """Allocate a one-dimensional tensor, where state is kept, for elements of a slice's state that will be loaded."""
         store = getattr(self._inner, "store", None)
         return (
             torch.empty(numel, dtype=dtype, device="cpu")
@@ -713,8 +710,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._state_names[self._index[id(parameter)]]
 
     def _described(self, index: int) -> tuple[Mapping[str, Any], dict[str, Any], str]:
-        """Return (this rank's state of a parameter, the form of each entry on the ranks that have it, the operation's
-        label). Collective."""
+        """Return (this rank's state of a parameter, each entry's form on the ranks that have it, a label). Collective."""
         piece = self.slice_of(index)
         mine = self._inner.state.get(piece, {}) if piece is not None else {}
         replica, _, at = self._places[index]
@@ -746,7 +742,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _members(param_group: Any) -> list[torch.Tensor]:
-    """Return the tensors of a group that is about to be added, with names or without; an iterator becomes a list."""
+    """Return the tensors of a new group, named or not; turn an iterator into a list."""
     given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
     if isinstance(given, torch.Tensor):
         return [given]
@@ -778,7 +774,7 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
 
 
 def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Take another rank's hyperparameters; a tensor's value is written into it."""
+    """Copy another rank's hyperparameters; write a tensor's value in place."""
     for key, value in theirs.items():
         mine = group.get(key)
         if plain(mine) == value:

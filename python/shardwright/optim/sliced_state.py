@@ -1,8 +1,8 @@
-"""The state of one rank's slices of an optimizer, which must not be saved as if it were the whole state.
+"""An optimizer's state on one rank, in a form that cannot be pickled as if it were the whole state.
 
-`if rank == 0: torch.save(optimizer.state_dict())` is how programs save an optimizer. Where its state is sliced over ranks that file would
-hold the slices of rank 0, and the loss would be found when training is to go on. So state_dict() of a sliced optimizer puts its content into
-an object that copies and loads, and that no pickler takes.
+Programs save an optimizer with `if rank == 0: torch.save(optimizer.state_dict())`. With sliced state that file would
+hold only rank 0's slices, and the loss would show up at the resume. So state_dict() of a sliced optimizer returns its
+content in an object that can be copied and loaded but not pickled.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 from .._engine import Error
 
-#: the key of a state dict under which a rank's slices lie
+#: the state dict's key for a rank's slices
 MARK = "shardwright_slices"
 
 
 class SlicedState:
     """A rank's slices of an optimizer's state.
 
-    Not a mapping: what flattens state dicts (torch.distributed.checkpoint) takes it as one value, and pickles that.
+    Not a mapping, so torch.distributed.checkpoint does not flatten it but pickles it, which raises.
 
     Parameters
     ----------

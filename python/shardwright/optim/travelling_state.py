@@ -15,7 +15,7 @@ def from_memory_order(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
-    """Return, as JSON, the form in which each entry travels: as slices, as a small tensor's value, or unchanged."""
+    """Return, as JSON, each entry's form on the wire: slices, a small tensor's value, or unchanged."""
     described = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -28,14 +28,14 @@ def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
 
 
 def small_tensor(value: Any, dtype: str) -> torch.Tensor:
-    """Return the tensor of an entry that description_of() lists with its value."""
+    """Return the tensor of an entry whose value is in description_of()."""
     return torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
 
 
 def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state with its tensors on the device of `piece`.
 
-    As in torch's own loading a count of steps stays where it is, except for forms of the step that have it on the GPU.
+    As in torch's own loading, a step count keeps its device, except for forms of the step that need it on the GPU.
     """
     counts_there = group.get("capturable") or group.get("fused")
     return {

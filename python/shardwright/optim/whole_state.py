@@ -1,8 +1,8 @@
 """The state of a sliced optimizer, as torch.distributed.checkpoint.state_dict reads it.
 
-Its functions run on every rank. They ask `optimizer.state` if there is state and under which names, and make some with a
-step of zeros if there is none; then they read state_dict(). A sliced optimizer answers with whole state, gathered, and for
-one without state with that of a first step, which it does not keep.
+Its functions run on every rank. They read `optimizer.state` for the names of state, take a step of zeros if there is
+none, and then read state_dict(). A sliced optimizer returns gathered whole state. If it has no state, it returns that
+of a first step and does not keep it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .master_weights import LOW, Masters, has_own_masters
 
 
 class StateNames:
-    """`optimizer.state` with the names of each parameter's state alone. It is true also if there are none: torch would step."""
+    """`optimizer.state` with only the names of each parameter's state. It is true even if empty; else torch would step."""
 
     def __init__(self, names_of: Callable[[torch.Tensor], list[str]]) -> None:
         self._names_of = names_of
@@ -32,7 +32,7 @@ class StateNames:
 
 @contextlib.contextmanager
 def with_state(optimizer: Any) -> Iterator[None]:
-    """Give an optimizer that has no state on any rank that of a first step, inside. Collective."""
+    """Inside, give an optimizer without state on any rank the state of a first step. Collective."""
     state, comm = optimizer._inner.state, optimizer.replica.group.comm
     if any(each == b"\1" for each in comm.all_gather_bytes(bytes([bool(state)]), "whether an optimizer has state")):
         yield
@@ -45,7 +45,7 @@ def with_state(optimizer: Any) -> Iterator[None]:
 
 
 def _of_first_step(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state of this rank's slices after a step of zeros, which is taken on copies of them."""
+    """Return the state of this rank's slices after a step of zeros on copies of them."""
     inner = optimizer._inner
     own_masters = has_own_masters(inner)
     store = inner.__dict__.pop("store", None) if own_masters else None
@@ -63,7 +63,7 @@ def _of_first_step(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
                 copy.grad = torch.zeros_like(copy)
             masters = [copy for piece, copy in copies.values() if id(piece) in has_master and copy.dtype in LOW]
             with Masters().in_place(inner, masters):
-                inspect.unwrap(type(inner).step)(inner)  # without the hooks and the counts of a real step
+                inspect.unwrap(type(inner).step)(inner)  # skips the hooks and counts of a real step
         return {piece: dict(inner.state[copy]) for piece, copy in copies.values() if copy in inner.state}
     finally:
         inner.state.clear()

@@ -1,9 +1,9 @@
 """partition="tensor": whole tensors instead of slices, balanced over ranks.
 
 It serves optimizers whose update depends on a tensor as a whole: Adafactor's row and column averages, Muon's
-orthogonalised momentum, norms a tensor, third-party classes. Each parameter has one owner, which alone keeps its
-optimizer state and steps on it as a tensor of its own shape. Then all ranks get the owner's values. Gradients are
-averaged and sliced as usual: at zero >= 2 an owner assembles those of its tensors before the step.
+orthogonalised momentum, norms a tensor, third-party classes. Only a parameter's owner keeps its optimizer state and
+steps on it as a whole tensor. Then all ranks get the owner's values. Gradients are averaged and sliced as usual: at
+zero >= 2 an owner assembles its tensors' gradients before the step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
     Parameters
     ----------
     optimizer : Optimizer
-        An optimizer whose update of a tensor depends on that tensor, its gradient and its state alone.
+        An optimizer whose update of a tensor depends only on that tensor, its gradient and its state.
     replica : Replica
 
     Notes
     -----
     Memory: state about 1 / world_size, at worst one tensor more than that. At zero=3 without sharing also a copy of the
-    tensors that this rank owns, read from slices before a step and written to them after it. Else a step writes every
-    tensor to world_size - 1 ranks (none at zero=3). At zero >= 2 the gradients' bytes go to every rank before it, 8 MiB
-    at a time.
+    tensors that this rank owns, read from slices before a step and written to them after it. Otherwise a step sends
+    every tensor to world_size - 1 ranks (to none at zero=3). At zero >= 2 the gradients' bytes go to every rank before
+    the step, 8 MiB at a time.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         self._give_owners(param_group["params"])
 
     def _give_owners(self, parameters: list[torch.Tensor]) -> None:
-        """Assign owners: the largest tensor first, each to the rank of a replica that has least. The same on every
+        """Assign owners, the largest tensor first, each to the rank of a replica with the fewest bytes. Equal on every
         rank.
 
-        Ranks are counted by their slices.
+        Ranks are numbered by their slices.
         """
         new = {self._index[id(p)]: p.numel() * p.element_size() for p in parameters}
         for index in sorted(new, key=lambda index: (-new[index], index)):
@@ -101,7 +101,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         return False
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
-        piece = super()._own_gradient(index)  # or the reason why there cannot be a step
+        piece = super()._own_gradient(index)  # raises if no step is possible
         gradient = self._replica.table.parameters[index].grad
         return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
 
@@ -185,10 +185,10 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
 
     def _from_other_hosts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Send tensors that ranks of other hosts have updated to the rank that has this host's copy. Collective.
+        """Send tensors that ranks of other hosts updated to the rank with this host's copy. Collective.
 
-        On a mesh of two dimensions that is the copy of its replica on this host. Tensors are in memory order. Cost: the
-        bytes of a tensor, on top of the copy, for the time.
+        On a mesh of two dimensions, to each replica's copy on this host. Tensors are in memory order. Temporary memory:
+        one tensor besides the copy.
         """
         group = self._replica.group
         slicing = self._replica.slicing
@@ -227,7 +227,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         if piece is not None:
             state = self._inner.state.get(piece, {})
             tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            on_gpu = [key for key, value in tensors.items() if not value.is_cpu]  # other ranks have other numbers
+            on_gpu = [key for key, value in tensors.items() if not value.is_cpu]  # numbers differ between ranks
             torch.save([{**state, **{key: tensors[key].cpu() for key in on_gpu}}, on_gpu], packed)
         label = f"optimizer state of {self._replica.table.names[index]}"
         owner = self._replica.slicing.first_owner(self._owners[index])
@@ -238,5 +238,5 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
 
 
 def _shaped(gradient: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """Return the state unchanged or, from another rank, one-dimensional in memory order, in the shape of `piece`."""
+    """Return the state unchanged; or another rank's, one-dimensional in memory order, in the shape of `piece`."""
     return gradient if gradient.shape == piece.shape else gradient.as_strided(piece.shape, piece.stride())

@@ -1,4 +1,4 @@
-"""The engine's side of one wrapped module: table, reducer, gradient views and hooks, made and taken down together."""
+"""The engine's side of one wrapped module: table, reducer, gradient views and hooks, made and removed together."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 class Replica:
     """One rank's replica of a module, ready for rounds. Making it is collective.
 
-    It holds its owner, the wrapper, weakly: the parameters' hooks lead here, and would keep the wrapper alive for ever.
+    It holds its owner, the wrapper, weakly: the parameters' hooks refer to this object and would keep the wrapper
+    alive.
 
     Attributes
     ----------
@@ -70,8 +71,8 @@ class Replica:
 
     Notes
     -----
-    With groups= a wrapper has several, each for some of the parameters. Rounds of one end behind those of the one
-    `before`, and gradients are multiplied by `gradient_factor` as autograd brings them (parallel/parts.py).
+    With groups= a wrapper has several replicas, each for some of the parameters. Rounds of one end after those of the
+    replica `before` it, and each gradient from autograd is multiplied by `gradient_factor` (parallel/parts.py).
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Replica:
         self.settings = settings
         self._gradient_factor = gradient_factor
         self._module = weakref.ref(module)
-        #: the ranks of the mesh of the module's DTensors, made before anything can fail on one of them
+        #: the ranks of the mesh of the module's DTensors, made before anything can fail on one rank
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
         self._has_agreed = False
         refusal: Exception | None = None
@@ -113,7 +114,7 @@ class Replica:
                 check_inner(module, _ranks_of(options, group), ignored)
             sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
             description = self.table.description({**settings, "sparse gradients": sparse})
-        except Exception as error:  # any error: the peers get it before they wait for this rank
+        except Exception as error:  # any error: send it to the peers before they wait for this rank
             refusal, description = error, [["failure", str(error) or type(error).__name__]]
         try:
             verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
@@ -142,13 +143,13 @@ class Replica:
         try:
             self.reducer: Any = self.backend.reducer(request)
             self._storage = self._make_storage(request)
-        except BaseException as error:  # on a GPU of this rank alone; on hosts all ranks agree about memory
+        except BaseException as error:  # a GPU's failure is one rank's; on hosts all ranks agree about memory
             if self.link is not None:
                 self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
             raise
-        if self.link is not None:  # else a rank would return whose peer has failed
+        if self.link is not None:  # else a rank would return although its peer has failed
             group.comm.barrier(f"the memory of the wrapped {self.label}")
-        #: before each forward: parameters are whole in all hooks of the user's modules, whenever they were registered
+        #: before each forward, so that parameters are whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
@@ -156,27 +157,27 @@ class Replica:
         self.steppers = Steppers(group)
         try:
             self._attach(synchronises, before)
-        except BaseException as error:  # an error of this rank alone: the peers must not wait for it
+        except BaseException as error:  # an error of only this rank: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
         self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
         #: see stop_request()
         self.stop: StopRequest | None = None
-        #: compares replicas each few steps; None without check_every=
+        #: compares replicas every few steps; None without check_every=
         self.check = None if options.check_every is None else ReplicaCheck(self, options.check_every)
         if self.check is not None:
             self.steppers.explain_replicas = _weakly(self.check.explain)
             self._handles += self.check.handles
         self._identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False
-        self.compression: tuple[str, Exchange | None] | None = None  # None inside: the reducer's own
+        self.compression: tuple[str, Exchange | None] | None = None  # an entry None: the reducer's own hook
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
 
     def _agree_over_mesh(self, failure: Exception | None) -> None:
-        """Tell the ranks of the model mesh whether wrapping failed, and compare what must be equal there. Collective."""
+        """Raise on all ranks of the model mesh if wrapping failed on one or their models differ. Collective."""
         self._has_agreed = True
         if self.model_ranks is None:
             return
@@ -218,7 +219,7 @@ class Replica:
         return self.backend.link
 
     def layout_of(self, index: int) -> torch.Tensor:
-        """Return a tensor with the strides of a parameter, which itself may be released. It must not be read."""
+        """Return a tensor with the strides of a parameter, released or not. Its values must not be read."""
         like: torch.Tensor = self._storage.like(index)
         return like
 
@@ -255,10 +256,10 @@ class Replica:
                 self._hook(index)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
-        """Return True if compressed buckets cross while the backward goes on.
+        """Return True if compressed buckets cross to other hosts while the backward goes on.
 
-        They do between hosts, where the network is the bottleneck, not a core. At zero >= 2 buckets share slots, and
-        leave at its end.
+        Between hosts the network is the bottleneck, not a core. At zero >= 2 buckets share slots and leave when the
+        backward ends.
         """
         return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
 
@@ -267,13 +268,13 @@ class Replica:
         return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
-        """Return the levels of a compressor's exchange, with a lease where a thread has its own. Collective at first
-        use across hosts.
+        """Return the levels of a compressor's exchange, with a lease if a thread uses them. Collective at first use
+        across hosts.
         """
         return self.backend.exchange(compress, self._request, self.layout_of(0))
 
     def split(self) -> str:
-        """Return this rank's place in the mesh of the module's DTensors; "" where it has none."""
+        """Return this rank's position in the mesh of the module's DTensors; "" without a mesh."""
         mesh = self.table.model_mesh
         if mesh is None:
             return ""
@@ -281,8 +282,8 @@ class Replica:
         return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """Return the runner of a communication hook. Our hooks give the mean over all ranks, and may fill this rank's
-        slice alone.
+        """Return the runner of a communication hook. Our hooks return the mean over all ranks, and may fill only this
+        rank's slice.
 
         A user's hook decides both by itself.
         """
@@ -297,7 +298,7 @@ class Replica:
         return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook, over_all=is_ours)
 
     def _supersede(self, module: torch.nn.Module) -> None:
-        """Retire an older replica of this very module; raise for one of another module that shares a parameter."""
+        """Retire an older replica of the same module; raise if another module's replica shares a parameter."""
         for other in live_replicas():
             shared = next((n for n, p in zip(self.table.names, self.table.module_parameters) if other.holds(p)), None)
             if shared is None:
@@ -310,7 +311,7 @@ class Replica:
             other.retire(together=True)
 
     def wraps(self, module: torch.nn.Module) -> bool:
-        """Return True if it is the replica of this very module."""
+        """Return True if this is the replica of `module`."""
         return self._module() is module
 
     @property
@@ -319,7 +320,7 @@ class Replica:
         return self not in _live
 
     def open_round(self) -> None:
-        """Open the round of the backward that runs, if it is not open."""
+        """Open the running backward's round, if it is not open."""
         self.reducer.open_round()
 
     def _hook(self, index: int) -> None:
@@ -341,7 +342,7 @@ class Replica:
         self._hook(index)
 
     def before_forward(self, synchronises: bool) -> None:
-        """Prepare a forward with gradients, before it. Raise Error if the module is not the one that was wrapped."""
+        """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
         self.forwards.begin()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
@@ -349,7 +350,7 @@ class Replica:
             self.access.guard.check("before a forward")
         self.backend.check()
         if drift is not None and drift.is_stateless and drift.none_in_place():
-            return  # no gradient will come to a parameter
+            return  # no parameter will get a gradient
         if not self._has_begun:
             self._has_begun = True
             adopt_steps_in_backward(self)
@@ -358,7 +359,7 @@ class Replica:
             self.check.note()
         if synchronises and self.stop is not None:
             self.stop.note(self.reducer)
-        # behind the end of a round that a failed backward left open: peers sent no bucket for these parameters in it
+        # after the end of a round that a failed backward left open, in which peers sent no bucket for these parameters
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
 
@@ -369,13 +370,13 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            if self.releases_parameters:  # an error of this rank alone, perhaps
+            if self.releases_parameters:  # it may be an error of only this rank
                 self._abort(str(error))
             raise
         return drift
 
     def _abort(self, reason: str) -> None:
-        """Abort the communicators, so that ranks that would wait for this one get the same sentence."""
+        """Abort the communicators: peers that wait for this rank raise the same error."""
         self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -413,7 +414,7 @@ class Replica:
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
-        """Return a context in which each rank writes to whole parameters. See full_parameters."""
+        """Return a context in which each rank can write to whole parameters. See full_parameters."""
         self.access.before_writes()
         if not self.zero:
             try:
@@ -428,7 +429,7 @@ class Replica:
             self.access.count_writes(self.table.module_parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Have modules compute with the memory that has parameters in their compute dtypes, where there is such."""
+        """Let modules compute with the engine's memory in their compute dtypes, if it has any."""
         self._storage.follow(precision)
 
     @property
@@ -438,7 +439,7 @@ class Replica:
         return releases
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare the step of an optimizer that holds one of our parameters, before it."""
+        """Prepare for the step of an optimizer that holds one of our parameters."""
         owners = getattr(optimizer, "replicas", None)
         if self.zero and owners is not None and self not in owners:
             raise Error(
@@ -464,26 +465,27 @@ class Replica:
         if self.check is not None and not self.zero:
             self.check.count_step(optimizer)
         self.reducer.count_step()
-        self.forwards.is_inside = False  # a step has its round, with or without a forward's
+        self.forwards.is_inside = False  # every step belongs to a round, with or without a forward
 
     def stop_request(self) -> StopRequest | None:
-        """Return a request to stop that travels with rounds. Collective. None on GPUs, where their tags have no place for it."""
+        """Return a stop request that travels with rounds. Collective. None on GPUs, whose tags have no room for it."""
         if self.stop is None and self.link is None:
             self.stop = self.steppers.stop = StopRequest(self.group.rank, self.group.world_size)
         return self.stop
 
     def _check_finite(self, check: ReplicaCheck, optimizer: torch.optim.Optimizer) -> None:
-        """Raise Error at zero=0, on all ranks, for an averaged gradient that is not finite, before a step that is checked."""
+        """Before a checked step at zero=0, raise Error on all ranks if an averaged gradient is not finite."""
         try:
             check.refuse(optimizer, (each.grad for each in self.table.parameters), [self.model_ranks])
-        except Error as error:  # all ranks have the same mean
+        except Error as error:  # the mean is the same on all ranks
             check.explain_not_finite(error)
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step was to synchronise.
+        """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step should have
+        synchronised.
 
-        Inside no_sync() alone each rank steps on its own, as it was asked to. Gradients of a round that a rank
-        abandoned are refused as well.
+        If all forwards were inside no_sync(), each rank steps on its own. Gradients of a round that a rank abandoned
+        are refused too.
         """
         if self.reducer.last_round_failed and self.group.world_size > 1:
             self.gradients.refuse_failed_round(optimizer)
@@ -509,9 +511,9 @@ class Replica:
             self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
-        """Take the hooks off the parameters. Gradients stay in place.
+        """Remove the hooks from the parameters. Gradients stay in place.
 
-        `together`: all ranks do so at once, so that a GPU's released parameters can be gathered.
+        `together`: all ranks call this, so that a GPU's released parameters can be gathered.
         """
         _live.discard(self)
         _hooks.ignore_steps(self)
@@ -541,8 +543,9 @@ def live_replicas() -> list[Replica]:
 
 
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
-    """Return `method` without its object, which the reducer must not hold; it becomes `otherwise` once the object is
-    gone."""
+    """Return `method` bound weakly, since the reducer must not hold its object; once that is gone, `otherwise` replaces
+    it.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

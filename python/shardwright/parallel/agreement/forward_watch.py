@@ -24,8 +24,8 @@ class ForwardWatch:
     Attributes
     ----------
     is_inside : bool
-        True from the begin of a forward with gradients to its end. A step, or a round without a backward, sets it to
-        False: ranks are in pairs again.
+        True from the start of a forward with gradients to its end. A step, or a round without a backward, sets it to
+        False: ranks are at the same point again.
     """
 
     def __init__(self, rank: int, world_size: int, label: str) -> None:
@@ -35,7 +35,7 @@ class ForwardWatch:
 
     def begin(self) -> None:
         """Begin a forward with gradients."""
-        # a recomputation inside a backward may break off once it has the values it needs
+        # a recomputation inside a backward may stop once it has the values it needs
         if _hooks.graph_task_id() < 0:
             if self.is_inside and self._warns:
                 self._warns = False

@@ -1,9 +1,8 @@
 """Checks that ranks agree about an optimizer, and that a saved state belongs to the optimizer that loads it.
 
-Hyperparameters decide, beside averaged gradients, what a step does: ranks whose learning rates differ have parameters that differ from then
-on, and nothing else would tell. They are compared when the optimizer is given to wrap, and at each step. At zero >= 1 the
-comparison is part of the exchange with which a step begins. At zero=0 a step exchanges nothing: a digest travels with the next round's
-use bits.
+Ranks with different learning rates silently get different parameters. So hyperparameters are compared in wrap() and at
+each step. At zero >= 1 the comparison is part of the exchange that begins a step. At zero=0 a step exchanges nothing: a
+digest travels with the next round's use bits.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ _BESIDE = frozenset(
     + ("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
 )
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-#: characters of hyperparameters in a sentence
+#: the most characters of hyperparameters in a message
 _DESCRIBED = 200
 _Gather = Callable[[bytes, str], list[bytes]]
-#: (title, which parameters, values) of each group, or of all together
+#: (title, parameters, values) of each group, or of all groups together
 Row = tuple[str, list[Any], dict[str, Any]]
-#: title of the row with what ranks did to their gradients; its values are lists
+#: title of the row of operations on gradients; its values are lists
 GRADIENTS = "the gradients of a step"
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's values in a form that JSON has."""
+    """Return a group's values as JSON types."""
     return {key: plain(value) for key, value in group.items() if key != "params"}
 
 
 def plain(value: Any) -> Any:
-    """Return numbers and text for tensors, lists and the like; the type's name for what is neither."""
+    """Convert tensors, lists and the like to numbers and text; other objects to their type's name."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
@@ -106,7 +105,7 @@ def _some(items: list[Any]) -> str:
 
 
 def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -> list[Row]:
-    """Return one row a group. `names`: by identity of the module's parameters; others are told by their shape."""
+    """Return one row a group. `names`: by id of the module's parameters; other parameters are described by their shape."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [
         (
@@ -130,7 +129,9 @@ def given_rows(
 
 
 class StepNotes:
-    """Hyperparameters that the optimizers of one module have stepped with at zero=0: a digest to compare, and values to explain it."""
+    """Hyperparameters with which the optimizers of one module stepped at zero=0: a digest to compare, and values for
+    the message.
+    """
 
     def __init__(self) -> None:
         self._groups: list[dict[str, Any]] = []
@@ -147,7 +148,7 @@ class StepNotes:
         self._groups = []
 
     def _text(self, group: dict[str, Any]) -> str:
-        """Return a group's values as text, which is kept while they are the same. What can change and be the same is not kept."""
+        """Return a group's values as text, cached while the values are the same objects. Mutable values are not cached."""
         values = _without_parameters(group)
         before, text = self._texts.get(id(group), (None, ""))
         if before is None or not _are_equal(before, values):
@@ -168,9 +169,9 @@ class StepNotes:
         return "; ".join(groups)[:_DESCRIBED]
 
     def explain(self, gather: _Gather, contributes: bool = True) -> None:
-        """Raise if the last hyperparameters differ: ranks have found that their digests do. Collective.
+        """Raise if the last hyperparameters differ. Called after digests differed. Collective.
 
-        `contributes`: False for a rank that has joined, which has stepped with those before.
+        `contributes`: False for a joined rank, which did not take the last step.
         """
         mine = json.dumps(self._rows()).encode() if contributes else b""
         tables = {rank: json.loads(data) for rank, data in enumerate(gather(mine, "hyperparameters")) if data}
@@ -179,7 +180,7 @@ class StepNotes:
 
 
 def unlike_before() -> str:
-    """Return the sentence for steps whose digests differ, if the last ones do not."""
+    """Return the message for digests that differ although the last hyperparameters are equal."""
     return _own_steps(_UNLIKE_BEFORE)
 
 
@@ -217,9 +218,9 @@ def check_members(
     label : str
         The module's class.
     members : mapping
-        By identity of the module's parameters.
+        The module's parameters by id.
     all_of_them : bool
-        Whether every parameter must be one of the module's; else one is enough (a second module may have the rest).
+        True: every parameter must be one of the module's. False: one is enough (a second module may have the rest).
     """
     strangers = [
         (position, parameter)
@@ -240,7 +241,7 @@ def check_members(
 
 
 def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
-    """Return why an optimizer cannot be sliced that holds a parameter which is not the module's."""
+    """Return why an optimizer with a parameter of another module cannot be sliced."""
     return (
         f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
         "give each module an optimizer of its own"
@@ -248,8 +249,9 @@ def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
 
 
 def unlike_saved(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return a sentence if saved groups belong to another class of optimizer: they have keys that this one lacks,
-    and lack keys that it needs."""
+    """Return a message if saved groups belong to another class of optimizer: they lack needed keys and have unknown
+    ones.
+    """
     needed = {key for key in getattr(optimizer, "defaults", ()) if key not in _BESIDE}
     for position, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
         unknown = sorted({key for key in saved if key not in _BESIDE} - needed - set(group))
@@ -275,7 +277,7 @@ def check_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def watch_loading(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that is the user's own refuses another class's state from now on."""
+    """Make the user's optimizer refuse another class's state from now on."""
     if optimizer not in _watched:
         _watched.add(optimizer)
         optimizer.register_load_state_dict_pre_hook(check_loading)

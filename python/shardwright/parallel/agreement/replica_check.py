@@ -1,9 +1,9 @@
-"""The check for silent corruption, each n steps: equal parameters on all ranks, and finite averaged gradients.
+"""The check for silent corruption every n steps: equal parameters on all ranks, and finite averaged gradients.
 
-Ranks that average the same gradients and step alike hold equal parameters. Memory or a processor that fails on one rank
-breaks that, and no loss shows it for long. A digest of the parameters is added to the numbers that ranks compare in a
-round (sw_reducer_note_step), so that a check sends nothing. Only where digests differ do ranks exchange one number a
-parameter, which tells the rank and the parameter. See docs/design/replica_check.md.
+Ranks that average the same gradients and step alike hold equal parameters. Faulty memory or a faulty processor on one
+rank breaks that, and the loss does not show it for long. A digest of the parameters joins the numbers that ranks
+compare in a round (sw_reducer_note_step), so a check sends no message. If digests differ, ranks exchange one number a
+parameter, which identifies the rank and the parameter. See docs/design/replica_check.md.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from ...torch_compat.dtensor import held_tensor, is_dtensor, waited
 
 __all__ = ["NOT_FINITE", "ReplicaCheck"]
 
-#: sentence of a rank that owns a slice of a gradient that is not finite; explain_not_finite() says more
+#: error of a rank that owns a slice of a gradient that is not finite; explain_not_finite() adds names
 NOT_FINITE = "the averaged gradient is not finite"
-#: of rows in a sentence
+#: the most rows in a message
 _MOST_NAMED = 3
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _Steps:
-    """The steps of one optimizer: of two that step in turns, an even `every` would check one alone if their steps were one count."""
+    """The step count of one optimizer. With one count for two optimizers in turn, an even `every` would check only one
+    of them.
+    """
 
     def __init__(self) -> None:
         self.count, self.rounds = 0, -1
@@ -48,7 +50,7 @@ class ReplicaCheck:
     Parameters
     ----------
     replica : Replica
-        Held weakly: hooks of its parameters lead here.
+        Held weakly: hooks of its parameters refer to this object.
     every : int
         Check before steps 0, every, 2 * every and so on.
 
@@ -61,17 +63,17 @@ class ReplicaCheck:
     def __init__(self, replica: Any, every: int) -> None:
         self._replica = weakref.ref(replica)
         self._every = every
-        self._finite: dict[int, torch.Tensor] = {}  # whether this rank's gradients since the last zero_grad are
-        self._is_stale = False  # a step was counted since
+        self._finite: dict[int, torch.Tensor] = {}  # True if this rank's gradients since the last zero_grad are finite
+        self._is_stale = False  # True if a step was counted since
         self._stepped = 0  # the number of rounds at the last step
         self._since = "the start of these ranks"
-        #: lowest of the ranks that hold equal parameters; by it a save tells them from ranks with other shards
+        #: the lowest rank with the same parameters; a save uses it to tell ranks with other shards apart
         self.column = min(group_ranks(replica.group.torch_group))
-        self._state_is_equal = True  # optimizer state of zero=0, unless a rank is at fault
+        self._state_is_equal = True  # optimizer state at zero=0, equal unless a rank is faulty
         self._count_from_zero()
         self.handles = [
             parameter.register_hook(_noter(weakref.ref(self), index, weakref.ref(parameter)))
-            for index, parameter in enumerate(replica.table.module_parameters)  # autograd knows no local parameter
+            for index, parameter in enumerate(replica.table.module_parameters)  # autograd does not see local parameters
             if parameter.requires_grad and self._is_checkable(parameter)
         ]
 
@@ -84,10 +86,10 @@ class ReplicaCheck:
         self._noted = self._digested = -1  # the steps of the last note and of the last digests
         self._digests: list[int] = []
         self._of_optimizer: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
-        self._of_parameter: dict[int, _Steps] = {}  # by index: the steps of the optimizer that has it
+        self._of_parameter: dict[int, _Steps] = {}  # by parameter index: the step count of its optimizer
 
     def begin_anew(self) -> None:
-        """Count from 0: after a join, in which not all ranks have counted. On all ranks."""
+        """Count from 0 again on all ranks, after a join in which not all ranks counted."""
         self._count_from_zero()
         self._since, self._is_stale = "the last join", True
         self._state_is_equal = False  # a rank that ran out of inputs did not step
@@ -100,15 +102,17 @@ class ReplicaCheck:
 
     @property
     def is_due(self) -> bool:
-        """Return True before a step that is checked."""
+        """Return True if the next step is checked."""
         return self._steps % self._every == 0
 
     def _steps_before(self, replica: Any) -> int:
-        """Return the count before the round whose gradients an optimizer is about to step with: another may have stepped."""
+        """Return the count before the round whose gradients are about to be used; another optimizer may have stepped
+        since.
+        """
         return self._steps - (self._steps > 0 and self._stepped == replica.reducer.stats()["rounds"])
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step: of this optimizer, and once for all that step after the same round."""
+        """Count a step of this optimizer, and one step for all optimizers that use the same round."""
         replica = self._replica()
         if replica is None:
             return
@@ -128,12 +132,12 @@ class ReplicaCheck:
     # equal parameters -------------------------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Add the digest of the parameters to what ranks compare in the next round. Collective on GPUs, if due."""
+        """Add the digest of the parameters to the next round's comparison. Collective on GPUs, if due."""
         replica = self._replica()
         if replica is None or not self.is_due or self._noted == self._steps or not _has_replicas(replica):
             return
         travels = not _is_private(replica) and replica.link is None
-        if not travels and replica.join_link.is_joining:  # a joined rank would not come to the exchange
+        if not travels and replica.join_link.is_joining:  # a joined rank would not take part in the exchange
             return
         self._noted, digest = self._steps, self._digest(replica)
         if travels:
@@ -155,10 +159,11 @@ class ReplicaCheck:
         return crc32c(words.data_ptr(), words.nbytes)
 
     def digest_of_save(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return a number that is equal on all ranks if what a save stores is: parameters, and at zero=0 the optimizer's state.
+        """Return a digest of what a save stores: parameters, and at zero=0 the optimizer's state. Equal on all healthy
+        ranks.
 
-        One pass over both. It goes into the exchange with which a save begins. A gradient that one rank got wrong may change
-        its optimizer state many steps before a small update changes a bit of its parameters.
+        One pass over both; the exchange that begins a save carries it. A wrong gradient on one rank may change its
+        optimizer state many steps before it changes a bit of its parameters.
         """
         replica = self._replica()
         if replica is None or _is_private(replica) or not _has_replicas(replica):
@@ -166,7 +171,7 @@ class ReplicaCheck:
         return self._digest(replica, None if replica.zero or not self._state_is_equal else optimizer)
 
     def explain(self) -> None:
-        """Raise Error if what was compared last differs between ranks, naming parameter and rank. Collective."""
+        """Raise Error, naming parameter and rank, if the last digests differ between ranks. Collective."""
         replica = self._replica()
         if replica is None:
             return
@@ -174,7 +179,7 @@ class ReplicaCheck:
         names += [f"the optimizer's state for {name}" for name in names]
         mine = json.dumps([self._digested, self._digests]).encode()
         rows = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"replicas of {replica.label}")]
-        newest = max(row[0] for row in rows)  # a rank that ran out of inputs has checked no longer
+        newest = max(row[0] for row in rows)  # a rank that ran out of inputs no longer checks
         ranks = [rank for rank, row in enumerate(rows) if row[0] == newest and newest >= 0]
         of_rank = replica.slicing.of_rank if _is_private(replica) else [0] * len(rows)
         for own in sorted({of_rank[rank] for rank in ranks}):
@@ -207,10 +212,10 @@ class ReplicaCheck:
         model_ranks: Iterable[ModelRanks | None],
         refusal: Exception | None = None,
     ) -> None:
-        """Raise Error(NOT_FINITE) if some averaged gradient is not finite and this step of the optimizer is checked.
+        """Raise Error(NOT_FINITE) if this step is checked and some averaged gradient is not finite.
 
-        Collective over `model_ranks` then: a gradient may be bad in one shard, and all ranks of the model step or none. They
-        raise a `refusal` of this rank, too.
+        Collective over `model_ranks` if checked, since one shard of a gradient may be bad and all ranks of the model
+        must raise. They also raise a `refusal` of this rank.
         """
         replica = self._replica()
         own = self._of_optimizer.get(optimizer)
@@ -234,15 +239,15 @@ class ReplicaCheck:
             refusal = None  # its traceback holds this frame
 
     def not_finite(self) -> list[str]:
-        """Return the names of parameters of which this rank's own gradients are not finite."""
+        """Return the names of parameters whose gradient on this rank is not finite."""
         replica = self._replica()
         names = [] if replica is None else replica.table.names
         return [names[index] for index, finite in sorted(self._finite.items()) if names and not bool(finite)]
 
     def explain_not_finite(self, error: Error, parts: Sequence[ReplicaCheck] = ()) -> None:
-        """Raise a sentence with parameters and ranks if `error` is NOT_FINITE of some rank. Collective then.
+        """If `error` is NOT_FINITE on some rank, raise an error that names parameters and ranks. Collective then.
 
-        `parts`: the checks of parameters that other groups average, which step together with these.
+        `parts`: the checks of parameters that other groups average and the same step updates.
         """
         replica = self._replica()
         if replica is None or str(error) != NOT_FINITE:
@@ -250,7 +255,7 @@ class ReplicaCheck:
         bad = [name for check in (self, *parts) for name in check.not_finite()]
         mine = [len(bad), bad[:_MOST_NAMED]]
         said: dict[int, Any] = {replica.group.rank: mine}
-        if not replica.join_link.is_joining:  # a joined rank would not come to the exchange
+        if not replica.join_link.is_joining:  # a joined rank would not take part in the exchange
             label = f"gradients of {replica.label}"
             of_all = replica.group.comm.all_gather_bytes(json.dumps(mine).encode(), label)
             said = dict(enumerate(map(json.loads, of_all)))
@@ -271,14 +276,14 @@ def is_finite(gradient: torch.Tensor) -> torch.Tensor:
     if cuda.runtime.holds(values):
         if values.element_size() == 8:
             return values.isfinite().all()
-        return torch.isfinite(values.sum(dtype=torch.float64))  # no sum of narrower values overflows
+        return torch.isfinite(values.sum(dtype=torch.float64))  # a sum of narrower values cannot overflow
     finite = torch.isfinite(values.sum(dtype=torch.float32 if values.dtype in LOW_DTYPES else None))
     return finite if bool(finite) else values.isfinite().all()  # the sum itself may have overflowed
 
 
 def digests(replica: Any) -> list[int]:
     """Return one number for the values of each parameter that this rank holds, equal for equal bits."""
-    replica.access.before_evaluation()  # publications of the last step have arrived
+    replica.access.before_evaluation()  # wait for the last step's gathers
     storage, found = replica.parameters(), []
     with torch.no_grad():
         for index, parameter in enumerate(replica.table.parameters):
@@ -307,10 +312,10 @@ def _digest_of_value(value: Any) -> Any:
 
 
 def _numbers(found: list[Any]) -> list[int]:
-    """Return `found` with each scalar on a GPU as a number."""
+    """Return `found` with GPU scalars as numbers."""
     if any(isinstance(each, torch.Tensor) for each in found):
         there = [each for each in found if isinstance(each, torch.Tensor)]
-        values = iter(torch.stack(there).tolist())  # the one wait for the GPU
+        values = iter(torch.stack(there).tolist())  # the only wait for the GPU
         found = [next(values) if isinstance(each, torch.Tensor) else each for each in found]
     return found
 
@@ -326,7 +331,7 @@ def _digest(held: torch.Tensor) -> Any:
 
 
 def _is_dense(held: torch.Tensor) -> bool:
-    """Return True if the elements lie in one piece, in any order, which is alike on all ranks."""
+    """Return True if the elements lie in one piece, in any order. Equal on all ranks."""
     expected = 1
     for stride, size in sorted(zip(held.stride(), held.shape)):
         if size > 1 and stride != expected:
@@ -336,12 +341,12 @@ def _is_dense(held: torch.Tensor) -> bool:
 
 
 def _is_private(replica: Any) -> bool:
-    """Return True if each rank holds its slices alone."""
+    """Return True if each rank holds only its slices."""
     return bool(replica.parameters().releases)
 
 
 def _has_replicas(replica: Any) -> bool:
-    """Return True if some data of parameters is held twice. Alike on all ranks."""
+    """Return True if some parameter data exists twice. Equal on all ranks."""
     group, storage = replica.group, replica.parameters()
     if group.world_size == 1:
         return False
@@ -351,7 +356,7 @@ def _has_replicas(replica: Any) -> bool:
 
 
 def _difference(names: Sequence[str], rows: dict[int, list[int]]) -> str:
-    """Return in words which ranks hold other values of which parameter than most ranks."""
+    """Describe which ranks hold which parameters with other values than most ranks."""
     columns = list(zip(*rows.values()))
     differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if not differing:

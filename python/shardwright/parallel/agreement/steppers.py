@@ -28,21 +28,21 @@ class Steppers:
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
         self._rounds_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._notes = StepNotes()
-        #: returns the digest of the hyperparameters of a step that is about to begin, at zero=0
+        #: at zero=0: returns the digest of the next step's hyperparameters
         self.note = self._notes.note
         #: raises if replicas differ
         self.explain_replicas: Callable[[], None] | None = None
-        #: this rank ran out of inputs, in a join that goes on
+        #: True if this rank ran out of inputs in a join that goes on
         self.has_joined = False
         self.stop: StopRequest | None = None
 
     def add_sliced(self, optimizer: torch.optim.Optimizer) -> int:
-        """Add an optimizer of zero >= 1. Return its position in order of making, which is alike on all ranks."""
+        """Add an optimizer of zero >= 1. Return its position in order of construction, equal on all ranks."""
         self._sliced.append(weakref.ref(optimizer))
         return len(self._sliced) - 1
 
     def add_plain(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer of zero=0, which steps by itself."""
+        """Add an optimizer of zero=0, which steps without communication."""
         if all(reference() is not optimizer for reference in self._plain):
             self._plain.append(weakref.ref(optimizer))
 
@@ -55,18 +55,18 @@ class Steppers:
         return [reference() for reference in [*self._sliced, *self._plain]]
 
     def last_step_on(self, parameter: torch.Tensor) -> int:
-        """Return the number of rounds when a sliced optimizer stepped on a parameter last."""
+        """Return the number of rounds at a sliced optimizer's last step on a parameter."""
         holders = (each for each in self.sliced() if each is not None and each.holds(parameter))
         return max((each.rounds_at_step for each in holders), default=0)
 
     def count_step(self, optimizer: torch.optim.Optimizer, rounds: int) -> int:
-        """Remember that `optimizer` steps after `rounds` rounds. Return the number at its step before."""
+        """Note that `optimizer` steps after `rounds` rounds. Return the number at its previous step."""
         before = self._rounds_at_step.get(optimizer, 0)
         self._rounds_at_step[optimizer] = rounds
         return before
 
     def begin_anew(self) -> None:
-        """Forget what optimizers stepped with, after a join, in which not all ranks have stepped. On all ranks."""
+        """Forget past hyperparameters on all ranks, after a join in which not all ranks stepped."""
         self.has_joined = False
         self._notes.forget()
 
@@ -81,5 +81,5 @@ class Steppers:
             raise Error(unlike_before())
 
     def describe(self) -> str:
-        """Return this rank's last stepped hyperparameters as the end of a sentence."""
+        """Return this rank's last stepped hyperparameters as the end of a message."""
         return f" (rank {self._group.rank}: {self._notes.describe()})"
