@@ -67,7 +67,16 @@ def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkey
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     assert capsys.readouterr().out == f"{Accelerator.__module__} 3 ['--its', 'own']\n"
+    monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "zero1")
+    try:
+        assert main(["run", str(program), "more"]) == 0
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert capsys.readouterr().out == f"{Accelerator.__module__} 1 ['more']\n"
     assert main(["run", "zero3"]) == 2
+    monkeypatch.delenv("SHARDWRIGHT_OPTIONS")
+    assert main(["run", str(program)]) == 2 and "needs options before" in capsys.readouterr().out
 
 
 TRANSFORMERS = """

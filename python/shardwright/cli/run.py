@@ -2,11 +2,13 @@
 
 accelerate launch --multi_gpu --num_processes 2 -m shardwright run zero2 program.py
 torchrun --nproc-per-node 2 -m shardwright run options.yaml program.py --its arguments
+SHARDWRIGHT_OPTIONS=options.yaml accelerate launch --multi_gpu --num_processes 2 -m shardwright run program.py
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 
@@ -18,17 +20,27 @@ def add_parser(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("options", help="zero2, or zero=3,compress=int8, or a file .yaml or .json of such names")
+    parser.add_argument(
+        "options",
+        help="zero2, or zero=3,compress=int8, or a file .yaml or .json of such names; may be left out if SHARDWRIGHT_OPTIONS has them",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="program.py or -m module, and its arguments")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the program in this process."""
+    from ..integrations.settings import VARIABLE
     from ..integrations.stock_programs import run_program
 
-    if not options.program or options.program == ["-m"]:
+    text, program = options.options, options.program
+    if text.endswith(".py"):  # the program itself: the options are in the environment
+        text, program = os.environ.get(VARIABLE, ""), [text, *program]
+        if not text:
+            print(f"shardwright run: needs options before {program[0]}, as zero2, or in {VARIABLE}")
+            return 2
+    if not program or program == ["-m"]:
         print("shardwright run: needs a program, as in `shardwright run zero2 program.py`")
         return 2
-    run_program(options.options, options.program)
+    run_program(text, program)
     return 0
