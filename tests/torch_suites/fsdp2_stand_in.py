@@ -16,6 +16,8 @@ import torch
 #: modules that fully_shard was called on, the outermost last
 _modules: list[weakref.ref[torch.nn.Module]] = []
 _is_installed = False
+#: what was gathered since the last step: tests ask for one tensor after another
+_whole: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
 
 
 class _Sliced(type):
@@ -67,9 +69,13 @@ def install(torch: Any) -> None:
         if place is None:
             return whole(self, **options)
         module, name, is_gradient = place
-        return (sw.full_gradients if is_gradient else sw.full_state_dict)(module)[name]
+        key = id(module), is_gradient
+        if key not in _whole:
+            _whole[key] = (sw.full_gradients if is_gradient else sw.full_state_dict)(module)
+        return _whole[key][name]
 
     DTensor.full_tensor = torch.Tensor.full_tensor = full_tensor
+    torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: _whole.clear())
 
     def sliced(kind: type) -> Any:
         def make(parameters: Any, **options: Any) -> Any:
