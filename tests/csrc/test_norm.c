@@ -200,22 +200,29 @@ static void test_every_dtype_size_and_spread(void)
             }
 }
 
-/* Place two values `gap` binades apart at every exponent, to hit the edges of the window. */
-static void test_window_edges(void)
+/* Place two values `gap` binades apart at every exponent, to hit the edges of the window. The
+ * larger is the largest of its binade, which fills a lane most; the last bit of the smaller is set,
+ * which needs the finest quantum. */
+static void check_window_edges(sw_dtype dtype, uint32_t last_bit)
 {
     for (int gap = 0; gap <= 60; ++gap)
         for (int exponent = -149; exponent + gap <= 127; exponent += 23) {
             array a;
-            array_init(&a, SW_DTYPE_FLOAT32, 3000, 1);
+            array_init(&a, dtype, 3000, 1);
             for (size_t i = 0; i < a.numel; ++i) {
-                float low = ldexpf(1.0f, exponent), high = ldexpf(2.0f, exponent + gap);
-                high =
-                    float_of(bits_of(high) - 1u); /* the largest of its binade fills a lane most */
-                store(SW_DTYPE_FLOAT32, a.data, i, i % 64 == 63 ? low : high);
+                float low = float_of(bits_of(ldexpf(1.0f, exponent)) | last_bit),
+                      high = float_of(bits_of(ldexpf(2.0f, exponent + gap)) - last_bit);
+                store(dtype, a.data, i, i % 64 == 63 ? low : high);
             }
             check_array(&a, "window edge");
             array_fini(&a);
         }
+}
+
+static void test_window_edges(void)
+{
+    check_window_edges(SW_DTYPE_FLOAT32, 1u);
+    check_window_edges(SW_DTYPE_BFLOAT16, 1u << 16);
 }
 
 /* Neighbouring blocks of different magnitude force the window to move up and down. */
