@@ -1,7 +1,7 @@
-/* arena_type.c - shardwright._engine.Arena, and how its memory becomes tensors.
+/* arena_type.c - shardwright._engine.Arena, and tensors over its memory.
  *
  * A tensor over engine memory is made from a DLPack capsule whose deleter drops a reference on the
- * Arena: the pages live as long as the last tensor, whatever else is gone. */
+ * Arena: the pages live as long as the last tensor. */
 #include <stdlib.h>
 
 #include "platform/memory.h"
@@ -32,7 +32,7 @@ static uint8_t dl_code(sw_dtype dtype)
 
 static void managed_delete(dl_managed_tensor *managed)
 {
-    if (Py_IsInitialized()) { /* while the interpreter ends, the kernel frees the pages */
+    if (Py_IsInitialized()) { /* at interpreter exit the kernel frees the pages */
         PyGILState_STATE gil = PyGILState_Ensure();
         Py_DECREF((PyObject *)managed->context);
         PyGILState_Release(gil);

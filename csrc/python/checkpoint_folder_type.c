@@ -17,7 +17,7 @@
 typedef struct folder_object {
     PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
-    PyObject *files;    /* owned; path -> bytes, NULL until it is asked for */
+    PyObject *files;    /* owned; path -> bytes, NULL until requested */
     sw_catalog catalog; /* the contents of small files; empty until read or received */
 } folder_object;
 
@@ -304,7 +304,7 @@ static sw_status read_header(const folder_object *self, const char *path, sw_saf
     return status;
 }
 
-/* The same of an open file that belongs to no checkpoint; `path`: for messages. */
+/* The same for an open file outside a checkpoint; `path`: for messages. */
 static sw_status read_plain_header(int fd, const char *path, sw_safetensors *found, sw_error *err)
 {
     uint8_t first[8];
@@ -430,7 +430,7 @@ static PyObject *build_files(const sw_manifest *manifest)
     return files;
 }
 
-/* Callers read it: loops over blocks ask for it in each turn. */
+/* Loops over blocks read it in each turn. */
 static PyObject *folder_get_files(PyObject *op, void *unused)
 {
     folder_object *self = (folder_object *)op;

@@ -284,7 +284,7 @@ static PyObject *plan_abandon(PyObject *op, PyObject *unused)
 {
     plan_object *self = (plan_object *)op;
     (void)unused;
-    if (self->lock_fd < 0) /* committed, or abandoned before */
+    if (self->lock_fd < 0) /* already committed or abandoned */
         Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     sw_partial_abandon(self->partial, &self->lock_fd);

@@ -10,7 +10,7 @@
 #include "comm/shm.h"
 #include "python/engine.h"
 
-/* Reports signals, and a close() beside connect(), which nothing else could stop. */
+/* Reports signals, and a close() during connect(), which nothing else can stop. */
 static bool is_interrupted(void *context)
 {
     comm_object *self = context;
@@ -183,7 +183,7 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
     if (!made)
         self->comm->ops->arena_destroy(self->comm, arena);
-    /* Last, since the arena keeps a communicator that was closed meanwhile alive. */
+    /* Last, since the arena keeps a closed communicator alive. */
     sw_py_comm_leave(self);
     return made;
 }
@@ -245,8 +245,8 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 /* Issues one all_gather per (offset_bytes, nbytes) of `ranges` and waits for the last. Every range
- * is checked before the first is issued: an operation under way would go on reading borrowed memory
- * after a later range was refused. Returns -1 with an exception for an invalid range. */
+ * is checked before the first is issued: otherwise a running operation would still read borrowed
+ * memory after a later range was refused. Returns -1 with an exception for an invalid range. */
 static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, sw_status *status,
                          sw_error *err)
 {
@@ -399,7 +399,7 @@ typedef struct envelope {
 
 typedef struct gathered {
     envelope *envelopes;   /* owned, world_size */
-    uint8_t *padded, *all; /* owned; used if some rank's data does not fit an envelope */
+    uint8_t *padded, *all; /* owned; used if some rank's data exceeds an envelope */
     size_t longest;
 } gathered;
 
@@ -477,7 +477,7 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
                  self->rank, text);
-    if (is_beside) { /* the thread inside is woken, and may close the communicator meanwhile */
+    if (is_beside) { /* the thread inside is woken and may close the communicator */
         sw_py_comm_acquire(self);
         sw_comm_request_end(self->comm, &reason);
         sw_py_comm_release(self);
@@ -567,7 +567,7 @@ static PyObject *comm_get_end_reason(PyObject *op, void *unused)
     sw_error err;
     (void)unused;
     if (!sw_py_comm_is_own(
-            self)) /* a forked child asks for no lock that a thread of its parent may have held */
+            self)) /* a forked child takes no lock that a parent's thread may have held */
         return PyUnicode_FromString("this process was forked from the one that joined");
     if (!self->comm || self->closed || !self->connected ||
         self->comm->ops->look(self->comm, true, &err) == SW_OK)

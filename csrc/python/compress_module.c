@@ -1,7 +1,7 @@
 /* compress_module.c - the codecs and PowerSGD's passes, on addresses.
  *
- * Idea: the Python side (codecs.py, compress/powersgd.py) owns the tensors, has checked dtype,
- * device and layout, and hands over addresses, as it does to the communicator; one call goes over
+ * Idea: the Python side (compress/blocks.py, compress/powersgd.py) owns the tensors, has checked
+ * dtype, device and layout, and passes addresses, as it does to the communicator. One call handles
  * all matrices of a bucket, without the GIL.
  */
 #include <stdlib.h>
@@ -231,7 +231,7 @@ static bool read_addresses(PyObject *sequence, const char *name, Py_ssize_t want
     return *out && count == wanted;
 }
 
-/* Parses (matrices, p, q), or the first of them, as `format` says. */
+/* Parses (matrices, p, q), or only the first of them, by `format`. */
 static bool matrices_init(PyObject *module, PyObject *args, const char *format, matrices *all)
 {
     PyObject *rows, *p = NULL, *q = NULL;

@@ -15,7 +15,7 @@ bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 
 /* ---- life ---- */
 
-/* Keeps the host communicator, which tells whether peers live. Returns false with an exception. */
+/* Keeps the host communicator, which detects dead peers. Returns false with an exception. */
 static bool keep_host(device_comm_object *self, PyObject *host)
 {
     if (host == Py_None || self->host)
@@ -53,7 +53,7 @@ static void make_room(void *context)
     PyGILState_Release(gil);
 }
 
-/* An argument that may be None. false with an exception unless it fits. */
+/* Checks an argument that may be None. Returns false with an exception if it has another type. */
 static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted)
 {
     if (value == Py_None)
@@ -246,13 +246,13 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     Py_END_ALLOW_THREADS
     free(part);
     if (status == SW_OK)
-        self->arena = arena; /* an unconnected communicator had none */
+        self->arena = arena; /* before connect there was no driver call */
     else
         Py_DECREF(arena);
     return sw_py_device_finish(self, status, &err);
 }
 
-/* By a thread inside it, or inside the communicator that it is beside. */
+/* Call from a thread inside it, or inside the communicator whose stream it uses. */
 static bool is_used(const device_comm_object *self)
 {
     return self->use != DEVICE_FREE || (self->beside && self->beside->use == DEVICE_USED);
@@ -290,7 +290,7 @@ static void destroy_comm(void *comm)
     sw_device_comm_destroy(comm);
 }
 
-/* The last reference is gone, so no thread can be inside. */
+/* No reference is left, so no thread can be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -567,7 +567,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     return sw_py_device_finish(self, status, &err);
 }
 
-/* Enqueues copies (to, from, nbytes) on `stream`, which a *verdict that is set skips. */
+/* Enqueues copies (to, from, nbytes) on `stream`; they are skipped if *verdict is set. */
 static PyObject *device_pack(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -608,7 +608,7 @@ static PyObject *device_convert(PyObject *op, PyObject *args)
     return run_pack((device_comm_object *)op, list, stream, &pack_args);
 }
 
-/* ---- seeing, ending ---- */
+/* ---- state and end ---- */
 
 /* Releases the GIL, since a driver call may never return. Then only threads that need the
  * communicator wait. */
@@ -618,7 +618,7 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     sw_error err;
     sw_status status;
     (void)unused;
-    if (!sw_py_device_wait_for_watch(self)) /* the other watcher's finding is raised here too */
+    if (!sw_py_device_wait_for_watch(self)) /* raise the other watcher's error here too */
         return NULL;
     if (self->use != DEVICE_FREE || self->closed || !self->comm || !self->comm->peers ||
         !sw_py_device_is_own(self))
@@ -642,7 +642,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    bool is_beside = is_used(self); /* another thread is inside, and may be blocked */
+    bool is_beside = is_used(self); /* another thread is inside and may be blocked */
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)

@@ -42,7 +42,7 @@ static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_device_leave(self->comm);
     if (status == SW_OK)
         return 0;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* all ranks then go on without it */
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* all ranks then continue without it */
     return -1;
 }
 
@@ -88,7 +88,8 @@ static PyObject *region_register(PyObject *op, PyObject *args)
     sw_py_device_leave(self->comm);
     if (status == SW_OK)
         Py_RETURN_NONE;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* ranks exchange it, and do without */
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* ranks exchange the failure and continue without
+                                                  * registration */
     return NULL;
 }
 

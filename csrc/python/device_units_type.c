@@ -254,7 +254,7 @@ static PyObject *units_gather_apart(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->comm, status, &err);
 }
 
-/* ---- all of them ---- */
+/* ---- all units ---- */
 
 typedef sw_status units_call(sw_device_units *units, sw_stream *user, sw_error *err);
 

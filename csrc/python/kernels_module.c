@@ -134,7 +134,7 @@ static void give_up(const test_rank *self, int cause, sw_error *err)
     sw_error_set(err, SW_E_OS, cause, "self_test: thread %d of %d could not be started: %s",
                  self->rank, SELF_TEST_RANKS, strerror(cause));
     if (sw_local_comm_create(self->group, self->rank, &comm, &told) != SW_OK)
-        return; /* which tells the other ranks too */
+        return; /* the abort reaches the other ranks too */
     comm->ops->abort(comm, err);
     comm->ops->destroy(comm);
 }

@@ -1,8 +1,8 @@
 /* optim_module.c - the optimizers and the norm on lists of torch tensors.
  *
- * Idea: all arguments are read and checked first, with the GIL; the pass then goes over runs of
- * addresses without it. Tuples keep the tensors alive meanwhile. Layouts that merely differ are
- * reported, not refused: the caller rearranges the tensors and calls again. */
+ * Idea: all arguments are read and checked first, with the GIL; the pass then processes runs of
+ * addresses without it. Tuples keep the tensors alive meanwhile. Differing layouts are reported,
+ * not refused: the caller rearranges the tensors and calls again. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,11 +36,12 @@ typedef struct step_call {
     PyObject *mismatched; /* owned list of indices */
     const void *table;
     state_file_object *file; /* borrowed; NULL if state is in memory */
-    device_comm_object *gpu; /* borrowed; NULL if all is on the CPU. Else only steps are, or */
-    device_offload_object *offload; /* borrowed, or NULL. If not, only gradients are on the GPU, and
-                                       copies, or parameters without copies */
+    /* One of the two at most. `gpu`: all arrays but step counts are on the GPU. `offload`: only
+     * gradients are, and copies, or parameters without copies. Borrowed. */
+    device_comm_object *gpu;
+    device_offload_object *offload;
     sw_stream *stream;
-    const void *clip; /* a float32 on the GPU by which gradients are first multiplied, or NULL */
+    const void *clip; /* a float32 on the GPU that first multiplies gradients, or NULL */
 } step_call;
 
 static void step_call_fini(step_call *call)
@@ -367,7 +368,7 @@ static void mark_in_use(const step_call *call, bool in_use)
         call->file->in_use = in_use;
 }
 
-/* Runs the step where `call` says. Returns false with an exception. */
+/* Runs the step on the device of `call`. Returns false with an exception. */
 static bool run_step(const step_call *call, PyObject *module, const sw_adam_options *adam,
                      const sw_sgd_options *sgd)
 {

@@ -32,7 +32,7 @@ static int create_on_host(reducer_object *self, sw_py_rows *s, const sw_reducer_
     reducer_leave(self);
     if (reducer_raise(self, status, &err) < 0)
         return -1;
-    /* The Arena object takes ownership of the memory; the reducer goes on borrowing it. */
+    /* The Arena object takes ownership of the memory; the reducer still borrows it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
     self->memory = sw_py_arena_object_new(reducer_state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
@@ -79,7 +79,7 @@ static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
     return 0;
 }
 
-/* A DeviceComm beside the reducer's, or None. false with an exception. */
+/* Checks another DeviceComm of the reducer's rank, or None. Returns false with an exception. */
 static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **side)
 {
     *side = NULL;
@@ -94,7 +94,7 @@ static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **si
     return true;
 }
 
-/* Keeps row and column as long as the reducer. */
+/* Keeps the row and column alive as long as the reducer. */
 static int keep_sides(reducer_object *self, PyObject *row, PyObject *column)
 {
     Py_ssize_t first = (Py_ssize_t)reducer_bucket_count(self);

@@ -12,7 +12,7 @@
 typedef struct units_object {
     PyObject_HEAD sw_units *units; /* owned; NULL before __init__ */
     PyObject *arena, *codes;       /* owned: the arena of the slices, and its records or NULL */
-    pid_t process; /* the owner of the pages: a forked child would write into its parent's */
+    pid_t process; /* pid of the owner of the pages: a forked child would write into its parent's */
 } units_object;
 
 static int raise(units_object *self, sw_status status, const sw_error *err)
