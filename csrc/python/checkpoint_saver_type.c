@@ -544,23 +544,25 @@ static PyMethodDef saver_methods[] = {
     {"keep", (PyCFunction)(void (*)(void))saver_keep, METH_VARARGS | METH_KEYWORDS,
      "Writes this rank's part into memory; (tallies, runs, bytes)."},
     {"warm", saver_warm, METH_VARARGS,
-     "warm($self, nbytes, /)\n--\n\nStaging for a save of as many bytes is touched by a thread of "
-     "its own."},
-    {"protect", saver_protect, METH_NOARGS, "protect($self, /)\n--\n\nCopies what is still live."},
+     "warm($self, nbytes, /)\n--\n\nTouch staging memory of this size in a separate thread."},
+    {"protect", saver_protect, METH_NOARGS,
+     "protect($self, /)\n--\n\nCopy the state that is still live."},
     {"wait", saver_wait, METH_VARARGS,
-     "wait($self, timeout_s, /)\n--\n\nWhether nothing runs any more; raises a save's error once."},
+     "wait($self, timeout_s, /)\n--\n\n"
+     "Return True if no save is running; raise a save's error once."},
     {"fail", saver_fail, METH_VARARGS,
-     "fail($self, number, message, /)\n--\n\nTells the others that this rank cannot begin the "
-     "save."},
+     "fail($self, number, message, /)\n--\n\n"
+     "Tell the other ranks that this rank cannot begin the save."},
     {"cancel", saver_cancel, METH_VARARGS,
-     "cancel($self, message, /)\n--\n\nMakes a running save fail soon."},
+     "cancel($self, message, /)\n--\n\nMake a running save fail soon."},
     {"progress", saver_progress, METH_NOARGS,
-     "progress($self, /)\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
+     "progress($self, /)\n--\n\n"
+     "Return bytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
     {"spare", saver_spare, METH_NOARGS,
-     "spare($self, /)\n--\n\n[(address, nbytes)] of memory that is anybody's until the next save "
-     "begins."},
+     "spare($self, /)\n--\n\n"
+     "Return [(address, nbytes)] of memory that the caller may use until the next save begins."},
     {"close", saver_close, METH_NOARGS,
-     "close($self, /)\n--\n\nGives up a running save and frees everything."},
+     "close($self, /)\n--\n\nCancel a running save and free everything."},
     {NULL, NULL, 0, NULL},
 };
 

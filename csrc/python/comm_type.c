@@ -630,31 +630,30 @@ static PyObject *comm_get_hosts(PyObject *op, void *unused)
 
 static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
-     "connect($self, addresses, secret, hosts, *, members=None)\n--\n\nJoins the ranks of this "
-     "host."},
+     "connect($self, addresses, secret, hosts, *, members=None)\n--\n\n"
+     "Join the ranks of this host."},
     {"extend", (PyCFunction)(void (*)(void))sw_py_comm_extend, METH_VARARGS | METH_KEYWORDS,
-     "extend($self, host_of, host, *, wire=None)\n--\n\nJoins the ranks of other hosts."},
+     "extend($self, host_of, host, *, wire=None)\n--\n\nJoin the ranks of other hosts."},
     {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
-     "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
+     "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCreate an arena. Collective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
-     "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "
-     "place."},
+     "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\n"
+     "Reduce in place."},
     {"broadcast", comm_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nOf bytes."},
+     "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nBroadcast bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
-     "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nEvery rank's data."},
+     "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nReturn every rank's data."},
     {"all_gather", (PyCFunction)(void (*)(void))comm_all_gather, METH_VARARGS | METH_KEYWORDS,
-     "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, "
-     "slices=None)\n--\n\nEvery "
-     "rank's slice of each range, to all ranks."},
+     "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\n"
+     "Send every rank's slice of each range to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS,
-     "barrier($self, label='barrier', /)\n--\n\nWaits for every rank."},
+     "barrier($self, label='barrier', /)\n--\n\nWait for every rank."},
     {"abort", comm_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnds the communicator on every rank. From any thread."},
-    {"stats", comm_stats, METH_NOARGS, "stats($self, /)\n--\n\nCounts since creation."},
+     "abort($self, reason, /)\n--\n\nEnd the communicator on every rank. Any thread."},
+    {"stats", comm_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
     {"describe", comm_describe, METH_NOARGS,
-     "describe($self, /)\n--\n\nWhat was found and chosen."},
-    {"close", comm_close, METH_NOARGS, "close($self, /)\n--\n\nLeaves the group."},
+     "describe($self, /)\n--\n\nReturn the facts and choices of this communicator."},
+    {"close", comm_close, METH_NOARGS, "close($self, /)\n--\n\nLeave the group."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -662,10 +661,12 @@ static PyGetSetDef comm_properties[] = {
     {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
     {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
     {"silent_s", comm_get_silent, comm_set_silent,
-     "a peer that is stopped for so long ends a wait, seconds; 0: at the deadline", NULL},
+     "seconds for which a peer may be stopped before a wait for it ends; 0: until the deadline",
+     NULL},
     {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
-    {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
-    {"end_reason", comm_get_end_reason, NULL, "why it is not alive; None where it is", NULL},
+    {"is_alive", comm_get_alive, NULL, "True if no rank has met an error or left", NULL},
+    {"end_reason", comm_get_end_reason, NULL, "the reason why it is not alive; None if it is",
+     NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
     {"hosts", comm_get_hosts, NULL, "the host name of each rank, once joined", NULL},
     {NULL, NULL, NULL, NULL, NULL},

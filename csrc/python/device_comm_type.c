@@ -730,56 +730,55 @@ static PyObject *device_get_failed(PyObject *op, void *unused)
 
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,
-     "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoins the peers. Collective."},
+     "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoin the peers. Collective."},
     {"connect_slots", device_connect_slots, METH_VARARGS,
      "connect_slots($self, arena, members, slot_bytes, place, rank, timeout_s, /)\n--\n\n"
-     "Joins peers of this host through slots. Collective."},
+     "Join peers of this host through slots. Collective."},
     {"borrow", device_borrow, METH_VARARGS,
-     "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\nIn place of connect: over a "
-     "communicator that stays its owner's."},
+     "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
+     "Use a communicator that its owner keeps, instead of connect()."},
     {"give_back", device_give_back, METH_O,
-     "give_back($self, stream, /)\n--\n\nWhere it is borrowed: the stream's next operations "
-     "come after ours."},
+     "give_back($self, stream, /)\n--\n\n"
+     "Order the stream's next operations after ours, if the communicator is borrowed."},
     {"refuse_capture", device_refuse_capture, METH_VARARGS,
-     "refuse_capture($self, stream, what, /)\n--\n\nRaises when the stream is being captured into "
-     "a graph."},
+     "refuse_capture($self, stream, what, /)\n--\n\nRaise if a graph captures it."},
     {"broadcast", device_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, stream, /)\n--\n\nOf (address, numel, dtype) ranges."},
+     "broadcast($self, ranges, root, stream, /)\n--\n\nBroadcast (address, numel, dtype) ranges."},
     {"all_gather", device_all_gather, METH_VARARGS,
-     "all_gather($self, ranges, stream, /)\n--\n\nOf each range the slices, one a rank."},
+     "all_gather($self, ranges, stream, /)\n--\n\nGather the ranks' slices of each range."},
     {"exchange", device_exchange, METH_VARARGS,
-     "exchange($self, range, received, stream, /)\n--\n\nEach rank gets its slice of everybody's."},
+     "exchange($self, range, received, stream, /)\n--\n\nExchange slices of all ranks."},
     {"norm_sum", device_norm, METH_VARARGS,
-     "norm_sum($self, ranges, stream, /)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; "
-     "waits."},
+     "norm_sum($self, ranges, stream, /)\n--\n\n"
+     "Return the exact sum of squares in norm_sum()'s format; the host waits."},
     {"clip", device_clip, METH_VARARGS,
-     "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\nThe norm, and the factor "
-     "that clips it, on the GPU."},
+     "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\n"
+     "Compute the norm and the factor that clips it, on the GPU."},
     {"follow", device_follow, METH_VARARGS,
-     "follow($self, later, earlier, /)\n--\n\nOne stream after what another was given."},
+     "follow($self, later, earlier, /)\n--\n\nOrder one stream after another."},
     {"pack", device_pack, METH_VARARGS,
-     "pack($self, copies, stream, verdict=0, /)\n--\n\nCopies of (to, from, nbytes), many a "
-     "launch."},
+     "pack($self, copies, stream, verdict=0, /)\n--\n\nCopy (to, from, nbytes)."},
     {"convert", device_convert, METH_VARARGS,
-     "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\nAs pack, "
-     "each element scaled and rounded."},
+     "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\n"
+     "Copy like pack, and scale and round each element."},
     {"start_watch", device_start_watch, METH_NOARGS,
      "start_watch($self, /)\n--\n\nWatch the communicator in a thread until it is closed."},
     {"watch", device_watch, METH_NOARGS,
-     "watch($self, /)\n--\n\nRaises when a rank has failed or is late; does not wait."},
+     "watch($self, /)\n--\n\nRaise if a rank has failed or is late; do not wait."},
     {"abort", device_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnds the communicator on this rank."},
-    {"describe", device_describe, METH_NOARGS, "describe($self, /)\n--\n\nWhat was found."},
-    {"stats", device_stats, METH_NOARGS, "stats($self, /)\n--\n\nDriver calls since creation."},
-    {"close", device_close, METH_NOARGS, "close($self, /)\n--\n\nEnds the communicator."},
+     "abort($self, reason, /)\n--\n\nEnd the communicator on this rank."},
+    {"describe", device_describe, METH_NOARGS,
+     "describe($self, /)\n--\n\nReturn the facts of this GPU and communicator."},
+    {"stats", device_stats, METH_NOARGS,
+     "stats($self, /)\n--\n\nReturn driver calls since creation."},
+    {"close", device_close, METH_NOARGS, "close($self, /)\n--\n\nEnd the communicator."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef device_properties[] = {
     {"stream", device_get_stream, NULL, "the stream of all collectives", NULL},
-    {"is_alive", device_get_alive, NULL, "connected, not closed, and nothing has failed", NULL},
-    {"has_failed", device_get_failed, NULL, "connected, not closed, and something has failed",
-     NULL},
+    {"is_alive", device_get_alive, NULL, "True if connected, open and without a failure", NULL},
+    {"has_failed", device_get_failed, NULL, "True if connected, open and failed", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -140,17 +140,18 @@ static PyObject *region_get_window(PyObject *op, void *unused)
 
 static PyMethodDef region_methods[] = {
     {"register", region_register, METH_VARARGS,
-     "register($self, as_window=False, /)\n--\n\nWith NCCL; as a window: collective."},
+     "register($self, as_window=False, /)\n--\n\nRegister with NCCL. As a window: collective."},
     {"deregister", region_deregister, METH_NOARGS,
-     "deregister($self, /)\n--\n\nThe memory stays; waits for the communicator's stream."},
+     "deregister($self, /)\n--\n\n"
+     "Deregister and keep the memory; waits for the communicator's stream."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef region_properties[] = {
-    {"address", region_get_address, NULL, "of its first byte", NULL},
+    {"address", region_get_address, NULL, "address of its first byte", NULL},
     {"nbytes", region_get_nbytes, NULL, "its size", NULL},
-    {"is_registered", region_get_registered, NULL, "whether NCCL may reach it where it lies", NULL},
-    {"is_window", region_get_window, NULL, "whether it is registered as a window", NULL},
+    {"is_registered", region_get_registered, NULL, "True if NCCL may use it in place", NULL},
+    {"is_window", region_get_window, NULL, "True if it is registered as a window", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -541,15 +541,16 @@ static PyMethodDef optim_functions[] = {
     {"adam_step", (PyCFunction)(void (*)(void))adam_step, METH_VARARGS | METH_KEYWORDS,
      "adam_step($module, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
      "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, grad_scale=1.0, "
-     "state_file=None, gpu=None, clip=0)\n--\n\nOne step of Adam or AdamW."},
+     "state_file=None, gpu=None, clip=0)\n--\n\nTake one step of Adam or AdamW."},
     {"sgd_step", (PyCFunction)(void (*)(void))sgd_step, METH_VARARGS | METH_KEYWORDS,
      "sgd_step($module, params, grads, momentum_buffers, copies, *, lr, momentum, dampening, "
-     "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, "
-     "gpu=None, clip=0)\n--\n\nOne step of SGD."},
+     "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, gpu=None, "
+     "clip=0)\n--\n\nTake one step of SGD."},
     {"norm_sum", norm_sum, METH_O,
-     "norm_sum($module, tensors, /)\n--\n\nThe exact sum of squares, as bytes that can be merged."},
+     "norm_sum($module, tensors, /)\n--\n\n"
+     "Return the exact sum of squares, as bytes that can be merged."},
     {"norm_value", norm_value, METH_O,
-     "norm_value($module, sums, /)\n--\n\nThe square root of all sums together."},
+     "norm_value($module, sums, /)\n--\n\nReturn the square root of the total of all sums."},
     {NULL, NULL, 0, NULL},
 };
 
