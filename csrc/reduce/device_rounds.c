@@ -1,4 +1,4 @@
-/* device_rounds.c - the reducer's table for buckets on a GPU: see docs/design/reduce.md.
+/* device_rounds.c - the reducer's table for buckets on a GPU: see docs/design/reduce_machine.md.
  *
  * A complete bucket is written by one PACK launch for each 64 gradients, on the stream in use. If
  * the transport adds contributions, PACK divides them as it copies, and divides in place those
