@@ -1,13 +1,13 @@
-/* bridge.h - bytes between the carriers of hosts, over another library's process group.
+/* bridge.h - messages between the carriers of hosts, over another library's process group.
  *
  * A sw_wire moves them: torch's Gloo group in a process (python/wire.c), queues between threads in
- * tests. It moves bytes and never adds two of them. The bridge numbers messages, so that both sides
- * may issue them in different orders. It counts bytes and records the rank for which it waits.
+ * tests. A wire moves bytes and never adds. The bridge numbers messages, so that both sides may
+ * issue them in different orders. It counts bytes and records the rank for which it waits.
  *
- * A wait on a wire may never return. Deadlines belong to the threads that wait for the waiting one
- * (hier.c). Memory that a wire may still write to lives until the wire is closed.
+ * A wait on a wire may never return. The threads that wait for the carrier's thread keep the
+ * deadlines (hier.c). Memory to which a wire may still write lives until the wire is closed.
  *
- * Thread rule: the carrier's thread alone, except for hier_last.c; any thread may read the counters
+ * Thread rule: the carrier's thread only, except for hier_last.c; any thread may read the counters
  * and `awaiting`. */
 #ifndef SW_COMM_BRIDGE_H
 #define SW_COMM_BRIDGE_H
@@ -28,19 +28,19 @@ typedef struct sw_wire {
                       void **work, sw_error *err);
     sw_status (*receive)(void *context, int rank, uint32_t tag, void *data, size_t size_bytes,
                          void **work, sw_error *err);
-    /* Wait until it has moved. SW_E_COMM when the connection is lost; but the wait for a message
-     * that moved in part may never return. */
+    /* Wait until the message has moved. SW_E_COMM when the connection is lost; but the wait for a
+     * partly moved message may never return. */
     sw_status (*wait)(void *context, void *work, sw_error *err);
-    /* Close all connections: nothing is read or written any more, and waiting threads return.
-     * `gently`: the peers are about to close too, and sent messages must arrive. False: it failed,
-     * and memory may still be written to. Any thread. */
+    /* Close all connections: the wire no longer reads or writes memory, and waiting threads return.
+     * `gently`: the peers are about to close too, and sent messages must arrive. Returns false if
+     * it failed and memory may still be written. Any thread. */
     bool (*close)(void *context, bool gently);
-    /* Release a work of a closed wire for which no wait came. */
+    /* Release a work of a closed wire that was never waited for. */
     void (*drop)(void *context, void *work);
-    /* The last call: free `context` and everything else of the wire. */
+    /* The last call: free `context` and the rest of the wire. */
     void (*release)(void *context);
-    /* The carrier's thread begins and ends. The wire builds once what each of its calls would
-     * otherwise build anew. *kept: passed to leave(). NULL, both: nothing to build. */
+    /* Called as the carrier's thread begins and ends. enter() builds once the state that each call
+     * of the wire needs. *kept: passed to leave(). Both NULL: the wire needs no such state. */
     void (*enter)(void *context, void **kept);
     void (*leave)(void *context, void *kept);
     /* Below this throughput a message is worth packing (hier_pack.h). 0: never; UINT64_MAX:
@@ -55,11 +55,11 @@ typedef enum sw_message {
     SW_MESSAGE_BESIDE,    /* numbered by agreement */
     SW_MESSAGE_PARTIAL,   /* numbered by block, counted over all operations */
     SW_MESSAGE_RESULT,    /* likewise */
-    SW_MESSAGE_STANDING,  /* likewise: results of the round before, for the carrier that adds to
+    SW_MESSAGE_STANDING,  /* likewise: results of the previous round, for the carrier that adds to
                              them */
     SW_MESSAGE_SLICE,     /* likewise: updated slices */
-    SW_MESSAGE_END,       /* below 16: a host has ended; the rest belong to the wire */
-    SW_MESSAGE_PROBE,     /* own numbers: tests the connection */
+    SW_MESSAGE_END,       /* below 16: a host has ended; the wire uses the other numbers */
+    SW_MESSAGE_PROBE,     /* numbered separately: tests the connection */
 } sw_message;
 
 typedef struct sw_transfer {
@@ -82,8 +82,8 @@ SW_MUST_USE sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message mes
 SW_MUST_USE sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message,
                                         uint32_t number, void *data, size_t size_bytes,
                                         sw_transfer *transfer, sw_error *err);
-/* The same without counting: for a few bytes, from any thread; and for a message whose length is
- * not known yet. */
+/* The same without counting bytes: for a few bytes from any thread, and for a message of unknown
+ * length. */
 SW_MUST_USE sw_status sw_bridge_probe(sw_bridge *bridge, int host, uint32_t number,
                                       const void *data, size_t size_bytes, sw_transfer *transfer,
                                       sw_error *err);
@@ -94,9 +94,9 @@ SW_MUST_USE sw_status sw_bridge_expect(sw_bridge *bridge, int host, sw_message m
 void sw_bridge_count_more(sw_bridge *bridge, size_t size_bytes);
 /* Correct the count: a received message was shorter than its limit by `size_bytes`. */
 void sw_bridge_count_less(sw_bridge *bridge, size_t size_bytes);
-/* Return at once if nothing is under way. err->detail: the rank of the other carrier. */
+/* Return at once if no transfer is running. err->detail: the rank of the other carrier. */
 SW_MUST_USE sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err);
-/* Release a transfer of a closed wire for which no wait came. */
+/* Release a transfer of a closed wire that was never waited for. */
 void sw_bridge_drop(sw_bridge *bridge, sw_transfer *transfer);
 
 #endif

@@ -1,4 +1,4 @@
-/* comm.c - the arithmetic and the names that all transports share. */
+/* comm.c - arithmetic and names that all transports share. */
 #include "comm/comm.h"
 
 #include <stdarg.h>

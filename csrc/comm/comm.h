@@ -2,14 +2,14 @@
  *
  * Idea: every rank issues the same operations in the same order; operation t has ticket t. An
  * operation on an arena is posted and completes while the caller computes (poll() advances it). An
- * operation on private memory runs to its end. There is no progress thread: each call advances all
- * operations.
+ * operation on private memory is complete when its call returns. There is no progress thread: each
+ * call advances all operations.
  *
  * Left out: the rendezvous of ranks (shm.h, local.h), the meaning of a bucket (reduce/).
  *
  * Thread rule: one at a time a communicator, except look, is_alive and request_end. Errors end the
- * communicator: every later call repeats the first error. If ranks disagree, the sentence is the
- * same on every rank. */
+ * communicator: every later call repeats the first error. If ranks disagree, every rank returns the
+ * same message. */
 #ifndef SW_COMM_COMM_H
 #define SW_COMM_COMM_H
 
@@ -26,7 +26,7 @@ enum { SW_COMM_LABEL_BYTES = 96, SW_COMM_PEER_BYTES = 96, SW_COMM_MAX_WORLD = 10
 typedef enum sw_op_kind {
     SW_OP_BARRIER = 0,
     SW_OP_ALL_REDUCE,
-    SW_OP_REDUCE_SCATTER, /* as all_reduce, but the result reaches the owner's slice alone */
+    SW_OP_REDUCE_SCATTER, /* as all_reduce, but only the owner gets a slice's result */
     SW_OP_ALL_GATHER,
     SW_OP_BROADCAST,
     SW_OP_KIND_COUNT,
@@ -35,7 +35,7 @@ typedef enum sw_op_kind {
 /* Memory of one size on every rank, mapped by all. Owned by the communicator's caller. */
 typedef struct sw_arena {
     size_t size_bytes;
-    uint8_t **base; /* owned; world_size addresses in this process, base[rank] is the own part;
+    uint8_t **base; /* owned; world_size addresses in this process, base[rank] is this rank's part;
                        NULL: on another host */
     int world_size;
     uint32_t serial; /* counted from 1 by arena_create, so equal on all ranks */
@@ -50,12 +50,12 @@ typedef struct sw_fold_plan {
     /* Return the next run of elements to fold at or after `cursor` and before `end`; false when
      * there is none. Elements between runs keep their bits on every rank. */
     bool (*next_run)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel);
-    /* Valid once resolved: true if contributions of some rank lack the standing result, which must
-     * be added to them. NULL: none ever does. */
+    /* Valid once resolved: true if some rank's contributions lack the standing result, which must
+     * be added to them. NULL: no contribution ever lacks it. */
     bool (*stands)(void *context);
-    /* Add it, before elements [begin, begin + numel) are folded, to the contributions that lack it
-     * and are mapped here. `standing`: that many elements, all of one slice. Only the rank that
-     * folds these contributions reads them. */
+    /* Before elements [begin, begin + numel) are folded, add the standing result to the
+     * contributions that lack it and are mapped here. `standing`: `numel` elements of one slice.
+     * Only the rank that folds these contributions reads them. */
     void (*add_standing)(void *context, size_t begin, size_t numel, const void *standing);
 } sw_fold_plan;
 
@@ -72,20 +72,20 @@ typedef struct sw_op {
     sw_dtype dtype;
     sw_redop redop;
     int root;         /* broadcast only */
-    uint32_t subject; /* distinguishes like operations: a serial that must agree; 0: the arena's */
+    uint32_t subject; /* distinguishes equal operations: a serial that must agree; 0: the arena's */
     uint32_t step,
-        round;    /* a caller's counters that must agree, except with a rank whose round is 0 */
-    size_t numel; /* elements a rank, of the whole buffer */
+        round;    /* the caller's counters, which must agree, except with a rank whose round is 0 */
+    size_t numel; /* elements of the whole buffer on each rank */
     const sw_arena *arena;   /* borrowed until complete; NULL: private memory at data */
     size_t offset_bytes;     /* into the arena */
     void *data;              /* borrowed until complete; private memory, this rank's */
     const sw_slices *slices; /* NULL: rank r owns slice r of an arena's buffer. Borrowed until
-                                complete, or given up */
-    bool one_copy; /* all_gather: the ranks of a host (of a replica on it) share the part of their
-                      lowest rank, in which all of them have updated their slices */
+                              * complete or given up */
+    bool one_copy; /* all_gather: the ranks of a host (or of a replica on it) share their lowest
+                    * rank's part, in which all of them have updated their slices */
     void *result;  /* reduce_scatter on an arena: destination of this rank's slice; NULL: into the
                       arena. Borrowed */
-    const struct sw_arena *results; /* the arena that holds `result`, at results_offset_bytes of
+    const struct sw_arena *results; /* the arena of `result`, at results_offset_bytes of
                                        this rank's part: required with `slices` and is_carried.
                                        Borrowed */
     size_t results_offset_bytes;
@@ -95,7 +95,7 @@ typedef struct sw_op {
     size_t beside_offset_bytes, beside_bytes;
     const sw_fold_plan
         *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
-    char label[SW_COMM_LABEL_BYTES]; /* must agree between ranks; named in errors */
+    char label[SW_COMM_LABEL_BYTES]; /* equal on all ranks; named in errors */
 } sw_op;
 
 typedef struct sw_range { /* of private memory */
@@ -112,10 +112,10 @@ typedef struct sw_comm_hooks { /* both may be NULL; called by the waiting thread
 typedef struct sw_comm_stats {
     uint64_t operations[SW_OP_KIND_COUNT];
     uint64_t bytes_reduced; /* size of buffers given to all_reduce and reduce_scatter */
-    uint64_t bytes_staged;  /* of private memory that went through slots */
+    uint64_t bytes_staged;  /* bytes of private memory that went through slots */
     uint64_t waits;         /* times a thread went to sleep */
     uint64_t wait_ns;       /* total time asleep */
-    uint64_t wire_bytes_sent, wire_bytes_received; /* to and from other hosts, by this host */
+    uint64_t wire_bytes_sent, wire_bytes_received; /* bytes between this host and others */
 } sw_comm_stats;
 
 typedef struct sw_comm sw_comm;
@@ -125,7 +125,7 @@ typedef struct sw_comm_ops {
      * failed. */
     sw_status (*arena_create)(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
                               sw_error *err);
-    /* The same for a few bytes a rank. Every rank can read them of every rank once an operation has
+    /* The same for a few bytes a rank. Every rank can read every rank's bytes once an operation has
      * carried them (sw_op.beside). */
     sw_status (*mirror_create)(sw_comm *comm, size_t size_bytes, const char *label,
                                sw_arena **arena, sw_error *err);
@@ -137,35 +137,36 @@ typedef struct sw_comm_ops {
     sw_status (*wait)(sw_comm *comm, uint32_t ticket, sw_error *err);
     /* Run an operation on private memory, or on an arena, to its end. */
     sw_status (*run)(sw_comm *comm, const sw_op *op, sw_error *err);
-    /* Send the ranges of `root`, one behind the other, to every other rank's; return at the end.
-     * NULL: through `run`. */
+    /* Send the ranges of `root`, in order, to every other rank's ranges; return when done. NULL:
+     * through `run`. */
     sw_status (*broadcast)(sw_comm *comm, const sw_range *ranges, size_t count, int root,
                            const char *label, sw_error *err);
     /* Gather every rank's `size_bytes` bytes, in rank order, into `all`. */
     sw_status (*gather)(sw_comm *comm, const void *mine, size_t size_bytes, void *all,
                         const char *label, sw_error *err);
-    /* End the communicator on every rank, with this sentence. */
+    /* End the communicator on every rank with this reason. */
     void (*abort)(sw_comm *comm, const sw_error *reason);
-    /* The same from any thread, beside a call of another thread. Peers are notified at once; that
-     * call ends at its next check, a wait at once. Nothing if the communicator has ended. Over
-     * hosts the peers are those of this host, and no lock of the program's is taken; see
+    /* The same from any thread, even during another thread's call: a wait in it ends at once, other
+     * calls at their next check. Peers are notified at once. No effect if the communicator has
+     * ended. Over hosts it notifies the peers of this host and takes no lock of the program; see
      * sw_comm_request_end. */
     void (*request_end)(sw_comm *comm, const sw_error *reason);
-    /* Notify the other hosts after it, in calls of the wire, which take the GIL. NULL: there are
+    /* Notify the other hosts afterwards, by calls of the wire, which take the GIL. NULL: there are
      * none. */
     void (*tell_hosts)(sw_comm *comm);
-    /* From any thread, without waiting: SW_OK, or the reason for which some rank, this one too,
-     * issues nothing more. It met an error (its own), it died, or, if `minds_leaving`, it left. */
+    /* From any thread, without waiting: SW_OK, or the reason why some rank, possibly this one,
+     * issues no more operations: it met an error, it died or, if `minds_leaving`, it left. */
     sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
-    /* From any thread, without waiting: true if no rank is seen to have met an error or left. */
+    /* From any thread, without waiting: true unless some rank is known to have met an error or
+     * left. */
     bool (*is_alive)(sw_comm *comm);
-    /* Notify the peers that this rank issues nothing more; memory stays until destroy. Every later
-     * call fails. */
+    /* Notify the peers that this rank issues no more operations; memory stays until destroy. Every
+     * later call fails. */
     void (*leave)(sw_comm *comm);
-    /* Called in a child forked from the owner: make it write to pages of its own, and publish
-     * nothing in its parent's name. Once; NULL: its memory is its own already. */
+    /* Called once in a forked child: give it pages of its own to write to, and publish nothing on
+     * behalf of its parent. NULL: its memory is its own already. */
     sw_status (*forked)(sw_comm *comm, sw_error *err);
     void (*destroy)(sw_comm *comm);
 } sw_comm_ops;
@@ -174,12 +175,15 @@ struct sw_comm {
     const sw_comm_ops *ops;
     int rank;
     int world_size;
-    const int *names;      /* borrowed: the rank numbers in messages; NULL: the numbers here */
-    bool is_carried;       /* another process may run an operation, so results must be in arenas */
+    const int *names;      /* borrowed: the ranks' numbers for messages; NULL: the numbers in this
+                            * communicator */
+    bool is_carried;       /* another process may execute an operation, so results must be in
+                            * arenas */
     uint32_t arenas;       /* created so far */
     int64_t timeout_ns;    /* limit of each wait */
-    int64_t warn_after_ns; /* a wait this long is logged; again at twice that, and so on */
-    int64_t silent_ns; /* a peer that is stopped for so long ends a wait for it; 0: it does not */
+    int64_t warn_after_ns; /* a wait this long is logged, then again whenever it has doubled */
+    int64_t silent_ns; /* a wait for a peer ends if the peer is stopped for this long; 0: it does
+                        * not */
     sw_comm_hooks hooks;
     sw_comm_stats stats;
 };
@@ -190,7 +194,7 @@ static inline int sw_comm_name(const sw_comm *comm, int rank)
     return rank >= 0 && comm->names ? comm->names[rank] : rank;
 }
 
-/* Both halves of a requested end. */
+/* Both halves of request_end: this host, then the other hosts. */
 static inline void sw_comm_request_end(sw_comm *comm, const sw_error *reason)
 {
     comm->ops->request_end(comm, reason);
@@ -215,8 +219,8 @@ size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
 SW_MUST_USE sw_status sw_comm_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
                                         int root, const char *label, sw_error *err);
 
-/* End the communicator because this rank cannot take part in the next operation (it has no memory
- * for its tables). No peer waits for it, and every rank reports the reason. Returns `status`. */
+/* End the communicator because this rank lacks memory for the next operation's tables, so that no
+ * peer waits for it. Every rank reports the reason. Returns `status`. */
 sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
     SW_PRINTF(4, 5);
 

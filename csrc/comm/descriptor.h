@@ -1,7 +1,7 @@
-/* descriptor.h - an operation in a form that ranks compare byte by byte.
+/* descriptor.h - descriptors of operations, which ranks compare byte by byte.
  *
- * Every rank's descriptor of operation t must be the same on every transport. If one differs, every
- * rank writes the same sentence about the lowest rank and the first that differs.
+ * All ranks must have equal descriptors of operation t, on every transport. If one differs, every
+ * rank writes the same message about the lowest rank and the first that differs.
  *
  * Thread rule: any. */
 #ifndef SW_COMM_DESCRIPTOR_H
@@ -13,7 +13,7 @@ enum {
     SW_FORM_POOL = 0,
     SW_FORM_SLOT,    /* every rank folds the whole chunk */
     SW_FORM_PIECE,   /* every rank folds a piece of the chunk, into its slot, */
-    SW_FORM_COLLECT, /* and copies the peers' pieces from theirs: the next ticket */
+    SW_FORM_COLLECT, /* and copies the peers' pieces from their slots: the next ticket */
 };
 
 typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding,
@@ -28,18 +28,19 @@ typedef struct sw_descriptor { /* compared byte by byte between ranks up to `ste
     uint32_t step, round; /* compared between ranks whose round is not 0 */
 } sw_descriptor;
 
-/* `form`: all but POOL mean private memory, which travels in chunks; the caller then sets
+/* Every `form` but POOL is private memory, which travels in chunks; the caller then sets
  * `chunk`. */
 void sw_descriptor_fill(sw_descriptor *descriptor, const sw_op *op, uint32_t form);
 
 /* "all_reduce 'bucket 0 of Mlp', mean of 640 float32, backward 1 of step 3". */
 void sw_descriptor_describe(const sw_descriptor *descriptor, char *text, size_t capacity);
 
-/* "all_reduce 'bucket 0 of Mlp'": the short name, for errors of ranks that wait for it. */
+/* "all_reduce 'bucket 0 of Mlp'": the short name, for errors of ranks that wait for the
+ * operation. */
 void sw_descriptor_name(const sw_descriptor *descriptor, char *text, size_t capacity);
 
-/* Compare one rank's descriptor with the lowest rank's, and with that of the lowest rank that
- * counts rounds (NULL: none does). Returns the one that it contradicts, or NULL. */
+/* Compare one rank's descriptor with those of the lowest rank and of the lowest rank that counts
+ * rounds (NULL: none does). Returns the one that it contradicts, or NULL. */
 const sw_descriptor *sw_descriptor_contradicted(const sw_descriptor *lowest,
                                                 const sw_descriptor *counting,
                                                 const sw_descriptor *other);
@@ -50,7 +51,7 @@ sw_status sw_descriptor_disagree(uint32_t ticket, int first_rank, const sw_descr
 
 /* SW_E_INVALID for an operation that no transport of `world_size` ranks could run. */
 SW_MUST_USE sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err);
-/* The same, and SW_E_STATE for one on private memory, which cannot be posted. */
+/* The same, and SW_E_STATE for private memory, which cannot be posted. */
 SW_MUST_USE sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error *err);
 
 /* Return the operation of sw_comm_ops.gather. */

@@ -109,8 +109,8 @@ sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank
                           &c->peers, err);
 }
 
-/* Our own communicator completes enqueued operations as it ends. The owner of a borrowed one may
- * end it at once, so wait for them. */
+/* Our own communicator completes enqueued operations as it ends. A borrowed one's owner may end it
+ * at once, so wait for them. */
 static void return_borrowed(sw_device_comm *c)
 {
     const sw_device_ops *ops = c->device->ops;
@@ -209,7 +209,7 @@ static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, siz
     SW_TRY(sw_peers_group_begin(c->peers, err));
     for (size_t i = 0; i < count && status == SW_OK; ++i)
         status = move_range(c, &ranges[i], how, err);
-    /* Close the group also on error: the thread's next group is another one. */
+    /* Close the group even after an error; it must not include later operations of the thread. */
     sw_status ended = sw_peers_group_end(c->peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
@@ -235,7 +235,7 @@ sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ran
     return move_all(c, ranges, count, &(move){.root = root}, user, err);
 }
 
-/* Return at once for one rank: it has nothing to move. */
+/* One rank has nothing to move. */
 static sw_status move_slices(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                              void *received, const char *what, sw_stream *user, sw_error *err)
 {
@@ -271,7 +271,7 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
     c->device->stats.host_waits++;
     while (!done && sw_clock_now_ns() - start < c->timeout_ns) {
         if (c->device->ops->event_query(c->device, event, &done, NULL) != SW_OK)
-            return; /* a lost context runs nothing */
+            return; /* a lost context runs no work */
         if (done)
             return;
         if (c->peers) {
@@ -283,7 +283,7 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
     }
 }
 
-/* Clear the time first: a watching thread never sees the new event with the old time. */
+/* Clear the time first, so that a watching thread never sees the new event with the old time. */
 sw_status sw_device_comm_mark(sw_device_comm *c, sw_error *err)
 {
     atomic_store(&c->marked_ns, 0);

@@ -1,14 +1,14 @@
-/* device_comm.h - a rank's state on its GPU: the device, its kernels, a communicator of its own (or
- * a borrowed one) and the one stream on which all of its collectives run.
+/* device_comm.h - a rank's state on its GPU: the device, its kernels, an own or borrowed
+ * communicator, and the one stream on which all of its collectives run.
  *
  * Idea: all reducers of a GPU share one stream and one communicator, so that every rank issues its
  * collectives in one order. Communicators of the rows and columns of a mesh may share that stream.
- * Events alone order a caller's stream and ours (sw_device_comm_follow). A function that waits on
- * the host says so, and obeys the deadline.
+ * Only events order a caller's stream and ours (sw_device_comm_follow). A function that makes the
+ * host wait says so and obeys the deadline.
  *
- * Creation has two steps, because the first can fail on one rank alone and the second is
- * collective. Between them the ranks agree on the outcome of the first (over the process group),
- * before any rank waits for peers.
+ * Creation has two steps: the first may fail on one rank, the second is collective. Between them
+ * the ranks agree on the outcome of the first over the process group, before any rank waits for
+ * peers.
  *
  * Thread rule: one at a time a communicator; every rank issues the same operations in one order. */
 #ifndef SW_COMM_DEVICE_COMM_H
@@ -33,8 +33,8 @@ typedef struct sw_device_comm_config {
     sw_device_room room;           /* frees device memory for allocations */
     struct sw_device_comm *beside; /* borrowed, outlives it: its stream is used, so operations of
                                       both have one order. NULL: a stream of its own */
-    sw_comm *host; /* borrowed: the communicator of these ranks' hosts, or of more ranks; NULL:
-                      failures of peers are neither looked up nor reported */
+    sw_comm *host; /* borrowed: the host communicator of these ranks, or of more; NULL: failures of
+                    * peers are neither detected nor reported */
 } sw_device_comm_config;
 
 typedef struct sw_device_comm {
@@ -48,17 +48,17 @@ typedef struct sw_device_comm {
     sw_event *met;              /* scratch of follow */
     sw_event *marked;           /* last event of mark */
     _Atomic int64_t marked_ns;  /* time of the last mark; 0: never marked, or seen complete */
-    _Atomic int64_t entered_ns; /* since when the program's thread is inside, set by the bindings;
+    _Atomic int64_t entered_ns; /* time at which the program's thread entered, set by the bindings;
                                    0: it is not */
     struct sw_device_watch *watch; /* owned; NULL: no watch runs (device_watch.h) */
     int64_t timeout_ns;
     sw_lookout lookout;
     void *sum;                        /* device memory: sw_norm_sum */
     sw_norm_sum *staged;              /* pinned */
-    size_t norm_room;                 /* elements that the sum takes between two carries, below
+    size_t norm_room;                 /* elements that the sum adds between two carries, below
                                          2^31; tests lower it */
     struct sw_device_region *regions; /* not owned: device_region.h's list */
-    bool is_abandoned; /* a thread of ours is inside a driver call that does not return: never
+    bool is_abandoned; /* an engine thread is inside a driver call that does not return: never
                           freed */
 } sw_device_comm;
 
@@ -68,8 +68,8 @@ typedef struct sw_device_range { /* device memory of the caller */
     sw_dtype dtype;
 } sw_device_range;
 
-/* This rank alone. SW_E_UNSUPPORTED names the missing part (driver, GPU, image of the kernels);
- * SW_E_INVALID an ordinal out of range. A missing NCCL is an error of connect only. */
+/* This rank only. SW_E_UNSUPPORTED names the missing part (driver, GPU, kernel image); SW_E_INVALID
+ * an ordinal out of range. A missing NCCL is an error only in connect. */
 SW_MUST_USE sw_status sw_device_comm_create(const sw_device_comm_config *config,
                                             sw_device_comm **comm, sw_error *err);
 
@@ -77,10 +77,10 @@ SW_MUST_USE sw_status sw_device_comm_create(const sw_device_comm_config *config,
 SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl_id *id, int rank,
                                              int world_size, int64_t timeout_ns, sw_error *err);
 
-/* This rank alone, in place of connect: borrow a NCCL communicator (sw_nccl_borrow) until
- * disconnect. Its owner's operations and ours keep one order under two conditions. The owner
- * enqueues on the streams that calls here are given, and outside of a reducer's step, which ends
- * with sw_device_comm_give_back. */
+/* This rank only, instead of connect: borrow a NCCL communicator (sw_nccl_borrow) until disconnect.
+ * The owner's operations and ours keep one order if the owner enqueues on the streams that are
+ * passed to calls here, and not inside a reducer's step, which ends with
+ * sw_device_comm_give_back. */
 SW_MUST_USE sw_status sw_device_comm_borrow(sw_device_comm *comm, sw_nccl_comm handle, int rank,
                                             int world_size, int64_t timeout_ns, sw_error *err);
 
@@ -90,54 +90,54 @@ SW_MUST_USE sw_status sw_device_comm_connect_slots(sw_device_comm *comm, const s
                                                    sw_error *err);
 
 /* End the communicator once enqueued operations have run, under the deadline (at once if it has
- * failed). Its users can only be destroyed then. The watch thread ends first; if a driver call
- * keeps it beyond the deadline, nothing is freed. */
+ * failed). Afterwards its users can only be destroyed. The watch thread ends first; if a driver
+ * call holds it beyond the deadline, no memory is freed. */
 void sw_device_comm_disconnect(sw_device_comm *comm);
 
-/* Let enqueued collectives run, unless the communicator has failed. NULL is allowed. Destroy
- * reducers first. */
+/* Destroy after enqueued collectives have run, unless the communicator has failed. NULL is allowed.
+ * Destroy reducers first. */
 void sw_device_comm_destroy(sw_device_comm *comm);
 
-/* Order later work on `later` behind all work enqueued on `earlier` so far. */
+/* Order later work on `later` after all work enqueued on `earlier` so far. */
 SW_MUST_USE sw_status sw_device_comm_follow(sw_device_comm *comm, sw_stream *later,
                                             sw_stream *earlier, sw_error *err);
 
-/* With a borrowed communicator: order our next work behind all work of `user`, its owner's
- * operations among it; and later work of `user` behind ours. With our own: nothing, since all its
- * operations are on our stream. */
+/* With a borrowed communicator: order our next work after all work of `user`, which includes the
+ * owner's operations, and later work of `user` after ours. No effect with our own, whose operations
+ * are all on our stream. */
 SW_MUST_USE sw_status sw_device_comm_take_over(sw_device_comm *comm, sw_stream *user,
                                                sw_error *err);
 SW_MUST_USE sw_status sw_device_comm_give_back(sw_device_comm *comm, sw_stream *user,
                                                sw_error *err);
 
-/* Broadcast the ranges of `root` to all ranks, in the order of `user`: after its work so far, and
+/* Broadcast the ranges of `root` to all ranks, in the order of `user`: after its work so far and
  * before its later work. */
 SW_MUST_USE sw_status sw_device_comm_broadcast(sw_device_comm *comm, const sw_device_range *ranges,
                                                size_t count, int root, sw_stream *user,
                                                sw_error *err);
 
-/* Give slice r of each range rank r's values, in the order of `user`: parameters, after the
- * optimizer has stepped on this rank's slices of them. The numel of a range is a multiple of the
- * world size; SW_E_INVALID names the range that does not divide. */
+/* Set slice r of each range to rank r's values, in the order of `user`: for parameters, after the
+ * optimizer has stepped on this rank's slices. The numel of a range is a multiple of the world
+ * size; SW_E_INVALID names the range that does not divide. */
 SW_MUST_USE sw_status sw_device_comm_all_gather(sw_device_comm *comm, const sw_device_range *ranges,
                                                 size_t count, sw_stream *user, sw_error *err);
 
-/* Exchange a range cut into world_size slices: place r of `received`, with as many elements in
- * separate memory, becomes rank r's copy of this rank's slice. The own slice stays in the range. In
- * the order of `user`. SW_E_INVALID for a numel that does not divide. */
+/* Exchange a range of world_size slices: place r of `received`, separate memory of the same size,
+ * becomes rank r's copy of this rank's slice. This rank's own copy stays in the range. In the order
+ * of `user`. SW_E_INVALID for a numel that does not divide. */
 SW_MUST_USE sw_status sw_device_comm_exchange(sw_device_comm *comm, const sw_device_range *range,
                                               void *received, sw_stream *user, sw_error *err);
 
-/* Wait until `event` is done, before the memory behind it is freed: under the deadline, while it
- * can still be done. A dead peer or a request to end ends the communicator, which makes its kernels
- * return. */
+/* Wait for `event`, before the memory that it protects is freed: under the deadline, as long as the
+ * event can still complete. A dead peer or a request to end ends the communicator, which makes its
+ * kernels return. */
 void sw_device_comm_await(sw_device_comm *comm, sw_event *event, const char *what);
 
-/* Require that our stream completes its work so far within the deadline from now: for watch. */
+/* Tell the watch that our stream must complete its work so far within the deadline from now. */
 SW_MUST_USE sw_status sw_device_comm_mark(sw_device_comm *comm, sw_error *err);
 
-/* Check without waiting for a failed rank or a late mark. Either ends the communicator, which makes
- * its kernels return, and with them the threads that wait for the GPU. */
+/* Check, without waiting, for a failed rank or a late mark. Either ends the communicator, which
+ * makes its kernels return, and so the threads that wait for the GPU. */
 SW_MUST_USE sw_status sw_device_comm_watch(sw_device_comm *comm, sw_error *err);
 
 #endif

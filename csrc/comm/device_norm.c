@@ -26,7 +26,7 @@ static sw_status check_ranges(const sw_device_range *ranges, size_t count, sw_er
 
 typedef struct summing {
     sw_device_comm *comm; /* borrowed */
-    sw_norm_args norm;    /* parts that are to be launched */
+    sw_norm_args norm;    /* parts for the next launch */
     size_t numel;         /* elements since the last carry, those of `norm` among them */
 } summing;
 
@@ -49,8 +49,8 @@ static sw_status carry(summing *s, sw_error *err)
     return SW_OK;
 }
 
-/* Add a part. One that begins where the part before it ends makes that one longer, so gradients
- * that lie side by side in a bucket are one part. */
+/* Add a part. A part that begins at the previous part's end extends it, so adjacent gradients of a
+ * bucket are one part. */
 static sw_status add_part(summing *s, const void *data, size_t numel, sw_error *err)
 {
     sw_norm_part *last = s->norm.part_count > 0 ? &s->norm.part[s->norm.part_count - 1] : NULL;
@@ -89,7 +89,7 @@ static sw_status add_squares(summing *s, const sw_device_range *ranges, size_t c
     return launch_norm(s, err);
 }
 
-/* Leave the sum of all ranges in c->sum, behind the work of `user`. */
+/* Compute the sum of all ranges in c->sum, after the work of `user`. */
 static sw_status sum_squares(sw_device_comm *c, const sw_device_range *ranges, size_t count,
                              sw_stream *user, sw_error *err)
 {
@@ -124,7 +124,7 @@ sw_status sw_device_comm_clip(sw_device_comm *c, const sw_device_range *ranges, 
         .sum = c->sum, .norm = clip->norm, .factor = clip->factor, .max_norm = clip->max_norm};
     SW_TRY(sum_squares(c, ranges, count, user, err));
     if (clip->is_sliced && c->peers->world_size > 1) {
-        /* Carried digits are below 2^32, so those of 2^31 ranks fit into an int64. */
+        /* Carried digits are below 2^32, so the sum over 2^31 ranks fits into an int64. */
         SW_TRY(sw_kernel_launch(&c->kernels, SW_KERNEL_CLIP, &carried, c->stream, err));
         SW_TRY(sw_peers_all_reduce(c->peers, c->sum, SW_NORM_WORD_COUNT, SW_DTYPE_INT64,
                                    SW_REDOP_SUM, c->stream, err));

@@ -1,9 +1,9 @@
 /* device_norm.h - the exact norm of gradients on a GPU, read by the host or left on the GPU.
  *
  * Both functions add the squares of up to SW_NORM_PARTS_MAX ranges a launch into one sum of
- * integers, so neither the cut into ranges nor their order shows in the bits. Ranges that lie side
- * by side count as one. Where digits might fill up the sum is carried in between. All launches are
- * on the communicator's stream, which orders accesses to the sum.
+ * integers, so the bits depend neither on the cut into ranges nor on their order. Adjacent ranges
+ * count as one. The sum is carried before its digits could overflow. All launches are on the
+ * communicator's stream, which orders accesses to the sum.
  *
  * Thread rule: one at a time a communicator. */
 #ifndef SW_COMM_DEVICE_NORM_H
@@ -12,15 +12,15 @@
 #include "comm/device_comm.h"
 
 /* Return the exact sum of squares of the ranges, carried: the bits of the host's norm. Runs after
- * the work of `user`; the host waits for it, under the deadline. SW_E_INVALID for a dtype other
- * than float32, float64, float16 and bfloat16. */
+ * the work of `user`; the host waits, under the deadline. SW_E_INVALID for a dtype other than
+ * float32, float64, float16 and bfloat16. */
 SW_MUST_USE sw_status sw_device_comm_norm(sw_device_comm *comm, const sw_device_range *ranges,
                                           size_t count, sw_stream *user, sw_norm_sum *sum,
                                           sw_error *err);
 
 typedef struct sw_device_clip {
     double max_norm;
-    bool is_sliced;      /* each rank has other elements: the sums of all ranks are added */
+    bool is_sliced;      /* ranks hold different elements: add the sums of all ranks */
     void *norm, *factor; /* float32 each, device memory: CLIP's (device_kernels.h) */
 } sw_device_clip;
 

@@ -13,7 +13,7 @@ struct sw_device_region {
     void *memory;         /* owned */
     size_t size_bytes;
     sw_registration registered;
-    bool is_stuck;   /* deregistering failed: NCCL may use the memory at any time */
+    bool is_stuck;   /* deregistering failed: NCCL may still use the memory */
     bool is_lost;    /* destroyed, but the wait failed: the memory stays */
     sw_stream *user; /* borrowed */
     atomic_bool is_dropped;
@@ -35,7 +35,7 @@ bool sw_device_region_is_window(const sw_device_region *r)
     return sw_device_region_is_registered(r) && r->registered.is_window;
 }
 
-/* Wait on the host until `stream` has passed its work so far. On our stream, a failed peer or a
+/* Make the host wait until `stream` has run its work so far. On our stream, a failed peer or a
  * request to end the communicator ends the wait. */
 static sw_status pass(sw_device_comm *c, sw_stream *stream, const char *what, sw_error *err)
 {
@@ -54,13 +54,13 @@ static sw_status require_own_nccl(const sw_device_comm *c, size_t size_bytes, sw
     sw_registration registered;
     if (!c->peers)
         SW_FAIL(err, SW_E_STATE, "device region: the communicator is not connected");
-    if (strcmp(c->peers->name, "nccl") != 0 || c->peers->is_borrowed) /* returns the reason */
+    if (strcmp(c->peers->name, "nccl") != 0 || c->peers->is_borrowed) /* repeats the reason */
         return sw_peers_memory_register(c->peers, NULL, size_bytes, false, &registered, err);
     return SW_OK;
 }
 
-/* NCCL registers whole pages and takes everything in them for registered. A page of cudaMalloc's
- * memory might hold other memory, on this rank alone. */
+/* NCCL registers whole pages and treats everything in them as registered. A page of cudaMalloc's
+ * memory might also hold other memory, on this rank only. */
 static sw_status check_page(const void *memory, size_t page_bytes, sw_error *err)
 {
     if ((uintptr_t)memory % page_bytes != 0)
@@ -113,7 +113,7 @@ sw_status sw_device_region_deregister(sw_device_region *r, sw_error *err)
     const sw_registration registered = r->registered;
     if (!registered.handle)
         return SW_OK;
-    if (!sw_device_region_is_registered(r)) { /* the communicator's end did it */
+    if (!sw_device_region_is_registered(r)) { /* the communicator's end deregistered it */
         r->registered = (sw_registration){0};
         return SW_OK;
     }
@@ -124,7 +124,7 @@ sw_status sw_device_region_deregister(sw_device_region *r, sw_error *err)
     return status;
 }
 
-/* True if no stream and no peer uses the memory any more. */
+/* True if no stream or peer still uses the memory. */
 static bool is_unused(sw_device_region *r)
 {
     sw_device_comm *c = r->comm;
@@ -151,7 +151,7 @@ void sw_device_region_destroy(sw_device_region *r)
         return;
     if (is_unused(r)) {
         sw_nccl_memory_free(&r->comm->library, r->comm->device, r->memory);
-    } else if (r->registered.handle) { /* still to be deregistered, once the stream allows */
+    } else if (r->registered.handle) { /* to be deregistered once the stream has run */
         r->is_lost = true;
         sw_device_region_drop(r);
         return;

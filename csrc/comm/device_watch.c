@@ -8,7 +8,7 @@
 #include "platform/thread.h"
 
 static const int64_t PERIOD_NS = INT64_C(100) * 1000000;
-/* A longer call may be a blocked one. */
+/* A longer call may be blocked. */
 static const int64_t LONG_CALL_NS = INT64_C(1000) * 1000000;
 
 typedef struct sw_device_watch {
@@ -16,7 +16,7 @@ typedef struct sw_device_watch {
     sw_thread thread;
     pthread_mutex_t mutex;
     pthread_cond_t changed;
-    bool is_asked, is_out; /* to stop; has stopped. Under the mutex */
+    bool is_asked, is_out; /* stop requested; stopped. Under the mutex */
 } sw_device_watch;
 
 static struct timespec after(int64_t nanoseconds)
@@ -45,8 +45,8 @@ static void set(sw_device_watch *watch, bool *flag)
     pthread_mutex_unlock(&watch->mutex);
 }
 
-/* True if the last mark is late. The driver is asked once it is due, unless the program's thread
- * may be blocked in a driver call: then it is late if that call alone has taken as long as the
+/* True if the last mark is late. Once the mark is due, query the driver. But if the program's
+ * thread may be blocked in a driver call, the mark is late once that call has taken as long as the
  * deadline. */
 static bool is_late(sw_device_comm *c)
 {
@@ -58,13 +58,13 @@ static bool is_late(sw_device_comm *c)
     if (entered && now - entered > LONG_CALL_NS)
         return now - entered > c->timeout_ns;
     if (c->device->ops->event_query(c->device, c->marked, &done, NULL) != SW_OK)
-        return false; /* the program's next call meets the same failure, and reports it */
+        return false; /* the program's next call meets and reports the same failure */
     if (done)
         (void)atomic_compare_exchange_strong(&c->marked_ns, &marked, 0);
     return !done && atomic_load(&c->marked_ns) == marked;
 }
 
-/* Return SW_OK, or the reason for which the transport ended. */
+/* Return SW_OK, or the reason why the transport ended. */
 static sw_status look(sw_device_comm *c, sw_error *reason)
 {
     sw_comm *host = c->lookout.host;

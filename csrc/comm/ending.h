@@ -1,12 +1,12 @@
-/* ending.h - the reason for which something ends, recorded once: the first one stays.
+/* ending.h - the reason why a communicator or transport ends: the first one recorded wins.
  *
  * Idea: several threads of a rank, and in shared pages several processes, may detect that a
- * communicator has ended. Each records its reason; the first one is every rank's. Recording takes
- * no lock, so a process that is killed in the middle blocks no other: its reason never counts, and
- * its death is detected in other ways.
+ * communicator has ended. Each records its reason; every rank reports the first one. Recording
+ * takes no lock, so a process killed in the middle blocks no other: its reason is ignored, and its
+ * death is detected otherwise.
  *
- * Recording is separate from acting: a transport that belongs to one thread is ended by that
- * thread, which finds the reason here in the next turn of its loop.
+ * Recording does not end anything: a transport's own thread ends it when it finds the reason in the
+ * next turn of its loop.
  *
  * Thread rule: any; also between processes that map it. */
 #ifndef SW_COMM_ENDING_H
@@ -48,8 +48,8 @@ static inline bool sw_ending_record(sw_ending *ending, sw_member_state how, cons
     return true;
 }
 
-/* For a forked child, on its own copy: a thread that does not exist in the child may have been
- * writing the reason. */
+/* For a forked child's copy: a thread that does not exist in the child may have been writing the
+ * reason. */
 static inline void sw_ending_force(sw_ending *ending, const sw_error *reason)
 {
     if (sw_ending_state(ending) != SW_MEMBER_ACTIVE)
@@ -67,7 +67,8 @@ static inline sw_status sw_ending_read(const sw_ending *ending, sw_error *err)
                         SW_ERROR_MESSAGE_BYTES - 1, ending->reason.message);
 }
 
-/* The same for a thread that has lost to another thread of its own process: wait for the reason. */
+/* The same after another thread of this process has recorded first: wait until its reason is
+ * written. */
 static inline sw_status sw_ending_await(const sw_ending *ending, sw_error *err)
 {
     while (atomic_load(&ending->state) == SW_MEMBER_RECORDING)

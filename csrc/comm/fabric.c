@@ -1,5 +1,5 @@
-/* fabric.c - begin and end of a fabric, checks of its peers, and tickets: comparing descriptors,
- * progress in order. Issuing is in fabric_issue.c, waiting in fabric_wait.c, memory access of an
+/* fabric.c - start and end of a fabric, checks of its peers, and tickets: comparing descriptors and
+ * ordered progress. Issuing is in fabric_issue.c, waiting in fabric_wait.c, memory access of an
  * operation in fabric_execute.c. */
 #include "comm/fabric.h"
 
@@ -73,8 +73,8 @@ void sw_control_end(sw_control *control, int world_size, int rank, sw_member_sta
     }
 }
 
-/* This rank's own threads see the reason first, so that one that ends by itself reports it too.
- * Then the peers do, also on a second call: the first may have come before the pages. */
+/* Record the reason for this rank's own threads first, so that all of them report it, then for the
+ * peers. Repeat that in a second call: the first may have come before the pages existed. */
 static sw_status end(sw_fabric *fabric, sw_member_state how, const sw_error *reason, sw_error *err)
 {
     sw_error first;
@@ -181,8 +181,8 @@ sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
 
 void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 {
-    /* Sequentially consistent on both sides: either we see the sleeper, or it sees the new
-     * value. */
+    /* Both sides are sequentially consistent: either this thread sees the sleeper, or the sleeper
+     * sees the new value. */
     atomic_store(word, value);
     if (atomic_load(&own->waiters))
         sw_futex_wake_all(word);
@@ -191,7 +191,7 @@ void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 static sw_status check_descriptors(sw_fabric *fabric, uint32_t ticket, sw_error *err)
 {
     const sw_descriptor *lowest = sw_fabric_descriptor(fabric, 0, ticket), *counting = NULL;
-    int counting_rank = 0; /* the lowest that counts rounds */
+    int counting_rank = 0; /* the lowest rank that counts rounds */
     for (int r = 0; r < fabric->comm.world_size; ++r) {
         const sw_descriptor *other = sw_fabric_descriptor(fabric, r, ticket);
         if (other->round != 0 && !counting) {
@@ -220,7 +220,7 @@ static bool all_have(const sw_fabric *fabric, bool posted, uint32_t ticket)
     return true;
 }
 
-/* Pieces are collected once every rank has folded its own. */
+/* Collect pieces once every rank has folded its own. */
 bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited)
 {
     const sw_pending *pending = &fabric->pending[ticket % SW_FABRIC_RING];

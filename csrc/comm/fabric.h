@@ -9,14 +9,14 @@
 /* Bytes of the pages that `world_size` ranks share. They begin with the control blocks. */
 size_t sw_fabric_pages_bytes(int world_size);
 
-/* Take rank, world_size and pages; the transport has filled its own pid and host. On failure peers
- * get the same sentence. */
+/* Join with rank, world_size and pages; the transport has already written its pid and host. On
+ * failure peers get the same message. */
 SW_MUST_USE sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *pages,
                                      sw_error *err);
 /* Leave the group (notifying peers that wait for this rank) and free the scratch. */
 void sw_fabric_fini(sw_fabric *fabric);
 
-/* The functions of sw_comm_ops that need no transport. */
+/* Functions of sw_comm_ops that need no transport. */
 SW_MUST_USE sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket,
                                      sw_error *err);
 SW_MUST_USE sw_status sw_fabric_poll(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err);
@@ -31,7 +31,7 @@ bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 
 /* Record the end of `rank` in its block, and wake all sleepers of all blocks. The first reason
- * stays. */
+ * wins. */
 void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
                     const sw_error *reason);
 

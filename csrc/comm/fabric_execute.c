@@ -2,8 +2,9 @@
  *
  * Pool form: a rank folds its own slice of all W buffers and stores the result into all of them, so
  * each rank reads n bytes and writes n, for every W. Several owners of one slice divide its fold,
- * and each stores into the results of all. Slot form: every rank folds the whole chunk, which is in
- * cache, into its own private memory: more arithmetic, one wait less. Both fold in rank order. */
+ * and each stores into the results of all owners. Slot form: every rank folds the whole chunk,
+ * which is in cache, into its private memory: more arithmetic, one wait less. Both fold in rank
+ * order. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -14,8 +15,8 @@ typedef struct fold_range {
     size_t begin, end;
     size_t origin;   /* the first element of op.result */
     bool slots;      /* sources are the slots of `ticket`; else the arena's parts */
-    bool pieces;     /* and the destination is this rank's slot; else op.data */
-    bool everywhere; /* store into every rank's part; else into this rank's alone, or into
+    bool pieces;     /* the destination is this rank's slot; else op.data */
+    bool everywhere; /* store into every rank's part; else into this rank's only, or into
                         op.result */
 } fold_range;
 
@@ -81,7 +82,7 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
     }
 }
 
-/* Return true for the ranks that read this rank's slice out of their own part. */
+/* Return true for ranks that read this rank's slice in their own part. */
 static bool takes_slice(const sw_fabric *fabric, const sw_op *op, int rank)
 {
     int own = fabric->comm.rank;
@@ -129,7 +130,7 @@ static void execute_pool(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     }
 }
 
-/* The part of a chunk that `rank` folds, if each rank folds one. */
+/* The piece of a chunk that `rank` folds, if each rank folds one. */
 static fold_range piece_of(const sw_fabric *fabric, const sw_pending *pending, int rank)
 {
     size_t piece = sw_comm_slice_numel(pending->count, sw_dtype_size_bytes(pending->op.dtype),
@@ -141,7 +142,7 @@ static fold_range piece_of(const sw_fabric *fabric, const sw_pending *pending, i
                         .pieces = true};
 }
 
-/* Copy the results of the previous ticket out of the ranks' slots: the runs that its fold had. */
+/* Copy the previous ticket's results, in the runs of its fold, from the ranks' slots. */
 static void collect(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
 {
     const sw_op *op = &pending->op;
@@ -170,7 +171,7 @@ static void execute_slot(sw_fabric *fabric, const sw_pending *pending, uint32_t 
     } else if (pending->descriptor.form == SW_FORM_COLLECT) {
         collect(fabric, pending, ticket);
     } else if (op->kind ==
-               SW_OP_ALL_REDUCE) { /* also for 0 elements: the plan may need to be resolved */
+               SW_OP_ALL_REDUCE) { /* even for 0 elements, since the plan may need to be resolved */
         fold_range range = {
             .begin = pending->begin, .end = pending->begin + pending->count, .slots = true};
         fold(fabric, pending, ticket, &range);

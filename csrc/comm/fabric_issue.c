@@ -1,11 +1,11 @@
-/* fabric_issue.c - issuing operations: as descriptors, or as chunks of private memory in slots. */
+/* fabric_issue.c - issues operations: as descriptors, or as chunks of private memory in slots. */
 #include <string.h>
 
 #include "base/bytes.h"
 #include "comm/fabric.h"
 
-/* Folding a chunk in pieces makes each rank read 2 chunks instead of W. It pays above this saving,
- * which covers the additional wait. */
+/* If ranks fold pieces of a chunk, each reads 2 chunks instead of W. Above this saving that pays
+ * for the additional wait. */
 static const size_t pieces_save_bytes = 256 * 1024;
 
 /* Wait for space in the ring and the slots, copy private data in, publish. */
@@ -17,8 +17,8 @@ static sw_status issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *t
     SW_TRY(sw_ending_read(&fabric->ending, err));
     uint32_t form = pending->descriptor.form;
     bool fills = form == SW_FORM_SLOT || form == SW_FORM_PIECE;
-    /* A peer may still read the ring entry and the slot of an older operation; a slot of pieces
-     * also during the ticket after its own. */
+    /* A peer may still read the ring entry and the slot of an older operation, and a slot of pieces
+     * even during the next ticket. */
     uint32_t depth = fills ? SW_FABRIC_SLOTS - 1 : SW_FABRIC_RING;
     SW_TRY(sw_fabric_wait_done(fabric, next - depth, err));
     sw_pending *kept = &fabric->pending[next % SW_FABRIC_RING];
@@ -54,8 +54,8 @@ sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_er
     return sw_fabric_progress(fabric, err);
 }
 
-/* Run one chunk after the other through the slots, up to SW_FABRIC_SLOTS of them in flight.
- * `gathered`: of an all_gather. */
+/* Run one chunk after the other through the slots, at most SW_FABRIC_SLOTS of them in flight.
+ * `gathered`: an all_gather's destination. */
 static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, void *gathered,
                                    sw_error *err)
 {

@@ -35,14 +35,14 @@ typedef enum sw_fabric_join {
     SW_FABRIC_ALL_JOINED, /* published by the first rank */
 } sw_fabric_join;
 
-typedef struct sw_control { /* zeroed at first; world_size of them, one behind the other */
+typedef struct sw_control {                /* zeroed at first; world_size consecutive blocks */
     _Alignas(128) _Atomic uint32_t posted; /* futex words; release by the owner, acquire by peers */
     _Alignas(128) _Atomic uint32_t done;
-    _Alignas(128) _Atomic uint32_t waiters; /* peers asleep on either word; by the sleepers */
+    _Alignas(128) _Atomic uint32_t waiters; /* peers asleep on either word; the sleepers write it */
     _Atomic uint32_t has_joined; /* sw_fabric_join; a futex word, released by its owner */
     int32_t pid;
     char host[64];
-    sw_ending ending; /* by its owner's threads */
+    sw_ending ending; /* written by its owner's threads */
 } sw_control;
 
 typedef struct sw_fabric_entry { /* entry of a ring of descriptors */
@@ -63,11 +63,11 @@ typedef struct sw_fabric {
     uint8_t *slots;
     bool (*peer_ended)(struct sw_fabric *fabric,
                        int rank); /* transport's: true if the process has ended */
-    _Atomic bool is_open;         /* control is set: for threads beside the joining one */
+    _Atomic bool is_open;         /* control is set: for threads other than the joining one */
     bool is_foreign;              /* a forked child's copy, which notifies no peer */
     int spin_count;
-    uint32_t posted, done;              /* own counters, as published */
-    sw_ending ending;                   /* this rank's, for all of its threads */
+    uint32_t posted, done;              /* this rank's counters, as published */
+    sw_ending ending;                   /* this rank's end, for all of its threads */
     _Atomic uint32_t asked;             /* the rank whose liveness was checked last */
     sw_pending pending[SW_FABRIC_RING]; /* by ticket modulo the ring */
     const uint8_t **source;             /* owned scratch, world_size pointers each */
@@ -75,7 +75,7 @@ typedef struct sw_fabric {
     bool *contributes;
 } sw_fabric;
 
-/* Private to the fabric's files. */
+/* Private to the fabric's files */
 
 /* Set a word of this rank's block to `value`; wake the ranks that sleep on it. */
 void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own);
@@ -95,8 +95,8 @@ typedef struct sw_fabric_awaited {
  * condition. */
 bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited);
 
-/* Return a rank whose process has ended; -1: none found. Checks the liveness of `budget` ranks at
- * most (NULL: of any, else of missing ones); the next call continues behind them. Any thread. */
+/* Return a rank whose process has ended; -1: none found. Checks at most `budget` ranks (`awaited`
+ * NULL: all, else only missing ones); the next call continues after them. Any thread. */
 int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *awaited);
 /* End the communicator here and notify the peers. Returns the first recorded reason. Any thread of
  * this rank. */

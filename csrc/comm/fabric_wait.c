@@ -1,13 +1,13 @@
-/* fabric_wait.c - waits that end: on the word, a death, an error of a peer, or the deadline
- * (wait.h).
+/* fabric_wait.c - waits for words of peers, which a death, a peer's error or the deadline (wait.h)
+ * also ends.
  *
- * A waiter spins a moment if cores are spare, then sleeps on the word it needs, in time slices.
- * Between them it checks for events that keep that word from ever changing. It never sleeps on one
- * rank once another is known to be dead.
+ * A waiter spins briefly if cores are idle, then sleeps on the word it needs, in time slices.
+ * Between them it checks for events after which the word never changes. It does not sleep on one
+ * rank when another is known to be dead.
  *
- * Of several missing ranks it sleeps on a random one: usually half of the others have arrived by
- * then, so W ranks wake log2(W) times each. The lowest would be the next to arrive if ranks arrive
- * in order, and each would wake W times. */
+ * Of several missing ranks it sleeps on a random one. Usually half of the others have arrived when
+ * it wakes, so a rank wakes log2(W) times. If it slept on the lowest and ranks arrived in order, it
+ * would wake W times. */
 #include <stdio.h>
 
 #include "comm/fabric.h"
@@ -27,7 +27,7 @@ typedef struct fabric_wait {
     uint32_t turns;
 } fabric_wait;
 
-/* Name the first operation that is not done here, or the one waited for, in a message. */
+/* Name, for a message, the first operation that is not done here, or the awaited one. */
 static void describe_operation(const sw_fabric *fabric, uint32_t ticket, char *text,
                                size_t capacity)
 {
@@ -83,10 +83,10 @@ static sw_status check_peers(fabric_wait *w, int dead, sw_error *err)
         if (state == SW_MEMBER_ENDED) {
             sw_error reason;
             if (sw_ticket_reached(atomic_load(&control->done), ticket))
-                continue; /* it ended after its part here, also if others are late: a later call
-                             gets that error */
+                continue; /* it ended after it had done its part here: a later call gets that
+                           * error */
             if (first_missing(fabric, &w->awaited, 0) < 0)
-                return SW_OK; /* the missing ranks have arrived meanwhile */
+                return SW_OK; /* the missing ranks have arrived since */
             (void)!sw_ending_read(&control->ending, &reason);
             return sw_fabric_end(fabric, &reason, err);
         }
@@ -104,8 +104,8 @@ static sw_status check_clock(fabric_wait *w, sw_error *err)
     sw_status status = sw_wait_check(&w->wait, &reason);
     if (status == SW_OK)
         return SW_OK;
-    /* An interrupted caller takes its memory back, and with it memory that the operation borrowed:
-     * no later call may continue it. */
+    /* An interrupted caller takes back its memory, which the operation borrowed, so no later call
+     * may continue the operation. */
     sw_status ended = sw_fabric_end(w->fabric, &reason, err);
     return status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
 }
@@ -155,8 +155,8 @@ static int draw(fabric_wait *w)
     return (int)((seed * UINT32_C(2654435761) >> 8) % (uint32_t)w->fabric->comm.world_size);
 }
 
-/* Wait until this rank has done `ticket`; with `by_all`, until every rank has. Conditions of the
- * next operation come first, then dones. */
+/* Wait until this rank has done `ticket`; with `by_all`, until every rank has. Wait for posts
+ * first, then for `done`. */
 static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_error *err)
 {
     fabric_wait w = {.fabric = fabric};
@@ -197,8 +197,8 @@ sw_status sw_fabric_poll(sw_comm *comm, uint32_t ticket, bool *complete, sw_erro
     return SW_OK;
 }
 
-/* A slot operation is complete for its caller when its own part is done; a pool operation when all
- * are. */
+/* A slot operation is complete for its caller when this rank's part is done; a pool operation when
+ * all parts are. */
 sw_status sw_fabric_wait(sw_comm *comm, uint32_t ticket, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;

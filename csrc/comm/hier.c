@@ -21,7 +21,7 @@ static size_t mirrored_bytes(size_t size_bytes)
     return (size_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
 }
 
-/* Create this host's part of an arena. Mirrored: the carrier's memory holds all ranks' parts. */
+/* Create this host's part of an arena. If mirrored, the carrier's memory holds all ranks' parts. */
 static sw_status create_inside(sw_hier *hier, size_t size_bytes, const char *label, bool mirrored,
                                sw_arena **arena, sw_error *err)
 {
@@ -57,8 +57,8 @@ static void destroy_inside(sw_hier *hier, sw_arena *arena)
     free(arena);
 }
 
-/* The wire may still read an operation that is not complete: its memory then stays until the wire
- * is closed. (The carrier touches no memory of a communicator that has ended.) */
+/* The wire may still read the memory of an incomplete operation, which therefore stays until the
+ * wire is closed. (The carrier accesses no memory of a communicator that has ended.) */
 static void arena_destroy(sw_comm *comm, sw_arena *arena)
 {
     sw_hier *hier = (sw_hier *)comm;
@@ -85,7 +85,7 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
     sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
     if (local != SW_OK && local != SW_E_MEMORY)
         return sw_hier_end_here(hier, &cause, err);
-    /* Ranks of one host have agreed; now the hosts do. */
+    /* Ranks of one host have agreed; now the hosts must. */
     sw_status status = sw_agree(&hier->comm, NULL, label, size_bytes, local, &cause, err);
     if (status != SW_OK) {
         destroy_inside(hier, made);
@@ -120,7 +120,8 @@ static sw_status poll_ticket(sw_comm *comm, uint32_t ticket, bool *complete, sw_
 {
     sw_hier *hier = (sw_hier *)comm;
     sw_error reason;
-    sw_status alive = sw_ending_read(sw_hier_ending(hier), &reason); /* before what is complete */
+    sw_status alive = sw_ending_read(sw_hier_ending(hier), &reason); /* before it returns what is
+                                                                      * complete */
     sw_hier_settle(hier, atomic_load(&sw_hier_page(hier, 0)->wired));
     *complete = sw_ticket_reached(hier->settled, ticket);
     return *complete || alive == SW_OK ? SW_OK : sw_hier_end_here(hier, &reason, err);
@@ -176,9 +177,9 @@ static void free_kept(sw_hier *hier)
     }
 }
 
-/* A carrier that is still inside a call of the wire keeps itself, and the state that its thread
- * reads first, until the process ends; all arenas too if the wire could not be closed. A forked
- * child frees nothing, because it has no such thread. */
+/* If the carrier's thread is still inside a call of the wire, the carrier and the state that its
+ * thread reads first are never freed, and neither are arenas if the wire could not be closed. A
+ * forked child frees nothing, because it has no such thread. */
 static void destroy(sw_comm *comm)
 {
     sw_hier *hier = (sw_hier *)comm;
@@ -191,7 +192,7 @@ static void destroy(sw_comm *comm)
     if (!is_left)
         sw_carrier_destroy(hier->carrier);
     free_kept(hier);
-    destroy_inside(hier, hier->ring); /* a closed wire reads and writes nothing of it */
+    destroy_inside(hier, hier->ring); /* a closed wire does not access it */
     hier->ring = NULL;
     if (!is_left)
         free_tables(hier);
@@ -224,7 +225,7 @@ static const sw_comm_ops hier_ops = {
     .destroy = destroy,
 };
 
-/* Create the shared memory of this host through which data for other hosts passes. */
+/* Create this host's shared memory for data to and from other hosts. */
 static sw_status create_memory(sw_hier *hier, sw_error *err)
 {
     size_t ranks = (size_t)hier->comm.world_size;
@@ -292,8 +293,8 @@ static sw_status find_longest_name(sw_hier *hier, const sw_identity *own, int32_
     return sw_hier_run(&hier->comm, &op, err);
 }
 
-/* Gather all ranks' pids and all hosts' names: the names in pieces, so that a rank needs little
- * memory at a time. */
+/* Gather all ranks' pids and all hosts' names; names in pieces, so that a rank needs little
+ * memory. */
 static sw_status gather_identities(sw_hier *hier, const sw_identity *own, uint8_t *all,
                                    sw_error *err)
 {

@@ -1,13 +1,12 @@
-/* hier_carrier.c - the thread that executes a host's operations: one a host, on its lowest rank.
+/* hier_carrier.c - the thread that executes a host's operations, on the host's lowest rank.
  *
  * An operation begins when all ranks of the host have posted it. Carriers first agree on it by
- * *frames* (hier_frames.c); reductions that are posted already go as one batch. Then operations
- * with data move it in blocks (hier_reduce.c, hier_gather.c). Every wait is for the oldest
- * transfer, and no message of an operation leaves before its frames agree: no two carriers can wait
- * for one another crosswise.
+ * *frames* (hier_frames.c); posted reductions form one batch. Then data moves in blocks
+ * (hier_reduce.c, hier_gather.c). Every wait is for the oldest transfer, and no message of an
+ * operation leaves before its frames agree, so carriers cannot deadlock.
  *
- * A wait of the thread for the wire may never return; the threads that wait for it keep the
- * deadlines. The thread never frees memory that the wire may still write to. */
+ * The thread's wait for the wire may never return; the threads that wait for the carrier keep the
+ * deadlines. The thread never frees memory to which the wire may still write. */
 #include <stdlib.h>
 
 #include "base/bytes.h"
@@ -21,7 +20,7 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
 {
     uint32_t count;
     SW_TRY(sw_carrier_await_posts(carrier, *ticket, err));
-    /* The posting thread overwrites it only after `wired` has passed it. */
+    /* The posting thread overwrites the entry only after `wired` has passed it. */
     const sw_hier_pending *pending = sw_carrier_pending(carrier, *ticket);
     const sw_op *op = &pending->op;
     SW_TRY(sw_carrier_agree(carrier, *ticket, &count, err));
@@ -62,8 +61,8 @@ static void *carry(void *argument)
     return NULL;
 }
 
-/* One block of each host is in flight at a time: many hosts get smaller blocks, and fewer. No
- * result depends on it. */
+/* Every host has blocks in flight, so many hosts get fewer and smaller ones. Results do not depend
+ * on it. */
 static void choose_blocks(sw_carrier *carrier)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count, many = sw_size_max(hosts, SW_HIER_FEW);
@@ -78,7 +77,7 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
 {
     size_t hosts = (size_t)carrier->hier->map.host_count;
     choose_blocks(carrier);
-    /* Holds a block or a packet. Pages that are never written take no memory. */
+    /* A buffer for a block or a packet. Pages that are never written take no memory. */
     size_t room = carrier->block_bytes + SW_ALIGNMENT_BYTES;
     size_t blocks = hosts > 1 ? (3 * carrier->slot_count + 1) * hosts : carrier->slot_count;
     uint8_t *at = carrier->memory = calloc(blocks, room);
@@ -210,7 +209,7 @@ void sw_carrier_stop(sw_carrier *carrier, bool ended_well)
     if (!atomic_exchange(&carrier->stop, true)) {
         bool took_leave = await_end(carrier);
         carrier->wire_closed = !wire || wire->close(wire->context, ended_well && took_leave);
-        if (carrier->wire_closed) /* else a thread inside of it sees no change */
+        if (carrier->wire_closed) /* else a thread inside the wire sees no change */
             (void)await_end(carrier);
     }
     if (atomic_load(&carrier->finished))

@@ -16,7 +16,8 @@ enum {
     SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
     SW_HIER_AHEAD = 6,                     /* blocks sent before the first of them is folded */
     SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* blocks in flight at most */
-    SW_HIER_FEW = 32,                      /* hosts up to which these hold; beyond, less */
+    SW_HIER_FEW = 32,                      /* the most hosts for which these hold; with more,
+                                            * less */
     SW_HIER_LEAST_BLOCK_BYTES = 4096,
     SW_HIER_BATCH = 8,                /* operations that carriers agree on at once */
     SW_HIER_INLINE_BYTES = 32 * 1024, /* payload of all hosts for a batch, inside its frames */
@@ -36,25 +37,26 @@ typedef enum sw_payload_kind {
 
 typedef struct sw_payload {
     sw_payload_kind kind;
-    size_t unit_bytes; /* bytes of a rank, of a host, or of all */
-    size_t at_bytes;   /* into sw_agreement.memory: units from this host's own on, then those of the
-                          hosts behind it, modulo their number */
+    size_t unit_bytes; /* bytes of a rank, a host or all hosts */
+    size_t at_bytes;   /* into sw_agreement.memory: this host's unit, then those of the hosts after
+                        * it, modulo their number */
     bool is_known;     /* BY_ROOT: this host has it */
 } sw_payload;
 
-/* The next operations of some hosts, from this one on: at first this one, in the end all. */
+/* The next operations of consecutive hosts, this one first: at the start only this one, at the end
+ * all. */
 typedef struct sw_agreement {
     uint32_t ticket, count; /* operations from `ticket` on, 1 to SW_HIER_BATCH */
-    bool is_long;           /* the payload of its only operation does not fit into frames */
+    bool is_long;           /* its only operation's payload does not fit into frames */
     sw_part part[SW_HIER_BATCH];
     sw_payload payload[SW_HIER_BATCH];
     uint8_t *memory; /* owned */
     size_t capacity;
-    uint8_t *packs; /* owned; a bit a host: its blocks of float32 in these are packets */
+    uint8_t *packs; /* owned; a bit a host: set if its float32 blocks in this batch are packets */
 } sw_agreement;
 
-/* Announces that a host has ended, and why, at any point of its carrier's work. Whole words: it is
- * read while it arrives. */
+/* Announces that a host has ended, and why, at any point of its carrier's work. It consists of
+ * whole words, since it is read while it arrives. */
 typedef struct sw_end_message {
     uint32_t magic;
     sw_error reason;
@@ -66,12 +68,13 @@ typedef struct sw_end_message {
 typedef struct sw_carrier_hop {
     uint8_t *out, *in; /* borrowed from carrier->frames */
     sw_transfer frame_out, frame_in, leave_out, payload_out, payload_in;
-    uint32_t sent, received; /* frames, which number them */
-    /* to hop->from: number n at n modulo SW_HIER_PROBES */
+    uint32_t sent, received; /* frames so far: their numbers */
+    /* probes to hop->from: number n at n modulo SW_HIER_PROBES */
     sw_transfer probe_out[SW_HIER_PROBES];
     uint64_t probe_text[SW_HIER_PROBES];
-    _Atomic uint32_t probes_sent, probes_settled; /* by the posting thread; by the carrier's */
-    /* from hop->to: the place of the next one */
+    _Atomic uint32_t probes_sent, probes_settled; /* probes sent, by the posting thread;
+                                                   * acknowledged, by the carrier's */
+    /* buffer of the next probe from hop->to */
     sw_transfer probe_in;
     _Atomic uint64_t probe_place;
     uint32_t probes_taken;
@@ -82,9 +85,9 @@ typedef struct sw_carrier_peer { /* one of hier->spread.peers */
     sw_transfer in[SW_HIER_ENDS], out[SW_HIER_ENDS]; /* never waited for */
 } sw_carrier_peer;
 
-typedef struct sw_carrier_slot {  /* one block in flight; arrays of host_count */
+typedef struct sw_carrier_slot {  /* one block in flight; arrays have host_count entries */
     uint8_t **partial, **arrived; /* a block, or its packet */
-    uint8_t **packet;             /* to a host; the result's packet, at this host's index */
+    uint8_t **packet;             /* packets to hosts; the result's packet at this host's index */
     sw_transfer *partial_out, *partial_in, *result_out, *result_in, *standing_out, *standing_in;
 } sw_carrier_slot;
 
@@ -93,7 +96,7 @@ struct sw_carrier {
     sw_bridge bridge;
     sw_thread thread;
     _Atomic bool stop, finished;
-    bool wire_closed; /* also without a wire; the posting thread's */
+    bool wire_closed; /* even without a wire; the posting thread's */
     uint32_t blocks;  /* blocks of complete batches */
     uint32_t pieces;  /* pieces of complete broadcasts */
 
@@ -104,15 +107,15 @@ struct sw_carrier {
     uint8_t *leave;       /* owned: the frame that ends it */
     uint32_t turn;        /* agreements so far */
     bool offered;         /* the next one has begun before this batch is complete */
-    char operations[2][SW_HIER_BATCH][160]; /* names in this batch and the next one, for messages:
-                                          by turn */
+    char operations[2][SW_HIER_BATCH][160]; /* names of operations of this batch and the next, for
+                                             * messages: in turn */
 
     sw_carrier_peer *peers; /* owned */
     sw_end_message ends[SW_HIER_ENDS];
-    pthread_mutex_t ends_lock; /* over ends_sent, and `ends` up to it */
+    pthread_mutex_t ends_lock; /* guards ends_sent, and `ends` up to it */
     int ends_sent;
 
-    size_t block_bytes, ahead, slot_count; /* see above */
+    size_t block_bytes, ahead, slot_count; /* see the limits above */
     sw_carrier_slot slots[SW_HIER_SLOTS];
     uint8_t *memory; /* owned: of the slots */
     const void **source;
@@ -132,10 +135,10 @@ struct sw_carrier {
 /* hier_carrier_wait.c
  * ------------------------------------------------------------------------------------------ */
 
-/* Memory of operations is accessed between these alone; not at all when the first fails. */
+/* Access memory of operations only between these two, and only if the first succeeds. */
 SW_MUST_USE sw_status sw_carrier_touch_begin(sw_carrier *carrier, sw_error *err);
 void sw_carrier_touch_end(sw_carrier *carrier);
-/* Replace a failure of the wire, in *err, by a sentence that names operation and peer. */
+/* Replace the wire's error in *err by one that names operation and peer. */
 sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error *err);
 SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
                                       sw_error *err);
@@ -164,24 +167,24 @@ static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t
 
 /* Expect end messages and probes of each peer. */
 SW_MUST_USE sw_status sw_carrier_expect_ends(sw_carrier *carrier, sw_error *err);
-/* Take in the probes that have arrived from hop->to. */
+/* Receive the probes that have arrived from hop->to. */
 SW_MUST_USE sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int from,
                                              const char *what, sw_error *err);
-/* hop->from has taken in `taken` of the probes sent to it: complete their transfers. */
+/* hop->from has received `taken` of the probes sent to it: complete their transfers. */
 SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to,
                                                uint32_t taken, const char *what, sw_error *err);
 
 /* hier_payload.c
  * ------------------------------------------------------------------------------------------ */
 
-/* Return the payload of an operation, without its place. */
+/* Return the description of an operation's payload, without its place. */
 sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *pending);
-/* Bytes of the payload of `hosts` hosts, from this one on; BY_ROOT: at most. */
+/* Return the payload bytes of `hosts` hosts, this one first; for BY_ROOT the maximum. */
 size_t sw_carrier_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts);
 /* Copy this host's payload of operation `index` into the agreement. */
 SW_MUST_USE sw_status sw_carrier_collect_payload(sw_carrier *carrier, uint32_t index,
                                                  sw_error *err);
-/* Copy `size_bytes` of payload of `count` hosts, the first `distance` behind this one. */
+/* Copy `size_bytes` of payload of `count` hosts, the first of them `distance` after this one. */
 void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, int count,
                              const uint8_t *bytes, size_t size_bytes);
 /* Exchange the payload of the only operation of a long agreement, once all hosts agree on it. */
@@ -210,23 +213,23 @@ static inline bool sw_carrier_streams(const sw_hier_pending *pending)
 
 /* Bytes of the longest frame. */
 size_t sw_carrier_frame_bytes(const sw_carrier *carrier);
-/* Expect the next frame of each hop, so that no host waits to send it. */
+/* Post the receive of each hop's next frame, so that no host waits to send it. */
 SW_MUST_USE sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err);
-/* Agree on the next operations, the same *count on all hosts, and deliver their payload. All ranks
- * of this host have posted `ticket`, the first of them. */
+/* Agree on the next *count operations, equal on all hosts, and deliver their payload. `ticket` is
+ * the first; all ranks of this host have posted it. */
 SW_MUST_USE sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count,
                                        sw_error *err);
-/* While a batch is ending: offer this host's next operations, if all its ranks have posted `ticket`
- * and it reduces, so that carriers agree on it meanwhile. */
+/* While a batch is ending, offer this host's next operations if all its ranks have posted `ticket`
+ * and it is a reduction, so that carriers agree on it meanwhile. */
 SW_MUST_USE sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error *err);
-/* Send a frame on each hop that this host ends, and why (NULL: it leaves). Best effort: a host that
- * cannot be reached keeps this thread, and no rank waits for it. */
+/* Send a frame on each hop that this host ends, and why (NULL: it leaves). Best effort: an
+ * unreachable host may block this thread, for which no rank waits. */
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
 
 /* hier_reduce.c, hier_gather.c, hier_stream.c
  * ------------------------------------------------------------------------------------------ */
 
-/* Move the data of `count` reductions; each completes with its own last block. */
+/* Move the data of `count` reductions; each completes with its last block. */
 SW_MUST_USE sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count,
                                         sw_error *err);
 /* Move the data of an all_gather on an arena. */

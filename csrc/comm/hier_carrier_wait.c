@@ -1,5 +1,5 @@
-/* hier_carrier_wait.c - functions that all phases of a carrier's thread share: access to the memory
- * of operations, waits for the wire and for this host's ranks, and errors of the wire. */
+/* hier_carrier_wait.c - functions for all phases of a carrier's thread: access to operations'
+ * memory, waits for the wire and this host's ranks, errors of the wire. */
 #include <stdio.h>
 
 #include "comm/hier_carrier_state.h"
@@ -47,7 +47,7 @@ sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char
 }
 
 /* Return SW_E_STATE when this rank leaves, the reason if the communicator has ended, or the error
- * of a rank of this host that `need` waits for. */
+ * of one of this host's ranks for which `need` waits. */
 static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool deaths,
                             sw_error *err)
 {

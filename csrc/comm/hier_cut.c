@@ -3,7 +3,7 @@
 
 #include "base/bytes.h"
 
-/* Slices of the host with the most. */
+/* Return the most slices of any host. */
 static size_t most_of(const sw_host_map *map, const sw_slice_table *table)
 {
     int most = table ? table->most_represented : 0;

@@ -1,13 +1,13 @@
-/* hier_cut.h - the cut of a buffer into blocks, each the piece that a host folds or sends at a
- * time. Arithmetic only.
+/* hier_cut.h - the cut of a buffer into blocks, the pieces that a host folds or sends at a time.
+ * Arithmetic only.
  *
- * By host: host h has slice h of host_count equal ones. By rank: it has the slices of its ranks, of
- * world_size equal ones, one after the other in rank order; no block crosses from one to the next.
+ * By host: host h has slice h of host_count equal slices. By rank: a host has its ranks' slices of
+ * world_size equal ones, in rank order; no block crosses from one slice to the next.
  *
  *     2 + 1 ranks, slices of 3 blocks     by host: h0 0 1 2 | h1 3 4 5
  *                                         by rank: h0 0 1 2 (rank 0), 3 4 5 (rank 1) | h1 0 1 2
  *
- * By rank, if slices have several owners: a host has those that it represents (slice_table.h).
+ * By rank, if slices have several owners: a host has the slices that it represents (slice_table.h).
  *
  * Thread rule: any. */
 #ifndef SW_COMM_HIER_CUT_H
@@ -24,7 +24,7 @@ typedef struct sw_cut {
     size_t numel, slice; /* elements in total, and in a slice */
     size_t block_numel;  /* elements of a block, except the last of a slice */
     size_t blocks_a_slice;
-    size_t block_count; /* blocks of the host with the most; others have empty ones at the end */
+    size_t block_count; /* the most blocks of any host; other hosts have empty ones at the end */
     bool by_rank;
     const sw_slice_table *table; /* borrowed; by rank only. NULL: one a rank */
 } sw_cut;

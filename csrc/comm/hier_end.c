@@ -1,19 +1,18 @@
-/* hier_end.c - the end of a communicator over hosts: functions for any thread, beside the one that
- * posts and the carrier's. */
+/* hier_end.c - the end of a communicator over hosts: functions that any thread may call. */
 #include "comm/hier_state.h"
 #include "platform/futex.h"
 
 void sw_hier_await_untouched(sw_hier *hier)
 {
     sw_page *own = sw_hier_page(hier, hier->local_rank);
-    pthread_mutex_lock(&hier->lock); /* an access that began before the end is over */
+    pthread_mutex_lock(&hier->lock); /* accesses that began before the end are over */
     pthread_mutex_unlock(&hier->lock);
     sw_futex_wake_all(&own->posted);
     sw_futex_wake_all(&own->wired);
 }
 
-/* The posting thread gets the error in its next call. A leave is not passed on: it would be an end
- * that no rank has met. */
+/* The posting thread gets the error in its next call. A leave is not passed on, since no rank has
+ * met an error. */
 void sw_hier_request_end(sw_comm *comm, const sw_error *reason)
 {
     sw_hier *hier = (sw_hier *)comm;

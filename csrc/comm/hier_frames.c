@@ -3,8 +3,8 @@
  *
  * A carrier offers every operation that all ranks of its host have posted, up to a batch. In each
  * round (dissemination.h) it sends all it knows and merges all it receives. After the last round
- * all hosts know the same: the operations that all of them offer, and any disagreement on them. An
- * operation under dispute is only ever the first of a batch, so those before it are complete.
+ * all hosts know the operations that all of them offer, and any disagreement on them. A disputed
+ * operation is always the first of a batch, so those before it are complete.
  *
  *     head | of each operation: part, length, payload | a bit a host: packs
  *     head | why this host ends */
@@ -23,8 +23,8 @@ typedef struct frame_head {
     uint32_t magic, bytes;  /* total length */
     uint32_t state;         /* sw_member_state */
     uint32_t ticket, count; /* operations from `ticket` on */
-    uint32_t host, hosts;   /* number of hosts in this frame, from this one on */
-    uint32_t probes;        /* taken in so far, of those that the reader has sent */
+    uint32_t host, hosts;   /* number of hosts in this frame, the sender first */
+    uint32_t probes;        /* probes received so far from the reader of this frame */
 } frame_head;
 
 typedef struct cursor { /* in a received frame; never past `end` */
@@ -80,7 +80,7 @@ sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
 /* Sending
  * ------------------------------------------------------------------------------------------ */
 
-/* Bytes of payload beside an operation in a frame about `hosts` hosts. */
+/* Return an operation's payload bytes in a frame about `hosts` hosts. */
 static uint32_t sent_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts)
 {
     if (carrier->next.is_long || (payload->kind == SW_PAYLOAD_BY_ROOT && !payload->is_known))
@@ -143,7 +143,7 @@ static bool take(cursor *from, void *to, size_t bytes)
     return true;
 }
 
-/* Move on to the next multiple of ALIGNMENT in the frame that begins at `begin`. */
+/* Round `at` up to ALIGNMENT, relative to the frame's `begin`. */
 static bool align(cursor *from, const uint8_t *begin)
 {
     size_t used = aligned((size_t)(from->at - begin));
@@ -258,14 +258,14 @@ static bool all_posted(const sw_hier *hier, uint32_t ticket)
     return true;
 }
 
-/* Bytes of payload of all hosts for `ticket`, if they agree with this one. */
+/* Return the payload bytes of all hosts for `ticket`, if they agree with this host. */
 static size_t payload_bytes(const sw_carrier *carrier, uint32_t ticket, sw_payload *payload)
 {
     *payload = sw_carrier_payload(carrier, sw_carrier_pending(carrier, ticket));
     return sw_carrier_payload_bytes(carrier, payload, carrier->hier->map.host_count);
 }
 
-/* Count the operations from `ticket` on that fit into one batch here. *bytes: their payload. */
+/* Count this host's operations from `ticket` on that fit into one batch. *bytes: their payload. */
 static uint32_t batch_here(sw_carrier *carrier, uint32_t ticket, size_t *bytes)
 {
     uint32_t count = 0;
@@ -315,7 +315,7 @@ static void fill_part(sw_carrier *carrier, uint32_t index)
              "%s '%.*s'", sw_op_kind_name(op->kind), SW_COMM_LABEL_BYTES - 1, op->label);
 }
 
-/* Begin the next agreement with the operations that this host offers. */
+/* Start the next agreement with the operations that this host offers. */
 static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
 {
     sw_agreement *next = &carrier->next;
@@ -371,7 +371,7 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
     SW_TRY(receive_rounds(carrier, what, err));
     SW_TRY(sw_part_check(&next->part[0], ticket, err));
     *count = 1;
-    while (*count < next->count && /* one on which they disagree is the next batch's first */
+    while (*count < next->count && /* a disputed operation is the first of the next batch */
            sw_part_check(&next->part[*count], ticket + *count, err) == SW_OK)
         ++*count;
     if (next->is_long)
@@ -382,14 +382,15 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
         SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, what, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)
         carrier->packs[g] = next->packs[g / 8] >> g % 8 & 1;
-    return sw_carrier_expect_frames(carrier, err); /* the next may arrive while this batch moves */
+    return sw_carrier_expect_frames(carrier, err); /* the next frames may arrive while this batch
+                                                    * moves */
 }
 
 /* Ending
  * ------------------------------------------------------------------------------------------ */
 
-/* Hosts that disagree have each read the other's frame, and both end. Without a buffer for its last
- * frame each would wait for the other to receive. */
+/* Hosts that disagree have read each other's frames, and both end. Without a buffer for the last
+ * frame each would wait until the other receives. */
 static void expect_last_frames(sw_carrier *carrier)
 {
     sw_error ignored;

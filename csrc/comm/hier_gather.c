@@ -1,8 +1,8 @@
 /* hier_gather.c - all_gather on an arena over hosts: every rank's slice to the ranks elsewhere.
  *
- * Slices are sent from their place in the arena and arrive in the carrier's blocks. The carrier
- * copies them to each rank of this host, or once if the host (or a replica on it) has one copy. A
- * slice that a rank of a host owns too is not sent to it. */
+ * Slices are sent from the arena and arrive in the carrier's blocks. The carrier copies them to
+ * each rank of this host, or once if the host (or a replica on it) has one copy. A slice is not
+ * sent to a host that also has an owner of it. */
 #include <string.h>
 
 #include "comm/hier_carrier_state.h"
@@ -26,7 +26,7 @@ static bool shares_part(const gathering *work, int a, int b)
                       (!slices || slices->replica_of_rank[a] == slices->replica_of_rank[b]));
 }
 
-/* Return the lowest of this host's ranks with which `rank` shares a part; the part is its. */
+/* Return the lowest rank of this host that shares a part with `rank`; it owns the part. */
 static int home_of(const sw_carrier *carrier, const gathering *work, int rank)
 {
     int local = 0;
@@ -35,7 +35,7 @@ static int home_of(const sw_carrier *carrier, const gathering *work, int rank)
     return carrier->hier->members[local];
 }
 
-/* Return the part in which `rank` has its slice, and gets the others'. */
+/* Return the part of `rank`, with its slice and those that it receives. */
 static uint8_t *part_of(const sw_carrier *carrier, const gathering *work, int rank, size_t begin)
 {
     const sw_hier_pending *pending = work->pending;

@@ -1,4 +1,4 @@
-/* hier_host.c - a host's knowledge of its ranks: which has done its part, which never will, and
+/* hier_host.c - the state of a host's ranks: which have done their part, which never will, and
  * their names in messages. */
 #include <stdio.h>
 
@@ -39,7 +39,7 @@ sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool
         if (sw_ending_state(ending) == SW_MEMBER_ENDED)
             return sw_ending_read(ending, err);
         if (sw_hier_has_done(hier, need, l) && l != 0)
-            continue; /* it has done its part; the carrier has not until the end */
+            continue; /* it has done its part; the carrier's ends with the operation */
         bool left = sw_ending_state(ending) == SW_MEMBER_LEFT;
         if (left || (deaths && l != hier->local_rank && inside->peer_ended(inside, l))) {
             char peer[SW_COMM_PEER_BYTES], what[160];

@@ -1,17 +1,17 @@
 /* hier_last.c - messages that arrive while the carriers of all hosts are inside calls of the wire.
  *
  * An end message announces that a host has ended, and why. Any thread of the ending host's carrier
- * sends one. Its buffer is posted from the beginning; the receiver polls the buffer instead of
- * waiting, and a checksum shows that all of it has arrived. It goes to the hosts that frames go to
- * and come from, and those send their own: an end spreads as operations do. A host sends up to
- * four, because it may learn a better reason from the hosts that it waits for.
+ * sends it. Its receive is posted from the start; the receiver polls the buffer instead of waiting,
+ * and a checksum shows that all of it has arrived. It goes to the hosts that exchange frames with
+ * this one, which then send their own, so an end spreads to all. A host sends up to four, because
+ * it may learn a better reason from the hosts for which it waits.
  *
- * A probe detects a connection that is lost without the waiting call's knowledge. The reset of a
- * killed process can be lost, and a pure receiver sends nothing that would cause another; and Gloo
- * reports no error to a wait for a message that arrived in part. A probe is a few bytes that
- * require an acknowledgement; on a connection that is known to be lost, beginning to send it fails.
- * The receiver polls the next one's buffer before it sends a frame, and reports in the frame how
- * many it has taken in, so that probes do not pile up. */
+ * A probe detects a lost connection that the waiting call does not notice. The reset of a killed
+ * process can get lost, and a pure receiver sends nothing that would cause another. Gloo also
+ * reports no error to a wait for a partly received message. A probe is a few bytes that the peer's
+ * kernel must acknowledge; once the connection is known to be lost, sending fails. The receiver
+ * polls the next probe's buffer before it sends a frame, and reports in the frame how many it has
+ * received, so that probes do not pile up. */
 #include <stddef.h>
 #include <string.h>
 #include <unistd.h>
@@ -90,7 +90,7 @@ void sw_carrier_send_end(sw_carrier *carrier, const sw_error *reason)
     }
 }
 
-/* The wire writes `place` meanwhile. */
+/* The wire may write `place` meanwhile. */
 static bool has_arrived(const sw_end_message *place, sw_end_message *end)
 {
     const _Atomic uint32_t *arriving = (const void *)place;
@@ -166,7 +166,7 @@ sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int
     if (taken - settled > SW_HIER_PROBES)
         return sw_error_set(err, SW_E_COMM, sw_host_carrier(&carrier->hier->map, to),
                             "a frame acknowledges %u probes, but %u were sent", taken, sent);
-    /* A peer may take a probe while the posting thread is still inside its send: a later frame
+    /* A peer may receive a probe while the posting thread is still inside the send: a later frame
      * acknowledges it again. */
     for (; settled != taken && settled != sent; atomic_store(&hop->probes_settled, ++settled))
         SW_TRY(

@@ -6,7 +6,7 @@
 #include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 
-static const uint64_t counted_bytes = 512 << 10; /* less in a batch measures latency */
+static const uint64_t counted_bytes = 512 << 10; /* a smaller batch measures latency */
 static const uint64_t telling_bytes = 4 << 20;   /* total of consecutive batches */
 static const uint32_t pause_batches = 64;
 
@@ -59,7 +59,7 @@ void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_
         return;
     if (batch.plain_bytes < counted_bytes)
         return;
-    if (packed != packing->seen_packed) /* the frame had left before the last decision */
+    if (packed != packing->seen_packed) /* the frame left before the last decision */
         *seen = (sw_packing_span){.plain_bytes = 0};
     packing->seen_packed = packed;
     seen->plain_bytes += batch.plain_bytes;
@@ -67,7 +67,7 @@ void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_
     seen->elapsed_ns += elapsed_ns > 0 ? elapsed_ns : 1;
     if (seen->plain_bytes < telling_bytes)
         return;
-    /* Packing raises the rate: the margin keeps that alone from switching it off again. */
+    /* Packing itself raises the rate; the margin keeps that from switching packing off. */
     double rate = (double)seen->plain_bytes * 1e9 / (double)seen->elapsed_ns;
     packing->on = rate < (double)slow_bytes_per_s * (packed ? 1.5 : 1.0);
     if (packed && is_most(seen->sent_bytes, seen->plain_bytes)) {

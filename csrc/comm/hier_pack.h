@@ -1,9 +1,9 @@
 /* hier_pack.h - float32 blocks on a slow wire: fewer bytes, the same bits.
  *
  * A *packet* is a block as it travels: an 8-byte length, then the exact record of that length
- * (kernels/compress_kernels.h); or 0, then the plain elements. From batch to batch a carrier
- * decides, by the rate of the one before, whether to pack its own blocks, and announces it in its
- * frame. No result depends on it.
+ * (kernels/compress_kernels.h); or 0, then the plain elements. Before each batch a carrier decides,
+ * by the previous batch's rate, whether to pack its blocks, and announces it in its frame. Results
+ * do not depend on it.
  *
  * Thread rule: the carrier's thread alone. */
 #ifndef SW_COMM_HIER_PACK_H
@@ -32,20 +32,20 @@ SW_MUST_USE sw_status sw_packet_open(void *out, const uint8_t *packet, size_t nu
 
 typedef struct sw_packing_span {
     uint64_t plain_bytes, sent_bytes; /* elements, and as sent */
-    int64_t elapsed_ns;               /* set in `seen` alone */
+    int64_t elapsed_ns;               /* set only in `seen` */
 } sw_packing_span;
 
 typedef struct sw_packing {
     bool on;               /* this host's blocks of the next batch are packets */
-    bool seen_packed;      /* those in `seen` were */
+    bool seen_packed;      /* blocks in `seen` were packets */
     uint32_t pause;        /* batches until the next attempt after one without gain */
-    sw_packing_span batch; /* this one, in progress */
+    sw_packing_span batch; /* the batch in progress */
     sw_packing_span
-        seen; /* those of one kind since the last decision: one alone may be too short */
+        seen; /* batches of one kind since the last decision: a single one may be too short */
 } sw_packing;
 
-/* Decide for the next batch. One batch, `packed` or not, took `elapsed_ns` from agreement to its
- * end. `slow_bytes_per_s`: see sw_wire. */
+/* Decide for the next batch. The last one, `packed` or not, took `elapsed_ns` from its agreement to
+ * its end. `slow_bytes_per_s`: see sw_wire. */
 void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_s,
                       int64_t elapsed_ns);
 

@@ -20,7 +20,7 @@ static const sw_part_side *lower(const sw_part_side *a, const sw_part_side *b)
     return b->rank < 0 || (a->rank >= 0 && a->rank <= b->rank) ? a : b;
 }
 
-/* Sides that agree are equal: a third that contradicts the lower contradicts both. */
+/* Sides that agree are equal, so a third side that contradicts the lower one contradicts both. */
 static void merge_pair(sw_part_side *first, sw_part_side *odd, const sw_part_side *other_first,
                        const sw_part_side *other_odd,
                        bool (*differ)(const sw_part_side *, const sw_part_side *))
@@ -75,7 +75,12 @@ sw_status sw_part_check(const sw_part *part, uint32_t ticket, sw_error *err)
 
 /* Encoding: a word with a bit for each side that exists, then these sides. */
 
-enum { SIDES = 4, COUNTING = 2, IS_LOWEST = 1u << SIDES /* the one that counts is the lowest */ };
+enum {
+    SIDES = 4,
+    COUNTING = 2,
+    IS_LOWEST = 1u << SIDES /* the lowest rank that counts rounds is the
+                             * lowest of all */
+};
 
 static const sw_part_side *side_of(const sw_part *part, int index)
 {

@@ -1,9 +1,9 @@
-/* hier_payload.c - the payload beside the data of an operation: use bits, or all data of a small
- * operation on private memory.
+/* hier_payload.c - the payload of an operation: use bits, or all data of a small operation on
+ * private memory.
  *
- * It is contiguous, in the order of hosts that begins with this one: a hop sends a prefix of it,
- * and what it receives follows the known part. Short payloads travel inside frames (hier_frames.c);
- * long ones take the same hops in messages of their own, once all hosts agree. */
+ * It is contiguous, in order of hosts with this one first: a hop sends a prefix of it, and received
+ * data is appended. Short payloads travel inside frames (hier_frames.c); long ones take the same
+ * hops in separate messages, once all hosts agree. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -42,7 +42,7 @@ sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *
     return (sw_payload){.kind = SW_PAYLOAD_NONE};
 }
 
-/* Number of ranks of `hosts` hosts, from this one on. */
+/* Return the number of ranks of `hosts` hosts, this one first. */
 static size_t ranks_of(const sw_hier *hier, int hosts)
 {
     const sw_host_map *map = &hier->map;
@@ -76,7 +76,7 @@ static void *part_of(const sw_carrier *carrier, const sw_hier_pending *pending, 
     return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes;
 }
 
-/* Address where `rank` provides its payload, and this host's ranks read it. */
+/* Return the address at which `rank` provides its payload and this host's ranks read it. */
 static uint8_t *place_of(const sw_carrier *carrier, const sw_hier_pending *pending, int rank)
 {
     const sw_op *op = &pending->op;
@@ -144,7 +144,7 @@ void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, 
         memcpy(memory + begin, bytes, size_bytes);
 }
 
-/* Both sides agree on the operation, so a message has the length that its receiver expects. */
+/* Both sides agree on the operation, so the receiver knows a message's length. */
 static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, const char *what, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
@@ -181,7 +181,7 @@ sw_status sw_carrier_exchange_payload(sw_carrier *carrier, const char *what, sw_
     return SW_OK;
 }
 
-/* Copy to all places where this host's ranks read it; their own payload is there already. */
+/* Copy other hosts' payload to all places where this host's ranks read it. */
 static void deliver_ranks(sw_carrier *carrier, const sw_hier_pending *pending,
                           const sw_payload *payload, const uint8_t *from)
 {
@@ -203,7 +203,7 @@ static void finish_small(sw_carrier *carrier, const sw_hier_pending *pending,
     int hosts = hier->map.host_count, count = payload->kind == SW_PAYLOAD_MERGED ? 1 : hosts;
     for (int l = 0; l < hier->local_count; ++l)
         carrier->destination[l] = part_of(carrier, pending, l);
-    for (int g = 0; g < count; ++g) /* host order on every host */
+    for (int g = 0; g < count; ++g) /* in host order, equal on every host */
         carrier->source[g] = from + (size_t)(count == 1 ? 0 : (g - hier->host + hosts) % hosts) *
                                         payload->unit_bytes;
     sw_partial_finish(carrier->destination, hier->local_count, carrier->source, count, op->numel,

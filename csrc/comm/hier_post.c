@@ -11,8 +11,8 @@
 /* Posting
  * ------------------------------------------------------------------------------------------ */
 
-/* Find or create the table of op->slices, and make op->slices point into it: the carrier reads both
- * even after the caller has given up. */
+/* Find or create the table of op->slices, and point op->slices into it: the carrier reads both even
+ * after the caller has given up. */
 static sw_status find_table(sw_hier *hier, sw_hier_pending *pending, sw_error *err)
 {
     sw_op *op = &pending->op;
@@ -100,9 +100,9 @@ static uint8_t *own_chunk(const sw_hier *hier, const sw_hier_pending *pending)
                           : sw_hier_mirrored(hier, pending, hier->comm.rank);
 }
 
-/* Run one chunk of private memory to its end. Chunks use the two halves of the shared memory in
- * turn: a late rank may still read the half of the chunk before, and no rank is two behind.
- * *pending: the place of the chunk afterwards. */
+/* Run one chunk of private memory. Chunks use the two halves of the shared memory in turn: a late
+ * rank may still read the previous chunk's half, but no rank is two chunks behind. *pending: the
+ * chunk's operation afterwards. */
 static sw_status run_chunk(sw_hier *hier, const sw_op *op, size_t begin, size_t count,
                            sw_hier_pending *pending, sw_error *err)
 {

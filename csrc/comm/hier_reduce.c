@@ -1,15 +1,16 @@
-/* hier_reduce.c - all_reduce and reduce_scatter over hosts, block by block; the blocks of a batch
+/* hier_reduce.c - all_reduce and reduce_scatter over hosts, block by block. The blocks of a batch
  * of operations are one sequence, so that the wire does not idle between two operations.
  *
  * Partial sums of block t + ahead leave while those of block t arrive. In an all_reduce, results of
  * block t leave while those of t - ahead arrive, so both directions of the wire stay busy. A
- * reduce_scatter is cut by rank: partial sums go to the host of a slice's owner, and end there in
+ * reduce_scatter is cut by rank: partial sums go to the host of a slice's owner and are folded into
  * the owner's results. If slices have several owners (op.slices), it is an all_reduce whose results
- * are kept by owners alone. It is cut by rank too if some host has no owner of some slice: then
- * results go to hosts that have one.
+ * only owners keep. That is cut by rank too if some host has no owner of some slice: then results
+ * go only to hosts with one.
  *
- * Contributions that stand on the results of the round before (plan->stands) lack them. The owner's
- * host sends them one block ahead, and each carrier adds them to its ranks' contributions. */
+ * Contributions that stand on the previous round's results (plan->stands) do not include them. The
+ * owner's host sends those results one block ahead, and each carrier adds them to its ranks'
+ * contributions. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -32,7 +33,8 @@ typedef struct reduction {
     size_t owned; /* elements of an owner's slice */
     double scale;
     bool crosses;           /* some host has no owner of some slice */
-    bool stands, exchanges; /* on results of the round before; some of them on other hosts */
+    bool stands, exchanges; /* some contributions stand on the previous results; some of those on
+                             * other hosts */
     const bool *contributes, *host_contributes; /* borrowed: by rank, by host */
     const char *what;                           /* borrowed */
     uint32_t ticket;
@@ -46,7 +48,7 @@ typedef struct batch_block {
     sw_carrier_slot *at;
 } batch_block;
 
-/* Return true if `host`, beside the folding one, gets the result of the slice of `owner`. */
+/* Return true if `host`, besides the folding one, gets the result of the slice of `owner`. */
 static bool gets_result(const sw_carrier *carrier, const reduction *work, int host, int owner)
 {
     if (work->kept == KEPT_BY_OWNER || !work->crosses)
@@ -94,7 +96,7 @@ static void add_standing(const reduction *work, size_t begin, size_t numel, cons
     plan->add_standing(plan->context, begin, numel, standing);
 }
 
-/* The same from the results of this host's ranks, which own the range. */
+/* The same from the results of this host's ranks that own the range. */
 static void add_standing_here(const sw_carrier *carrier, const reduction *work, size_t begin,
                               size_t numel)
 {
@@ -107,7 +109,7 @@ static void add_standing_here(const sw_carrier *carrier, const reduction *work, 
     }
 }
 
-/* Fold this host's partial sums of a range into `memory`, unless a contribution is the sum. */
+/* Fold this host's partial sums of a range into `memory`, unless one contribution is the sum. */
 static uint8_t *fold_host(const sw_carrier *carrier, const reduction *work, size_t begin,
                           size_t numel, uint8_t *memory)
 {
@@ -145,8 +147,8 @@ static bool is_packed(const sw_carrier *carrier, int sender, sw_dtype dtype)
     return carrier->packs[sender] && dtype == SW_DTYPE_FLOAT32;
 }
 
-/* Return the bytes of a block to send: itself, or its packet in `packet`. The caller may access the
- * operation's memory. */
+/* Return the bytes of a block to send: the block, or its packet in `packet`. The caller may access
+ * the operation's memory. */
 static const uint8_t *wrap_block(sw_carrier *carrier, const uint8_t *data, size_t numel,
                                  sw_dtype dtype, uint8_t *packet, size_t *size_bytes)
 {
@@ -183,7 +185,7 @@ static sw_status expect_block(sw_carrier *carrier, const batch_block *piece, int
     return SW_OK;
 }
 
-/* Return the elements of a block that arrived from a host: in place, or out of its packet. */
+/* Return the elements of a block received from a host: in place, or unpacked. */
 static sw_status open_block(sw_carrier *carrier, const reduction *work, int from, size_t numel,
                             sw_dtype dtype, uint8_t *memory, uint8_t **elements, sw_error *err)
 {
@@ -200,7 +202,7 @@ static sw_status open_block(sw_carrier *carrier, const reduction *work, int from
     return SW_OK;
 }
 
-/* Send results that other hosts' ranks stand on, and expect theirs. */
+/* Send results on which other hosts' contributions stand, and receive theirs. */
 static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
@@ -272,8 +274,8 @@ static sw_status begin_block(sw_carrier *carrier, const batch_block *piece, sw_e
     return SW_OK;
 }
 
-/* Set carrier->destination for an element's result. Owners on every host get theirs at the end,
- * from the lowest rank's part. */
+/* Set carrier->destination for an element's result. If every host has owners, they get it at the
+ * end from the lowest rank's part. */
 static int set_destinations(const sw_carrier *carrier, const reduction *work, int owner,
                             size_t element)
 {
@@ -309,7 +311,7 @@ static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carr
     }
 }
 
-/* Expect the result in the buffer of the partial sum that was sent. */
+/* Receive the result into the buffer of the partial sum that was sent. */
 static sw_status expect_result(sw_carrier *carrier, const batch_block *piece, int from,
                                sw_error *err)
 {
@@ -357,7 +359,7 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     sw_carrier_touch_end(carrier);
     if (work->kept == KEPT_BY_OWNER)
         return SW_OK;
-    /* Elements that no rank used hold no result here; the other hosts do not copy them. */
+    /* Elements that no rank used have no result; the other hosts do not copy them. */
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (gets_result(carrier, work, g, owner))
@@ -367,7 +369,7 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     return SW_OK;
 }
 
-/* Store other hosts' results of a block; none arrive if owners alone keep them. */
+/* Store other hosts' results of a block; none arrive if only owners keep them. */
 static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const reduction *work = piece->work;
@@ -400,7 +402,7 @@ static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_e
     return SW_OK;
 }
 
-/* Copy results from the lowest rank's part, which has them all, to every owner. */
+/* Copy results from the lowest rank's part, which has all of them, to every owner. */
 static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
@@ -419,8 +421,8 @@ static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error
     return SW_OK;
 }
 
-/* Find the contributing ranks and the factor. No blocks if nothing is to be folded; all hosts find
- * the same. */
+/* Find the contributing ranks and the factor, equal on all hosts. No blocks if there is nothing to
+ * fold. */
 static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes,
                          bool *host_contributes, sw_error *err)
 {

@@ -1,17 +1,17 @@
-/* hier_stream.c - broadcast over hosts: pieces go through a ring in memory that a host shares.
+/* hier_stream.c - broadcast over hosts: pieces go through a ring in each host's shared memory.
  *
  *   root -> its host's ring -> carrier ==> next host's ring -> its ranks
  *                                               carrier ==> next host's ring -> ...
  *
- * A piece is sent out of the ring, received into it, and copied to each rank's destination. Its
- * place is free when every rank has copied it and every next host has received it. So all links of
- * all hosts are busy at once. For many pieces hosts form a chain: each sends and receives each
- * once. For few, they form a binary tree, which is less deep. A few KiB travel in frames, as
- * payload of the operation.
+ * A piece is received into the ring, sent on from it, and copied to each rank's destination. Its
+ * place is free when every rank has copied it and every next host has received it. So all links are
+ * busy at once. For many pieces hosts form a chain: each sends and receives each piece once. For
+ * few pieces they form a binary tree, which is less deep. A few KiB travel in frames, as the
+ * operation's payload.
  *
- *   filled  pieces in the ring, since the communicator was made: by the rank that fills it
- *   taken   pieces that a rank has copied (the root: has put there)
- *   sent    pieces that the carrier needs no more */
+ *   filled  pieces put into the ring since creation: by the rank that fills it
+ *   taken   pieces that a rank has copied (root: has put there)
+ *   sent    pieces that the carrier no longer needs */
 #include <stdio.h>
 #include <string.h>
 
@@ -20,7 +20,11 @@
 #include "comm/hier_carrier_state.h"
 #include "platform/futex.h"
 
-enum { CHILDREN = 2, AHEAD = SW_STREAM_PLACES / 2 /* to receive into; the rest are copied */ };
+enum {
+    CHILDREN = 2,
+    AHEAD = SW_STREAM_PLACES / 2 /* places to receive into; the rest are being
+                                  * copied */
+};
 
 static uint32_t pieces_of(size_t size_bytes)
 {
@@ -69,7 +73,7 @@ static void copy_ranges(range_cursor *cursor, uint8_t *place, size_t bytes, bool
     }
 }
 
-/* Wait until the place of `piece` is free: no rank and no transfer uses the piece before in it. */
+/* Wait until the place of `piece` is free: no rank or transfer uses the previous piece in it. */
 static sw_status await_place(sw_hier *hier, uint32_t ticket, uint32_t piece, sw_error *err)
 {
     uint32_t through = piece + 1 - SW_STREAM_PLACES;
@@ -148,7 +152,7 @@ typedef struct stream {
     uint32_t ticket, first, count; /* pieces */
     int parent, child[CHILDREN];   /* hosts; -1: none */
     sw_transfer in[SW_STREAM_PLACES], out[SW_STREAM_PLACES][CHILDREN];
-    uint32_t expected, through; /* pieces with a place to receive into; pieces that were sent on */
+    uint32_t expected, through; /* pieces with a place to receive into; pieces sent on */
 } stream;
 
 static int host_at(const sw_host_map *map, int root, uint32_t position)
@@ -194,7 +198,7 @@ static size_t bytes_of(const stream *work, uint32_t index)
     return piece_bytes(work->pending->op.numel, index);
 }
 
-/* Wait until pieces before `end` have left: this thread no longer needs their places. */
+/* Wait until pieces before `end` were sent: this thread no longer needs their places. */
 static sw_status finish_sending(sw_carrier *carrier, stream *work, uint32_t end, sw_error *err)
 {
     for (; (int32_t)(end - work->through) > 0; ++work->through)
@@ -205,7 +209,7 @@ static sw_status finish_sending(sw_carrier *carrier, stream *work, uint32_t end,
     return SW_OK;
 }
 
-/* Expect the pieces before `end`: each gets a place to receive into. */
+/* Post the receives of pieces before `end`, each into its place. */
 static sw_status expect(sw_carrier *carrier, stream *work, uint32_t end, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
@@ -260,7 +264,7 @@ sw_status sw_carrier_stream(sw_carrier *carrier, uint32_t ticket, sw_error *err)
     stream work = stream_of(carrier, ticket);
     bool sends = work.child[0] >= 0;
     carrier->pieces += work.count;
-    if (!sends && work.parent < 0) /* one host: its ranks do it alone */
+    if (!sends && work.parent < 0) /* one host: its ranks need no carrier */
         work.through = work.count;
     for (uint32_t i = work.through; i < work.count; ++i) {
         SW_TRY(await_piece(carrier, &work, i, err));

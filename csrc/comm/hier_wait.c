@@ -1,6 +1,6 @@
-/* hier_wait.c - a rank's wait for its carrier: until an operation is complete, or until it never
- * will be. That follows from a rank of this host, another host's end message, the wire, or the
- * clock (wait.h). */
+/* hier_wait.c - a rank's wait for its carrier: until an operation is complete or cannot complete.
+ * The latter follows from a rank of this host, another host's end message, the wire, or the clock
+ * (wait.h). */
 #include <stdio.h>
 #include <string.h>
 
@@ -11,12 +11,12 @@
 #include "platform/process.h"
 
 static const int64_t slice_ns = 20 * 1000 * 1000;
-/* A host's end message counts once no byte has moved for so long: data sent before it comes
+/* A host's end message takes effect once no byte has moved for this long: data sent before it comes
  * first. */
 static const int64_t quiet_ns = 100 * 1000 * 1000;
-/* Probe when no byte has moved for so long, then after three times as long: see hier_last.c. */
+/* Probe when no byte has moved for this long, then after three times as long: see hier_last.c. */
 static const int64_t probe_ns = 250 * 1000 * 1000;
-/* The time that a host has to name the rank for which it waits; at most a part of the deadline. */
+/* Time for a host to name the rank for which it waits; at most a part of the deadline. */
 static const int64_t answer_ns = 400 * 1000 * 1000;
 
 static int host_of(const sw_hier *hier, int rank)
@@ -24,8 +24,8 @@ static int host_of(const sw_hier *hier, int rank)
     return rank >= 0 && rank < hier->comm.world_size ? hier->map.host_of[rank] : hier->host;
 }
 
-/* Return true if `rank`, the carrier of another host (or -1), may itself wait for a third rank, of
- * its own host or of a third. */
+/* Return true if `rank`, another host's carrier or -1, may itself wait for a third rank, of its own
+ * host or of another. */
 static bool waits_for_others(const sw_hier *hier, int rank)
 {
     int host = host_of(hier, rank);
@@ -42,7 +42,7 @@ typedef struct hier_wait {
     uint64_t still_bytes;
 } hier_wait;
 
-/* Name the ranks that keep the operation waiting, as far as this host knows. */
+/* Name the ranks for which the operation waits, as far as this host knows. */
 static void describe_wait(void *context, sw_wait_text *text)
 {
     const hier_wait *w = context;
@@ -65,7 +65,7 @@ static void describe_wait(void *context, sw_wait_text *text)
         snprintf(text->missing + used, sizeof text->missing - used, ", or a rank it awaits");
 }
 
-/* Return the index of `host` among this host's peers; -1: none, or this rank is no carrier. */
+/* Return the index of `host` among this host's peers; -1: none, or this rank is not a carrier. */
 static int peer_at(const sw_hier *hier, int host)
 {
     for (int p = 0; hier->carrier && p < hier->spread.peer_count; ++p)
@@ -74,9 +74,9 @@ static int peer_at(const sw_hier *hier, int host)
     return -1;
 }
 
-/* The deadline has passed for *reason, whose rank may itself wait for another. Send it the reason
- * and take its answer as the reason. Its first answer may name a rank that waits for a third. If
- * hosts exchange frames over several rounds, a better one may follow. */
+/* The deadline has passed for *reason, but its rank may itself wait for another. Send that rank the
+ * reason and adopt its answer. The first answer may name a rank that waits for a third; if hosts
+ * exchange frames over several rounds, a better answer may follow. */
 static void ask_awaited_host(sw_hier *hier, sw_error *reason)
 {
     int asked = host_of(hier, reason->detail), peer = peer_at(hier, asked);
@@ -100,7 +100,7 @@ static void ask_awaited_host(sw_hier *hier, sw_error *reason)
     }
 }
 
-/* End a wait that failed, with its own reason or the answer of the host that it asks. */
+/* End a failed wait with its own reason or with the answer of the host that it asks. */
 static sw_status end_wait(hier_wait *w, sw_status status, sw_error *reason, sw_error *err)
 {
     if (status == SW_E_TIMEOUT)
@@ -109,8 +109,8 @@ static sw_status end_wait(hier_wait *w, sw_status status, sw_error *reason, sw_e
     return status == SW_E_INTERRUPTED ? sw_wait_interrupted(err) : ended;
 }
 
-/* Another host has ended, and no byte moves: this host takes over its reason. But if that host gave
- * up waiting for this one, or this one waits for a third, report the rank awaited here. */
+/* Another host has ended and no byte moves: adopt its reason. But if that host gave up waiting for
+ * this one, or this one waits for a third, report the rank awaited here. */
 static sw_status check_ends(hier_wait *w, sw_error *err)
 {
     sw_hier *hier = w->hier;
@@ -164,7 +164,7 @@ static sw_status check_wire(hier_wait *w, sw_error *err)
     return sw_hier_end_here(hier, &reason, err);
 }
 
-/* The carrier asks first; the other ranks of its host take its answer. */
+/* The carrier asks first; the other ranks of its host adopt its answer. */
 static sw_status check_clock(hier_wait *w, sw_error *err)
 {
     sw_hier *hier = w->hier;
@@ -176,9 +176,9 @@ static sw_status check_clock(hier_wait *w, sw_error *err)
     return status == SW_OK ? SW_OK : end_wait(w, status, &reason, err);
 }
 
-/* Let the caller's plans learn which ranks took part in operations that the carrier folded.
- * Operations that completed before the end stay complete. But once this thread has seen the end,
- * its caller may have freed a plan. */
+/* Resolve the caller's plans of operations that the carrier folded. Operations that completed
+ * before the end stay complete. But once this thread has seen the end, its caller may have freed a
+ * plan. */
 void sw_hier_settle(sw_hier *hier, uint32_t wired)
 {
     const sw_page *carrier = sw_hier_page(hier, 0);
@@ -201,7 +201,8 @@ sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic ui
     for (;;) {
         sw_error reason;
         sw_status alive = sw_ending_read(sw_hier_ending(hier), &reason);
-        uint32_t seen = atomic_load(word); /* after it: what was complete before an end stays so */
+        uint32_t seen = atomic_load(word); /* after the counter: operations complete before an end
+                                            * stay complete */
         if (sw_ticket_reached(seen, value))
             return SW_OK;
         if (alive != SW_OK)
@@ -219,7 +220,7 @@ sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic ui
         if (status != SW_OK)
             return sw_hier_end_here(hier, &reason, err);
         SW_TRY(check_ends(&w, err));
-        SW_TRY(check_clock(&w, err)); /* takes an interrupt before a probe would */
+        SW_TRY(check_clock(&w, err)); /* handles an interrupt before a probe could */
         SW_TRY(check_wire(&w, err));
     }
 }

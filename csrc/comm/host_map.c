@@ -31,7 +31,7 @@ sw_status sw_host_map_init(sw_host_map *map, const int *host_of, int world_size,
     for (int r = world_size - 1; r >= 0;
          --r) /* backwards, so that first[h + 1] is the end of host h */
         map->member[--map->first[host_of[r] + 1]] = r;
-    for (int h = 0; h < map->host_count; ++h) /* and has become its beginning */
+    for (int h = 0; h < map->host_count; ++h) /* it has become the start of host h */
         map->first[h] = map->first[h + 1];
     map->first[map->host_count] = world_size;
     return SW_OK;

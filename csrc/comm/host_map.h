@@ -1,6 +1,6 @@
 /* host_map.h - the map of ranks to hosts. Arithmetic only.
  *
- * Hosts are numbered by their lowest rank, the *carrier*: it alone moves the host's bytes to other
+ * Hosts are numbered by their lowest rank, the *carrier*, which alone exchanges bytes with other
  * hosts.
  *
  *   host_of = 0 0 1 1 1     2 hosts; host 0: ranks 0 and 1, carrier 0; host 1: 2, 3, 4, carrier 2

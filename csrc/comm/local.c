@@ -11,9 +11,9 @@
 #include "comm/fabric.h"
 #include "platform/memory.h"
 
-/* A rank's memory of an arena. As with mappings of processes, it stays until all ranks have
- * destroyed their arena, because others may still read it. If some rank could not finish the arena,
- * it stays until the group ends. */
+/* A rank's memory of an arena. It stays until all ranks have destroyed their arena, because others
+ * may still read it, as with mappings of processes. If some rank could not finish the arena, it
+ * stays until the group ends. */
 typedef struct local_part {
     struct local_part *before, *next; /* in the group's `parts` */
     _Atomic int users;
@@ -68,7 +68,7 @@ sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error
     return SW_OK;
 }
 
-/* Returns NULL without memory for it. The caller fills its address. */
+/* Returns NULL if out of memory. The caller sets the address. */
 static local_part *part_create(sw_local_group *group, size_t size_bytes)
 {
     local_part *part = calloc(1, sizeof *part);
@@ -168,7 +168,7 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
                 free_tables);
     status = check_offers(offers, comm->world_size, label, err);
     if (status != SW_OK) {
-        mine.part = NULL; /* all ranks see that one is missing, and none reads the others */
+        mine.part = NULL; /* all ranks see that a part is missing, and none reads the others */
         goto free_tables;
     }
     for (size_t r = 0; r < count; ++r) {

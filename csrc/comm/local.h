@@ -14,7 +14,7 @@ SW_MUST_USE sw_status sw_local_group_create(int world_size, sw_local_group **gro
 void sw_local_group_destroy(sw_local_group *group);
 
 /* Create the communicator of one rank; the caller sets its timeouts. On failure the peers get its
- * sentence. */
+ * message. */
 SW_MUST_USE sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm,
                                            sw_error *err);
 

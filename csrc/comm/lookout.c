@@ -7,7 +7,7 @@
 #include "platform/thread.h"
 
 static const int64_t PERIOD_NS = 50 * 1000 * 1000;
-/* A peer publishes its reason before its end is noticed. */
+/* Time for a peer to publish its reason before its end is reported. */
 static const int64_t REASON_NS = 200 * 1000 * 1000;
 
 static void describe(void *context, sw_wait_text *text)
@@ -39,7 +39,7 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
     return host->ops->look(host, lookout->minds_leaving, reason);
 }
 
-/* Return true for errors that read the same on every rank; others are this rank's own. */
+/* Return true for errors with the same message on every rank; other errors are this rank's own. */
 static bool is_collective_failure(sw_status status)
 {
     return status == SW_E_COMM || status == SW_E_TIMEOUT || status == SW_E_MISMATCH;

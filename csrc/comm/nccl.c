@@ -20,7 +20,7 @@ static sw_status refuse_failed(const nccl_comm *comm, sw_error *err)
     return sw_ending_await(&comm->base.ending, err);
 }
 
-/* Take the handle, so that no thread calls NCCL with it any more. An open group needs it until its
+/* Take the handle, so that no thread calls NCCL with it again. An open group needs it until its
  * end. */
 static sw_nccl_comm take_handle(nccl_comm *comm)
 {
@@ -32,9 +32,9 @@ static sw_nccl_comm take_handle(nccl_comm *comm)
     return comm->base.is_borrowed ? NULL : handle;
 }
 
-/* Abort, so that NCCL's kernels stop waiting for peers; the owner of a borrowed communicator does
- * it. The abort may wait until the process's other communicators abort too, by the thread that sees
- * the end of this one. So it counts as failed before the abort returns. No lock is held. */
+/* Abort, so that NCCL's kernels stop waiting for peers; a borrowed communicator's owner does it
+ * instead. The abort may wait until the thread that sees this communicator's end also aborts the
+ * process's others. So it is marked as failed before the abort returns. No lock is held. */
 static void abort_handle(const nccl_comm *comm, sw_nccl_comm handle)
 {
     sw_device *device = comm->base.device;
@@ -54,16 +54,16 @@ static void end(nccl_comm *comm)
     abort_handle(comm, handle);
 }
 
-/* Inside a group, end at the end of the outermost one: NCCL keeps an open group for the thread, so
- * ending a communicator there would take the thread's later ones along. */
+/* Inside a group, end only with the outermost one: NCCL keeps an open group for the thread, so an
+ * abort inside it would break the thread's later communicators. */
 static void nccl_end(sw_peers *peers, const sw_error *reason)
 {
     (void)reason;
     end(comm_of(peers));
 }
 
-/* During a NCCL call or an open group, the thread that made it ends the communicator. Otherwise
- * NCCL does not need it: the program may be blocked in a launch that waits for NCCL's kernels. */
+/* During a NCCL call or an open group, that call's thread ends the communicator. Otherwise any
+ * thread may: the program may be blocked in a launch that waits for NCCL's kernels. */
 static void nccl_end_beside(sw_peers *peers, const sw_error *reason)
 {
     nccl_comm *comm = comm_of(peers);
@@ -79,7 +79,7 @@ static void nccl_end_beside(sw_peers *peers, const sw_error *reason)
     abort_handle(comm, handle);
 }
 
-/* Describe a NCCL result in a sentence. Without the lock. */
+/* Describe a NCCL result in a message. Call it without the lock. */
 static void explain(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *reason)
 {
     char last[SW_ERROR_MESSAGE_BYTES / 2] = "";
@@ -107,8 +107,8 @@ static sw_status fail_result(nccl_comm *comm, sw_nccl_result result, const char 
     return sw_peers_fail(&comm->base, &reason, err);
 }
 
-/* Query NCCL's asynchronous state; no state once another thread has ended the communicator, which
- * the caller checks next. */
+/* Query NCCL's asynchronous state. There is none once another thread has ended the communicator;
+ * the caller checks that next. */
 static sw_nccl_result ask(nccl_comm *comm, sw_nccl_result *state)
 {
     sw_nccl_result asked = SW_NCCL_SUCCESS;
@@ -124,8 +124,8 @@ static sw_status settle(nccl_comm *comm, sw_nccl_result result, const char *what
 {
     int64_t start = sw_clock_now_ns();
     while (result == SW_NCCL_IN_PROGRESS) {
-        SW_TRY(sw_peers_check_request(&comm->base,
-                                      err)); /* first: a lender may have freed what is asked */
+        SW_TRY(sw_peers_check_request(&comm->base, err)); /* first, since a lender may have freed
+                                                           * the communicator */
         sw_nccl_result asked = ask(comm, &result);
         if (asked != SW_NCCL_SUCCESS)
             return fail_result(comm, asked, what, err);
@@ -136,7 +136,8 @@ static sw_status settle(nccl_comm *comm, sw_nccl_result result, const char *what
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
 }
 
-/* One NCCL call with the device current. Another thread may have ended the communicator. */
+/* Prepare one NCCL call: make the device current. Another thread may have ended the
+ * communicator. */
 #define NCCL_CALL(comm, err, what, invocation)                          \
     do {                                                                \
         sw_device *device_ = (comm)->base.device;                       \
@@ -223,7 +224,7 @@ static sw_status nccl_group_begin(sw_peers *peers, sw_error *err)
     if (comm->depth == 0)
         SW_TRY(sw_peers_check_request(peers, err));
     SW_TRY(device->ops->enter(device, &visit, err));
-    pthread_mutex_lock(&comm->calls); /* an open group and its count are seen together */
+    pthread_mutex_lock(&comm->calls); /* other threads see an open group and its count together */
     bool is_there = comm->handle != NULL;
     sw_nccl_result result = is_there ? comm->library->call.ncclGroupStart() : SW_NCCL_SUCCESS;
     comm->depth += is_there && result == SW_NCCL_SUCCESS;
@@ -251,7 +252,7 @@ static sw_status nccl_group_end(sw_peers *peers, sw_error *err)
         return refuse_failed(comm, err);
     }
     if (!is_outermost && result == SW_NCCL_IN_PROGRESS)
-        return SW_OK; /* decided at the end of the outermost */
+        return SW_OK; /* the end of the outermost group waits for the result */
     return settle(comm, result, "group end", err);
 }
 
@@ -425,7 +426,7 @@ static void nccl_destroy(sw_peers *peers)
         comm->handle = NULL;
     if (comm->handle && finalize(comm, NULL) == SW_OK &&
         comm->base.device->ops->enter(comm->base.device, &visit, NULL) == SW_OK) {
-        /* On failure the communicator is lost either way; abort frees it. */
+        /* On failure the communicator is unusable; abort frees it. */
         if (comm->library->call.ncclCommDestroy(comm->handle) != SW_NCCL_SUCCESS)
             (void)comm->library->call.ncclCommAbort(comm->handle);
         comm->handle = NULL;
@@ -521,7 +522,7 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
     return SW_OK;
 }
 
-/* Check that the borrowed communicator is ready, and of the expected rank, size and GPU. */
+/* Check that the borrowed communicator is ready and has the expected rank, size and GPU. */
 static sw_status check_lent(nccl_comm *comm, sw_error *err)
 {
     int rank = -1, world_size = 0, ordinal = -1;
@@ -554,7 +555,7 @@ sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl
         free_comm(made);
         return status;
     }
-    made->base.lookout = lookout; /* failures before this the caller reports itself */
+    made->base.lookout = lookout; /* the caller reports earlier failures itself */
     *peers = &made->base;
     return SW_OK;
 }

@@ -1,10 +1,9 @@
 /* nccl.h - collectives between GPUs: a communicator of our own in the NCCL that torch has loaded,
  * or a borrowed one.
  *
- * Idea: a thin layer under the table of peers.h adds what NCCL leaves open. Creation cannot hang
- * (non-blocking, polled under a deadline), a failed call gives one named error, and every later
- * call repeats it after the abort. Groups may be nested; a failure in one ends the communicator at
- * the end of the outermost.
+ * Idea: a thin layer below the table of peers.h. Creation cannot hang (non-blocking, polled under a
+ * deadline), a failed call gives one named error, and every later call repeats it after the abort.
+ * Groups may be nested; a failure in one ends the communicator at the end of the outermost.
  *
  * Thread rule: as peers.h. */
 #ifndef SW_COMM_NCCL_H
@@ -24,10 +23,10 @@ SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *dev
                                      int64_t timeout_ns, sw_lookout *lookout, sw_peers **peers,
                                      sw_error *err);
 
-/* This rank alone: use a communicator whose owner keeps it alive and runs nothing beside our
- * operations. We neither destroy nor abort it: after a failure its kernels wait until its owner
- * aborts it. `handle` is borrowed until destroy. SW_E_INVALID when it is of another rank, world
- * size or GPU; SW_E_TIMEOUT when it does not become ready. */
+/* This rank only: use a communicator whose owner keeps it alive and runs no operations at the same
+ * time as ours. We neither destroy nor abort it: after a failure its kernels wait until its owner
+ * aborts it. `handle` is borrowed until destroy. SW_E_INVALID if its rank, world size or GPU
+ * differ; SW_E_TIMEOUT if it does not become ready. */
 SW_MUST_USE sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device,
                                      sw_nccl_comm handle, int rank, int world_size,
                                      int64_t timeout_ns, sw_lookout *lookout, sw_peers **peers,

@@ -1,8 +1,8 @@
 /* nccl_abi.h - the part of NCCL's interface that the engine uses, declared by hand.
  *
  * Idea: as device/cuda_abi.h: the build needs no header of NCCL, and tests/abi compares this file
- * with the real nccl.h. The configuration structure is versioned by its size: the one here ends
- * with the first field that NCCL 2.14 had, and every later NCCL fills in the rest. Valid C and C++.
+ * with the real nccl.h. The configuration structure is versioned by its size: this one ends with
+ * NCCL 2.14's first field, and every later NCCL fills in the rest. Valid C and C++.
  *
  * Thread rule: any; there is no state. */
 #ifndef SW_COMM_NCCL_ABI_H
@@ -61,7 +61,7 @@ typedef struct sw_nccl_config {
     int blocking;
 } sw_nccl_config;
 
-/* X(name, parameters): all return ncclResult_t. Enumerations are passed as int. */
+/* X(name, parameters): each function returns ncclResult_t. Enumerations are passed as int. */
 #define SW_NCCL_FUNCTIONS(X)                                                                  \
     X(ncclGetVersion, (int *version))                                                         \
     X(ncclGetUniqueId, (sw_nccl_id * id))                                                     \

@@ -40,7 +40,9 @@ sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library, sw_er
     sw_nccl_library made = {0};
     const char *name = library ? library : DEFAULT_LIBRARY;
     sw_status status;
-    sw_library_kind kind = library ? SW_LIBRARY_STAYING : SW_LIBRARY_LOADED; /* an id's thread */
+    sw_library_kind kind = library ? SW_LIBRARY_STAYING : SW_LIBRARY_LOADED; /* the thread that
+                                                                              * waits for an id's
+                                                                              * ranks */
     SW_TRY(sw_library_open(name, kind, &made.handle, err));
     SW_TRY_GOTO(status, read_version(made.handle, name, &made.version, err), close);
     SW_TRY_GOTO(status,

@@ -14,10 +14,10 @@ typedef struct sw_nccl_library {
     void *handle; /* owned */
 } sw_nccl_library;
 
-/* `library`: a path, or NULL for the libnccl.so.2 that the process has loaded already. A second
- * NCCL in one process would be another world of communicators, so none is searched for. A library
- * that was opened by its path stays loaded: the thread that waits for the ranks of an id runs in
- * it. SW_E_UNSUPPORTED when it is not loaded, lacks a function, or is older than 2.14. */
+/* `library`: a path, or NULL for the libnccl.so.2 that the process has loaded already. No second
+ * NCCL is searched for, since its communicators would be separate from torch's. A library opened by
+ * its path stays loaded: the thread that waits for the ranks of an id runs in it. SW_E_UNSUPPORTED
+ * if it is not loaded, lacks a function, or is older than 2.14. */
 SW_MUST_USE sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library,
                                            sw_error *err);
 void sw_nccl_library_fini(sw_nccl_library *nccl);

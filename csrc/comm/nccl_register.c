@@ -42,7 +42,8 @@ void sw_nccl_memory_free(const sw_nccl_library *nccl, sw_device *device, void *m
 
 /* ---- registering ---- */
 
-/* Between these two no thread ends the communicator. False, and nothing to unlock: it has ended. */
+/* Between these two no thread ends the communicator. If it has ended, return false without the
+ * lock. */
 static bool enter(nccl_comm *comm)
 {
     pthread_mutex_lock(&comm->calls);
@@ -57,7 +58,7 @@ static void leave(nccl_comm *comm)
     pthread_mutex_unlock(&comm->calls);
 }
 
-/* A result as a sentence. Such a failure leaves the transport as it was. */
+/* Describe a failed result in a message. Such a failure does not change the transport. */
 static sw_status refuse(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     char last[201] = "";
@@ -72,8 +73,8 @@ static sw_status refuse(nccl_comm *comm, sw_nccl_result result, const char *what
                         last);
 }
 
-/* Waits until a call that may go on in the background is decided. Late, it ends the communicator:
- * whatever comes of it, the memory cannot be told free. */
+/* Wait for the result of a call that may go on in the background. If it is late, end the
+ * communicator, since the memory may still be in use. */
 static sw_status decide(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     int64_t start = sw_clock_now_ns();
@@ -131,7 +132,7 @@ static sw_status call(nccl_comm *comm, const request *r, sw_error *err)
     return is_there ? decide(comm, result, what, err) : sw_ending_await(&comm->base.ending, err);
 }
 
-/* Peers that wait in the collective get the reason for which this rank fails in it. */
+/* Peers that wait in the collective get the reason why this rank fails. */
 static sw_status make_window(sw_peers *peers, const request *r, sw_error *err)
 {
     sw_error reason;

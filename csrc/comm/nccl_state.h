@@ -13,7 +13,7 @@ typedef struct nccl_comm {
     sw_peers base;
     const sw_nccl_library *library; /* borrowed */
     sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended; under `calls` */
-    int depth;                      /* groups that are open in NCCL, nested; under `calls` */
+    int depth;                      /* depth of open NCCL groups; under `calls` */
     pthread_mutex_t calls;          /* held for each NCCL call that names the communicator */
 } nccl_comm;
 

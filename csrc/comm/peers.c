@@ -57,7 +57,7 @@ void sw_peers_request_end(sw_peers *t, const sw_error *reason)
     sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     t->ops->end_beside(t, reason);
     sw_lookout_report_to_hosts(
-        t->lookout); /* takes the GIL, which a thread may keep until the GPU is let go */
+        t->lookout); /* takes the GIL, which a thread may hold until the GPU is released */
 }
 
 sw_status sw_peers_watch(sw_peers *t, sw_error *err)
@@ -99,7 +99,7 @@ sw_status sw_peers_await(sw_peers *t, sw_event *event, const char *what, sw_erro
         sw_error cause;
         if (t->device->ops->event_query(t->device, event, &done, &cause) != SW_OK)
             return sw_peers_fail_driver(t, what, &cause, err);
-        SW_TRY(sw_peers_check(t, err)); /* after the event: its data may be garbage */
+        SW_TRY(sw_peers_check(t, err)); /* check after the event, since its data may be garbage */
         if (done)
             return SW_OK;
         SW_TRY(sw_peers_turn(t, begun_ns, what, err));

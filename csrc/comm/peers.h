@@ -1,15 +1,15 @@
 /* peers.h - the transport between a rank's GPU and its peers, as one table of functions.
  *
- * Idea: a stream orders a GPU's operations with its peers. So this is not comm.h's table, which
- * is about shared memory, tickets and progress. Two forms exist: NCCL (nccl.h), and slots in
- * memory that the ranks of one host share (slot_transport.h). Callers do not distinguish them.
+ * Idea: a stream orders a GPU's operations with its peers. So this is not comm.h's table, which has
+ * shared memory, tickets and progress. Two transports exist: NCCL (nccl.h), and slots in memory
+ * that the ranks of one host share (slot_transport.h). Callers do not distinguish them.
  *
- * Operations are in place, except gather_slices and reduce_scatter. Memory and stream belong to
- * the transport's device and must live until the stream has passed the operation. A failure ends
- * the transport, and the host's communicator with it (lookout.h); every later call repeats it.
+ * Operations are in place, except gather_slices and reduce_scatter. Memory and stream belong to the
+ * transport's device and must live until the stream has run the operation. A failure ends the
+ * transport and the host communicator (lookout.h); every later call repeats it.
  *
- * Thread rule: one at a time a transport. Any thread may call has_failed, request_end, watch and
- * explain_late beside it. Every rank issues the same operations, of the same sizes, in one
+ * Thread rule: one at a time a transport. Other threads may call has_failed, request_end, watch and
+ * explain_late at the same time. Every rank issues the same operations, of the same sizes, in one
  * order. */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
@@ -32,15 +32,15 @@ typedef struct sw_registration {
 } sw_registration;
 
 typedef struct sw_peers_ops {
-    /* Operations between begin and end are one operation of the stream, all of one stream. Each
-     * begin that succeeded needs its end, also after a failure in between. */
+    /* Operations between begin and end form one operation of one stream. Each successful begin
+     * needs its end, even after a failure in between. */
     sw_status (*group_begin)(sw_peers *peers, sw_error *err);
     sw_status (*group_end)(sw_peers *peers, sw_error *err);
     /* Reduce data[0 .. numel) over the ranks, in the transport's own order: SUM, MEAN, MIN, MAX. */
     sw_status (*all_reduce)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, sw_redop op,
                             sw_stream *stream, sw_error *err);
-    /* Slice r of `data` is data[r * slice_numel ...). Reduce: `to`, the own slice or memory
-     * elsewhere, becomes the reduction of all ranks' copies of the own slice; the rest of `data`
+    /* Slice r of `data` is data[r * slice_numel ...). Reduce: `to`, this rank's slice or other
+     * memory, becomes the reduction of all ranks' copies of this rank's slice; the rest of `data`
      * keeps its values. Gather: slice r becomes rank r's. */
     sw_status (*reduce_scatter)(sw_peers *peers, const void *data, void *to, size_t slice_numel,
                                 sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err);
@@ -51,42 +51,43 @@ typedef struct sw_peers_ops {
     sw_status (*gather_slices)(sw_peers *peers, const void *slice, void *data, size_t slice_bytes,
                                sw_stream *stream, sw_error *err);
     /* Place r of `contributions` (world_size * slice_numel elements) becomes rank r's copy of this
-     * rank's slice. The own place keeps its values, since the own copy is in `data`. Rank r's slice
-     * is number slice_of_rank[r] of `data`; NULL: number r. The first half of the deterministic
-     * reduction: FOLD (device_kernels.h) is the second. */
+     * rank's slice. This rank's place is not written, since its copy is in `data`. Rank r's slice
+     * is number slice_of_rank[r] of `data`; NULL: number r. This is the first half of the
+     * deterministic reduction; FOLD (device_kernels.h) is the second. */
     sw_status (*exchange_slices)(sw_peers *peers, const void *data, void *contributions,
                                  size_t slice_numel, sw_dtype dtype, const int *slice_of_rank,
                                  sw_stream *stream, sw_error *err);
-    /* Place k of `data` (count * slice_bytes) becomes that place of rank ranks[k]. This rank is
-     * one of them, each of them passes the same ranks, and every rank of the transport passes as
-     * many. */
+    /* Place k of `data` (count * slice_bytes) becomes place k of rank ranks[k]. `ranks` contains
+     * this rank; all of them pass the same list, and every rank of the transport passes a list of
+     * the same length. */
     sw_status (*gather_among)(sw_peers *peers, void *data, size_t slice_bytes, const int *ranks,
                               int count, sw_stream *stream, sw_error *err);
     sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
                            sw_stream *stream, sw_error *err);
-    /* This rank alone: later operations may read and write `memory` in place, without copies of the
-     * transport. It is sw_nccl_memory_alloc's, and all ranks pass it to the same operations at the
-     * same offset, or none does. SW_E_UNSUPPORTED if the transport cannot register. A failure
-     * leaves the transport unchanged. `as_window`, a collective with one size on all ranks, makes a
-     * window, or registers plainly where no rank can have windows. Its failure ends the transport,
+    /* This rank only: later operations may read and write `memory` in place, without the
+     * transport's copies. It comes from sw_nccl_memory_alloc. Either all ranks pass it to the same
+     * operations at the same offset, or none does. SW_E_UNSUPPORTED if the transport cannot
+     * register. A failure does not change the transport. With `as_window`, collective with equal
+     * sizes: makes a window, or registers plainly if NCCL has none. Its failure ends the transport,
      * because other ranks wait. */
     sw_status (*memory_register)(sw_peers *peers, void *memory, size_t size_bytes, bool as_window,
                                  sw_registration *made, sw_error *err);
-    /* The host has waited for the last operation on it. On failure the memory stays in use. */
+    /* Deregister memory after the host has waited for its last operation. On failure it stays in
+     * use. */
     sw_status (*memory_deregister)(sw_peers *peers, const sw_registration *made, sw_error *err);
-    /* Return its failure, if any, without waiting. */
+    /* Return the transport's failure, if any, without waiting. */
     sw_status (*check)(sw_peers *peers, sw_error *err);
-    /* Called after a failure, once its ranks' hosts are notified: release the waits on this GPU,
-     * and set has_failed; called again after each later failure. */
+    /* Called after a failure, once the ranks' hosts are notified, and after each later failure:
+     * release the waits on this GPU and set has_failed. */
     void (*end)(sw_peers *peers, const sw_error *reason);
-    /* From any thread, beside a call of another one, for which it must not wait: SW_OK, or the
-     * reason for which the transport has failed. */
+    /* From any thread, without waiting for another thread's call: SW_OK, or the reason why the
+     * transport has failed. */
     sw_status (*look)(sw_peers *peers, sw_error *reason);
-    /* From any thread, too: sw_peers_report, then release the waits on this GPU. But during a call
-     * of the transport's library, that call ends at its next check. Makes no driver call that may
-     * block. May be repeated. */
+    /* From any thread: sw_peers_report, then release the waits on this GPU. A call in progress
+     * inside the transport's library ends at its next check. Makes no blocking driver call. May be
+     * repeated. */
     void (*end_beside)(sw_peers *peers, const sw_error *reason);
-    /* Let enqueued operations run, unless the transport has failed. */
+    /* Destroy after enqueued operations have run, unless the transport has failed. */
     void (*destroy)(sw_peers *peers);
 } sw_peers_ops;
 
@@ -95,14 +96,14 @@ struct sw_peers {
     const char *name;  /* "nccl"; slots: "shm" in memory of the host, "ipc" in that of the GPUs */
     const char *title; /* its name in messages */
     int rank, world_size;
-    bool is_borrowed;    /* its owner ends it, and runs operations of its own in it: NCCL's alone */
-    bool rounds_divisor; /* a MEAN multiplies by 1 / world_size as rounded to the dtype: NCCL's */
-    sw_device *device;   /* borrowed, as the lookout */
+    bool is_borrowed;    /* its owner ends it and runs its own operations in it: only NCCL */
+    bool rounds_divisor; /* MEAN multiplies by 1 / world_size rounded to the dtype: NCCL */
+    sw_device *device;   /* borrowed, like the lookout */
     int64_t timeout_ns;
     sw_lookout *lookout;
-    sw_ending ending;        /* by any thread; */
-    _Atomic bool is_failing; /* some thread has acted on it, */
-    _Atomic bool has_failed; /* and has ended it */
+    sw_ending ending;        /* requested by any thread; */
+    _Atomic bool is_failing; /* some thread has handled it */
+    _Atomic bool has_failed; /* and ended the transport */
 };
 
 static inline sw_status sw_peers_group_begin(sw_peers *t, sw_error *err)
@@ -193,39 +194,39 @@ static inline void sw_peers_destroy(sw_peers *t)
         t->ops->destroy(t);
 }
 
-/* peers.c: failing and waiting, the same on every transport
+/* peers.c: failures and waits, common to all transports
  * ------------------------------------------------------------------------------------------ */
 
-/* Report the transport's first reason to every rank of this host; the first thread that calls this
- * does. Returns that reason. sw_lookout_report_to_hosts() comes next, after what must not wait for
- * the GIL. */
+/* Report the transport's first reason to every rank of this host (only the first caller does) and
+ * return that reason. Call sw_lookout_report_to_hosts() afterwards, since it waits for the GIL. */
 sw_status sw_peers_report(sw_peers *peers, const sw_error *reason, sw_error *first);
-/* Report it to every rank, then end the transport: its first reason, which later calls repeat. */
+/* Report `reason` to every rank and end the transport. Returns its first reason, as later calls
+ * do. */
 sw_status sw_peers_fail(sw_peers *peers, const sw_error *reason, sw_error *err);
-/* The same for a driver call, made for `what`, that failed with *cause. */
+/* The same for a driver call for `what` that failed with *cause. */
 sw_status sw_peers_fail_driver(sw_peers *peers, const char *what, const sw_error *cause,
                                sw_error *err);
 /* Fail because `what` is late. SW_E_TIMEOUT, or an earlier failure. */
 sw_status sw_peers_give_up(sw_peers *peers, const char *what, sw_error *err);
-/* End the transport for a reason of the caller. */
+/* End the transport for the caller's reason. */
 void sw_peers_abort(sw_peers *peers, const sw_error *reason);
-/* From any thread, beside a call of another one: end the transport for a reason of the caller, at
- * once. But a call inside NCCL ends at its next check, a wait at once. */
+/* From any thread, even during another thread's call: end the transport for the caller's reason. A
+ * wait ends at once, a call inside NCCL at its next check. */
 void sw_peers_request_end(sw_peers *peers, const sw_error *reason);
-/* From any thread, without waiting for another one: SW_OK, or the reason for which the transport
- * has failed; it has then ended as by request_end. Called repeatedly for as long as it lives. */
+/* From any thread, without waiting for another: SW_OK, or the reason why the transport has failed;
+ * it has then ended as by request_end. The watch calls this repeatedly. */
 SW_MUST_USE sw_status sw_peers_watch(sw_peers *peers, sw_error *err);
-/* Write the sentence of sw_peers_give_up. Any thread. */
+/* Write the message of sw_peers_give_up. Any thread. */
 void sw_peers_explain_late(const sw_peers *peers, const char *what, sw_error *reason);
 /* Execute the request of another thread (sw_peers_request_end). */
 SW_MUST_USE sw_status sw_peers_check_request(sw_peers *peers, sw_error *err);
 
 /* One turn of a wait for `what` that began at `begun_ns`: check the deadline and the ranks' hosts,
- * then rest. SW_E_TIMEOUT names `what`, SW_E_COMM a rank's failure; SW_E_INTERRUPTED is the
- * program's. Each ends the transport. */
+ * then sleep. SW_E_TIMEOUT names `what`, SW_E_COMM a rank's failure; SW_E_INTERRUPTED: a signal of
+ * the program. Each ends the transport. */
 SW_MUST_USE sw_status sw_peers_turn(sw_peers *peers, int64_t begun_ns, const char *what,
                                     sw_error *err);
-/* Wait for `event` in such turns, while watching for a failure of the transport. */
+/* Wait for `event` in such turns, and check for a failure of the transport. */
 SW_MUST_USE sw_status sw_peers_await(sw_peers *peers, sw_event *event, const char *what,
                                      sw_error *err);
 /* The same, counted as a wait of the host. */

@@ -29,7 +29,7 @@ void sw_proof_make(uint8_t proof[SW_SHA256_BYTES], sw_proof_role role, const sw_
                    const uint8_t *listener_nonce, const char *name, const uint8_t *secret)
 {
     transcript exchanged;
-    memset(&exchanged, 0, sizeof exchanged); /* padding counts */
+    memset(&exchanged, 0, sizeof exchanged); /* padding bytes are compared too */
     exchanged.role = (uint32_t)role;
     exchanged.call = *call;
     memcpy(exchanged.listener_nonce, listener_nonce, sizeof exchanged.listener_nonce);

@@ -1,6 +1,6 @@
-/* shm.c - the memory that a host's ranks share: control pages and arenas, made by the first rank
- * and passed through the star. A lock on a byte of the control pages shows that a rank lives. The
- * protocol itself is the fabric's. */
+/* shm.c - the memory that a host's ranks share: control pages and arenas, which the first rank
+ * makes and passes through the star. A lock on a byte of the control pages shows that a rank lives.
+ * The protocol is the fabric's. */
 #include "comm/shm.h"
 
 #include <pthread.h>
@@ -30,13 +30,14 @@ typedef struct shm_arena {
 typedef struct shm_comm {
     sw_fabric fabric; /* first */
     sw_star star;
-    shm_arena *arenas; /* not owned: all that live; under `listing`, since any thread drops one */
+    shm_arena *arenas; /* not owned: all live arenas; under `listing`, since any thread may drop
+                        * one */
     pthread_mutex_t listing;
     char host[64];
     size_t control_bytes; /* length of the mapping, which is owned */
     int control_fd;       /* owned; byte r is locked by rank r. Never open another file descriptor
                              of it: closing one would drop the lock */
-    int owner_pid;        /* the process that may notify the group of its leave */
+    int owner_pid;        /* the process that may announce this rank's leave */
     int *names;           /* owned; NULL unless narrowed */
 } shm_comm;
 
@@ -113,7 +114,7 @@ static sw_status make(sw_comm *comm, size_t size_bytes, const char *label, shm_a
 }
 
 /* Pass the memory from the first rank to the others. A rank without a free file descriptor sets
- * *refused with `cause`, which is no error yet. */
+ * *refused with `cause`; that is not an error yet. */
 static sw_status pass(shm_comm *shm, shm_arena *made, const char *label, sw_status *refused,
                       sw_error *cause, sw_error *err)
 {
@@ -174,8 +175,8 @@ undo:
     return status;
 }
 
-/* Show the parent's pages in the parts that hold tensors, its own and the lowest rank's, until this
- * process writes to them. The engine alone accesses the others, and only in the parent. */
+/* Map the parent's pages copy-on-write for the parts that hold tensors: this rank's and the lowest
+ * rank's. Only the engine accesses the other parts, and only in the parent. */
 static sw_status forked(sw_comm *comm, sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
@@ -188,11 +189,11 @@ static sw_status forked(sw_comm *comm, sw_error *err)
                                      (size_t)kept[k] * each->stride_bytes, false, err);
         sw_socket_close(&each->fd);
     }
-    pthread_mutex_init(&shm->listing, NULL); /* a thread of the parent's may have held it */
+    pthread_mutex_init(&shm->listing, NULL); /* one of the parent's threads may have held it */
     shm->fabric.is_foreign = true;
     sw_error_set(&reason, SW_E_STATE, -1, "this process was forked from the one that joined");
     sw_ending_force(&shm->fabric.ending, &reason);
-    sw_star_close(&shm->star); /* a peer of the parent must see when they end there */
+    sw_star_close(&shm->star); /* the parent's peers must see its sockets close */
     sw_socket_close(&shm->control_fd);
     return status;
 }
@@ -289,7 +290,7 @@ static void describe_missing(void *context, sw_wait_text *text)
             return;
 }
 
-/* Wait until the first rank has answers from all; no rank continues before. */
+/* Wait until the first rank has all answers; no rank continues before that. */
 static sw_status wait_for_all(shm_comm *shm, sw_error *err)
 {
     _Atomic uint32_t *word = &shm->fabric.control[0].has_joined;
@@ -340,8 +341,8 @@ static sw_status join_another(shm_comm *shm, const char *const *addresses, const
                         cause.message);
 }
 
-/* Ranks that have joined already wait for this rank. Report its error to them, whichever rank
- * caused it. */
+/* Ranks that have already joined wait for this rank: report its error to them, whatever its
+ * cause. */
 static void report_failure(shm_comm *shm, const sw_error *cause)
 {
     sw_error reason = *cause;

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Fill in the rank of each (replica, slice); false if one has none. */
+/* Fill in the rank of each (replica, slice); return false if one has none. */
 static bool place_ranks(int *rank_of, int world_size, const sw_slices *slices)
 {
     for (int r = 0; r < world_size; ++r)

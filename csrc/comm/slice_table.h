@@ -1,8 +1,8 @@
-/* slice_table.h - a look-up of slice owners: for each host the slices that its ranks own, and those
- * that they represent. Arithmetic only.
+/* slice_table.h - a look-up of slice owners: the slices that each host's ranks own, and those that
+ * they represent. Arithmetic only.
  *
- * Of the owners of one slice one *represents* it, if only one message is to travel. Replicas take
- * turns, so that hosts represent about as many slices.
+ * One of a slice's owners *represents* it when only one message is needed. Replicas take turns, so
+ * that all hosts represent about the same number of slices.
  *
  *   4 ranks, 2 hosts, of_rank 0 1 0 1, replica 0 0 1 1
  *       host 0 owns slices 0 and 1 by ranks 0 and 1, host 1 both by ranks 2 and 3
@@ -20,7 +20,7 @@
 
 typedef struct sw_slice_table {
     sw_slices slices;     /* a copy */
-    int *of_rank;         /* owned, as all memory here: that copy's, replica_of_rank behind it */
+    int *of_rank;         /* owned, as all memory here: the copy's of_rank, then replica_of_rank */
     int *representatives; /* ranks, host by host, in the order of slices */
     int *represented_of;  /* host_count + 1: index of each host's first */
     int *owned;           /* slices, host by host, ascending, each once */
@@ -35,7 +35,7 @@ SW_MUST_USE sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_m
                                           const sw_slices *slices, sw_error *err);
 void sw_slice_table_fini(sw_slice_table *table);
 
-/* Return true if it was made of `map` and `slices`. */
+/* Return true if the table was made from `map` and `slices`. */
 bool sw_slice_table_is_of(const sw_slice_table *table, const sw_host_map *map,
                           const sw_slices *slices);
 

@@ -1,16 +1,16 @@
-/* slot_memory.c - the parts of the slot transport: registered with the driver, and slots in the
- * GPUs' own memory if all ranks can have them there.
+/* slot_memory.c - the parts of the slot transport: registered with the driver, with slots in GPU
+ * memory if all ranks support it.
  *
- * Idea: ranks write data to agree on into their parts, and read it after a round. No other channel
- * is needed, and creation tests the very operations that all later work uses. */
+ * Idea: ranks agree by data that they write into their parts and read after a round. No other
+ * channel is needed, and creation tests the operations that all later work uses. */
 #include <time.h>
 
 #include "comm/slot_state.h"
 #include "platform/clock.h"
 
-/* The time that a rank waits at its end for peers to close its memory, before it leaves that
- * allocated. After a failure a peer first waits for its own deadline or its next check, then up to
- * a second for its stream; a dead one never closes it. */
+/* The time for which an ending rank waits until peers have closed its memory; then it leaves the
+ * memory allocated. After a failure a peer first waits for its own deadline or next check, then up
+ * to a second for its stream; a dead peer never closes it. */
 static const int64_t CLOSED_NS = 10000000000, FAILED_NS = 3000000000;
 
 size_t sw_slot_part_bytes(size_t slot_bytes)
@@ -39,7 +39,7 @@ static sw_status register_parts(sw_slot_transport *t, sw_error *err)
 
 /* ---- slots on the device ---- */
 
-/* A failure here is an answer, not an error. */
+/* A failure here only means that slots cannot be on the device. */
 static void export_slots(sw_slot_transport *t, sw_slot_place place)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
@@ -61,7 +61,7 @@ static void open_slots(sw_slot_transport *t)
         void *memory;
         if (p == t->base.rank)
             continue;
-        if (sw_ending_state(&sw_slot_head_of(t, p)->ending)) /* it may free its memory */
+        if (sw_ending_state(&sw_slot_head_of(t, p)->ending)) /* that rank may free its memory */
             break;
         can = t->base.device->ops->memory_open(t->base.device, &sw_slot_head_of(t, p)->exported,
                                                &memory, &own->refusal) == SW_OK;
@@ -79,7 +79,7 @@ static void close_slots(sw_slot_transport *t)
     }
 }
 
-/* Return the first rank that refused exporting, or opening; -1: none. */
+/* Return the first rank that could not export or open memory; -1: none. */
 static int find_refusal(const sw_slot_transport *t, bool opening)
 {
     for (int p = 0; p < t->base.world_size; ++p) {
@@ -104,7 +104,7 @@ static sw_status agree_on_place(sw_slot_transport *t, sw_slot_place place, sw_er
         return SW_OK;
     }
     close_slots(t);
-    SW_TRY(sw_slot_meet(t, "closing the GPUs' memory", err)); /* no peer has ours open now */
+    SW_TRY(sw_slot_meet(t, "closing the GPUs' memory", err)); /* no peer has our memory open now */
     t->base.device->ops->memory_free(t->base.device, t->own_slots);
     t->own_slots = NULL;
     if (place != SW_SLOTS_ON_DEVICE)
@@ -127,8 +127,8 @@ sw_status sw_slot_memory_init(sw_slot_transport *t, sw_slot_place place, sw_erro
     return place == SW_SLOTS_ON_HOST ? SW_OK : agree_on_place(t, place, err);
 }
 
-/* Return true if every rank has closed our memory, or does so in time. A rank that has opened
- * nothing yet sees first that this rank has failed. */
+/* Return true if every rank closes our memory in time. A rank that has not opened it yet first sees
+ * that this rank has failed. */
 static bool is_closed_elsewhere(const sw_slot_transport *t)
 {
     const struct timespec nap = {.tv_nsec = 50000};
@@ -150,7 +150,7 @@ void sw_slot_memory_fini(sw_slot_transport *t)
     const sw_device_ops *ops = t->base.device->ops;
     close_slots(t);
     atomic_store(&sw_slot_head_of(t, t->base.rank)->opening, SW_SLOT_CLOSED);
-    /* Not by a round: a peer that still has operations must not take it for one of them. If a
+    /* Do not use a round: a peer with pending operations would mistake it for one of them. If a
      * peer's GPU accessed freed memory, its context would end. */
     if (t->own_slots && is_closed_elsewhere(t))
         ops->memory_free(t->base.device, t->own_slots);

@@ -1,8 +1,8 @@
 /* slot_rounds.c - rounds of the slot transport, and their end. See slot_transport.h.
  *
- * Another order breaks it. A number that is written before the pieces are copied shows peers an old
- * slot. A copy out of a peer's slot before the wait for it reads half-written data. A round closed
- * on one rank and not on another shifts all later ones. */
+ * The order matters. A number written before the pieces are copied shows peers an old slot. A copy
+ * from a peer's slot before the wait for it reads half-written data. A round that closes on only
+ * some ranks shifts all later ones. */
 
 #include "comm/slot_state.h"
 #include "platform/clock.h"
@@ -12,8 +12,8 @@ enum { RELEASE_NS = 1000000000 };
 
 /* ---- failing ---- */
 
-/* Write the numbers that our waits need into our own page. A peer's GPU may overwrite them with an
- * older one later, so a caller that needs the stream to end repeats this. */
+/* Write the numbers that our waits need into our own page. A peer's GPU may later overwrite them
+ * with older ones, so a caller that needs the stream to end repeats this. */
 static void release_waits(const sw_slot_transport *t)
 {
     sw_slot_head *own = sw_slot_head_of(t, t->base.rank);
@@ -38,8 +38,8 @@ void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns)
     }
 }
 
-/* Mark first: a rank that checks never takes the data behind a released wait for valid. Returns
- * false if another thread marked before. */
+/* Mark first, so that no rank takes the data of a released wait for valid. Returns false if another
+ * thread has marked before. */
 static bool mark(sw_slot_transport *t, const sw_error *reason)
 {
     if (atomic_exchange(&t->base.has_failed, true))
@@ -64,8 +64,8 @@ void sw_slot_end_beside(sw_peers *peers, const sw_error *reason)
     release_waits(t);
 }
 
-/* Return true if a round that this rank has enqueued is a different one on rank `p`: without this
- * check other sizes would be read as equal ones. */
+/* Return true if a round that this rank has enqueued differs on rank `p`: without this check, data
+ * of other sizes would be read. */
 static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
 {
     const sw_slot_head *own = sw_slot_head_of(t, t->base.rank), *other = sw_slot_head_of(t, p);
@@ -79,7 +79,7 @@ static bool differs(const sw_slot_transport *t, int p, uint32_t *round)
     return false;
 }
 
-/* Return the reason for a failure that the parts in shared memory show. */
+/* Return the reason of a failure that the shared parts record. */
 sw_status sw_slot_look(sw_peers *peers, sw_error *reason)
 {
     const sw_slot_transport *t = (const sw_slot_transport *)(const void *)peers;

@@ -24,7 +24,7 @@ static sw_status begin(sw_slot_transport *t, const sw_stream *stream, sw_error *
     return SW_OK;
 }
 
-/* A driver call that failed has left a round half enqueued, for which peers would wait. */
+/* A failed driver call has left a round half enqueued; peers would wait for it. */
 static sw_status finish(sw_slot_transport *t, sw_status status, const char *what,
                         const sw_error *cause, sw_error *err)
 {
@@ -33,7 +33,7 @@ static sw_status finish(sw_slot_transport *t, sw_status status, const char *what
     return status == SW_OK ? SW_OK : sw_peers_fail_driver(&t->base, what, cause, err);
 }
 
-/* An operation outside of a group is a group of its own. */
+/* An operation outside a group forms its own group. */
 static sw_status finish_moves(sw_slot_transport *t, sw_status status, const char *what,
                               sw_error *cause, sw_error *err)
 {
@@ -60,7 +60,7 @@ static sw_status slot_group_end(sw_peers *base, sw_error *err)
 
 /* ---- moving ---- */
 
-/* Send `piece` of this rank to place r of `data` on each other rank of `ranks` (NULL: all), and
+/* Send this rank's `piece` to its place in `data` on each other rank of `ranks` (NULL: all), and
  * receive theirs into their places here. */
 static sw_status gather(sw_slot_transport *t, const char *piece, char *data, size_t slice_bytes,
                         const int *ranks, int count, sw_error *err)
@@ -240,7 +240,7 @@ static sw_status reduce_scatter(sw_slot_transport *t, const char *data, char *to
     return SW_OK;
 }
 
-/* Few bytes: every rank gets all of them and folds for itself. */
+/* Few bytes: every rank gets all of them and folds by itself. */
 static sw_status reduce_at_once(sw_slot_transport *t, char *data, size_t size_bytes,
                                 const reduction *how, sw_error *err)
 {
@@ -254,14 +254,14 @@ static sw_status reduce_at_once(sw_slot_transport *t, char *data, size_t size_by
     return fold(t, how, data, data, size_bytes / how->element_bytes, stride, err);
 }
 
-/* The begin of piece `p` of `size_bytes` that are cut every `piece_bytes`. */
+/* Return the start of piece `p` of `size_bytes` that are cut every `piece_bytes`. */
 static size_t cut(size_t size_bytes, size_t piece_bytes, int p)
 {
     size_t begins = (size_t)p * piece_bytes;
     return begins < size_bytes ? begins : size_bytes;
 }
 
-/* Reduce in two rounds what fits into a slot: pieces to their owners, results to all ranks. */
+/* Reduce at most a slot's bytes in two rounds: pieces to their owners, results to all ranks. */
 static sw_status reduce_in_two(sw_slot_transport *t, char *data, size_t size_bytes,
                                size_t piece_bytes, const reduction *how, sw_error *err)
 {
@@ -368,7 +368,7 @@ static void slot_destroy(sw_peers *base)
     free_all(t);
 }
 
-/* Slots are the only memory that peers reach. */
+/* Peers access only slots, so other memory cannot be registered. */
 static sw_status slot_memory_register(sw_peers *t, void *memory, size_t size_bytes, bool as_window,
                                       sw_registration *made, sw_error *err)
 {
@@ -454,7 +454,7 @@ static sw_slot_transport *make(const sw_slot_config *config)
     return t;
 }
 
-/* The peers wait for this rank in their creation, and read its part: report the failure to them. */
+/* The peers wait for this rank in their creation and read its part: report the failure there. */
 static void report_failure(const sw_slot_config *config, const sw_error *reason)
 {
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];

@@ -1,11 +1,11 @@
-/* slot_transport.h - the transport between GPUs of one host, or several ranks of one GPU, through
- * slots in memory which all of them map, with nothing but the driver.
+/* slot_transport.h - the transport between GPUs of one host, or between ranks of one GPU, through
+ * slots in memory that all of them map; needs only the driver.
  *
  * Idea: all ranks run the same rounds, each enqueued on the one stream:
  *
  *     copy this rank's pieces into its slot number n mod 2
  *     for each peer: write n into its page (a number a pair of ranks)
- *     for each peer: wait until its number in the own page is n or more
+ *     for each peer: wait until its number in our page is n or more
  *     copy the pieces for this rank out of the peers' slots
  *
  * A number n from a peer means that its pieces of round n are in its slot, and that it has read all
@@ -15,14 +15,14 @@
  *
  *     part of a rank   a page of numbers, its end | slot 0 | slot 1
  *
- * If every rank can export memory of its GPU to the others (CUDA IPC), the slots are there and
- * copies do not pass the host; the ranks agree on it in create.
+ * If every rank can export GPU memory to the others (CUDA IPC), the slots lie there and copies
+ * bypass the host; the ranks agree on it in create.
  *
  * A rank that fails marks its part, then releases its own waits: it writes the numbers that they
  * need into its own page. The data behind them is garbage; a check sees the mark.
  *
- * Cost a round: W - 1 writes, W - 1 waits, and a copy a piece. Bytes a rank, of n in all: gather n
- * / W down and n up, all_reduce 2 n down and 2 n up at most.
+ * Cost of a round: W - 1 writes, W - 1 waits, and a copy for each piece. Bytes of a rank for n in
+ * total: gather n / W to slots and n from them, all_reduce at most 2 n each way.
  *
  * Thread rule: as peers.h. */
 #ifndef SW_COMM_SLOT_TRANSPORT_H
@@ -39,9 +39,9 @@ typedef enum sw_slot_place {
 
 typedef struct sw_slot_parts {
     uint8_t *const *base; /* borrowed for the call; world_size addresses in this process of memory
-                             that lives as long as the transport, zero at first, on page boundaries,
-                             sw_slot_part_bytes() each */
-    size_t slot_bytes;    /* at least 64 a rank; equal on all, as the rest */
+                           * of sw_slot_part_bytes() each, page-aligned, zero at first, which
+                           * outlives the transport */
+    size_t slot_bytes;    /* at least 64 a rank; equal on all ranks, as the rest */
     sw_slot_place place;
 } sw_slot_parts;
 
@@ -58,9 +58,9 @@ typedef struct sw_slot_config {
 size_t sw_slot_part_bytes(size_t slot_bytes);
 
 /* Collective. Waits until all ranks have come, under the deadline: SW_E_TIMEOUT. SW_E_INVALID for
- * sizes. SW_E_UNSUPPORTED if the driver's streams do not wait for numbers; also, on all ranks with
- * one sentence, if slots must be on the device and some rank cannot have them there. Another rank's
- * failure returns that rank's sentence. */
+ * sizes. SW_E_UNSUPPORTED if the driver's streams cannot wait for numbers; also, with the same
+ * message on all ranks, if slots must be on the device and some rank does not support that. Another
+ * rank's failure returns that rank's message. */
 SW_MUST_USE sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers,
                                                sw_error *err);
 

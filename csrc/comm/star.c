@@ -1,4 +1,4 @@
-/* star.c - the part of the ranks other than the first: they call, take and answer. See star.h. */
+/* star.c - the star on all ranks but the first: they call, take and answer. See star.h. */
 #include "comm/star.h"
 
 #include <poll.h>
@@ -17,8 +17,8 @@ sw_status sw_star_open(sw_star *star, sw_comm *comm, char address[SW_SOCKET_NAME
 {
     int queue = comm->world_size > QUEUE_MIN / 2 ? 2 * comm->world_size : QUEUE_MIN;
     star->comm = comm;
-    /* The queue holds a probe and a call of every peer, and calls of strangers; the kernel cuts it
-     * to net.core.somaxconn. */
+    /* The queue holds a probe and a call of every peer, and calls of strangers; the kernel limits
+     * it to net.core.somaxconn. */
     return sw_socket_listen(queue, address, &star->listener, err);
 }
 
@@ -73,7 +73,7 @@ sw_status sw_star_name_lost(const sw_star *star, int rank, const char *label, sw
                         "%s died, exited or left before its part of %s", peer, label);
 }
 
-/* The context of a wait for the first rank in operation `what`. */
+/* Set up a wait for the first rank in operation `what`. */
 typedef struct call_wait {
     const sw_star *star;
     char what[120];
@@ -105,7 +105,7 @@ static sw_status send(int socket, const void *bytes, size_t size_bytes, sw_error
 {
     bool sent;
     SW_TRY(sw_socket_send(socket, bytes, size_bytes, -1, &sent, err));
-    if (!sent) /* the first rank takes each message before it asks for the next */
+    if (!sent) /* the first rank receives each message before it asks for the next */
         SW_FAIL(err, SW_E_COMM, "the queue of a peer's socket is full");
     return SW_OK;
 }
@@ -143,7 +143,7 @@ static sw_status prove(sw_star_wait *wait, int socket, const char *name, const u
     return send(socket, proof, sizeof proof, err);
 }
 
-/* One attempt; SW_E_COMM: the first rank closed the connection, or does not listen. */
+/* Make one attempt; SW_E_COMM: the first rank closed the connection or does not listen. */
 static sw_status call_once(sw_star_wait *wait, const char *name, const uint8_t *secret, int *socket,
                            sw_gift *gift, int *fd, bool *is_there, sw_error *err)
 {
@@ -163,7 +163,7 @@ static sw_status answer(int socket, uint32_t serial, sw_status status, const sw_
     return send(socket, &message, sizeof message, err);
 }
 
-/* A first rank with too many callers closes the oldest connection; that rank calls again. */
+/* A first rank with too many callers closes the oldest connection; that caller calls again. */
 sw_status sw_star_call(sw_star *star, const char *const *addresses, const uint8_t *secret,
                        sw_gift *gift, int *fd, sw_error *err)
 {
@@ -190,7 +190,7 @@ sw_status sw_star_call(sw_star *star, const char *const *addresses, const uint8_
         sw_socket_close(fd);
         status = sw_error_set(&cause, SW_E_MEMORY, -1, "no memory");
     }
-    if (status == SW_E_MEMORY) /* the gift arrived, but cannot be kept */
+    if (status == SW_E_MEMORY) /* the gift arrived, but there is no file descriptor for it */
         (void)!answer(socket, gift->serial, status, &cause, NULL);
     sw_socket_close(&socket);
     if (status == SW_E_TIMEOUT || status == SW_E_INTERRUPTED)

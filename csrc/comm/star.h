@@ -1,11 +1,10 @@
 /* star.h - the connections of a host's ranks: one from each rank to the first, through which it
  * gets file descriptors. See docs/design/comm.md.
  *
- * Idea: the first rank creates shared memory and passes it on. First of all caller and listener
- * prove to each other that they know the group's secret; then the caller is *linked*. A file
- * descriptor is passed as a *gift*. The kernel counts it as in flight until it is received, so of
- * each gift at most 16 are in flight, and the next is sent when a rank has answered that it took
- * its own.
+ * Idea: the first rank creates shared memory and passes it on. Caller and listener first prove to
+ * each other that they know the group's secret; then the caller is *linked*. A file descriptor is
+ * passed as a *gift*. The kernel counts gifts in flight until they are received, so at most 16
+ * copies of a gift are in flight, and the next one is sent when a rank has answered.
  *
  * Left out: the memory behind the file descriptors (shm.h), the liveness of a peer
  * (comm->ops->look).
@@ -45,17 +44,17 @@ void sw_star_close(sw_star *star);
 SW_MUST_USE sw_status sw_star_admit(sw_star *star, const char *const *addresses,
                                     const uint8_t *secret, const sw_gift *gift, int fd,
                                     sw_error *err);
-/* Another rank: call the first, and take its gift, owned by the caller. sw_star_answer comes next.
+/* Another rank: call the first and take its gift, owned by the caller; then call sw_star_answer.
  * SW_E_COMM: the first rank has died or failed, is another process, or is not on this host. */
 SW_MUST_USE sw_status sw_star_call(sw_star *star, const char *const *addresses,
                                    const uint8_t *secret, sw_gift *gift, int *fd, sw_error *err);
 
-/* Linked ranks: the first gives `fd` to all, and each other takes it, then answers. `label`: its
+/* Linked ranks: the first gives `fd` to all; each other rank takes it, then answers. `label`: its
  * name in messages. */
 SW_MUST_USE sw_status sw_star_give(sw_star *star, const sw_gift *gift, int fd, const char *label,
                                    sw_error *err);
 /* SW_E_MEMORY: the gift came without its file descriptor, because this process has none free. *fd
- * is -1; the answer is due nevertheless. */
+ * is -1, and the rank must still answer. */
 SW_MUST_USE sw_status sw_star_take(sw_star *star, const char *label, sw_gift *gift, int *fd,
                                    sw_error *err);
 /* `status` SW_OK: taken. Else the reason why this rank cannot continue. */

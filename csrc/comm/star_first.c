@@ -1,5 +1,5 @@
 /* star_first.c - the first rank's loop: it accepts calls, asks for proofs, gives, and receives
- * answers. All of these run side by side, so that a slow or silent process holds up no other.
+ * answers. It serves all processes in turn, so that a slow or silent one delays no other.
  *
  *   rank       not linked -> linked -> has been given -> has answered
  *   stranger   has connected -> has called: at most 5 s, then the connection is closed
@@ -63,7 +63,7 @@ static void describe(void *context, sw_wait_text *text)
 /* Strangers
  * ------------------------------------------------------------------------------------------ */
 
-/* `keep`: its socket is a link from now on. */
+/* Remove a stranger. `keep`: its socket has become a link. */
 static void forget(reception *r, int index, bool keep)
 {
     if (!keep)
@@ -118,7 +118,7 @@ static sw_status link_rank(reception *r, const stranger *s, sw_error *err)
     return SW_OK;
 }
 
-/* *keeps: it is still a stranger, and has sent nothing wrong. */
+/* *Returns true if it is still a stranger and has sent nothing wrong. */
 static sw_status serve_stranger(reception *r, stranger *s, bool *keeps, bool *is_linked,
                                 sw_error *err)
 {
@@ -157,7 +157,7 @@ static sw_status serve_stranger(reception *r, stranger *s, bool *keeps, bool *is
 static sw_status serve_strangers(reception *r, const struct pollfd *polled, sw_error *err)
 {
     int64_t now_ns = sw_clock_now_ns();
-    /* Downwards: `polled` has the indices that they had before any of them is removed. */
+    /* Go downwards: `polled` has the indices from before any of them is removed. */
     for (int i = r->stranger_count - 1; i >= 0; --i) {
         bool keeps = true, is_linked = false;
         if (polled[i].revents)
@@ -168,8 +168,8 @@ static sw_status serve_strangers(reception *r, const struct pollfd *polled, sw_e
     return SW_OK;
 }
 
-/* Check that ranks that have not called yet can still do so: each listens until it has joined.
- * Checks some of them in turn. */
+/* Check that ranks that have not called yet are alive: each listens until it has joined. Checks
+ * some of them in turn. */
 static sw_status look_for_callers(reception *r, sw_error *err)
 {
     int world_size = r->star->comm->world_size, missing = 0;
@@ -192,7 +192,7 @@ static sw_status look_for_callers(reception *r, sw_error *err)
 /* Ranks
  * ------------------------------------------------------------------------------------------ */
 
-/* Give as many as may be in flight. */
+/* Send as many gifts as may be in flight. */
 static sw_status give(reception *r, sw_error *err)
 {
     bool sent = true;
@@ -298,7 +298,7 @@ sw_status sw_star_admit(sw_star *star, const char *const *addresses, const uint8
                    .gift = gift,
                    .fd = fd,
                    .label = SW_STAR_JOINING};
-    /* And one for a caller without a proof. */
+    /* One more for a caller without a proof. */
     SW_TRY(sw_limits_check_descriptors((unsigned)world_size, SW_STAR_JOINING, err));
     star->link = malloc(world_size * sizeof *star->link);
     star->step = malloc(world_size * sizeof *star->step);

@@ -14,7 +14,7 @@ typedef struct sw_star_answer_message { /* to a gift */
     char message[400];
 } sw_star_answer_message;
 
-/* A wait that checks the clock, the program's signals and the linked peers ten times a second. */
+/* A wait that ten times a second checks the clock, the program's signals and the linked peers. */
 typedef struct sw_star_wait {
     const sw_star *star;
     sw_wait wait;
@@ -26,7 +26,7 @@ sw_star_wait sw_star_wait_begin(const sw_star *star, void *context,
 /* *is_due: true if it checked. An interrupted wait ends the communicator. */
 SW_MUST_USE sw_status sw_star_look(sw_star_wait *wait, bool *is_due, sw_error *err);
 
-/* Return why a linked rank closed its connection: a reason known elsewhere comes first. */
+/* Return why a linked rank closed its connection; prefer a recorded reason. */
 sw_status sw_star_name_lost(const sw_star *star, int rank, const char *label, sw_error *err);
 
 #endif

@@ -65,9 +65,9 @@ bool sw_wait_add_missing(sw_wait_text *text, sw_comm *comm, int rank, int pid)
     return strlen(text->missing) + 1 < sizeof text->missing;
 }
 
-/* Look for stopped peers now and then: it reads a file of each missing one. Another one may be
- * stopped when the first goes on; the time is of both then, which no peer can tell apart. Time does
- * not count in which nothing looked: this rank was stopped, too, as all are of a suspended job. */
+/* Check for stopped peers from time to time, since it reads a file of each missing one. If one goes
+ * on and another is stopped, their times add up. Time without checks does not count: then this rank
+ * was stopped too, as in a suspended job. */
 static sw_status check_stopped(sw_wait *wait, sw_error *reason)
 {
     const sw_comm *comm = wait->comm;

@@ -112,8 +112,8 @@ enum {
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,                \
        sw_cu_stream stream, void **parameters, void **extra))
 
-/* Functions that are NULL in the table if the driver lacks them. The first is older than the
- * others, which CUDA 11.7 brought. */
+/* Functions that are NULL in the table if the driver lacks them. CUDA 11.7 added all but the first,
+ * which is older. */
 #define SW_CUDA_NEWER_FUNCTIONS(X)                                                  \
     X(cuThreadExchangeStreamCaptureMode, (int *mode))                               \
     X(cuStreamWriteValue32_v2,                                                      \

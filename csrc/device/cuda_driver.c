@@ -1,4 +1,4 @@
-/* cuda_driver.c - open the CUDA driver and turn its results into sentences. */
+/* cuda_driver.c - opens the CUDA driver and describes its results. */
 #include "device/cuda_driver.h"
 
 #include <stdlib.h>
@@ -43,7 +43,7 @@ static const char *visible_devices(void)
     return value ? value : "unset";
 }
 
-/* A driver without a GPU says so in cuInit, in cuDeviceGetCount, or by a count of 0. */
+/* Without a GPU, cuInit or cuDeviceGetCount fails, or the count is 0. */
 static sw_status count_devices(sw_cuda_driver *driver, const char *library, sw_error *err)
 {
     sw_cu_result result = driver->call.cuInit(0);

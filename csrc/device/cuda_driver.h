@@ -17,9 +17,9 @@ typedef struct sw_cuda_driver {
     void *handle;       /* owned */
 } sw_cuda_driver;
 
-/* Open `library` (NULL: libcuda.so.1) and initialise it. SW_E_UNSUPPORTED, one sentence a cause: no
- * driver; a driver that lacks a function or is older than SW_CUDA_OLDEST_VERSION; a driver that
- * shows no GPU (with CUDA_VISIBLE_DEVICES). SW_E_DEVICE for any other failure. */
+/* Open `library` (NULL: libcuda.so.1) and initialise it. SW_E_UNSUPPORTED, with a message for each
+ * cause: no driver; a driver that lacks a function or is older than SW_CUDA_OLDEST_VERSION; no
+ * visible GPU (the message has CUDA_VISIBLE_DEVICES). SW_E_DEVICE for any other failure. */
 SW_MUST_USE sw_status sw_cuda_driver_init(sw_cuda_driver *driver, const char *library,
                                           sw_error *err);
 void sw_cuda_driver_fini(sw_cuda_driver *driver);

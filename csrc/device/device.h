@@ -1,12 +1,12 @@
 /* device.h - memory, streams and events of one device as one table of functions.
  *
- * Code above this layer does not know which form of device it has. It orders all work by events
- * alone. The host form (device_host.c) runs each call at once in the calling thread, so that every
- * order holds. The cuda form (device_cuda.c) calls the driver that torch has loaded, in the primary
- * context, which is torch's.
+ * Code above this layer does not know which form of device it has, and orders all work by events
+ * only. The host form (device_host.c) runs each call at once in the calling thread, so every order
+ * holds. The cuda form (device_cuda.c) calls the driver that torch has loaded, in torch's primary
+ * context.
  *
  * Left out: kernels (kernels/device_kernels.h), and the implicit order of the legacy default
- * stream. Our streams are non-blocking: record an event on the stream that produced the data.
+ * stream. Our streams are non-blocking, so record an event on the stream that produced the data.
  *
  * Thread rule: any thread may call, one at a time for a stream or an event. Only event_wait blocks,
  * and memory_free may, since the driver may wait there.
@@ -58,18 +58,18 @@ typedef struct sw_memory_export {
 } sw_memory_export;
 
 typedef struct sw_device_ops {
-    /* Make the device current for the calling thread, so that it can call a foreign library, and
-     * make its calls exempt from captures of other threads. Write what leave() needs to *visit. The
-     * other functions of this table enter and leave by themselves. */
+    /* Make the device current for the calling thread, for calls of a foreign library, and exempt
+     * its calls from captures of other threads. *visit gets the state for leave(). The other
+     * functions of this table enter and leave by themselves. */
     sw_status (*enter)(sw_device *device, sw_device_visit *visit, sw_error *err);
     void (*leave)(sw_device *device, const sw_device_visit *visit);
 
-    /* Allocate device memory with undefined contents. If there is too little, ask `room` and try
-     * once more. SW_E_MEMORY names the size. */
+    /* Allocate device memory with undefined contents. If memory is short, call `room` and try once
+     * more. SW_E_MEMORY names the size. */
     sw_status (*memory_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);
     /* Free device memory. The host must have waited for its last use. NULL is allowed. */
     void (*memory_free)(sw_device *device, void *memory);
-    /* Allocate host memory that copies reach without a staging buffer. */
+    /* Allocate pinned host memory, which copies need no staging buffer for. */
     sw_status (*pinned_alloc)(sw_device *device, size_t size_bytes, void **memory, sw_error *err);
     void (*pinned_free)(sw_device *device, void *memory);
 
@@ -144,11 +144,10 @@ typedef struct sw_device_stats { /* counts of calls; a training step must not ra
     _Atomic uint64_t launches, copies, records, stream_waits, host_waits, allocations;
 } sw_device_stats;
 
-/* Called when there is too little device memory, before the allocation is tried a second time: it
- * makes a cache of the program's, torch's allocator, give back what it does not use. Any thread,
- * without locks. */
+/* Called when device memory is short, before the second try: makes torch's allocator free its
+ * unused memory. Any thread, without locks. */
 typedef struct sw_device_room {
-    void (*make)(void *context); /* NULL: there is no such cache */
+    void (*make)(void *context); /* NULL: no cache to free */
     void *context;               /* borrowed: outlives the device */
 } sw_device_room;
 
@@ -161,7 +160,7 @@ struct sw_device {
     char name[SW_DEVICE_NAME_BYTES];
     char address[SW_DEVICE_ADDRESS_BYTES]; /* PCI address, unique to a card; "" on the host */
     sw_device_stats stats;
-    sw_device_room room; /* the owner's to set */
+    sw_device_room room; /* set by the owner */
 };
 
 SW_MUST_USE sw_status sw_device_host_create(sw_device **device, sw_error *err);

@@ -1,8 +1,8 @@
 /* device_cuda.c - a GPU as a device, through the CUDA driver.
  *
  * The device retains the primary context, which is torch's, so that pointers, streams and events of
- * torch are valid here. A thread with another current context gets it back after each call: torch
- * must not find its current device changed.
+ * torch are valid here. A thread's current context is restored after each call, so that torch finds
+ * its current device unchanged.
  *
  * While a program captures a stream into a graph, many driver calls of other threads fail and end
  * the capture. Our calls may come at any time (a watching thread, a collected object) and are not
@@ -41,9 +41,9 @@ static sw_cu_address address_of(const void *memory)
     return (sw_cu_address)(uintptr_t)memory;
 }
 
-/* Make our context current and exempt the thread's calls from captures. A driver whose context has
- * failed may refuse the exemption. The call that follows is made all the same and reports the
- * failure under its own name. */
+/* Make our context current and exempt the thread's calls from captures. With a failed context the
+ * driver may refuse the exemption; the following call is made anyway and reports the failure under
+ * its own name. */
 static sw_status enter(cuda_device *cuda, sw_device_visit *visit, sw_error *err)
 {
     const sw_cuda_table *call = &cuda->driver.call;
@@ -81,7 +81,7 @@ static void leave(cuda_device *cuda, const sw_device_visit *visit)
         SW_TRY(sw_cuda_check(&(cuda)->driver, result_, #name, (subject), (err))); \
     } while (0)
 
-/* Make a driver call that undoes something, and ignore a failure: a failed context lost it anyway.
+/* Make a cleanup call and ignore its failure: a failed context has lost the object anyway.
  */
 #define CUDA_UNDO(cuda, name, ...)                       \
     do {                                                 \
@@ -216,7 +216,7 @@ static sw_status cuda_stream_create(sw_device *device, bool urgent, sw_stream **
 {
     cuda_device *cuda = cuda_of(device);
     sw_cu_stream made = NULL;
-    /* Priorities out of the device's range are cut to it: -1 is one above the default. */
+    /* The driver clamps priorities to the device's range; -1 is one above the default. */
     CUDA_CALL(cuda, err, device->name, cuStreamCreateWithPriority, &made, SW_CU_STREAM_NON_BLOCKING,
               urgent ? -1 : 0);
     *stream = (sw_stream *)(void *)made;
@@ -301,7 +301,7 @@ static sw_status cuda_event_record(sw_device *device, sw_event *event, sw_stream
     return SW_OK;
 }
 
-/* A capture of another stream kept the driver from answering. */
+/* A capture of another stream prevents the query. */
 static bool is_of_capture(sw_cu_result result)
 {
     return result >= SW_CU_CAPTURE_UNSUPPORTED && result <= SW_CU_CAPTURED_EVENT;
@@ -421,7 +421,7 @@ static sw_status cuda_pointer_inspect(sw_device *device, const void *address, sw
                                                          address_of(address));
     leave(cuda, &visit);
     *pointer = (sw_pointer){.kind = SW_MEMORY_UNKNOWN, .ordinal = -1};
-    if (result == SW_CU_INVALID_VALUE) /* memory that the driver does not know */
+    if (result == SW_CU_INVALID_VALUE) /* memory unknown to the driver */
         return SW_OK;
     SW_TRY(sw_cuda_check(&cuda->driver, result, "cuPointerGetAttribute", device->name, err));
     pointer->kind = type == SW_CU_MEMORYTYPE_DEVICE ? SW_MEMORY_DEVICE : SW_MEMORY_PINNED;

@@ -1,7 +1,7 @@
 /* device_host.c - the host as a device: every call runs at once in the calling thread.
  *
- * A stream is a placeholder and an event is always done, since all work has run before its call
- * returned. Tests compare the cuda form with this one.
+ * A stream is a placeholder and an event is always done, since all work runs before its call
+ * returns. Tests compare the cuda form with this one.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -115,7 +115,7 @@ static sw_status host_stream_write_number(sw_device *device, sw_stream *stream, 
     return SW_OK;
 }
 
-/* A wait that is not met now can never be met: nothing runs later on this device. */
+/* A wait that is not met now never will be: no work runs later on this device. */
 static sw_status host_stream_wait_number(sw_device *device, sw_stream *stream, uint32_t *number,
                                          uint32_t value, sw_error *err)
 {

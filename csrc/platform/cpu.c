@@ -1,5 +1,5 @@
-/* cpu.c - cpuid says what the processor has, xgetbv what the operating system saves; both must
- * agree.
+/* cpu.c - a feature needs the processor (cpuid) and an operating system that saves its registers
+ * (xgetbv).
  *
  * cpuid is read by hand because not every compiler's __builtin_cpu_supports() knows "f16c".
  */
@@ -25,7 +25,7 @@ enum {
 };
 static const uint32_t LEAF7_EBX_AVX512VL = UINT32_C(1) << 31;
 
-/* Assembly, because _xgetbv() would ask for -mxsave for the whole file. */
+/* Assembly, because _xgetbv() would need -mxsave for the whole file. */
 static uint32_t enabled_state(void)
 {
     uint32_t low, high;

@@ -1,10 +1,10 @@
-/* cpu.h - which vector instructions this processor and its operating system run.
+/* cpu.h - the vector instructions that this processor and operating system support.
  *
  * Idea: a feature counts only if every instruction of the matching kernel table may be executed:
  * the processor has it and the system saves its registers. False on anything but x86-64.
  *
- * Thread rule: any. Each call asks the processor again (about a microsecond in a virtual machine):
- * callers keep the answer.
+ * Thread rule: any. Each call queries the processor (about a microsecond in a virtual machine), so
+ * callers cache the result.
  */
 #ifndef SW_PLATFORM_CPU_H
 #define SW_PLATFORM_CPU_H

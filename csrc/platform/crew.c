@@ -1,9 +1,9 @@
-/* crew.c - see crew.h. One mutex: an item is long beside a lock. */
+/* crew.c - see crew.h. One mutex suffices, since an item takes far longer than a lock. */
 #include "platform/crew.h"
 
 #include <stdlib.h>
 
-/* Takes items until none is left; the mutex is held when it begins and when it ends. */
+/* Takes items until none is left. The mutex is held at the start and at the end. */
 static void take_items_locked(sw_crew *crew)
 {
     while (crew->next < crew->items) {
@@ -18,7 +18,7 @@ static void take_items_locked(sw_crew *crew)
         if (status != SW_OK) {
             if (crew->failure.status == SW_OK)
                 crew->failure = err;
-            crew->done += crew->items - crew->next; /* no thread begins them */
+            crew->done += crew->items - crew->next; /* so that no thread starts them */
             crew->next = crew->items;
         }
     }

@@ -1,8 +1,8 @@
 /* crew.h - a few threads that share the items of one piece of work at a time.
  *
  * Idea: threads take items one by one, so a delayed thread leaves the rest to the others. The
- * caller takes items too, so a crew of no helpers is a plain loop. Which thread does an item must
- * not matter to its result.
+ * caller takes items too, so a crew without helpers is a plain loop. An item's result must not
+ * depend on its thread.
  *
  * Thread rule: owner only; helpers call nothing but the work.
  */
@@ -26,18 +26,18 @@ typedef struct sw_crew {
     pthread_cond_t called, finished;
     sw_crew_fn *work;         /* mutex, as all below */
     void *context;            /* borrowed for one sw_crew_run */
-    size_t items, next, done; /* of this piece of work; taken; ended */
-    sw_error failure;         /* the first one */
+    size_t items, next, done; /* items of this work: total, started, ended */
+    sw_error failure;         /* the first failure */
     bool ends;
 } sw_crew;
 
-/* Starts `helper_count` threads beside the caller's, 0 or more. `name` as in sw_thread_start.
- * SW_E_OS when the system has no thread left; SW_E_MEMORY. On failure no thread was started. */
+/* Starts `helper_count` >= 0 threads besides the caller's. `name` as in sw_thread_start. SW_E_OS if
+ * the system can start no more threads; SW_E_MEMORY. On failure no thread is left running. */
 SW_MUST_USE sw_status sw_crew_init(sw_crew *crew, int helper_count, const char *name,
                                    sw_error *err);
 
-/* Returns when work(context, i) has ended for each i below `items`; the first failure, after which
- * no more are begun. Cost: a lock an item. */
+/* Runs work(context, i) for each i below `items` and returns when all have ended. After the first
+ * failure, which is returned, no more are started. Cost: a lock for each item. */
 SW_MUST_USE sw_status sw_crew_run(sw_crew *crew, sw_crew_fn *work, void *context, size_t items,
                                   sw_error *err);
 

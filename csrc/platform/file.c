@@ -1,5 +1,5 @@
-/* file.c - one small function a system call: retried on EINTR, completed after a short count, and
- * named. */
+/* file.c - one small function for each system call: retries on EINTR, completes short counts, names
+ * errors. */
 #include "platform/file.h"
 
 #include <dirent.h>
@@ -58,7 +58,7 @@ sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_err
     int code;
     if (size_bytes == 0)
         return SW_OK;
-    do /* not posix_fallocate: it emulates by writing, and hides that there is no space to have */
+    do /* not posix_fallocate, which emulates by writing and so hides a lack of support */
         code = fallocate(fd, 0, 0, (off_t)size_bytes);
     while (code != 0 && errno == EINTR);
     if (code != 0 && (errno == EOPNOTSUPP || errno == ENOSYS))
@@ -76,7 +76,7 @@ static int open_nameless(const char *folder, const char *path, int form, int dir
     if (form == 0)
         return open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | direct, 0600);
     int fd = open(path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW | direct, 0600);
-    if (fd >= 0 && unlink(path) != 0) { /* a folder that takes names and keeps them */
+    if (fd >= 0 && unlink(path) != 0) { /* the folder allows new files but not their removal */
         int code = errno;
         close(fd);
         errno = code;
@@ -159,7 +159,7 @@ static sw_status open_existing(const char *path, int flags, int *fd, uint64_t *s
                                sw_error *err)
 {
     int opened =
-        open_retried(path, flags | O_NONBLOCK); /* a pipe in a file's place must not block us */
+        open_retried(path, flags | O_NONBLOCK); /* a pipe instead of a file must not block */
     if (opened < 0)
         return fail_os(err, "opening", path);
     sw_status status = check_regular(opened, path, size_bytes, err);
@@ -213,7 +213,7 @@ bool sw_file_is_cached(int fd, uint64_t offset, size_t size_bytes)
     return is_cached;
 }
 
-/* Whether the descriptor went past the page cache, and does so no longer. */
+/* Stops bypassing the page cache; returns true if the descriptor did. */
 static bool leave_direct(int fd)
 {
     int flags = fcntl(fd, F_GETFL);
@@ -284,7 +284,7 @@ sw_status sw_file_close(int *fd, const char *path, sw_error *err)
 {
     int closing = *fd;
     *fd = -1;
-    /* After EINTR Linux has closed it: a second close could hit a stranger's descriptor. */
+    /* After EINTR Linux has closed it: a second close could close another thread's descriptor. */
     if (closing >= 0 && close(closing) != 0 && errno != EINTR)
         return fail_os(err, "closing", path);
     return SW_OK;
@@ -365,15 +365,15 @@ sw_status sw_folder_make(const char *path, sw_error *err)
     if (code == EEXIST && stat(path, &info) == 0 && S_ISDIR(info.st_mode))
         return SW_OK;
     if ((code == EACCES || code == EROFS) && stat(path, &info) == 0 && S_ISDIR(info.st_mode))
-        return SW_OK; /* some systems look at permissions first */
+        return SW_OK; /* some systems check permissions first */
     errno = code;
     return fail_os(err, "creating the folder", path);
 }
 
 sw_status sw_folder_sync(const char *path, sw_error *err)
 {
-    int fd = open(path, O_RDONLY | O_DIRECTORY |
-                            O_CLOEXEC); /* the user's own folder may be behind a link */
+    int fd =
+        open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); /* the user's own path may contain a link */
     if (fd < 0)
         return fail_os(err, "opening the folder", path);
     sw_status status = sw_file_sync(fd, path, err);
@@ -393,7 +393,7 @@ sw_status sw_file_rename(const char *from, const char *to, sw_error *err)
 
 sw_status sw_file_exchange(const char *a, const char *b, bool *swapped, sw_error *err)
 {
-    /* By number: glibc's renameat2 is as new as the oldest glibc that we load on. */
+    /* By number, because renameat2 came with glibc 2.28, the oldest that we support. */
     *swapped = syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, EXCHANGE) == 0;
     if (*swapped || errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP)
         return SW_OK;
@@ -409,7 +409,7 @@ static int remove_at(int folder, const char *name, int depth)
     int fd = openat(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     DIR *stream = fd < 0 || depth == 0 ? NULL : fdopendir(fd);
     if (!stream) {
-        if (fd < 0 && errno == ENOENT) /* another process removed it meanwhile */
+        if (fd < 0 && errno == ENOENT) /* another process has removed it */
             return 0;
         refusal = fd < 0 && refusal == EISDIR ? errno : refusal;
         if (fd >= 0)
@@ -441,7 +441,7 @@ sw_status sw_folder_list(const char *path, bool (*entry)(void *context, const ch
     if (!stream)
         return fail_os(err, "opening the folder", path);
     do {
-        errno = 0; /* readdir answers NULL at the end, and after an error */
+        errno = 0; /* readdir returns NULL at the end and after an error */
         found = readdir(stream);
     } while (found && (strcmp(found->d_name, ".") == 0 || strcmp(found->d_name, "..") == 0 ||
                        entry(context, found->d_name)));

@@ -2,10 +2,9 @@
  *
  * Idea: glibc 2.34 moved libpthread and libdl into libc and gave their functions a new version. An
  * object linked there asks for GLIBC_2.34, although the old entry is still present with the same
- * code. Naming the old version brings the requirement back to 2.28. The build includes this file
- * into every C file by a flag of setup.py (not in sanitizer builds, which intercept by name). No
- * file includes it. A newer symbol fails tests/test_wheel.py: add it here, or reach the kernel by
- * syscall().
+ * code. Naming the old version lowers the requirement to 2.28. A flag in setup.py includes this
+ * file into every C file (not in sanitizer builds, which intercept by name), so no file does. A
+ * newer symbol fails tests/test_wheel.py: add it here, or call the kernel by syscall().
  *
  * Thread rule: any; there is no state.
  */
@@ -16,7 +15,7 @@
 
 #if defined(__GLIBC__) && (defined(__x86_64__) || defined(__aarch64__))
 
-/* SW_BIND: the version the function has had on x86_64; aarch64 began with GLIBC_2.17. */
+/* SW_BIND: the function's version on x86_64; on aarch64 all have GLIBC_2.17. */
 #if defined(__x86_64__)
 #define SW_GLIBC_FIRST "GLIBC_2.2.5"
 #define SW_BIND(name, version) __asm__(".symver " #name "," #name "@" version);
@@ -41,7 +40,7 @@ SW_BIND(pthread_getaffinity_np, "GLIBC_2.3.4")
 #endif
 
 #if __GLIBC_PREREQ(2, 33)
-/* Before 2.33 the stat family was inline over __xstat and its kin, which stay exported. */
+/* Before 2.33 the stat family was inline over __xstat and its like, which are still exported. */
 #include <sys/stat.h>
 #if defined(__x86_64__)
 #define SW_STAT_VERSION 1
@@ -115,7 +114,7 @@ SW_BIND_FIRST(hypot)
 #if __GLIBC_PREREQ(2, 38)
 SW_BIND_FIRST(fmod)
 SW_BIND_FIRST(fmodf)
-/* _GNU_SOURCE redirects these to C23 forms, which also read "0b1"; we ask for the older ones. */
+/* _GNU_SOURCE redirects these to C23 forms, which also accept "0b1"; bind the older ones. */
 #define SW_BIND_OLD_SCAN(c23, name) __asm__(".symver " #c23 "," #name "@" SW_GLIBC_FIRST);
 SW_BIND_OLD_SCAN(__isoc23_strtol, strtol)
 SW_BIND_OLD_SCAN(__isoc23_strtoll, strtoll)

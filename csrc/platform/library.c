@@ -1,4 +1,4 @@
-/* library.c - dlopen and dlsym, with errors that name what is missing. */
+/* library.c - dlopen and dlsym, with errors that name the missing library or function. */
 #include "platform/library.h"
 
 #include <dlfcn.h>

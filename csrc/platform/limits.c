@@ -22,10 +22,11 @@ static uint64_t read_number(const char *path)
         return UINT64_MAX;
     unsigned long long value = strtoull(line, NULL, 10);
     return value >= (UINT64_C(1) << 62) ? UINT64_MAX
-                                        : value; /* v1 says "no limit" by a huge number */
+                                        : value; /* v1 reports "no limit" as a huge number */
 }
 
-/* Bytes of file cache that the kernel drops before it refuses memory. 0 if that cannot be read. */
+/* Returns the bytes of file cache that the kernel drops before it refuses memory; 0 if
+ * unreadable. */
 static uint64_t read_reclaimable(const char *folder)
 {
     static const char *const keys[] = {"inactive_file ",
@@ -44,7 +45,7 @@ static uint64_t read_reclaimable(const char *folder)
     return bytes;
 }
 
-/* A number of this running kernel: control groups of two hosts are not one, whatever their inodes.
+/* Returns a number of this running kernel, since groups of two hosts may have equal inodes.
  */
 static uint64_t kernel_number(void)
 {
@@ -60,7 +61,7 @@ static uint64_t kernel_number(void)
     return number;
 }
 
-/* What is left below one memory limit. */
+/* Returns the memory left under one limit. */
 static void tighten(sw_limits *limits, const char *folder, const char *limit_name,
                     const char *usage_name)
 {
@@ -84,9 +85,8 @@ static void tighten(sw_limits *limits, const char *folder, const char *limit_nam
     }
 }
 
-/* From the group's own folder up to the root of its hierarchy: any of them may hold the tightest
- * limit. In a container the path may belong to the host; then only the root is there, and is the
- * container's own. */
+/* Checks the group's folder and all above it, since any may have the tightest limit. In a container
+ * the path may be the host's; then only the root exists, and it is the container's. */
 static void read_hierarchy(sw_limits *limits, const char *root, const char *path,
                            const char *limit_name, const char *usage_name)
 {
@@ -206,7 +206,7 @@ static uint64_t count_open_descriptors(void)
     uint64_t count = 0;
     DIR *folder = opendir("/proc/self/fd");
     if (!folder)
-        return UINT64_MAX; /* not even the one this needs */
+        return UINT64_MAX; /* even this check needs one */
     while (readdir(folder))
         count++;
     closedir(folder);

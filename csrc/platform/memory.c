@@ -1,5 +1,5 @@
-/* memory.c - memfd with seals; see memory.h. Limits are compared with the need before the kernel
- * says no in ways that kill (SIGXFSZ beyond RLIMIT_FSIZE, SIGBUS on a full cgroup). */
+/* memory.c - memfd with seals; see memory.h. Limits are checked first, because the kernel's own
+ * refusal kills (SIGXFSZ beyond RLIMIT_FSIZE, SIGBUS on a full cgroup). */
 #include "platform/memory.h"
 
 #include <errno.h>
@@ -78,8 +78,8 @@ sw_status sw_memfd_create_parts(size_t part_bytes, int count, const char *label,
     return create(size_bytes, label, fd, err);
 }
 
-/* An address range for `size_bytes`, on a huge page's boundary if it is that large. Owned:
- * PROT_NONE pages. */
+/* Reserves an address range of PROT_NONE pages, aligned to huge pages if it is that large. Owned by
+ * the caller. */
 static void *reserve(size_t size_bytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -97,7 +97,8 @@ static void *reserve(size_t size_bytes)
     return begin + head;
 }
 
-/* Maps over a reserved range; MAP_FAILED with errno, and nothing kept, if that is refused. */
+/* Maps over a reserved range; if that is refused, returns MAP_FAILED with errno and releases the
+ * range. */
 static void *map_reserved(size_t size_bytes, int flags, int fd)
 {
     void *range = reserve(size_bytes);
@@ -183,8 +184,8 @@ int sw_memory_watch(void)
     return open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
 }
 
-/* Linux, Documentation/admin-guide/mm/pagemap.rst: bit 63 present, 62 swapped, 61 of a file. A page
- * of a private view is the file's until it is written to. */
+/* Linux, Documentation/admin-guide/mm/pagemap.rst: bit 63 present, 62 swapped, 61 of a file. An
+ * unwritten page of a private view is the file's. */
 static bool is_own_page(uint64_t entry)
 {
     return (entry >> 62 & 3) != 0 && (entry >> 61 & 1) == 0;
@@ -223,8 +224,8 @@ void sw_memory_unmap(uint8_t *address, size_t size_bytes)
         munmap(address, size_bytes);
 }
 
-/* Gathers the whole huge pages in [begin, end), which are present. Stops at the first refusal (an
- * old kernel, or memory in pieces) and when the time is spent: small pages do as well, only slower.
+/* Collapses the present pages of [begin, end) into huge pages. Stops at the first refusal (an old
+ * kernel, fragmented memory) or after the time limit: small pages only are slower.
  */
 static void collapse(uintptr_t begin, uintptr_t end)
 {

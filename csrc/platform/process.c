@@ -24,8 +24,8 @@ bool sw_process_hold_lock(int fd, int byte)
     return fcntl(fd, F_SETLK, &lock) == 0;
 }
 
-/* F_GETLK would not see what another thread of this process has locked, since the lock is the
- * process's; to an open file description every process is another. Older kernels have F_GETLK. */
+/* F_GETLK ignores locks of this process, even another thread's; F_OFD_GETLK sees them. Older
+ * kernels only have F_GETLK. */
 bool sw_process_lock_is_free(int fd, int byte)
 {
     struct flock lock = one_byte(byte);

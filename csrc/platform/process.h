@@ -1,10 +1,9 @@
-/* process.h - the sign of life of a process: a lock on one byte of a file that it shares with its
- * peers.
+/* process.h - liveness of a process: a lock on one byte of a file that it shares with its peers.
  *
- * A POSIX record lock belongs to the process. The kernel drops it when the process ends, however it
- * ends and whatever children live on with copies of its descriptors (a fork does not inherit it);
- * other PID namespaces see it as this one does. It also goes when the process closes any descriptor
- * of that file, so a file is opened once in a process.
+ * A POSIX record lock belongs to the process. The kernel drops it when the process ends in any way,
+ * even if children live on with copies of its descriptors (a fork does not inherit it). It works
+ * across PID namespaces. The lock is also dropped when the process closes any descriptor of that
+ * file, so a process opens the file only once.
  *
  * Thread rule: any.
  */
@@ -13,18 +12,19 @@
 
 #include <stdbool.h>
 
-/* Locks byte `byte` of file `fd` until this process closes the file or ends. False where another
- * process holds it, or the kernel refuses. */
+/* Locks byte `byte` of file `fd` until this process closes the file or ends. False if another
+ * process holds it or the kernel refuses. */
 bool sw_process_hold_lock(int fd, int byte);
 
-/* True if no process holds it. False for -1, and where the kernel does not say. */
+/* True if no process holds the lock. False for -1, and if the kernel cannot tell. */
 bool sw_process_lock_is_free(int fd, int byte);
 
-/* Whether a signal or a debugger has stopped the process; false for 0, and where it cannot be read.
- * The pid is the peer's own view: only a hint for a message where PID namespaces differ. */
+/* Returns true if a signal or a debugger has stopped the process; false for 0, or if unreadable.
+ * The pid is that of the peer's own PID namespace; if it differs, the result is only a hint for
+ * messages. */
 bool sw_process_is_stopped(int pid);
 
-/* Processors that this process may run on, at least 1. */
+/* Returns the number of processors on which this process may run, at least 1. */
 int sw_process_cores(void);
 
 #endif

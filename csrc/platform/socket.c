@@ -1,4 +1,4 @@
-/* socket.c - SOCK_SEQPACKET keeps messages whole, so there is no framing to get wrong. */
+/* socket.c - SOCK_SEQPACKET keeps messages whole, so no framing is needed. */
 #include "platform/socket.h"
 
 #include <errno.h>
@@ -77,9 +77,9 @@ bool sw_socket_uid_is_of(long uid, const char *name)
     return uid >= 0 && (uid == (long)geteuid() || (suffix && uid == strtol(suffix + 1, NULL, 10)));
 }
 
-/* A connected socket; -1 with errno: EAGAIN where the listener's queue is full. With `patience` it
- * waits for a place there, in the kernel's queue. A caller that retried instead would find the
- * place taken by others that wait. */
+/* Returns a connected socket; -1 with errno: EAGAIN if the listener's queue is full. With
+ * `patience` it waits for a place in the kernel's queue; a caller that only retried would lose the
+ * place to others that wait. */
 static int call_once(const char *name, const struct timeval *patience)
 {
     struct sockaddr_un address;
@@ -199,7 +199,7 @@ sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *passed,
     control_buffer control;
     struct iovec part = {.iov_base = bytes, .iov_len = size_bytes};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
-    if (passed) { /* without room for them the kernel closes descriptors itself */
+    if (passed) { /* without room for descriptors the kernel closes them */
         *passed = -1;
         message.msg_control = control.bytes;
         message.msg_controllen = sizeof control.bytes;

@@ -1,4 +1,4 @@
-/* thread.c - pthread_create with signals blocked, and the one system call that glibc does not wrap.
+/* thread.c - pthread_create with signals blocked, and a system call that glibc does not wrap.
  */
 #include "platform/thread.h"
 
@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { REST_SPIN_NS = 50000, REST_NAP_NS = 50000 }; /* yields as long as this; then sleeps */
+enum { REST_SPIN_NS = 50000, REST_NAP_NS = 50000 }; /* yields for this long, then sleeps */
 
 enum {
     IOPRIO_WHO_PROCESS = 1,
@@ -25,7 +25,7 @@ sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argume
     char short_name[16] = "";
     strncat(short_name, name, sizeof short_name - 1);
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* a thread begins with its creator's mask */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* a thread inherits its creator's mask */
     int code = pthread_create(&thread->handle, NULL, body, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code != 0)
@@ -50,7 +50,7 @@ void sw_thread_lower_io_priority(void)
 
 void sw_thread_lower_priority(void)
 {
-    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 19); /* of Linux: of one thread */
+    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 19); /* on Linux: of one thread */
 }
 
 void sw_thread_sleep_ns(long nanoseconds)

@@ -13,26 +13,25 @@ typedef struct sw_thread {
     bool is_started;
 } sw_thread;
 
-/* Runs body(argument) with every signal blocked: handlers belong to the program's own threads.
- * `name` is cut to 15 bytes. SW_E_OS when the system has no thread left. */
+/* Runs body(argument) with every signal blocked, so that handlers run on the program's threads.
+ * `name` is cut to 15 bytes. SW_E_OS if the system can start no more threads. */
 SW_MUST_USE sw_status sw_thread_start(sw_thread *thread, void *(*body)(void *), void *argument,
                                       const char *name, sw_error *err);
 
-/* Waits for the thread's end; nothing when it was never started. */
+/* Waits for the thread's end; no effect if it was never started. */
 void sw_thread_join(sw_thread *thread);
 
-/* Lets reads and writes of the calling thread yield to all others, where the I/O scheduler knows
+/* Gives the calling thread's reads and writes the lowest priority, if the I/O scheduler has
  * priorities. */
 void sw_thread_lower_io_priority(void);
 
-/* Lets the calling thread run only on cores that others leave idle, for good. A hint. */
+/* Lets the calling thread run only on idle cores from now on. A hint. */
 void sw_thread_lower_priority(void);
 
-/* Sleeps; a hint, may end early. */
+/* Sleeps; may end early. */
 void sw_thread_sleep_ns(long nanoseconds);
 
-/* Between two looks at something that is polled: gives the core away while little was waited, and
- * sleeps afterwards. */
+/* Pauses between two polls: yields the core during a short wait, then sleeps. */
 void sw_thread_rest(int64_t waited_ns);
 
 #endif

@@ -1,7 +1,7 @@
-/* arena_type.c - shardwright._engine.Arena, and how its memory becomes tensors.
+/* arena_type.c - shardwright._engine.Arena, and tensors over its memory.
  *
  * A tensor over engine memory is made from a DLPack capsule whose deleter drops a reference on the
- * Arena: the pages live as long as the last tensor, whatever else is gone. */
+ * Arena: the pages live as long as the last tensor. */
 #include <stdlib.h>
 
 #include "platform/memory.h"
@@ -32,7 +32,7 @@ static uint8_t dl_code(sw_dtype dtype)
 
 static void managed_delete(dl_managed_tensor *managed)
 {
-    if (Py_IsInitialized()) { /* while the interpreter ends, the kernel frees the pages */
+    if (Py_IsInitialized()) { /* at interpreter exit the kernel frees the pages */
         PyGILState_STATE gil = PyGILState_Ensure();
         Py_DECREF((PyObject *)managed->context);
         PyGILState_Release(gil);
@@ -248,23 +248,21 @@ static PyObject *arena_get_address(PyObject *op, void *unused)
 
 static PyMethodDef arena_methods[] = {
     {"tensor", arena_tensor, METH_VARARGS,
-     "tensor($self, offset_bytes, dtype, shape, strides=None, rank=-1, /)\n--\n\nA DLPack capsule "
-     "over this "
-     "rank's part, or a peer's."},
+     "tensor($self, offset_bytes, dtype, shape, strides=None, rank=-1, /)\n--\n\n"
+     "Return a DLPack capsule over this rank's part, or over a peer's."},
     {"protect", arena_protect, METH_VARARGS,
-     "protect($self, writable, /)\n--\n\nWhether this process may write to any part that it maps; "
-     "if not, "
-     "a write is a SIGSEGV."},
+     "protect($self, writable, /)\n--\n\n"
+     "Allow or forbid this process to write to the parts that it maps; a forbidden write is a "
+     "SIGSEGV."},
     {"populate", arena_populate, METH_VARARGS,
-     "populate($self, offset_bytes, nbytes, /)\n--\n\nPages of this rank's part are there from now "
-     "on, huge "
-     "ones where the kernel can."},
+     "populate($self, offset_bytes, nbytes, /)\n--\n\n"
+     "Allocate the pages of this rank's part now, as huge pages if the kernel can."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef arena_properties[] = {
     {"nbytes", arena_get_nbytes, NULL, "bytes on each rank", NULL},
-    {"address", arena_get_address, NULL, "of this rank's part", NULL},
+    {"address", arena_get_address, NULL, "address of this rank's part", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

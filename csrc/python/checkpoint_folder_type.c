@@ -17,7 +17,7 @@
 typedef struct folder_object {
     PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
-    PyObject *files;    /* owned; path -> bytes, NULL until it is asked for */
+    PyObject *files;    /* owned; path -> bytes, NULL until requested */
     sw_catalog catalog; /* the contents of small files; empty until read or received */
 } folder_object;
 
@@ -304,7 +304,7 @@ static sw_status read_header(const folder_object *self, const char *path, sw_saf
     return status;
 }
 
-/* The same of an open file that belongs to no checkpoint; `path`: for messages. */
+/* The same for an open file outside a checkpoint; `path`: for messages. */
 static sw_status read_plain_header(int fd, const char *path, sw_safetensors *found, sw_error *err)
 {
     uint8_t first[8];
@@ -430,7 +430,7 @@ static PyObject *build_files(const sw_manifest *manifest)
     return files;
 }
 
-/* Callers read it: loops over blocks ask for it in each turn. */
+/* Loops over blocks read it in each turn. */
 static PyObject *folder_get_files(PyObject *op, void *unused)
 {
     folder_object *self = (folder_object *)op;
@@ -594,8 +594,8 @@ static PyObject *folder_remove(PyObject *type, PyObject *args)
 
 static PyMethodDef folder_methods[] = {
     {"lock", folder_lock, METH_VARARGS | METH_CLASS,
-     "lock($type, fd, path, /)\n--\n\nLock an open file; return False where another open file has "
-     "the lock."},
+     "lock($type, fd, path, /)\n--\n\n"
+     "Lock an open file; return False if another open file has the lock."},
     {"is_alive", folder_is_alive, METH_VARARGS | METH_CLASS,
      "is_alive($type, path, /)\n--\n\nReturn whether the save that writes to `path` is alive; None "
      "if that is unknown."},
@@ -604,55 +604,53 @@ static PyMethodDef folder_methods[] = {
     {"sync", folder_sync, METH_VARARGS | METH_CLASS,
      "sync($type, path, /)\n--\n\nMake the names in a folder durable."},
     {"remove", folder_remove, METH_VARARGS | METH_CLASS,
-     "remove($type, path, /)\n--\n\nRemove a file, a link, or a folder with what is in it."},
+     "remove($type, path, /)\n--\n\nRemove a file, a link, or a folder with its contents."},
     {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
-     "check_removable($type, path, /)\n--\n\nCheckpointError unless nothing is there but a "
-     "checkpoint."},
+     "check_removable($type, path, /)\n--\n\n"
+     "Raise CheckpointError unless the folder holds only a checkpoint."},
     {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,
-     "check_replaceable($type, path, /)\n--\n\nThe same for all that a save to `path` takes the "
-     "place of."},
+     "check_replaceable($type, path, /)\n--\n\n"
+     "Do the same for everything that a save to `path` replaces."},
     {"received", folder_received, METH_VARARGS | METH_CLASS,
-     "received($type, path, catalog, /)\n--\n\nA checkpoint of which another rank has read the "
-     "catalog."},
+     "received($type, path, catalog, /)\n--\n\n"
+     "Return a checkpoint whose catalog another rank has read."},
     {"merged", folder_merged, METH_VARARGS | METH_CLASS,
-     "merged($type, path, step, world_size, nonce, files, tallies, /)\n--\n\nA checkpoint of "
-     "[(path, nbytes)], of which ranks have written what their lists of tallies say."},
+     "merged($type, path, step, world_size, nonce, files, tallies, /)\n--\n\n"
+     "Return a checkpoint of [(path, nbytes)] from the ranks' lists of tallies."},
     {"lies_in", folder_lies_in, METH_VARARGS,
-     "lies_in($self, fd, begins, /)\n--\n\nRead from an open file, in which each file begins at "
-     "begins[path]."},
+     "lies_in($self, fd, begins, /)\n--\n\n"
+     "Read from an open file, in which each file begins at begins[path]."},
     {"catalog", folder_catalog, METH_VARARGS,
-     "catalog($self, paths, /)\n--\n\nThe manifest, headers of safetensors files and other files "
-     "whole."},
+     "catalog($self, paths, /)\n--\n\n"
+     "Return the manifest, headers of safetensors files, and other files whole."},
     {"find", folder_find, METH_VARARGS | METH_CLASS,
-     "find($type, path, /)\n--\n\nReturn where the checkpoint `path` is, by the name of its "
-     "manifest: "
-     "there or under its replaced name; None for neither."},
+     "find($type, path, /)\n--\n\n"
+     "Return where checkpoint `path` is, found by its manifest: `path` or its replaced name; None "
+     "for neither."},
     {"identity", folder_identity, METH_VARARGS | METH_CLASS,
-     "identity($type, path, /)\n--\n\nReturn a text that identifies what lies there now; '' for "
-     "nothing."},
+     "identity($type, path, /)\n--\n\n"
+     "Return a text that identifies the checkpoint there now; '' for none."},
     {"load", folder_load, METH_VARARGS,
-     "load($self, ranges, threads=1, direct=False, turn=(0, 1), /)\n--\n\nFills or checks [(path, "
-     "begin, nbytes, "
-     "address or "
-     "0, undo or 0)] by several threads."},
+     "load($self, ranges, threads=1, direct=False, turn=(0, 1), /)\n--\n\n"
+     "Fill or check [(path, begin, nbytes, address or 0, undo or 0)] with several threads."},
     {"read_bytes", folder_read_bytes, METH_VARARGS,
-     "read_bytes($self, path, /)\n--\n\nA whole file, checked."},
+     "read_bytes($self, path, /)\n--\n\nReturn a whole file, checked."},
     {"tensors", folder_tensors, METH_VARARGS,
-     "tensors($self, path, /)\n--\n\n(metadata, [(name, dtype, shape, begin, nbytes)])."},
+     "tensors($self, path, /)\n--\n\nReturn (metadata, [(name, dtype, shape, begin, nbytes)])."},
     {"header", folder_header, METH_VARARGS | METH_CLASS,
-     "header($type, fd, path, /)\n--\n\nReturn what tensors() does, of an open file of no "
-     "checkpoint."},
+     "header($type, fd, path, /)\n--\n\n"
+     "Return what tensors() does, for an open file outside a checkpoint."},
     {"checksums", folder_checksums, METH_VARARGS,
-     "checksums($self, path, /)\n--\n\nCRC32C of each block, as the manifest states."},
+     "checksums($self, path, /)\n--\n\nReturn the CRC32C of each block from the manifest."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef folder_properties[] = {
     {"path", folder_get_path, NULL, "the folder", NULL},
     {"step", folder_get_step, NULL, "completed steps", NULL},
-    {"world_size", folder_get_world_size, NULL, "ranks that wrote it", NULL},
-    {"nonce", folder_get_nonce, NULL, "which save this is", NULL},
-    {"metric", folder_get_metric, NULL, "what keep_best compares, or None", NULL},
+    {"world_size", folder_get_world_size, NULL, "number of ranks that wrote it", NULL},
+    {"nonce", folder_get_nonce, NULL, "identifier of the save", NULL},
+    {"metric", folder_get_metric, NULL, "the value that keep_best compares, or None", NULL},
     {"files", folder_get_files, NULL, "path -> bytes", NULL},
     {"block_count", folder_get_block_count, NULL, "of all files", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -284,7 +284,7 @@ static PyObject *plan_abandon(PyObject *op, PyObject *unused)
 {
     plan_object *self = (plan_object *)op;
     (void)unused;
-    if (self->lock_fd < 0) /* committed, or abandoned before */
+    if (self->lock_fd < 0) /* already committed or abandoned */
         Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     sw_partial_abandon(self->partial, &self->lock_fd);
@@ -439,11 +439,10 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef plan_methods[] = {
     {"write", plan_write, METH_VARARGS | METH_CLASS,
-     "write($type, path, nbytes, first_block, ranges, address, /)\n--\n\nWrites [(begin, nbytes)] "
-     "of a file of "
-     "a plan; what it has written, for commit()."},
+     "write($type, path, nbytes, first_block, ranges, address, /)\n--\n\n"
+     "Write [(begin, nbytes)] of a file of a plan; return the tallies for commit()."},
     {"sync", plan_sync, METH_VARARGS | METH_CLASS,
-     "sync($type, path, /)\n--\n\nMakes a file durable."},
+     "sync($type, path, /)\n--\n\nMake a file durable."},
     {"create", plan_create, METH_VARARGS,
      "create($self, partial, /)\n--\n\nMake a folder with LOCK and every file, with its whole size "
      "and disk space."},
@@ -459,16 +458,15 @@ static PyMethodDef plan_methods[] = {
      "files($self, /)\n--\n\n[(path, nbytes, first block, [(source, begin, nbytes)])], in order."
      ""},
     {"needed", plan_needed, METH_VARARGS,
-     "needed($self, rank, world_size, /)\n--\n\nSources of which the rank writes bytes, but for "
-     "those that "
-     "are held in parts."},
+     "needed($self, rank, world_size, /)\n--\n\n"
+     "Return the sources whose bytes this rank writes, except for those held in parts."},
     {"trim", plan_trim, METH_VARARGS,
      "trim($self, rank, world_size, /)\n--\n\nForget the headers that other ranks write."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef plan_properties[] = {
-    {"digest", plan_get_digest, NULL, "of paths, headers and sizes", NULL},
+    {"digest", plan_get_digest, NULL, "digest of paths, headers and sizes", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -16,7 +16,7 @@ typedef struct saver_object {
     PyObject *shared, *own; /* owned; plans of the current save */
     long owner_pid;
     bool in_use;     /* a thread is inside a call that excludes others */
-    bool keeps_only; /* several ranks and no pages: only keep() works */
+    bool keeps_only; /* several ranks without shared pages: only keep() works */
 } saver_object;
 
 typedef struct request_memory { /* borrowed by a request; Python objects own the strings */
@@ -178,8 +178,8 @@ static void close_saver(saver_object *self)
 {
     sw_saver *saver = self->saver;
     self->saver = NULL;
-    if (saver &&
-        getpid() == self->owner_pid) { /* a forked child lacks its threads: it frees nothing */
+    if (saver && getpid() == self->owner_pid) { /* a forked child lacks the saver's threads, so it
+                                                 * frees nothing */
         Py_BEGIN_ALLOW_THREADS
         sw_saver_destroy(saver);
         Py_END_ALLOW_THREADS
@@ -266,7 +266,7 @@ static int read_strings(PyObject *list, const char ***strings)
 
 static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
 {
-    if (plan == Py_None && PyList_Size(sources) == 0) /* this rank has no state of its own */
+    if (plan == Py_None && PyList_Size(sources) == 0) /* this rank has no separate state */
         return 0;
     if (Py_TYPE(plan) != state->plan_type) {
         PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
@@ -423,7 +423,7 @@ static PyObject *saver_warm(PyObject *op, PyObject *args)
     unsigned long long bytes;
     if (!PyArg_ParseTuple(args, "K:warm", &bytes) || !is_usable(self))
         return NULL;
-    /* a failure costs only time in the first save */
+    /* a failure only makes the first save slower */
     return PyBool_FromLong(sw_saver_warm(self->saver, bytes, NULL) == SW_OK);
 }
 
@@ -456,7 +456,7 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
         return NULL;
     if (!(timeout_s >= 0 && timeout_s <= 1e9))
         return PyErr_Format(PyExc_ValueError, "wait: timeout_s must be in [0, 1e9] seconds");
-    /* The wait polls, so that another thread can enter protect() between two looks. */
+    /* The wait polls, so that another thread can enter protect() in between. */
     int64_t until_ns = sw_clock_now_ns() + (int64_t)(timeout_s * 1e9);
     for (bool was_free = false;; was_free = false) {
         if (!is_usable(self))
@@ -487,7 +487,7 @@ static PyObject *saver_fail(PyObject *op, PyObject *args)
     if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !enter(self))
         return NULL;
     (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
-    Py_BEGIN_ALLOW_THREADS /* over hosts the message may have to be sent again */
+    Py_BEGIN_ALLOW_THREADS /* over hosts the message may need a retry */
     sw_saver_fail(self->saver, number, &reason);
     Py_END_ALLOW_THREADS
     leave(self);
@@ -544,23 +544,25 @@ static PyMethodDef saver_methods[] = {
     {"keep", (PyCFunction)(void (*)(void))saver_keep, METH_VARARGS | METH_KEYWORDS,
      "Writes this rank's part into memory; (tallies, runs, bytes)."},
     {"warm", saver_warm, METH_VARARGS,
-     "warm($self, nbytes, /)\n--\n\nStaging for a save of as many bytes is touched by a thread of "
-     "its own."},
-    {"protect", saver_protect, METH_NOARGS, "protect($self, /)\n--\n\nCopies what is still live."},
+     "warm($self, nbytes, /)\n--\n\nTouch staging memory of this size in a separate thread."},
+    {"protect", saver_protect, METH_NOARGS,
+     "protect($self, /)\n--\n\nCopy the state that is still live."},
     {"wait", saver_wait, METH_VARARGS,
-     "wait($self, timeout_s, /)\n--\n\nWhether nothing runs any more; raises a save's error once."},
+     "wait($self, timeout_s, /)\n--\n\n"
+     "Return True if no save is running; raise a save's error once."},
     {"fail", saver_fail, METH_VARARGS,
-     "fail($self, number, message, /)\n--\n\nTells the others that this rank cannot begin the "
-     "save."},
+     "fail($self, number, message, /)\n--\n\n"
+     "Tell the other ranks that this rank cannot begin the save."},
     {"cancel", saver_cancel, METH_VARARGS,
-     "cancel($self, message, /)\n--\n\nMakes a running save fail soon."},
+     "cancel($self, message, /)\n--\n\nMake a running save fail soon."},
     {"progress", saver_progress, METH_NOARGS,
-     "progress($self, /)\n--\n\nbytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
+     "progress($self, /)\n--\n\n"
+     "Return bytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
     {"spare", saver_spare, METH_NOARGS,
-     "spare($self, /)\n--\n\n[(address, nbytes)] of memory that is anybody's until the next save "
-     "begins."},
+     "spare($self, /)\n--\n\n"
+     "Return [(address, nbytes)] of memory that the caller may use until the next save begins."},
     {"close", saver_close, METH_NOARGS,
-     "close($self, /)\n--\n\nGives up a running save and frees everything."},
+     "close($self, /)\n--\n\nCancel a running save and free everything."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,7 +10,7 @@
 /* The arguments of connect(), all read before the rank joins. */
 typedef struct join_request {
     PyObject *addresses, *hosts; /* owned; one entry per member */
-    const char **address;        /* owned; the lists own the strings */
+    const char **address;        /* owned array; the lists own the strings */
     int *members;                /* owned; NULL: all ranks */
     int count;
 } join_request;
@@ -115,8 +115,8 @@ static void set_hosts(comm_object *self, PyObject *hosts)
     Py_XDECREF(before);
 }
 
-/* Joins the ranks of this host. No other thread can use the communicator meanwhile, but hooks may
- * run, and close() may ask it to stop. */
+/* Joins the ranks of this host. No other thread can use the communicator meanwhile, but hooks run,
+ * and close() may stop it. */
 static sw_status join_host(comm_object *self, const join_request *request, const uint8_t *secret,
                            sw_error *err)
 {
@@ -254,6 +254,6 @@ PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs)
     if (by_rank)
         set_hosts(self, by_rank);
     else
-        PyErr_Clear(); /* only messages lose the names; real failures are raised below */
+        PyErr_Clear(); /* only messages would lack the names; real failures are raised below */
     return finish_join(self, status, &err);
 }

@@ -10,7 +10,7 @@
 #include "comm/shm.h"
 #include "python/engine.h"
 
-/* Reports signals, and a close() beside connect(), which nothing else could stop. */
+/* Reports signals, and a close() during connect(), which nothing else can stop. */
 static bool is_interrupted(void *context)
 {
     comm_object *self = context;
@@ -183,7 +183,7 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
     if (!made)
         self->comm->ops->arena_destroy(self->comm, arena);
-    /* Last, since the arena keeps a communicator that was closed meanwhile alive. */
+    /* Last, since the arena keeps a closed communicator alive. */
     sw_py_comm_leave(self);
     return made;
 }
@@ -245,8 +245,8 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 /* Issues one all_gather per (offset_bytes, nbytes) of `ranges` and waits for the last. Every range
- * is checked before the first is issued: an operation under way would go on reading borrowed memory
- * after a later range was refused. Returns -1 with an exception for an invalid range. */
+ * is checked before the first is issued: otherwise a running operation would still read borrowed
+ * memory after a later range was refused. Returns -1 with an exception for an invalid range. */
 static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, sw_status *status,
                          sw_error *err)
 {
@@ -399,7 +399,7 @@ typedef struct envelope {
 
 typedef struct gathered {
     envelope *envelopes;   /* owned, world_size */
-    uint8_t *padded, *all; /* owned; used if some rank's data does not fit an envelope */
+    uint8_t *padded, *all; /* owned; used if some rank's data exceeds an envelope */
     size_t longest;
 } gathered;
 
@@ -477,7 +477,7 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
                  self->rank, text);
-    if (is_beside) { /* the thread inside is woken, and may close the communicator meanwhile */
+    if (is_beside) { /* the thread inside is woken and may close the communicator */
         sw_py_comm_acquire(self);
         sw_comm_request_end(self->comm, &reason);
         sw_py_comm_release(self);
@@ -567,7 +567,7 @@ static PyObject *comm_get_end_reason(PyObject *op, void *unused)
     sw_error err;
     (void)unused;
     if (!sw_py_comm_is_own(
-            self)) /* a forked child asks for no lock that a thread of its parent may have held */
+            self)) /* a forked child takes no lock that a parent's thread may have held */
         return PyUnicode_FromString("this process was forked from the one that joined");
     if (!self->comm || self->closed || !self->connected ||
         self->comm->ops->look(self->comm, true, &err) == SW_OK)
@@ -630,31 +630,30 @@ static PyObject *comm_get_hosts(PyObject *op, void *unused)
 
 static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
-     "connect($self, addresses, secret, hosts, *, members=None)\n--\n\nJoins the ranks of this "
-     "host."},
+     "connect($self, addresses, secret, hosts, *, members=None)\n--\n\n"
+     "Join the ranks of this host."},
     {"extend", (PyCFunction)(void (*)(void))sw_py_comm_extend, METH_VARARGS | METH_KEYWORDS,
-     "extend($self, host_of, host, *, wire=None)\n--\n\nJoins the ranks of other hosts."},
+     "extend($self, host_of, host, *, wire=None)\n--\n\nJoin the ranks of other hosts."},
     {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
-     "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCollective."},
+     "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCreate an arena. Collective."},
     {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
-     "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\nIn "
-     "place."},
+     "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\n"
+     "Reduce in place."},
     {"broadcast", comm_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nOf bytes."},
+     "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nBroadcast bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
-     "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nEvery rank's data."},
+     "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nReturn every rank's data."},
     {"all_gather", (PyCFunction)(void (*)(void))comm_all_gather, METH_VARARGS | METH_KEYWORDS,
-     "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, "
-     "slices=None)\n--\n\nEvery "
-     "rank's slice of each range, to all ranks."},
+     "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\n"
+     "Send every rank's slice of each range to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS,
-     "barrier($self, label='barrier', /)\n--\n\nWaits for every rank."},
+     "barrier($self, label='barrier', /)\n--\n\nWait for every rank."},
     {"abort", comm_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnds the communicator on every rank. From any thread."},
-    {"stats", comm_stats, METH_NOARGS, "stats($self, /)\n--\n\nCounts since creation."},
+     "abort($self, reason, /)\n--\n\nEnd the communicator on every rank. Any thread."},
+    {"stats", comm_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
     {"describe", comm_describe, METH_NOARGS,
-     "describe($self, /)\n--\n\nWhat was found and chosen."},
-    {"close", comm_close, METH_NOARGS, "close($self, /)\n--\n\nLeaves the group."},
+     "describe($self, /)\n--\n\nReturn the facts and choices of this communicator."},
+    {"close", comm_close, METH_NOARGS, "close($self, /)\n--\n\nLeave the group."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -662,10 +661,12 @@ static PyGetSetDef comm_properties[] = {
     {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
     {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
     {"silent_s", comm_get_silent, comm_set_silent,
-     "a peer that is stopped for so long ends a wait, seconds; 0: at the deadline", NULL},
+     "seconds for which a peer may be stopped before a wait for it ends; 0: until the deadline",
+     NULL},
     {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
-    {"is_alive", comm_get_alive, NULL, "whether no rank has met an error or left", NULL},
-    {"end_reason", comm_get_end_reason, NULL, "why it is not alive; None where it is", NULL},
+    {"is_alive", comm_get_alive, NULL, "True if no rank has met an error or left", NULL},
+    {"end_reason", comm_get_end_reason, NULL, "the reason why it is not alive; None if it is",
+     NULL},
     {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
     {"hosts", comm_get_hosts, NULL, "the host name of each rank, once joined", NULL},
     {NULL, NULL, NULL, NULL, NULL},

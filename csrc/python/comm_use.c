@@ -31,8 +31,8 @@ void sw_py_comm_release(comm_object *self)
     Py_END_ALLOW_THREADS
 }
 
-/* Waits for the thread inside a communicator that has failed, which leaves soon. A caller that asks
- * for the reason, like the thread that watches a GPU, is then not a second user. */
+/* Waits for the thread inside a failed communicator, which leaves soon, so that a caller that wants
+ * the reason, such as the watch thread of a GPU, is not refused as a second user. */
 static void wait_for_leavers(const comm_object *self)
 {
     for (int look = 0; look < LEAVER_POLLS && self->in_use && !self->closed && self->comm &&

@@ -1,7 +1,7 @@
 /* compress_module.c - the codecs and PowerSGD's passes, on addresses.
  *
- * Idea: the Python side (codecs.py, compress/powersgd.py) owns the tensors, has checked dtype,
- * device and layout, and hands over addresses, as it does to the communicator; one call goes over
+ * Idea: the Python side (compress/blocks.py, compress/powersgd.py) owns the tensors, has checked
+ * dtype, device and layout, and passes addresses, as it does to the communicator. One call handles
  * all matrices of a bucket, without the GIL.
  */
 #include <stdlib.h>
@@ -231,7 +231,7 @@ static bool read_addresses(PyObject *sequence, const char *name, Py_ssize_t want
     return *out && count == wanted;
 }
 
-/* Parses (matrices, p, q), or the first of them, as `format` says. */
+/* Parses (matrices, p, q), or only the first of them, by `format`. */
 static bool matrices_init(PyObject *module, PyObject *args, const char *format, matrices *all)
 {
     PyObject *rows, *p = NULL, *q = NULL;
@@ -302,40 +302,40 @@ static PyObject *powersgd_stride(PyObject *module, PyObject *count)
 
 static PyMethodDef compress_functions[] = {
     {"block_record_bytes", block_record_bytes, METH_VARARGS,
-     "block_record_bytes($module, block, bits, /)\n--\n\nOf one block."},
+     "block_record_bytes($module, block, bits, /)\n--\n\nReturn the bytes of one record."},
     {"block_encode", block_encode, METH_VARARGS,
-     "block_encode($module, block, bits, records, source, error, numel, /)\n--\n\nQuantizes an "
-     "array."},
+     "block_encode($module, block, bits, records, source, error, numel, /)\n--\n\n"
+     "Quantize an array."},
     {"block_fold", block_fold, METH_VARARGS,
-     "block_fold($module, block, bits, out, wires, count, scale, residual, /)\n--\n\nThe owner's "
-     "fold of "
-     "records."},
+     "block_fold($module, block, bits, out, wires, count, scale, residual, /)\n--\n\n"
+     "Fold records as their owner."},
     {"block_is_finite", block_is_finite, METH_VARARGS,
-     "block_is_finite($module, block, bits, records, count, /)\n--\n\nWhether no block met "
-     "infinity or NaN."},
+     "block_is_finite($module, block, bits, records, count, /)\n--\n\n"
+     "Return True if all encoded values were finite."},
     {"block_decode", block_decode, METH_VARARGS,
-     "block_decode($module, block, bits, out, records, error, own, numel, /)\n--\n\nDecodes, and "
-     "keeps the "
-     "rest."},
+     "block_decode($module, block, bits, out, records, error, own, numel, /)\n--\n\n"
+     "Decode, and keep the rounding error."},
     {"half_encode", half_encode, METH_VARARGS,
-     "half_encode($module, dtype, wire, source, numel, scale, /)\n--\n\nScales and rounds in one "
-     "pass."},
+     "half_encode($module, dtype, wire, source, numel, scale, /)\n--\n\n"
+     "Scale and round in one pass."},
     {"half_decode", half_decode, METH_VARARGS,
-     "half_decode($module, dtype, out, wire, numel, /)\n--\n\nWidens."},
+     "half_decode($module, dtype, out, wire, numel, /)\n--\n\nWiden to float32."},
     {"powersgd_stride", powersgd_stride, METH_O,
-     "powersgd_stride($module, count, /)\n--\n\nElements of a factor's row."},
+     "powersgd_stride($module, count, /)\n--\n\nReturn the elements of a factor's row."},
     {"powersgd_init_basis", powersgd_init_basis, METH_VARARGS,
-     "powersgd_init_basis($module, matrices, /)\n--\n\nA first basis."},
+     "powersgd_init_basis($module, matrices, /)\n--\n\nWrite a first basis."},
     {"powersgd_project", powersgd_project, METH_VARARGS,
-     "powersgd_project($module, matrices, p, /)\n--\n\nP = v Q."},
+     "powersgd_project($module, matrices, p, /)\n--\n\nCompute P = v Q."},
     {"powersgd_absorb", powersgd_absorb, METH_VARARGS,
-     "powersgd_absorb($module, matrices, p, q, /)\n--\n\nOrthonormalizes P; Q = vᵀ P; keeps v."},
+     "powersgd_absorb($module, matrices, p, q, /)\n--\n\n"
+     "Orthonormalize P, compute Q = vᵀ P, and keep v."},
     {"powersgd_decompress", powersgd_decompress, METH_VARARGS,
-     "powersgd_decompress($module, matrices, q, /)\n--\n\nGradients from P and Q."},
+     "powersgd_decompress($module, matrices, q, /)\n--\n\nCompute gradients from P and Q."},
     {"powersgd_error", powersgd_error, METH_VARARGS,
-     "powersgd_error($module, matrices, errors, /)\n--\n\nWrites down what is still owed."},
+     "powersgd_error($module, matrices, errors, /)\n--\n\nWrite the error."},
     {"powersgd_is_finite", powersgd_is_finite, METH_VARARGS,
-     "powersgd_is_finite($module, values, numel, /)\n--\n\nWhether all float32 values are finite."},
+     "powersgd_is_finite($module, values, numel, /)\n--\n\n"
+     "Return True if all float32 values are finite."},
     {NULL, NULL, 0, NULL},
 };
 

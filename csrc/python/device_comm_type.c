@@ -15,7 +15,7 @@ bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 
 /* ---- life ---- */
 
-/* Keeps the host communicator, which tells whether peers live. Returns false with an exception. */
+/* Keeps the host communicator, which detects dead peers. Returns false with an exception. */
 static bool keep_host(device_comm_object *self, PyObject *host)
 {
     if (host == Py_None || self->host)
@@ -53,7 +53,7 @@ static void make_room(void *context)
     PyGILState_Release(gil);
 }
 
-/* An argument that may be None. false with an exception unless it fits. */
+/* Checks an argument that may be None. Returns false with an exception if it has another type. */
 static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted)
 {
     if (value == Py_None)
@@ -246,13 +246,13 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     Py_END_ALLOW_THREADS
     free(part);
     if (status == SW_OK)
-        self->arena = arena; /* an unconnected communicator had none */
+        self->arena = arena; /* before connect there was no driver call */
     else
         Py_DECREF(arena);
     return sw_py_device_finish(self, status, &err);
 }
 
-/* By a thread inside it, or inside the communicator that it is beside. */
+/* Call from a thread inside it, or inside the communicator whose stream it uses. */
 static bool is_used(const device_comm_object *self)
 {
     return self->use != DEVICE_FREE || (self->beside && self->beside->use == DEVICE_USED);
@@ -290,7 +290,7 @@ static void destroy_comm(void *comm)
     sw_device_comm_destroy(comm);
 }
 
-/* The last reference is gone, so no thread can be inside. */
+/* No reference is left, so no thread can be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
@@ -567,7 +567,7 @@ static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *st
     return sw_py_device_finish(self, status, &err);
 }
 
-/* Enqueues copies (to, from, nbytes) on `stream`, which a *verdict that is set skips. */
+/* Enqueues copies (to, from, nbytes) on `stream`; they are skipped if *verdict is set. */
 static PyObject *device_pack(PyObject *op, PyObject *args)
 {
     PyObject *list, *stream;
@@ -608,7 +608,7 @@ static PyObject *device_convert(PyObject *op, PyObject *args)
     return run_pack((device_comm_object *)op, list, stream, &pack_args);
 }
 
-/* ---- seeing, ending ---- */
+/* ---- state and end ---- */
 
 /* Releases the GIL, since a driver call may never return. Then only threads that need the
  * communicator wait. */
@@ -618,7 +618,7 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     sw_error err;
     sw_status status;
     (void)unused;
-    if (!sw_py_device_wait_for_watch(self)) /* the other watcher's finding is raised here too */
+    if (!sw_py_device_wait_for_watch(self)) /* raise the other watcher's error here too */
         return NULL;
     if (self->use != DEVICE_FREE || self->closed || !self->comm || !self->comm->peers ||
         !sw_py_device_is_own(self))
@@ -642,7 +642,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
     sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
-    bool is_beside = is_used(self); /* another thread is inside, and may be blocked */
+    bool is_beside = is_used(self); /* another thread is inside and may be blocked */
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)
@@ -730,56 +730,55 @@ static PyObject *device_get_failed(PyObject *op, void *unused)
 
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,
-     "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoins the peers. Collective."},
+     "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoin the peers. Collective."},
     {"connect_slots", device_connect_slots, METH_VARARGS,
      "connect_slots($self, arena, members, slot_bytes, place, rank, timeout_s, /)\n--\n\n"
-     "Joins peers of this host through slots. Collective."},
+     "Join peers of this host through slots. Collective."},
     {"borrow", device_borrow, METH_VARARGS,
-     "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\nIn place of connect: over a "
-     "communicator that stays its owner's."},
+     "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
+     "Use a communicator that its owner keeps, instead of connect()."},
     {"give_back", device_give_back, METH_O,
-     "give_back($self, stream, /)\n--\n\nWhere it is borrowed: the stream's next operations "
-     "come after ours."},
+     "give_back($self, stream, /)\n--\n\n"
+     "Order the stream's next operations after ours, if the communicator is borrowed."},
     {"refuse_capture", device_refuse_capture, METH_VARARGS,
-     "refuse_capture($self, stream, what, /)\n--\n\nRaises when the stream is being captured into "
-     "a graph."},
+     "refuse_capture($self, stream, what, /)\n--\n\nRaise if a graph captures it."},
     {"broadcast", device_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, stream, /)\n--\n\nOf (address, numel, dtype) ranges."},
+     "broadcast($self, ranges, root, stream, /)\n--\n\nBroadcast (address, numel, dtype) ranges."},
     {"all_gather", device_all_gather, METH_VARARGS,
-     "all_gather($self, ranges, stream, /)\n--\n\nOf each range the slices, one a rank."},
+     "all_gather($self, ranges, stream, /)\n--\n\nGather the ranks' slices of each range."},
     {"exchange", device_exchange, METH_VARARGS,
-     "exchange($self, range, received, stream, /)\n--\n\nEach rank gets its slice of everybody's."},
+     "exchange($self, range, received, stream, /)\n--\n\nExchange slices of all ranks."},
     {"norm_sum", device_norm, METH_VARARGS,
-     "norm_sum($self, ranges, stream, /)\n--\n\nThe exact sum of squares, as norm_sum()'s bytes; "
-     "waits."},
+     "norm_sum($self, ranges, stream, /)\n--\n\n"
+     "Return the exact sum of squares in norm_sum()'s format; the host waits."},
     {"clip", device_clip, METH_VARARGS,
-     "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\nThe norm, and the factor "
-     "that clips it, on the GPU."},
+     "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\n"
+     "Compute the norm and the factor that clips it, on the GPU."},
     {"follow", device_follow, METH_VARARGS,
-     "follow($self, later, earlier, /)\n--\n\nOne stream after what another was given."},
+     "follow($self, later, earlier, /)\n--\n\nOrder one stream after another."},
     {"pack", device_pack, METH_VARARGS,
-     "pack($self, copies, stream, verdict=0, /)\n--\n\nCopies of (to, from, nbytes), many a "
-     "launch."},
+     "pack($self, copies, stream, verdict=0, /)\n--\n\nCopy (to, from, nbytes)."},
     {"convert", device_convert, METH_VARARGS,
-     "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\nAs pack, "
-     "each element scaled and rounded."},
+     "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\n"
+     "Copy like pack, and scale and round each element."},
     {"start_watch", device_start_watch, METH_NOARGS,
      "start_watch($self, /)\n--\n\nWatch the communicator in a thread until it is closed."},
     {"watch", device_watch, METH_NOARGS,
-     "watch($self, /)\n--\n\nRaises when a rank has failed or is late; does not wait."},
+     "watch($self, /)\n--\n\nRaise if a rank has failed or is late; do not wait."},
     {"abort", device_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnds the communicator on this rank."},
-    {"describe", device_describe, METH_NOARGS, "describe($self, /)\n--\n\nWhat was found."},
-    {"stats", device_stats, METH_NOARGS, "stats($self, /)\n--\n\nDriver calls since creation."},
-    {"close", device_close, METH_NOARGS, "close($self, /)\n--\n\nEnds the communicator."},
+     "abort($self, reason, /)\n--\n\nEnd the communicator on this rank."},
+    {"describe", device_describe, METH_NOARGS,
+     "describe($self, /)\n--\n\nReturn the facts of this GPU and communicator."},
+    {"stats", device_stats, METH_NOARGS,
+     "stats($self, /)\n--\n\nReturn driver calls since creation."},
+    {"close", device_close, METH_NOARGS, "close($self, /)\n--\n\nEnd the communicator."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef device_properties[] = {
     {"stream", device_get_stream, NULL, "the stream of all collectives", NULL},
-    {"is_alive", device_get_alive, NULL, "connected, not closed, and nothing has failed", NULL},
-    {"has_failed", device_get_failed, NULL, "connected, not closed, and something has failed",
-     NULL},
+    {"is_alive", device_get_alive, NULL, "True if connected, open and without a failure", NULL},
+    {"has_failed", device_get_failed, NULL, "True if connected, open and failed", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -141,23 +141,24 @@ static PyObject *device_tensor(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"cuda_devices", cuda_devices, METH_VARARGS,
-     "cuda_devices($module, library=None, /)\n--\n\nThe driver's version and the GPUs it shows."},
+     "cuda_devices($module, library=None, /)\n--\n\n"
+     "Return the driver's version and the visible GPUs."},
     {"device_kernel_source", device_kernel_source, METH_NOARGS,
-     "device_kernel_source($module, /)\n--\n\nThe CUDA text of the device kernels, and its "
-     "options."},
+     "device_kernel_source($module, /)\n--\n\n"
+     "Return the CUDA text of the device kernels and its options."},
     {"device_kernel_image", (PyCFunction)(void (*)(void))device_kernel_image,
      METH_VARARGS | METH_KEYWORDS,
      "device_kernel_image($module, major, minor, packaged=None, cache=None, nvrtc=None, "
-     "builtins=None)\n--\n\n"
-     "(origin, image) of the device kernels for one GPU."},
+     "builtins=None)\n--\n\nReturn (origin, image) of the device kernels for one GPU."},
     {"device_tensor", device_tensor, METH_VARARGS,
-     "device_tensor($module, ordinal, owner, address, dtype, shape, strides, /)\n--\n\nA DLPack "
-     "capsule."},
+     "device_tensor($module, ordinal, owner, address, dtype, shape, strides, /)\n--\n\n"
+     "Return a DLPack capsule."},
     {"nccl_unique_id", nccl_unique_id, METH_VARARGS,
-     "nccl_unique_id($module, library=None, /)\n--\n\nWhat one rank makes for all, to connect."},
+     "nccl_unique_id($module, library=None, /)\n--\n\n"
+     "Return the identifier that one rank makes for all to connect with."},
     {"slot_part_bytes", slot_part_bytes, METH_VARARGS,
-     "slot_part_bytes($module, slot_bytes, /)\n--\n\nOf each rank's part of an arena with such "
-     "slots."},
+     "slot_part_bytes($module, slot_bytes, /)\n--\n\n"
+     "Return the bytes of each rank's part of an arena with such slots."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -12,8 +12,8 @@
 /* The thread that is inside a call has usually released the GIL. */
 typedef enum device_use {
     DEVICE_FREE = 0,
-    DEVICE_USED,    /* by the program's thread */
-    DEVICE_WATCHED, /* by a thread that watches or aborts it, and leaves soon */
+    DEVICE_USED,    /* used by the program's thread */
+    DEVICE_WATCHED, /* used briefly by a thread that watches or aborts it */
 } device_use;
 
 typedef struct device_comm_object {
@@ -21,7 +21,7 @@ typedef struct device_comm_object {
     PyObject *arena;                    /* owned: the slots shared with peers, or NULL */
     comm_object *host;                  /* owned, and acquired; or NULL */
     PyObject *make_room;                /* owned: called when GPU memory is short, or NULL */
-    struct device_comm_object *beside;  /* owned: the communicator whose stream is used. A thread
+    struct device_comm_object *beside;  /* owned: the communicator whose stream it uses. A thread
                                            inside that one may use this one. NULL: an own stream */
     long owner_pid;
     device_use use;
@@ -65,8 +65,8 @@ void sw_py_device_take(device_comm_object *self, device_use use);
  * current one. */
 typedef void sw_py_destroy_fn(void *made);
 void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, void *made);
-/* The first step of it, ended by sw_py_device_leave(). Returns false if this thread is inside, or
- * if another stays inside for long. */
+/* Its first step; sw_py_device_leave() ends it. Returns false if this thread is inside, or if
+ * another stays inside for long. */
 bool sw_py_device_enter_to_destroy(device_comm_object *self);
 /* Does the same when no thread can be inside. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made);
@@ -80,7 +80,7 @@ void sw_py_device_raise(device_comm_object *self, const sw_error *err);
 /* Leaves the communicator. Returns None, or NULL with the exception of `err`. */
 PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err);
 
-/* Parses a stream given as torch gives it, an integer address. Returns false with an exception. */
+/* Parses a torch stream, an integer address. Returns false with an exception. */
 bool sw_py_device_stream(PyObject *value, sw_stream **stream);
 
 /* device_table.c: reads one row of a table. Returns false with an exception. */

@@ -82,13 +82,14 @@ static PyObject *get_thread_count(PyObject *op, void *unused)
 
 static PyMethodDef offload_methods[] = {
     {"stats", offload_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nBatches stepped on, and bytes of both ways, since creation."},
+     "stats($self, /)\n--\n\nReturn the batches stepped on and the bytes each way since creation."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef offload_properties[] = {
-    {"buffer_nbytes", get_buffer_nbytes, NULL, "of pinned memory that steps go through", NULL},
-    {"thread_count", get_thread_count, NULL, "that step, the caller's among them", NULL},
+    {"buffer_nbytes", get_buffer_nbytes, NULL, "bytes of pinned memory that steps use", NULL},
+    {"thread_count", get_thread_count, NULL, "number of threads that step, the caller's included",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

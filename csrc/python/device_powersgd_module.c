@@ -198,32 +198,26 @@ static PyObject *device_cast(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"device_powersgd_project", project, METH_VARARGS,
-     "device_powersgd_project($module, comm, matrices, verdict, stream, /)\n--\n\nAs "
-     "powersgd_project, of all "
-     "matrices."},
+     "device_powersgd_project($module, comm, matrices, verdict, stream, /)\n--\n\n"
+     "Project all matrices like powersgd_project."},
     {"device_powersgd_absorb", absorb, METH_VARARGS,
-     "device_powersgd_absorb($module, comm, matrices, verdict, stream, /)\n--\n\nQ = vᵀ P; keeps "
-     "v; unless the "
-     "verdict says otherwise."},
+     "device_powersgd_absorb($module, comm, matrices, verdict, stream, /)\n--\n\n"
+     "Compute Q = vᵀ P and keep v, unless the verdict refuses."},
     {"device_powersgd_expand", expand, METH_VARARGS,
-     "device_powersgd_expand($module, comm, matrices, verdict, stream, /)\n--\n\nGradients from P "
-     "and Q, or "
-     "NaN."},
+     "device_powersgd_expand($module, comm, matrices, verdict, stream, /)\n--\n\n"
+     "Compute gradients from P and Q, or NaN."},
     {"device_powersgd_orthonormalize", orthonormalize, METH_VARARGS,
-     "device_powersgd_orthonormalize($module, comm, factors, verdict, stream, /)\n--\n\nRows made "
-     "orthonormal."},
+     "device_powersgd_orthonormalize($module, comm, factors, verdict, stream, /)\n--\n\n"
+     "Make rows orthonormal."},
     {"device_finite", is_finite, METH_VARARGS,
-     "device_finite($module, comm, verdict, values, numel, refusal, stream, /)\n--\n\nThe verdict "
-     "becomes "
-     "`refusal` if it is 0 and a value is not finite."},
+     "device_finite($module, comm, verdict, values, numel, refusal, stream, /)\n--\n\n"
+     "Set the verdict to `refusal` if it is 0 and a value is not finite."},
     {"device_fold", device_fold, METH_VARARGS,
      "device_fold($module, comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, "
-     "is_mean, "
-     "stream, /)\n--\n\nContributions in rank order."},
+     "is_mean, stream, /)\n--\n\nFold contributions in rank order."},
     {"device_cast", device_cast, METH_VARARGS,
-     "device_cast($module, comm, to, to_dtype, from, from_dtype, numel, scale, stream, "
-     "/)\n--\n\nScales and "
-     "rounds."},
+     "device_cast($module, comm, to, to_dtype, from, from_dtype, numel, scale, stream, /)\n--\n\n"
+     "Scale and round."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -42,7 +42,7 @@ static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_device_leave(self->comm);
     if (status == SW_OK)
         return 0;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* all ranks then go on without it */
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* all ranks then continue without it */
     return -1;
 }
 
@@ -88,7 +88,8 @@ static PyObject *region_register(PyObject *op, PyObject *args)
     sw_py_device_leave(self->comm);
     if (status == SW_OK)
         Py_RETURN_NONE;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* ranks exchange it, and do without */
+    sw_py_raise(sw_py_state_of(op), &err, NULL); /* ranks exchange the failure and continue without
+                                                  * registration */
     return NULL;
 }
 
@@ -139,17 +140,18 @@ static PyObject *region_get_window(PyObject *op, void *unused)
 
 static PyMethodDef region_methods[] = {
     {"register", region_register, METH_VARARGS,
-     "register($self, as_window=False, /)\n--\n\nWith NCCL; as a window: collective."},
+     "register($self, as_window=False, /)\n--\n\nRegister with NCCL. As a window: collective."},
     {"deregister", region_deregister, METH_NOARGS,
-     "deregister($self, /)\n--\n\nThe memory stays; waits for the communicator's stream."},
+     "deregister($self, /)\n--\n\n"
+     "Deregister and keep the memory; waits for the communicator's stream."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef region_properties[] = {
-    {"address", region_get_address, NULL, "of its first byte", NULL},
+    {"address", region_get_address, NULL, "address of its first byte", NULL},
     {"nbytes", region_get_nbytes, NULL, "its size", NULL},
-    {"is_registered", region_get_registered, NULL, "whether NCCL may reach it where it lies", NULL},
-    {"is_window", region_get_window, NULL, "whether it is registered as a window", NULL},
+    {"is_registered", region_get_registered, NULL, "True if NCCL may use it in place", NULL},
+    {"is_window", region_get_window, NULL, "True if it is registered as a window", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

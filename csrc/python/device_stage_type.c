@@ -64,8 +64,8 @@ static PyObject *stage_stats(PyObject *op, PyObject *unused)
 
 static PyMethodDef stage_methods[] = {
     {"stats", stage_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nbatches, bytes_down and host_waits since creation, pinned_bytes "
-     "held."},
+     "stats($self, /)\n--\n\n"
+     "Return batches, bytes_down and host_waits since creation, and pinned_bytes held."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -254,7 +254,7 @@ static PyObject *units_gather_apart(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->comm, status, &err);
 }
 
-/* ---- all of them ---- */
+/* ---- all units ---- */
 
 typedef sw_status units_call(sw_device_units *units, sw_stream *user, sw_error *err);
 
@@ -329,25 +329,29 @@ static PyObject *units_stats(PyObject *op, PyObject *unused)
 
 static PyMethodDef units_methods[] = {
     {"gather", units_gather, METH_O,
-     "gather($self, unit, /)\n--\n\nInto its place, once that is left; nobody waits."},
+     "gather($self, unit, /)\n--\n\n"
+     "Gather a unit into its place after earlier work on that; do not wait."},
     {"take", units_take, METH_VARARGS,
-     "take($self, unit, stream, /)\n--\n\nThe stream sees it from now on."},
+     "take($self, unit, stream, /)\n--\n\nLet the stream wait for the unit."},
     {"wait", units_wait, METH_VARARGS,
-     "wait($self, unit, /)\n--\n\nAll streams see it from now on: the host waits until it is "
-     "whole."},
+     "wait($self, unit, /)\n--\n\n"
+     "Make the host wait until the unit is whole, for use on all streams."},
     {"release", units_release, METH_VARARGS,
-     "release($self, unit, stream, /)\n--\n\nThe stream was given all that uses it."},
+     "release($self, unit, stream, /)\n--\n\n"
+     "Release the unit after the work enqueued on the stream."},
     {"gather_apart", units_gather_apart, METH_VARARGS,
-     "gather_apart($self, unit, address, stream, /)\n--\n\nInto other memory, in the order of the "
-     "stream."},
-    {"update", units_update, METH_O, "update($self, stream, /)\n--\n\nSlices were written on it."},
+     "gather_apart($self, unit, address, stream, /)\n--\n\n"
+     "Gather into separate memory, in the order of the stream."},
+    {"update", units_update, METH_O,
+     "update($self, stream, /)\n--\n\nOrder later gathers after writes to slices on the stream."},
     {"gather_anew", units_gather_anew, METH_O,
-     "gather_anew($self, stream, /)\n--\n\nAll, behind writes to their slices on the stream."},
+     "gather_anew($self, stream, /)\n--\n\n"
+     "Gather all units after writes to their slices on the stream."},
     {"state", units_state, METH_O,
-     "state($self, unit, /)\n--\n\n'sharded', 'gathering' or 'unsharded'."},
+     "state($self, unit, /)\n--\n\nReturn 'sharded', 'gathering' or 'unsharded'."},
     {"holder", units_holder, METH_O,
-     "holder($self, place, /)\n--\n\nThe unit that lies there, or None."},
-    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nCounts since creation."},
+     "holder($self, place, /)\n--\n\nReturn the unit in a place, or None."},
+    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -52,15 +52,15 @@ typedef struct comm_object {
     struct comm_object *next;       /* in engine_state.comms */
 } comm_object;
 
-typedef struct arena_object { /* an owner of memory: an arena, or the gradients of a reducer */
+typedef struct arena_object {         /* an owner of memory: an arena, or a reducer's gradients */
     PyObject_HEAD comm_object *owner; /* owned */
     sw_arena *arena;                  /* owned; or */
     sw_gradient_memory *memory;       /* owned */
 } arena_object;
 
 /* wire.c: makes a wire from `group`, which has send(rank, tag, address, nbytes) and receive(...),
- * both of which return a work for wait(work), and close(gently), which returns true once no
- * transfer is under way. release() frees the wire. Returns NULL with an exception. */
+ * both returning a work for wait(work), and close(gently), which returns true once no transfer is
+ * running. release() frees the wire. Returns NULL with an exception. */
 const sw_wire *sw_py_wire_new(PyObject *group);
 
 /* slices.c: parses None, or (of_rank, replica_of_rank). Returns -1 with an exception, and then
@@ -86,8 +86,8 @@ PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
 /* module_state.c */
 engine_state *sw_py_state_of(PyObject *self); /* `self` is an instance of one of our types */
 
-/* Calls self.name(), self.name(a) or self.name(a, b). PyObject_CallMethod expands to a private name
- * where lengths are Py_ssize_t, and the stable ABI has public names only. */
+/* Calls self.name(), self.name(a) or self.name(a, b). With Py_ssize_t lengths PyObject_CallMethod
+ * expands to a private name, which the stable ABI lacks. */
 static inline PyObject *sw_py_call(PyObject *self, const char *name, PyObject *a, PyObject *b)
 {
     PyObject *method = PyObject_GetAttrString(self, name);
@@ -173,8 +173,8 @@ int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObj
 /* checkpoint_plan_type.c, checkpoint_saver_type.c, checkpoint_folder_type.c */
 typedef struct plan_object {
     PyObject_HEAD sw_plan *plan; /* owned */
-    int lock_fd;                 /* owned; of the folder that create() made; -1: none */
-    char *partial;               /* owned; its path; NULL: none was made yet */
+    int lock_fd;                 /* owned descriptor of the folder that create() made; -1: none */
+    char *partial;               /* owned path of that folder; NULL: not made yet */
 } plan_object;
 /* checkpoint_plan_type.c: merges lists of what ranks wrote. Returns -1 with an exception, or sets
  * *err. */
@@ -202,7 +202,7 @@ typedef struct tensor_view {
  * has none. */
 const void *sw_py_tensor_exchange_table(PyObject *tensor);
 /* Reads a tensor through the table. Returns false without an exception if the tensor has no such
- * view (sparse, ...). A lazy conjugation or negation does not show: the bytes are those before it.
+ * view (sparse, ...). The bytes are those before a lazy conjugation or negation.
  */
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 

@@ -33,7 +33,8 @@ static PyObject *forked(PyObject *module, PyObject *unused)
 
 static PyMethodDef fork_functions[] = {
     {"forked", forked, METH_NOARGS,
-     "forked($module, /)\n--\n\nIn a forked child, before anything else: its writes stay its own."},
+     "forked($module, /)\n--\n\n"
+     "Make a forked child's writes private. Call it there before anything else."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -18,8 +18,8 @@ static void *address_of(reducer_object *self, PyObject *tensor)
     return address;
 }
 
-/* Returns true if a view still lies in our memory: `p.grad.data = x` gives the same object other
- * memory. */
+/* Returns true if a view still uses our memory: `p.grad.data = x` replaces the memory of the same
+ * object. */
 static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
 {
     return sw_reducer_layout(self->reducer)->place[index].numel == 0 ||
@@ -88,7 +88,7 @@ int sw_py_gradient_place(reducer_object *self, size_t index)
     if (grad && !ours)
         failed = take_other(self, index, grad);
     else if (grad && !sw_reducer_is_used(self->reducer, index))
-        failed = sw_py_gradient_keep(self, index); /* stays as it is if no rank used it */
+        failed = sw_py_gradient_keep(self, index); /* unchanged if no rank used it */
     Py_XDECREF(grad);
     if (!failed)
         sw_reducer_place(self->reducer, index, false);
@@ -181,8 +181,8 @@ int sw_py_gradient_advance(reducer_object *self)
     }
 }
 
-/* Frees what peers have finished with at each such gradient, since gradients that wait for a place
- * add up. */
+/* At each such gradient, frees slots that peers have finished with, since waiting gradients add
+ * up. */
 int sw_py_gradient_make_room(reducer_object *self, size_t index)
 {
     bool held;

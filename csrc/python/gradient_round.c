@@ -24,8 +24,8 @@ static int current_task(reducer_object *self, int64_t *task)
 
 /* ---- failures on a GPU ---- */
 
-/* Peers wait for this rank on their GPUs, where enqueued work cannot be taken back: the subclass
- * aborts the communicators with one message for all ranks, and raises it. */
+/* Peers wait for this rank on their GPUs, where enqueued work cannot be cancelled: the subclass
+ * aborts the communicators with one message for all ranks and raises it. */
 static int end_communicators(reducer_object *self, const sw_error *err)
 {
     PyObject *reason = PyUnicode_FromString(err->message);
@@ -253,7 +253,7 @@ static int take(reducer_object *self, size_t index, int64_t task, PyObject *para
             sw_py_gradient_place(self, index) < 0)
             return -1;
     }
-    /* An early gradient may complete a bucket that has become the next one meanwhile. */
+    /* An early gradient may complete a bucket that has since become the next one. */
     if (!due && !early)
         return 0;
     return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
@@ -333,13 +333,13 @@ static int end_in_order(reducer_object *self, sw_status (*end)(sw_reducer *, sw_
     return reducer_raise(self, status, &err);
 }
 
-/* Exchanges the use bits alone, since a user's hook averages the buckets. */
+/* Exchanges only the use bits, since a user's hook averages the buckets. */
 static int exchange_use(reducer_object *self)
 {
     return end_in_order(self, sw_reducer_exchange_use);
 }
 
-/* Prepares for the hook: every gradient lies in its bucket, or ranks are told which means stand. */
+/* Prepares for the hook: places every gradient in its bucket, or tells ranks which means stand. */
 static int prepare_for_hook(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->bucket_count;
@@ -506,8 +506,8 @@ PyObject *sw_py_round_close(PyObject *op, PyObject *unused)
     return none_or_null(finish_round(self));
 }
 
-/* A backward ended without its callback, and an exception is on its way to the caller. Peers are
- * told now if that is quick; the caller's next forward does the rest. */
+/* A backward ended without its callback, by an exception. Completes the round with peers now if
+ * that is quick; else the caller's next forward does. */
 PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;
@@ -555,7 +555,7 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
                         "averaged: call it after backward() has returned");
         return NULL;
     }
-    /* an exception left the backward open, and the caller steps nevertheless */
+    /* an exception left the backward open, and the caller still steps */
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
@@ -582,7 +582,7 @@ static int holds_contribution(reducer_object *self, size_t index)
     return result;
 }
 
-/* Runs a round that no backward announced: `.grad` holds the contributions. */
+/* Runs a round without a backward: `.grad` holds the contributions. */
 PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
 {
     reducer_object *self = (reducer_object *)op;

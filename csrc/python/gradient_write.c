@@ -3,7 +3,7 @@
 #include "python/reducer_object.h"
 
 /* Returns true if `grad` has the layout of its view, so that its bytes can be copied as they are.
- * Lazily negated and conjugated tensors are excluded without a look at their flags: the former are
+ * Lazily negated and conjugated tensors are excluded without checking their flags: the former are
  * views of complex tensors and so have other strides unless they have one element; the latter are
  * complex. */
 static bool has_layout(const tensor_view *grad, const tensor_view *shape)

@@ -134,7 +134,7 @@ static void give_up(const test_rank *self, int cause, sw_error *err)
     sw_error_set(err, SW_E_OS, cause, "self_test: thread %d of %d could not be started: %s",
                  self->rank, SELF_TEST_RANKS, strerror(cause));
     if (sw_local_comm_create(self->group, self->rank, &comm, &told) != SW_OK)
-        return; /* which tells the other ranks too */
+        return; /* the abort reaches the other ranks too */
     comm->ops->abort(comm, err);
     comm->ops->destroy(comm);
 }
@@ -232,25 +232,26 @@ static PyObject *prefer_huge_pages(PyObject *module, PyObject *args)
 
 PyMethodDef sw_py_kernel_functions[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS,
-     "instruction_sets($module, /)\n--\n\nTables that run here, best last."},
+     "instruction_sets($module, /)\n--\n\nReturn the kernel tables that run here, best last."},
     {"instruction_set", instruction_set, METH_NOARGS,
-     "instruction_set($module, /)\n--\n\nThe table in force."},
+     "instruction_set($module, /)\n--\n\nReturn the kernel table in use."},
     {"force_instruction_set", force_instruction_set, METH_VARARGS,
-     "force_instruction_set($module, name, /)\n--\n\nDebug entry."},
+     "force_instruction_set($module, name, /)\n--\n\nUse another kernel table, for debugging."},
     {"fold", fold, METH_VARARGS,
-     "fold($module, destination, sources, numel, dtype, op, /)\n--\n\nThe kernel, on addresses."},
+     "fold($module, destination, sources, numel, dtype, op, /)\n--\n\n"
+     "Run the fold kernel on addresses."},
     {"crc32c", crc32c, METH_VARARGS,
-     "crc32c($module, address, nbytes, /)\n--\n\nThe checksum that checkpoints use."},
+     "crc32c($module, address, nbytes, /)\n--\n\nReturn the checksum that checkpoints use."},
     {"sample_crc32c", sample_crc32c, METH_VARARGS,
-     "sample_crc32c($module, address, nbytes, stride, /)\n--\n\nThe checksum of a few cache lines "
-     "of some "
-     "memory."},
+     "sample_crc32c($module, address, nbytes, stride, /)\n--\n\n"
+     "Return the checksum of sampled cache lines of some memory."},
     {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,
-     "prefer_huge_pages($module, address, nbytes, /)\n--\n\nA hint for memory that nobody touched "
-     "yet."},
+     "prefer_huge_pages($module, address, nbytes, /)\n--\n\n"
+     "Request huge pages for untouched memory; a hint."},
     {"host_limits", host_limits, METH_NOARGS,
-     "host_limits($module, /)\n--\n\nWhat this process may take."},
+     "host_limits($module, /)\n--\n\nReturn the limits of this process."},
     {"self_test", self_test, METH_NOARGS,
-     "self_test($module, /)\n--\n\nA threaded all_reduce; Error when it is wrong."},
+     "self_test($module, /)\n--\n\n"
+     "Run an all_reduce of threads; raise Error if its result is wrong."},
     {NULL, NULL, 0, NULL},
 };

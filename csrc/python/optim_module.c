@@ -1,8 +1,8 @@
 /* optim_module.c - the optimizers and the norm on lists of torch tensors.
  *
- * Idea: all arguments are read and checked first, with the GIL; the pass then goes over runs of
- * addresses without it. Tuples keep the tensors alive meanwhile. Layouts that merely differ are
- * reported, not refused: the caller rearranges the tensors and calls again. */
+ * Idea: all arguments are read and checked first, with the GIL; the pass then processes runs of
+ * addresses without it. Tuples keep the tensors alive meanwhile. Differing layouts are reported,
+ * not refused: the caller rearranges the tensors and calls again. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,11 +36,12 @@ typedef struct step_call {
     PyObject *mismatched; /* owned list of indices */
     const void *table;
     state_file_object *file; /* borrowed; NULL if state is in memory */
-    device_comm_object *gpu; /* borrowed; NULL if all is on the CPU. Else only steps are, or */
-    device_offload_object *offload; /* borrowed, or NULL. If not, only gradients are on the GPU, and
-                                       copies, or parameters without copies */
+    /* One of the two at most. `gpu`: all arrays but step counts are on the GPU. `offload`: only
+     * gradients are, and copies, or parameters without copies. Borrowed. */
+    device_comm_object *gpu;
+    device_offload_object *offload;
     sw_stream *stream;
-    const void *clip; /* a float32 on the GPU by which gradients are first multiplied, or NULL */
+    const void *clip; /* a float32 on the GPU that first multiplies gradients, or NULL */
 } step_call;
 
 static void step_call_fini(step_call *call)
@@ -367,7 +368,7 @@ static void mark_in_use(const step_call *call, bool in_use)
         call->file->in_use = in_use;
 }
 
-/* Runs the step where `call` says. Returns false with an exception. */
+/* Runs the step on the device of `call`. Returns false with an exception. */
 static bool run_step(const step_call *call, PyObject *module, const sw_adam_options *adam,
                      const sw_sgd_options *sgd)
 {
@@ -540,15 +541,16 @@ static PyMethodDef optim_functions[] = {
     {"adam_step", (PyCFunction)(void (*)(void))adam_step, METH_VARARGS | METH_KEYWORDS,
      "adam_step($module, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
      "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, grad_scale=1.0, "
-     "state_file=None, gpu=None, clip=0)\n--\n\nOne step of Adam or AdamW."},
+     "state_file=None, gpu=None, clip=0)\n--\n\nTake one step of Adam or AdamW."},
     {"sgd_step", (PyCFunction)(void (*)(void))sgd_step, METH_VARARGS | METH_KEYWORDS,
      "sgd_step($module, params, grads, momentum_buffers, copies, *, lr, momentum, dampening, "
-     "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, "
-     "gpu=None, clip=0)\n--\n\nOne step of SGD."},
+     "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, gpu=None, "
+     "clip=0)\n--\n\nTake one step of SGD."},
     {"norm_sum", norm_sum, METH_O,
-     "norm_sum($module, tensors, /)\n--\n\nThe exact sum of squares, as bytes that can be merged."},
+     "norm_sum($module, tensors, /)\n--\n\n"
+     "Return the exact sum of squares, as bytes that can be merged."},
     {"norm_value", norm_value, METH_O,
-     "norm_value($module, sums, /)\n--\n\nThe square root of all sums together."},
+     "norm_value($module, sums, /)\n--\n\nReturn the square root of the total of all sums."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -43,7 +43,7 @@ typedef struct reducer_object {
     PyObject *grad_name;     /* owned: "grad" */
     const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */
-    Py_ssize_t *hook_counts; /* owned: number of hooks of each parameter when ours was the last */
+    Py_ssize_t *hook_counts; /* owned: each parameter's number of hooks when ours was the last */
     size_t kept;             /* number of parameters whose unaveraged gradient the subclass keeps */
     unsigned long long copies;
     int64_t announced_task; /* the graph task whose end calls close(), or NO_TASK */
@@ -176,21 +176,21 @@ int sw_py_gradient_advance(reducer_object *self);
 /* Tells the tracer what begins with a bucket, "begin" or "wait", or what ended ("end"; an exception
  * that is set is kept). No-op without a tracer. */
 int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what);
-/* Returns the borrowed view of a parameter, which is about to be overwritten while `.grad` is
- * another tensor. */
+/* Returns the borrowed view of a parameter that will be overwritten while `.grad` is another
+ * tensor. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);
 /* Returns true if a hook was registered after ours on a parameter's gradient. */
 bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index);
 /* Lets the subclass restore the gradients of parameters that no rank has used. */
 int sw_py_gradient_restore(reducer_object *self);
-/* A sliced gradient arrived before its slot was free: frees the slot if that does not take long. */
+/* A sliced gradient arrived before its slot was free: frees the slot if that is quick. */
 int sw_py_gradient_make_room(reducer_object *self, size_t index);
 
 /* sliced_gradients.c. Returns -1 with an exception. */
 int sw_py_sliced_place(reducer_object *self, size_t index);
 /* Declares which contributions add to the standing mean, before they are placed. */
 int sw_py_sliced_declare_standing(reducer_object *self);
-/* Announces the same to ranks that have joined, as a round opens. */
+/* Announces the same to joined ranks as a round opens. */
 int sw_py_sliced_announce(reducer_object *self);
 /* Ends a round: every parameter that some rank used gets its ShardedGradient. */
 int sw_py_sliced_publish(reducer_object *self);

@@ -1,5 +1,5 @@
-/* reducer_on_device.c - what a Reducer on a GPU needs besides: torch's memory for its buckets,
- * torch's current stream, and which ranks still train. */
+/* reducer_on_device.c - the parts of a Reducer that only a GPU needs: torch's memory for its
+ * buckets, torch's current stream, and which ranks still train. */
 #include <string.h>
 
 #include "python/reducer_object.h"
@@ -27,7 +27,7 @@ int sw_py_reducer_use_stream(reducer_object *self)
     return read ? 0 : -1;
 }
 
-/* Fills `memory` once the reducer exists. */
+/* Fills `memory` after the reducer is created. */
 int sw_py_reducer_init_on_device(reducer_object *self)
 {
     self->memory = PyList_New(0);

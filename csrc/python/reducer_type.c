@@ -32,7 +32,7 @@ static int create_on_host(reducer_object *self, sw_py_rows *s, const sw_reducer_
     reducer_leave(self);
     if (reducer_raise(self, status, &err) < 0)
         return -1;
-    /* The Arena object takes ownership of the memory; the reducer goes on borrowing it. */
+    /* The Arena object takes ownership of the memory; the reducer still borrows it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
     self->memory = sw_py_arena_object_new(reducer_state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
@@ -79,7 +79,7 @@ static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
     return 0;
 }
 
-/* A DeviceComm beside the reducer's, or None. false with an exception. */
+/* Checks another DeviceComm of the reducer's rank, or None. Returns false with an exception. */
 static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **side)
 {
     *side = NULL;
@@ -94,7 +94,7 @@ static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **si
     return true;
 }
 
-/* Keeps row and column as long as the reducer. */
+/* Keeps the row and column alive as long as the reducer. */
 static int keep_sides(reducer_object *self, PyObject *row, PyObject *column)
 {
     Py_ssize_t first = (Py_ssize_t)reducer_bucket_count(self);
@@ -586,100 +586,113 @@ static PyObject *reducer_get(PyObject *op, void *which)
 
 static PyMethodDef reducer_methods[] = {
     {"gradient", sw_py_reducer_gradient, METH_VARARGS,
-     "gradient($self, index, shape, strides=None, /)\n--\n\nA DLPack capsule."},
+     "gradient($self, index, shape, strides=None, /)\n--\n\n"
+     "Return a DLPack capsule over a parameter's gradient."},
     {"result", sw_py_reducer_result, METH_O,
-     "result($self, index, /)\n--\n\nA DLPack capsule over this rank's slice of a mean."},
+     "result($self, index, /)\n--\n\nReturn a DLPack capsule over this rank's slice of a mean."},
     {"bucket", sw_py_reducer_bucket, METH_O,
-     "bucket($self, bucket, /)\n--\n\nA DLPack capsule over a whole bucket."},
+     "bucket($self, bucket, /)\n--\n\nReturn a DLPack capsule over a whole bucket."},
     {"bucket_parameters", sw_py_reducer_bucket_parameters, METH_O,
-     "bucket_parameters($self, bucket, /)\n--\n\nIndices, in memory order."},
+     "bucket_parameters($self, bucket, /)\n--\n\nReturn the bucket's parameters, in memory order."},
     {"bucket_dtype", sw_py_reducer_bucket_dtype, METH_O,
-     "bucket_dtype($self, bucket, /)\n--\n\nIts element type."},
+     "bucket_dtype($self, bucket, /)\n--\n\nReturn the bucket's element type."},
     {"place", sw_py_reducer_place, METH_O,
-     "place($self, index, /)\n--\n\n(bucket, begin, numel) of a parameter, in elements."},
+     "place($self, index, /)\n--\n\nReturn (bucket, begin, numel) of a parameter, in elements."},
     {"bucket_shape", sw_py_reducer_bucket_shape, METH_O,
-     "bucket_shape($self, bucket, /)\n--\n\n(offset_bytes, numel, dtype, trainable)."},
+     "bucket_shape($self, bucket, /)\n--\n\nReturn (offset_bytes, numel, dtype, trainable)."},
     {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
      "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "
-     "describe=None, stream=None)\n--\n\nBinds tensors."},
+     "describe=None, stream=None)\n--\n\nBind tensors."},
     {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
-     "watch_hooks($self, index, table, /)\n--\n\nNotices hooks after ours."},
+     "watch_hooks($self, index, table, /)\n--\n\nDetect hooks that are registered after ours."},
     {"hook", reducer_hook, METH_O,
-     "hook($self, index, /)\n--\n\nThe post-accumulate-grad hook of a parameter."},
+     "hook($self, index, /)\n--\n\nReturn the post-accumulate-grad hook of a parameter."},
     {"forward", sw_py_round_forward, METH_O,
-     "forward($self, synchronised, /)\n--\n\nCounts a forward with gradients."},
+     "forward($self, synchronised, /)\n--\n\nCount a forward with gradients."},
     {"open_round", sw_py_round_announce, METH_NOARGS,
-     "open_round($self, /)\n--\n\nAnnounces a round to the first gradient."},
-    {"close", sw_py_round_close, METH_NOARGS, "close($self, /)\n--\n\nEnds the round."},
+     "open_round($self, /)\n--\n\nAnnounce a round, which the first gradient opens."},
+    {"close", sw_py_round_close, METH_NOARGS, "close($self, /)\n--\n\nEnd the round."},
     {"fail", sw_py_round_fail, METH_NOARGS,
-     "fail($self, /)\n--\n\nTells the peers that the backward of an open round failed."},
+     "fail($self, /)\n--\n\nTell the peers that the backward of an open round failed."},
     {"close_pending", sw_py_round_close_pending, METH_NOARGS,
-     "close_pending($self, /)\n--\n\nA whole round, if a forward has none."},
+     "close_pending($self, /)\n--\n\nRun a whole round if a forward has none."},
     {"shadow", sw_py_round_shadow, METH_VARARGS,
-     "shadow($self, standing=(), /)\n--\n\nA round without contributing. `standing`, on a GPU: a "
-     "byte a parameter, 1 where the other ranks contribute on top of the standing mean."},
+     "shadow($self, standing=(), /)\n--\n\n"
+     "Run a round without a contribution. `standing`, on a GPU: one byte for each parameter, 1 if "
+     "the other ranks contribute on top of the standing mean."},
     {"has_memory", reducer_has_memory, METH_O,
-     "has_memory($self, index, /)\n--\n\nTrue if its gradient has memory."},
+     "has_memory($self, index, /)\n--\n\nReturn True if the parameter's gradient has memory."},
     {"average", sw_py_round_average, METH_NOARGS,
-     "average($self, /)\n--\n\nA whole round over the current .grad."},
+     "average($self, /)\n--\n\nRun a whole round over the current .grad."},
     {"count_step", reducer_count_step, METH_NOARGS,
-     "count_step($self, /)\n--\n\nA step of the optimizer; ranks compare."},
+     "count_step($self, /)\n--\n\nCount a step of the optimizer; ranks compare the count."},
     {"note_step", reducer_note_step, METH_O,
-     "note_step($self, digest, /)\n--\n\nNotes a step; ranks compare it in the next round."},
+     "note_step($self, digest, /)\n--\n\nNote a step, which ranks compare in the next round."},
     {"forget_steps", reducer_forget_steps, METH_NOARGS,
-     "forget_steps($self, /)\n--\n\nCounts from 0 again."},
+     "forget_steps($self, /)\n--\n\nCount from 0 again."},
     {"set_divide_by", reducer_set_divide_by, METH_O,
-     "set_divide_by($self, active_only, /)\n--\n\nSets the mean's divisor."},
+     "set_divide_by($self, active_only, /)\n--\n\nSet the mean's divisor."},
     {"set_bucket_callback", reducer_set_bucket_callback, METH_VARARGS,
-     "set_bucket_callback($self, callback, wait=None, /)\n--\n\nA communication hook, or None: "
-     "callback(bucket, is_last, is_early) averages a bucket. With `wait` it may only begin to, and "
-     "comes early where it can."},
+     "set_bucket_callback($self, callback, wait=None, /)\n--\n\n"
+     "Set a communication hook, or None: callback(bucket, is_last, is_early) averages a bucket. "
+     "With `wait` the callback may only start that, and is called early if possible."},
     {"set_tracer", reducer_set_tracer, METH_O,
-     "set_tracer($self, tracer, /)\n--\n\nCalled around each bucket's post and wait, or None."},
+     "set_tracer($self, tracer, /)\n--\n\n"
+     "Set a callable that is called around each bucket's post and wait, or None."},
     {"used_by_any", reducer_used_by_any, METH_O,
-     "used_by_any($self, index, /)\n--\n\nTrue if some rank used it."},
+     "used_by_any($self, index, /)\n--\n\nReturn True if some rank used the parameter."},
     {"divisor", reducer_divisor, METH_NOARGS,
-     "divisor($self, /)\n--\n\nThe ranks that a hook's mean of the last round is to be over."},
+     "divisor($self, /)\n--\n\n"
+     "Return the number of ranks over which a hook's mean of the last round is taken."},
     {"standing_ranks", reducer_standing_ranks, METH_O,
-     "standing_ranks($self, index, /)\n--\n\nRanks that contribute on top of the standing mean."},
+     "standing_ranks($self, index, /)\n--\n\n"
+     "Return the number of ranks that contribute on top of the standing mean."},
     {"is_used", reducer_is_used, METH_O,
-     "is_used($self, index, /)\n--\n\nTrue if this rank used it since the last round."},
+     "is_used($self, index, /)\n--\n\n"
+     "Return True if this rank used the parameter since the last round."},
     {"averaged_in", reducer_averaged_in, METH_O,
-     "averaged_in($self, index, /)\n--\n\nThe last round in which some rank used it, from 1."},
+     "averaged_in($self, index, /)\n--\n\n"
+     "Return the last round, from 1, in which some rank used the parameter."},
     {"foreign", reducer_foreign, METH_NOARGS,
-     "foreign($self, /)\n--\n\nIndices of the parameters whose .grad is no view of ours."},
+     "foreign($self, /)\n--\n\nReturn the indices of parameters whose .grad is not our view."},
     {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
-     "mark_unfrozen($self, index, /)\n--\n\nLets its bucket take part."},
+     "mark_unfrozen($self, index, /)\n--\n\nLet the parameter's bucket take part."},
     {"stats", reducer_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nCounts since creation; the driver's are the process's."},
+     "stats($self, /)\n--\n\nReturn counts since creation; the driver's are the process's."},
     {"adopt", sw_py_reducer_adopt, METH_VARARGS,
-     "adopt($self, bucket, tensor, /)\n--\n\nOn a GPU: its memory from the next round on."},
+     "adopt($self, bucket, tensor, /)\n--\n\n"
+     "Set a bucket's memory from the next round on, on a GPU."},
     {"set_places", sw_py_reducer_set_places, METH_VARARGS,
-     "set_places($self, tensors, /)\n--\n\nOn a GPU, sliced: memory that buckets use in turn, the "
-     "largest first."},
+     "set_places($self, tensors, /)\n--\n\n"
+     "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."},
     {"lend", sw_py_reducer_lend, METH_VARARGS,
-     "lend($self, tensors, /)\n--\n\nOn a GPU: memory to receive into and to encode buckets in."},
+     "lend($self, tensors, /)\n--\n\n"
+     "Lend memory for peers' contributions and for encoded buckets, on a GPU."},
     {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
-     "withdraw($self, /)\n--\n\nOn a GPU: the engine averages no bucket any more."},
+     "withdraw($self, /)\n--\n\nStop averaging buckets in the engine, on a GPU."},
     {"set_active", sw_py_reducer_set_active, METH_O,
-     "set_active($self, trains, /)\n--\n\nOn a GPU: the ranks that train, a byte a rank."},
+     "set_active($self, trains, /)\n--\n\n"
+     "Set the ranks that train, one byte for each rank, on a GPU."},
     {"set_order", sw_py_reducer_set_order, METH_O,
-     "set_order($self, order, /)\n--\n\nOn a GPU: a digest that ranks compare in each round, or "
-     "None."},
+     "set_order($self, order, /)\n--\n\n"
+     "Set a callable that returns a digest to compare in each round, or None; on a GPU."},
     {"set_announcer", sw_py_reducer_set_announcer, METH_O,
-     "set_announcer($self, announce, /)\n--\n\nOn a GPU: called as a round opens, or None."},
+     "set_announcer($self, announce, /)\n--\n\n"
+     "Set a callable that is called as a round opens, or None; on a GPU."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef reducer_properties[] = {
     {"transport", reducer_get, NULL, "'pool' or 'staged'", (void *)GET_TRANSPORT},
     {"transport_reason", reducer_get, NULL, "why", (void *)GET_REASON},
-    {"bucket_count", reducer_get, NULL, "buckets, frozen ones included", (void *)GET_BUCKETS},
-    {"planned_bytes", reducer_get, NULL, "of gradient memory a rank", (void *)GET_BYTES},
-    {"is_open", reducer_get, NULL, "whether a round is open", (void *)GET_OPEN},
-    {"last_round_failed", reducer_get, NULL, "whether the last round averaged nothing",
+    {"bucket_count", reducer_get, NULL, "number of buckets, frozen ones included",
+     (void *)GET_BUCKETS},
+    {"planned_bytes", reducer_get, NULL, "bytes of gradient memory on each rank",
+     (void *)GET_BYTES},
+    {"is_open", reducer_get, NULL, "True if a round is open", (void *)GET_OPEN},
+    {"last_round_failed", reducer_get, NULL, "True if the last round averaged nothing",
      (void *)GET_FAILED},
-    {"pending_forward", reducer_get, NULL, "a synchronised forward without a round",
+    {"pending_forward", reducer_get, NULL, "True if a synchronised forward has no round yet",
      (void *)GET_PENDING},
     {NULL, NULL, NULL, NULL, NULL},
 };

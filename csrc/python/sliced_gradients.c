@@ -1,8 +1,8 @@
 /* sliced_gradients.c - contributions to rounds in which this rank keeps only its slices of the
  * means (zero >= 2).
  *
- * `.grad` is then None, a tensor of autograd, or the parameter's ShardedGradient, which has no
- * memory but may hold a pending tensor: the sum of backwards since the last round. A contribution
+ * `.grad` is then None, one of autograd's tensors, or the parameter's ShardedGradient. That has no
+ * memory but may hold a pending tensor, the sum of backwards since the last round. A contribution
  * moves from `.grad` into the bucket's slot as soon as the slot is free, and at the latest when the
  * bucket is sent. The ShardedGradient is put back when the round ends. A gradient taken from a
  * ShardedGradient that was not cleared is marked as standing: the owners of slices add the old mean
@@ -163,8 +163,8 @@ int sw_py_sliced_announce(reducer_object *self)
     return failed;
 }
 
-/* Ends a round: every parameter that some rank used gets its ShardedGradient. One that was not
- * `.grad` meanwhile, since zero_grad set that to None, may hold contributions of earlier backwards.
+/* Ends a round: every parameter that some rank used gets its ShardedGradient. A ShardedGradient
+ * that zero_grad has removed from `.grad` may still hold contributions of earlier backwards.
  */
 int sw_py_sliced_publish(reducer_object *self)
 {

@@ -1,5 +1,5 @@
-/* slices.c - parses which rank owns which slice: None, or (of_rank, replica_of_rank), two sequences
- * of world_size numbers. */
+/* slices.c - parses the owners of slices: None, or (of_rank, replica_of_rank), two sequences of
+ * world_size numbers. */
 #include <stdlib.h>
 
 #include "python/engine.h"

@@ -150,20 +150,19 @@ static PyObject *get_direct(PyObject *op, void *unused)
 
 static PyMethodDef state_file_methods[] = {
     {"grow", state_file_grow, METH_O,
-     "grow($self, nbytes, /)\n--\n\nThe address of zeroed bytes more."},
+     "grow($self, nbytes, /)\n--\n\nAppend zeroed bytes to the file; return their address."},
     {"tensor", state_file_tensor, METH_VARARGS,
-     "tensor($self, address, dtype, shape, strides, owner, /)\n--\n\nA DLPack capsule that keeps "
-     "owner."},
+     "tensor($self, address, dtype, shape, strides, owner, /)\n--\n\n"
+     "Return a DLPack capsule that keeps owner alive."},
     {"forget", state_file_forget, METH_NOARGS,
-     "forget($self, /)\n--\n\nPages of the file that were looked at are no memory of the process "
-     "longer."},
+     "forget($self, /)\n--\n\nDrop the file's pages from this process's memory."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef state_file_properties[] = {
     {"nbytes", get_nbytes, NULL, "of the file", NULL},
-    {"buffer_nbytes", get_buffer_nbytes, NULL, "of the buffers that a step goes through", NULL},
-    {"direct", get_direct, NULL, "whether steps go past the page cache", NULL},
+    {"buffer_nbytes", get_buffer_nbytes, NULL, "bytes of the buffers that a step uses", NULL},
+    {"direct", get_direct, NULL, "True if steps bypass the page cache", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -12,7 +12,7 @@
 typedef struct units_object {
     PyObject_HEAD sw_units *units; /* owned; NULL before __init__ */
     PyObject *arena, *codes;       /* owned: the arena of the slices, and its records or NULL */
-    pid_t process; /* the owner of the pages: a forked child would write into its parent's */
+    pid_t process; /* pid of the owner of the pages: a forked child would write into its parent's */
 } units_object;
 
 static int raise(units_object *self, sw_status status, const sw_error *err)
@@ -261,18 +261,21 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
 }
 
 static PyMethodDef units_methods[] = {
-    {"gather", units_gather, METH_O, "gather($self, unit, /)\n--\n\nSharded to unsharded."},
+    {"gather", units_gather, METH_O,
+     "gather($self, unit, /)\n--\n\nGather a unit: sharded to unsharded."},
     {"gather_codes", units_gather_codes, METH_O,
-     "gather_codes($self, unit, /)\n--\n\nThe same, coded runs from their records."},
-    {"release", units_release, METH_O, "release($self, unit, /)\n--\n\nUnsharded to sharded."},
+     "gather_codes($self, unit, /)\n--\n\nGather a unit and decode coded runs from their records."},
+    {"release", units_release, METH_O,
+     "release($self, unit, /)\n--\n\nRelease a unit: unsharded to sharded."},
     {"take_write", units_take_write, METH_O,
-     "take_write($self, unit, /)\n--\n\nWhere a released unit was written to; -1: nowhere. Asked "
-     "once."},
+     "take_write($self, unit, /)\n--\n\n"
+     "Return the first byte written in a released unit, once; -1: none."},
     {"state", units_state, METH_O,
-     "state($self, unit, /)\n--\n\n'sharded', 'gathering' or 'unsharded'."},
-    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nCounts since creation."},
+     "state($self, unit, /)\n--\n\nReturn 'sharded', 'gathering' or 'unsharded'."},
+    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
     {"tensor", units_tensor, METH_VARARGS,
-     "tensor($self, unit, offset_bytes, numel, dtype, shape, strides, /)\n--\n\nA DLPack capsule."},
+     "tensor($self, unit, offset_bytes, numel, dtype, shape, strides, /)\n--\n\n"
+     "Return a DLPack capsule."},
     {NULL, NULL, 0, NULL},
 };
 

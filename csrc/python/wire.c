@@ -1,5 +1,5 @@
-/* wire.c - torch's process group as a wire: the only place where a thread of the engine takes the
- * GIL, around the one call that moves bytes. A wait inside torch releases the GIL. */
+/* wire.c - torch's process group as a wire. Only here does an engine thread take the GIL, for the
+ * call that moves bytes. A wait inside torch releases it. */
 #include <stdlib.h>
 
 #include "python/engine.h"
@@ -41,7 +41,7 @@ static sw_status begin(void *context, const char *method, int rank, uint32_t tag
                        size_t size_bytes, void **work, sw_error *err)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type, *value, *trace; /* what this thread is about to raise, such as an interrupt */
+    PyObject *type, *value, *trace; /* a pending exception of this thread, such as an interrupt */
     PyErr_Fetch(&type, &value, &trace);
     PyObject *made =
         call(context, method,
@@ -101,7 +101,7 @@ static bool wire_close(void *context, bool gently)
     PyErr_Fetch(&type, &value, &trace);
     PyObject *result = call(context, "close", Py_BuildValue("(O)", gently ? Py_True : Py_False));
     bool closed = result == Py_True;
-    PyErr_Clear(); /* any error means: not closed */
+    PyErr_Clear(); /* after any error it counts as not closed */
     Py_XDECREF(result);
     PyErr_Restore(type, value, trace);
     PyGILState_Release(gil);

@@ -1,4 +1,4 @@
-/* bucket.c - a rank's tail beside a bucket's data, and the plan of the bucket's fold. */
+/* bucket.c - the tails of a bucket and the plan of its fold. */
 #include <string.h>
 
 #include "base/bytes.h"
@@ -87,7 +87,7 @@ static bool plan_stands(void *context)
 
 /* Add the standing mean to the contributions of [begin, begin + numel) that include it, with the
  * rounding of autograd's own addition. Only the folding rank reads them, and no rank writes them
- * until it is done. */
+ * until the fold is done. */
 static void plan_add_standing(void *context, size_t begin, size_t numel, const void *standing)
 {
     const host_bucket *b = context;

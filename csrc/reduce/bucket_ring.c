@@ -1,5 +1,5 @@
 /* bucket_ring.c - the places of buckets in a ring: one after the other, in space for the largest
- * and one more of the usual size. So a bucket waits for earlier ones at the same place. */
+ * bucket and one of the usual size. A bucket waits for earlier ones at its place. */
 #include "base/bytes.h"
 #include "reduce/host_rounds_state.h"
 

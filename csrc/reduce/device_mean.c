@@ -6,7 +6,7 @@
 
 /* ---- life ---- */
 
-/* Slice s of a bucket is pieces s * replicas and those behind it, one for each of its owners. */
+/* Slice s of a bucket is the pieces from s * replicas on, one for each of its owners. */
 static sw_status create_pieces(sw_device_mean *m, const sw_slices *slices, sw_error *err)
 {
     int world_size = m->comm->peers->world_size, rank = m->comm->peers->rank;
@@ -27,7 +27,7 @@ static sw_status create_pieces(sw_device_mean *m, const sw_slices *slices, sw_er
     return SW_OK;
 }
 
-/* Rows and columns must be those of the slices, where means are slices. */
+/* If means are slices, rows and columns must be those of the slices. */
 static sw_status bind_mesh(sw_device_mean *m, const sw_device_mean_config *config, sw_error *err)
 {
     const sw_peers *all = config->comm->peers;
@@ -113,15 +113,15 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
     return SW_OK;
 }
 
-/* ---- what all ways share ---- */
+/* ---- common to all forms ---- */
 
-/* The transport reduces by rows and columns. */
+/* Return true if the transport reduces by rows and columns. */
 static bool goes_by_rows(const sw_device_mean *m)
 {
     return m->row && !m->contributions;
 }
 
-/* Elements that a rank reduces: a slice, or its piece of one that has several owners. */
+/* Elements that a rank reduces: a slice, or its piece of a slice with several owners. */
 static size_t piece_numel(const sw_device_mean *m, const sw_device_range *bucket)
 {
     const sw_peers *peers = goes_by_rows(m) ? m->row->peers : m->comm->peers;
@@ -147,8 +147,8 @@ static sw_status exchange(const sw_device_mean *m, const sw_device_range *bucket
                                     m->comm->stream, err);
 }
 
-/* Arguments of the fold of this rank's piece of the bucket to `to`: from the exchanged pieces, or
- * from that piece alone if the transport has reduced it. */
+/* Set the arguments of the fold of this rank's piece of the bucket into `to`: from the exchanged
+ * pieces, or from the piece alone if the transport has reduced it. */
 static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                             void *to)
 {
@@ -166,7 +166,7 @@ static sw_fold_args fold_of(const sw_device_mean *m, const sw_device_range *buck
                           .source_count = is_ours ? m->comm->peers->world_size : 1};
 }
 
-/* Exchange pieces, fold the own one in place. */
+/* Exchange pieces and fold this rank's in place. */
 static sw_status fold_in_place(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                                sw_error *err)
 {
@@ -187,7 +187,7 @@ static sw_status cast(const sw_device_mean *m, void *to, sw_dtype to_dtype, cons
     return launch(m, SW_KERNEL_CAST, &args, err);
 }
 
-/* Whether CAST and PACK multiply it. */
+/* Return true if CAST and PACK can multiply this dtype. */
 static bool is_small_float(sw_dtype dtype)
 {
     return dtype == SW_DTYPE_FLOAT32 || dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
@@ -241,9 +241,9 @@ static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range 
     return rescale(m, bucket->data, bucket->dtype, bucket->numel, err);
 }
 
-/* Whether the transport adds contributions that come multiplied by 1 / divisor. The factor is a
- * float32, and each product is rounded to nearest once: NCCL's own mean would round the factor to
- * the dtype first, and bfloat16's 1 / 3 is 0.2 % too large, for every element alike. */
+/* Return true if the transport adds contributions that were multiplied by 1 / divisor. The factor
+ * is a float32, and each product is rounded once. NCCL's own mean would first round the factor to
+ * the dtype: in bfloat16 1 / 3 is 0.2 % too large, for every element. */
 static bool takes_products(const sw_device_mean *m, sw_dtype dtype)
 {
     const sw_peers *peers = m->comm->peers;
@@ -261,7 +261,7 @@ static sw_redop transport_op(const sw_device_mean *m, sw_dtype dtype)
     return takes_products(m, dtype) ? SW_REDOP_SUM : m->op;
 }
 
-/* Whether the sum is divided behind the transport, whose own mean knows one divisor. */
+/* Return true if the sum is divided after the transport, whose own mean has a fixed divisor. */
 static bool divides_sum(const sw_device_mean *m, sw_dtype dtype)
 {
     return transport_op(m, dtype) == SW_REDOP_MEAN && m->divisor != m->comm->peers->world_size;
@@ -273,7 +273,7 @@ bool sw_device_mean_is_one_call(const sw_device_mean *m, sw_dtype dtype)
            !divides_sum(m, dtype) && !goes_by_rows(m);
 }
 
-/* The own slice of the bucket, reduced in the row and then in the column, becomes `to`. */
+/* Reduce this rank's slice of the bucket in the row, then in the column, into `to`. */
 static sw_status reduce_by_rows(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                                 void *to, sw_error *err)
 {
@@ -297,7 +297,7 @@ static sw_status reduce_whole(const sw_device_mean *m, const sw_device_range *bu
                                m->comm->stream, err);
 }
 
-/* The transport's own order. */
+/* Reduce in the transport's own order. */
 static sw_status reduce_at_once(const sw_device_mean *m, const sw_device_range *bucket,
                                 sw_error *err)
 {
@@ -330,11 +330,12 @@ sw_status sw_device_mean_whole(const sw_device_mean *m, const sw_device_range *b
 
 typedef struct slicing {
     const sw_device_mean *mean; /* borrowed */
-    sw_fold_args fold;          /* fold of the piece, or with `wire` of its contributions */
+    sw_fold_args fold;          /* fold of the piece, or with `wire` of the narrowed
+                                 * contributions */
     void *piece;                /* the piece in the slice */
     sw_dtype dtype;             /* dtype of the slice */
     const void *narrowed;       /* the piece's sum in the wire's dtype; NULL: `fold` makes it */
-    bool is_made;               /* the piece is its mean already */
+    bool is_made;               /* the piece already is its mean */
 } slicing;
 
 static void *behind(const void *at, size_t numel, sw_dtype dtype)
@@ -355,7 +356,7 @@ static sw_status fold_run(const slicing *s, size_t begin, size_t end, bool is_st
     return launch(s->mean, SW_KERNEL_FOLD, &fold, err);
 }
 
-/* Widen them from the narrowed sum. The standing part is added to the mean: it did not travel. */
+/* Widen them from the narrowed sum and add the standing part, which did not travel. */
 static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_standing,
                            sw_error *err)
 {
@@ -372,7 +373,7 @@ static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_s
     SW_TRY(cast(m, wide, s->dtype, behind(s->narrowed, begin, m->wire), m->wire, end - begin, 1.0f,
                 err));
     SW_TRY(rescale(m, wide, s->dtype, end - begin, err));
-    if (is_standing && m->active != m->divisor) /* it stands under some contributions alone */
+    if (is_standing && m->active != m->divisor) /* the mean stands under only some contributions */
         SW_TRY(cast(m, to, s->dtype, to, s->dtype, end - begin,
                     (float)((double)m->active / m->divisor), err));
     return is_standing ? launch(m, SW_KERNEL_FOLD, &sum, err) : SW_OK;
@@ -387,8 +388,8 @@ static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_st
                        : fold_run(s, begin, end, is_standing, err);
 }
 
-/* Move contributions of the ranks that train together, in their order, and fold those alone. To
- * leave one out is not to add -0.0, because the sum may begin with the standing mean. */
+/* Make the contributions of training ranks adjacent, in order, and fold only those. Adding -0.0 for
+ * the others would be wrong, because the sum may begin with the standing mean. */
 static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error *err)
 {
     sw_device *device = m->comm->device;
@@ -416,16 +417,16 @@ static int owner_count(const sw_device_mean *m)
     return m->comm->peers->world_size / m->slice_count;
 }
 
-/* Where this rank's piece of a slice begins. */
+/* Return the first element of this rank's piece of a slice. */
 static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket)
 {
     size_t piece = (size_t)(m->piece[m->comm->peers->rank] % owner_count(m));
     return goes_by_rows(m) ? 0 : piece * piece_numel(m, bucket);
 }
 
-/* The transport reduces, or there is nothing to reduce, into the slice itself where nothing stands
- * there. Memory that is lent is registered, and so is all that an operation writes, on all ranks or
- * on none. */
+/* Describe the reduction of this rank's slice. The transport reduces into the slice itself
+ * (is_made) if no mean stands there and no memory is lent. Lent memory is registered, and an
+ * operation writes registered memory on all ranks or on none. */
 static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
                           bool is_standing)
 {
@@ -442,7 +443,7 @@ static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket
     return s;
 }
 
-/* Contributions come to their owner. */
+/* Send contributions to their owner. */
 sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range *bucket,
                                  void *slice, bool is_standing, sw_error *err)
 {

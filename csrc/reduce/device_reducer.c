@@ -4,14 +4,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A tag travels as its bytes and their complements, behind the use bytes: the maxima over the ranks
- * fit together if and only if all tags are equal. */
+/* A tag's bytes and their complements travel after the use bytes: the maxima over the ranks are
+ * complementary if and only if all tags are equal. */
 enum { TAG_BYTES = 2 * sizeof(uint64_t), TAG_GREATEST = 255 };
 
 typedef enum phase {
-    PHASE_IDLE = 0, /* released, or never begun */
+    PHASE_IDLE = 0, /* released, or no step yet */
     PHASE_OPEN,     /* begun: buckets are being posted */
-    PHASE_FINISHED, /* the consumer reads */
+    PHASE_FINISHED, /* the consumer reads means */
 } phase;
 
 typedef struct device_bucket {
@@ -27,10 +27,10 @@ struct sw_device_reducer {
     sw_device_mean mean;
     bool sliced;
     phase phase;
-    size_t next;          /* bucket that is due */
+    size_t next;          /* the next bucket to post */
     sw_device_range held; /* the last one, borrowed until finish enqueues it; NULL: none is */
     size_t held_index;
-    sw_device_run *standing; /* owned, room for one a gradient: the held one's */
+    sw_device_run *standing; /* owned, room for each gradient: runs of the held bucket */
     size_t standing_count;
     uint64_t steps;        /* begun */
     device_bucket *bucket; /* owned */
@@ -38,14 +38,14 @@ struct sw_device_reducer {
     size_t gradient_count; /* number of use bytes */
     void *used;            /* owned device memory: use bytes */
     uint8_t *any;          /* owned, pinned: use bytes of all ranks, if `is_gathered` */
-    uint8_t *own;          /* owned: this rank's use bytes, as finish() got them */
+    uint8_t *own;          /* owned: this rank's use bytes, from finish() */
     bool is_gathered;      /* this step sends the use bytes of all ranks to the host */
-    uint8_t *tags;         /* owned, pinned: tags of the step that `told` was recorded for */
+    uint8_t *tags;         /* owned, pinned: tags of the step for which `told` was recorded */
     uint64_t tag;          /* this rank's tag of that step */
-    bool is_told;          /* `told` was recorded, and not read */
+    bool is_told;          /* `told` was recorded and not read yet */
     sw_event *consumed, *gathered, *told; /* owned */
     sw_event *left[SW_DEVICE_PLACES];     /* owned; only with `sliced` */
-    size_t place;                         /* the reserved place, if `is_reserved` */
+    size_t place;                         /* the reserved place if `is_reserved` */
     bool is_reserved;
 };
 
@@ -161,8 +161,7 @@ sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
     return SW_OK;
 }
 
-/* Wait for the ends of the streams that access our memory. An error here occurred and was reported
- * before. */
+/* Wait until the streams that access our memory are done. An error here was already reported. */
 static void wait_for_all(sw_device_reducer *r)
 {
     const sw_device_ops *ops = r->device->ops;
@@ -199,7 +198,7 @@ void sw_device_reducer_destroy(sw_device_reducer *r)
     free(r);
 }
 
-/* The first bucket at or after `from` that takes part. */
+/* Return the first bucket at or after `from` that takes part. */
 static size_t next_due(const sw_device_reducer *r, size_t from)
 {
     while (from < r->bucket_count && !r->bucket[from].data)
@@ -275,7 +274,7 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
     if (r->mean.is_lent && !r->mean.lent)
         SW_FAIL(err, SW_E_STATE, "device reducer: begin before memory was lent");
     SW_TRY(sw_device_refuse_capture(r->device, producer, "a backward", err));
-    /* The optimizer of the step before has read the buckets that are written now. */
+    /* Order writes to buckets after the previous step's optimizer has read them. */
     SW_TRY(ops->stream_wait(r->device, producer, r->consumed, err));
     if (r->phase == PHASE_OPEN)
         return SW_OK;
@@ -306,7 +305,7 @@ static sw_status check_due(const sw_device_reducer *r, size_t index, bool is_sli
     return SW_OK;
 }
 
-/* Order the comm stream's work on the bucket behind the work of `producer`. */
+/* Order the comm stream's work on the bucket after the work of `producer`. */
 static sw_status meet(sw_device_reducer *r, const device_bucket *bucket, sw_stream *producer,
                       sw_error *err)
 {
@@ -315,7 +314,7 @@ static sw_status meet(sw_device_reducer *r, const device_bucket *bucket, sw_stre
     return ops->stream_wait(r->device, r->comm->stream, bucket->ready, err);
 }
 
-/* The first half of a bucket's mean, which may be one call of a group. */
+/* Enqueue the first half of a bucket's mean, which may be one call of a group. */
 static sw_status start_mean(sw_device_reducer *r, size_t index, const sw_device_range *whole,
                             size_t standing_count, sw_error *err)
 {
@@ -324,7 +323,7 @@ static sw_status start_mean(sw_device_reducer *r, size_t index, const sw_device_
                      : sw_device_mean_whole(&r->mean, whole, err);
 }
 
-/* The second half, and the events behind it. */
+/* Enqueue the second half and the events after it. */
 static sw_status end_mean(sw_device_reducer *r, size_t index, const sw_device_range *whole,
                           const sw_device_run *standing, size_t standing_count, sw_error *err)
 {
@@ -338,7 +337,7 @@ static sw_status end_mean(sw_device_reducer *r, size_t index, const sw_device_ra
                      : SW_OK;
 }
 
-/* Enqueue the mean, or leave the last one to finish. */
+/* Enqueue the mean; leave the last one to finish(). */
 static sw_status average(sw_device_reducer *r, size_t index, const sw_device_range *whole,
                          const sw_device_run *standing, size_t standing_count, sw_error *err)
 {
@@ -376,7 +375,7 @@ sw_status sw_device_reducer_reserve(sw_device_reducer *r, size_t place, sw_strea
         SW_FAIL(err, SW_E_STATE, "device reducer: a place was reserved %s",
                 !r->sliced ? "where buckets are not sliced"
                            : (r->is_reserved ? "twice" : "when no bucket is due"));
-    /* The bucket before it in that place has been averaged. */
+    /* Wait until the place's previous bucket has been averaged. */
     SW_TRY(ops->stream_wait(r->device, producer, r->left[place], err));
     r->is_reserved = true;
     r->place = place;
@@ -416,8 +415,8 @@ sw_status sw_device_reducer_take(sw_device_reducer *r, size_t index, sw_stream *
     return r->device->ops->stream_wait(r->device, consumer, r->bucket[index].done, err);
 }
 
-/* Byte i of a rank's message: it used gradient i. Its tag follows, each byte beside its complement.
- * Without a tag: less than any rank's. */
+/* Byte i of a rank's message: it used gradient i. Its tag follows, each byte with its complement. A
+ * rank without a tag sends bytes below any other's. */
 static unsigned char told_byte(const sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                                size_t i)
 {
@@ -430,8 +429,8 @@ static unsigned char told_byte(const sw_device_reducer *r, const uint8_t *used, 
     return (unsigned char)(k % 2 ? TAG_GREATEST - part : part);
 }
 
-/* Write the rank's use bytes and tag, as arguments of a launch: no host memory must outlive the
- * call, and a step has one of these up to some 4,000 gradients. */
+/* Write the rank's use bytes and tag as arguments of a launch, so that no host memory must outlive
+ * the call. Up to about 4,000 gradients need one launch. */
 static sw_status write_use(sw_device_reducer *r, const uint8_t *used, const uint64_t *tag,
                            sw_error *err)
 {
@@ -490,7 +489,7 @@ static sw_status enqueue_use(sw_device_reducer *r, sw_error *err)
                                SW_DTYPE_UINT8, SW_REDOP_MAX, r->comm->stream, err);
 }
 
-/* The use bytes, in one group with the mean of the bucket that was held. */
+/* Enqueue the use bytes, in one group with the mean of the held bucket. */
 static sw_status exchange_use(sw_device_reducer *r, sw_error *err)
 {
     if (!r->held.data)
@@ -499,7 +498,7 @@ static sw_status exchange_use(sw_device_reducer *r, sw_error *err)
     sw_status status = start_mean(r, r->held_index, &r->held, r->standing_count, err);
     if (status == SW_OK)
         status = enqueue_use(r, err);
-    /* The group is closed all the same: the thread's next one is another. */
+    /* Close the group even after an error; the thread's next group must be separate. */
     sw_status ended = sw_peers_group_end(r->comm->peers, status == SW_OK ? err : NULL);
     SW_TRY(status != SW_OK ? status : ended);
     SW_TRY(end_mean(r, r->held_index, &r->held, r->standing, r->standing_count, err));
@@ -539,7 +538,7 @@ sw_status sw_device_reducer_used_by_any(sw_device_reducer *r, const uint8_t **an
         SW_FAIL(err, SW_E_STATE, "device reducer: use bytes of a step that was not finished");
     if (r->is_gathered)
         SW_TRY(sw_peers_wait(r->comm->peers, r->gathered, "the exchange of use bytes", err));
-    *any = r->is_gathered ? r->any : r->own; /* it used all, or is alone */
+    *any = r->is_gathered ? r->any : r->own; /* it used all, or is the only rank */
     return SW_OK;
 }
 

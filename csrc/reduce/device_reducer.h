@@ -1,47 +1,45 @@
-/* device_reducer.h - buckets of gradients on a GPU to their mean, ordered by events alone.
+/* device_reducer.h - averages buckets of gradients on a GPU, ordered only by events.
  *
- * Idea: three streams meet. Gradients come into being on the caller's producing streams; the
- * communicator's stream averages bucket after bucket; the caller's consuming stream runs the
- * optimizer. Events, and what each is for:
+ * Idea: three kinds of streams. The caller's producing streams write gradients; the communicator's
+ * stream averages bucket after bucket; the caller's consuming stream runs the optimizer. The events
+ * and their purposes:
  *
  *   producer --ready[b]--> comm      a bucket is averaged after it was written, while backward goes
  *                                    on
  *   comm --done[b]--> consumer       the optimizer reads bucket b after its mean, while others
  *                                    travel
  *   consumer --consumed--> producer  the next step writes a bucket after the optimizer has read it
- *   comm --gathered--> host          which gradients some rank used; read only by a rank that left
- *                                    one unused itself, in that step
- *   comm --told--> host              whether ranks are at the same step; read when it is there
- *   comm --left[place]--> producer   (sliced) a place of the ring is written again after the bucket
- *                                    that lay there was averaged
+ *   comm --gathered--> host which gradients some rank used; only a rank that left one unused in
+ *   that step reads it comm --told--> host whether ranks are at the same step; read when it has
+ *   arrived comm --left[place]--> producer (sliced) a place of the ring is written again after its
+ *   previous bucket was averaged
  *
  *   for each step:
  *     begin(backward's stream); post(b, backward's stream) for b in order; finish(used)
  *     take(b, optimizer's stream), optimizer kernels on bucket b, for each b
  *     release(optimizer's stream)
  *
- * The mean is the transport's own, or with `deterministic` the two-shot fold, or the fold of what
- * was made narrower (`wire`): device_mean.h. Use bits are one byte a gradient in an all-reduce of
- * their own behind the last bucket. They travel in a launch's arguments, so the GPU reads no host
- * memory. A step in which every gradient was used never waits on the host.
+ * The mean is the transport's own, with `deterministic` the two-step fold, or with `wire` the fold
+ * of narrowed contributions: device_mean.h. Use bits are one byte for each gradient, in a separate
+ * all-reduce after the last bucket. They travel in a launch's arguments, so the GPU reads no host
+ * memory. A step in which every gradient was used never makes the host wait.
  *
- * Over a borrowed communicator there are two events more, which buy no overlap: producer --> comm
- * in begin, and comm --> the stream whose owner uses it next (sw_device_comm_give_back, the
- * caller's after take).
+ * A borrowed communicator needs two more events: producer --> comm in begin, and comm --> the
+ * stream on which its owner uses it next (the caller calls sw_device_comm_give_back after take).
  *
- * Sliced (zero >= 2), a bucket is memory only while it travels: it is written into one of two
- * places (reserve), and this rank's slice of the mean is folded out of it into memory that stays.
- * Where a contribution is on top of the mean that stands in the slice, the
- * fold adds that mean to each rank's (with `wire` to the mean). This must be alike on all ranks:
- * the caller records it in `tag`. A sum that is not `deterministic` takes this road too, since the
- * transport's own could not add it.
+ * Sliced (zero >= 2), a bucket has memory only while it travels: it is written into one of two
+ * places (reserve), and this rank's slice of its mean is folded into memory that stays. If
+ * contributions are on top of the mean standing in the slice, the fold adds that mean to each
+ * rank's contribution (with `wire` to the mean). This must be equal on all ranks: the caller
+ * records it in `tag`. A sum that is not `deterministic` also uses the fold then, since the
+ * transport cannot add the standing mean.
  *
- * The last bucket waits for finish, where it and the use bytes are one group of the transport: one
- * launch, and one wait until NCCL has taken the calls. Which calls are a group must be alike on all
- * ranks, so buckets that happen to be complete at once are none.
+ * The last bucket waits for finish, where it and the use bytes form one group of the transport: one
+ * launch, and one wait until NCCL has accepted the calls. Groups must be equal on all ranks, so
+ * buckets that happen to be complete at the same time form none.
  *
- * What it leaves out: which gradient lies where (tensor/layout.h and the caller), where parameters
- * are gathered (zero/device_units.h), graph capture (refused by name).
+ * Left out: the places of gradients (tensor/layout.h and the caller), gathers of parameters
+ * (zero/device_units.h), graph capture (refused).
  *
  * Thread rule: one at a time a communicator.
  */
@@ -75,7 +73,7 @@ typedef struct sw_device_reducer_config {
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
     bool sliced;
-    bool is_lent;                 /* sw_device_reducer_lend brings memory, before the first step */
+    bool is_lent;                 /* sw_device_reducer_lend provides memory before the first step */
     const sw_slices *slices;      /* borrowed for the call; NULL: one a rank. Only with `sliced` */
     sw_device_comm *row, *column; /* borrowed, as `comm`: see sw_device_mean_config */
     sw_dtype wire; /* FLOAT16 or BFLOAT16: the dtype in which means of float32, float16 and bfloat16
@@ -84,8 +82,8 @@ typedef struct sw_device_reducer_config {
 
 typedef struct sw_device_reducer sw_device_reducer;
 
-/* Create it, with memory for the use bytes and, with `deterministic`, of the size of the largest
- * bucket. SW_E_INVALID names the bucket whose size does not divide; SW_E_MEMORY; SW_E_DEVICE. */
+/* Create it, with memory for the use bytes and, with `deterministic`, of the largest bucket's size.
+ * SW_E_INVALID names a bucket whose size is not a multiple; SW_E_MEMORY; SW_E_DEVICE. */
 SW_MUST_USE sw_status sw_device_reducer_create(const sw_device_reducer_config *config,
                                                sw_device_reducer **reducer, sw_error *err);
 
@@ -98,76 +96,75 @@ void sw_device_reducer_destroy(sw_device_reducer *reducer);
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
 
-/* With `is_lent`: use memory of the caller, which outlives the reducer, instead of as much of its
- * own; see sw_device_mean_lend. SW_E_STATE without, or after a step. */
+/* With `is_lent`: use the caller's memory, which outlives the reducer, instead of its own; see
+ * sw_device_mean_lend. SW_E_STATE without `is_lent`, or after a step. */
 SW_MUST_USE sw_status sw_device_reducer_lend(sw_device_reducer *reducer, void *contributions,
                                              void *compressed, sw_error *err);
 
 size_t sw_device_reducer_bucket_count(const sw_device_reducer *reducer);
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);
 
-/* Begin a step whose gradients are written on `producer` (call once for each such stream).
- * SW_E_STATE when the step before was not released; SW_E_UNSUPPORTED when `producer` is being
- * captured. */
+/* Begin a step with gradients written on `producer` (call once for each such stream). SW_E_STATE if
+ * the previous step was not released; SW_E_UNSUPPORTED if `producer` is being captured. */
 SW_MUST_USE sw_status sw_device_reducer_begin(sw_device_reducer *reducer, sw_stream *producer,
                                               sw_error *err);
 
-/* What contributions to bucket `index` are multiplied by, and rounded to its dtype, before it is
- * posted; 1: by nothing. */
+/* Return the factor by which the caller multiplies contributions to bucket `index`, rounded to its
+ * dtype, before the post; 1: none. */
 float sw_device_reducer_prescale(const sw_device_reducer *reducer, size_t index);
 
-/* Bucket `index` is complete on `producer`: its mean is enqueued. In index order, alike on all
+/* Enqueue the mean of bucket `index`, which is complete on `producer`. In index order, equal on all
  * ranks; SW_E_STATE names the bucket that is due. Not with `sliced`. */
 SW_MUST_USE sw_status sw_device_reducer_post(sw_device_reducer *reducer, size_t index,
                                              sw_stream *producer, sw_error *err);
 
-/* With `sliced`: let `producer` write `place` in [0, SW_DEVICE_PLACES) from now on, for the bucket
- * that is due. The caller chooses the place: with two in turn, one is written while the other is
+/* With `sliced`: let `producer` write `place` in [0, SW_DEVICE_PLACES) from now on, for the next
+ * bucket. The caller chooses the place: with two in turn, one is written while the other is
  * averaged. */
 SW_MUST_USE sw_status sw_device_reducer_reserve(sw_device_reducer *reducer, size_t place,
                                                 sw_stream *producer, sw_error *err);
 
-/* The same as post with `sliced`: the bucket is at `data`, the place that was reserved. In the
- * elements of `standing` (ascending, disjoint, of this rank's slice) contributions of all ranks are
- * on top of the mean that the slice holds. */
+/* The same as post with `sliced`: the bucket is at `data`, the reserved place. In the elements of
+ * `standing` (ascending, disjoint, of this rank's slice) all ranks' contributions are on top of the
+ * mean in the slice. */
 SW_MUST_USE sw_status sw_device_reducer_post_slice(sw_device_reducer *reducer, size_t index,
                                                    void *data, const sw_device_run *standing,
                                                    size_t standing_count, sw_stream *producer,
                                                    sw_error *err);
 
-/* What `consumer` does from now on sees the mean of bucket `index`, which was posted in this step;
- * the last one after finish. */
+/* Order later work of `consumer` after the mean of bucket `index`, which was posted in this step;
+ * for the last bucket, after finish. */
 SW_MUST_USE sw_status sw_device_reducer_take(sw_device_reducer *reducer, size_t index,
                                              sw_stream *consumer, sw_error *err);
 
-/* End the posts: all buckets are posted. used[i]: this rank used gradient i. *tag must be equal on
- * all ranks: see check. NULL: this rank takes part without contributing, so it has no tag. */
+/* Call once all buckets are posted. used[i]: this rank used gradient i. *tag must be equal on all
+ * ranks: see check. NULL: this rank does not contribute, so it has no tag. */
 SW_MUST_USE sw_status sw_device_reducer_finish(sw_device_reducer *reducer, const uint8_t *used,
                                                const uint64_t *tag, sw_error *err);
 
-/* Divide means of buckets posted from now on by `count`, in [1, world_size], equal on all ranks; at
- * first by the world size. The other ranks contribute -0.0, which changes no sum. With `wire` the
+/* Divide means of buckets posted from now on by `count`, in [1, world_size], equal on all ranks (at
+ * first the world size). The other ranks contribute -0.0, which changes no sum. With `wire` the
  * mean over all ranks is multiplied by world_size / count. */
 SW_MUST_USE sw_status sw_device_reducer_divide_by(sw_device_reducer *reducer, int count,
                                                   sw_error *err);
 
-/* With `sliced`: leave ranks with a zero byte in `trains` out of buckets posted from now on, also
- * their standing mean (sw_device_mean_leave_out). A byte a rank, equal on all ranks. */
+/* With `sliced`: leave ranks with a zero byte in `trains`, and their standing mean, out of buckets
+ * posted from now on (sw_device_mean_leave_out). A byte for each rank, equal on all ranks. */
 SW_MUST_USE sw_status sw_device_reducer_leave_out(sw_device_reducer *reducer, const uint8_t *trains,
                                                   sw_error *err);
 
-/* Return SW_E_MISMATCH when ranks finished a step with different tags; *tag: this rank's; *unlike:
- * the bytes set in which they differ. Never waits: tags that have not arrived are checked later, or
- * replaced by those of later steps. */
+/* Return SW_E_MISMATCH if ranks finished a step with different tags. *tag: this rank's tag;
+ * *unlike: a mask of the bytes that differ. Never waits: tags that have not arrived are checked
+ * later, or replaced by those of later steps. */
 SW_MUST_USE sw_status sw_device_reducer_check(sw_device_reducer *reducer, uint64_t *tag,
                                               uint64_t *unlike, sw_error *err);
 
-/* After finish: any[i], true if some rank used gradient i; valid until the next finish. Waits on
- * the host, under the deadline, if this rank left one unused; else not at all. */
+/* After finish: any[i] is true if some rank used gradient i; valid until the next finish. The host
+ * waits, under the deadline, only if this rank left a gradient unused. */
 SW_MUST_USE sw_status sw_device_reducer_used_by_any(sw_device_reducer *reducer, const uint8_t **any,
                                                     sw_error *err);
 
-/* End the step: `consumer`, the one stream that took the buckets, has enqueued all its reads of
+/* End the step: `consumer`, the only stream that took the buckets, has enqueued all its reads of
  * them. */
 SW_MUST_USE sw_status sw_device_reducer_release(sw_device_reducer *reducer, sw_stream *consumer,
                                                 sw_error *err);

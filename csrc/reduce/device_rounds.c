@@ -1,15 +1,15 @@
-/* device_rounds.c - the table of a reducer whose buckets are a GPU's: see docs/design/reduce.md.
+/* device_rounds.c - the reducer's table for buckets on a GPU: see docs/design/reduce_machine.md.
  *
- * A bucket is written when it is complete, by one PACK launch for each 64 gradients, on the stream
- * in use. Where the transport adds contributions, PACK divides them as it copies; those that lie in
- * the bucket already it divides in place. That stream first follows the streams on which the
- * gradients were written, and those follow it afterwards, since their allocators may give the
- * gradients' memory to others. Sliced, a bucket travels in one of two places, in turn, and this
- * rank's slice of the mean stays. device_reducer.h defines the events.
+ * A complete bucket is written by one PACK launch for each 64 gradients, on the stream in use. If
+ * the transport adds contributions, PACK divides them as it copies, and divides in place those
+ * already in the bucket. That stream first waits for the streams on which the gradients were
+ * written. Those then wait for it, since their allocators may reuse the gradients' memory. Sliced,
+ * a bucket travels in one of two places, in turn, and this rank's slice of the mean stays.
+ * device_reducer.h defines the events.
  *
- * Ranks cannot wait for one another on the host here. So each assumes that the others did the same
- * (the same steps, the same gradients on top of a standing mean). A tag records it, and where tags
- * differ all ranks raise before a later forward.
+ * On a GPU ranks do not wait for one another on the host. So each assumes that the others took the
+ * same steps and have the same gradients on top of a standing mean. A tag records both; if tags
+ * differ, all ranks raise before a later forward.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +18,8 @@
 #include "reduce/device_reducer.h"
 #include "reduce/reducer_state.h"
 
-static const uint64_t TAG_NUMBERS = 0xffffffffu; /* steps and rounds; the rest is the digest */
+static const uint64_t TAG_NUMBERS = 0xffffffffu; /* low bits of the tag: steps and rounds; the rest
+                                                  * is the digest */
 
 typedef struct stream_set {
     sw_stream **stream; /* owned; the streams are borrowed for a round */
@@ -38,10 +39,10 @@ typedef struct device_rounds {
     bool sliced;
     device_bucket *buckets;        /* owned */
     sw_stream *stream;             /* in use; borrowed for a call */
-    stream_set arrived;            /* streams behind the optimizer, in this round */
+    stream_set arrived;            /* streams ordered after the optimizer in this round */
     sw_stream *consumer;           /* the optimizer's, borrowed until the next round */
-    bool is_finished;              /* the means wait for the consumer */
-    sw_pack_args pack;             /* copies that are to be launched; with `converts` they divide */
+    bool is_finished;              /* the consumer has not taken the means yet */
+    sw_pack_args pack;             /* copies for the next launch; with `converts` they divide */
     void *place[SW_DEVICE_PLACES]; /* borrowed; sliced */
     size_t place_bytes[SW_DEVICE_PLACES], place_count, turn;
     size_t active;       /* ranks that contribute */
@@ -164,7 +165,7 @@ sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places, const 
         SW_FAIL(err, SW_E_STATE,
                 "reducer: between two rounds buckets get at most %d places, not %zu",
                 SW_DEVICE_PLACES, count);
-    if (d->place_count > 0) /* its owner may give it to others, in the order of its own stream */
+    if (d->place_count > 0) /* its owner may reuse it, in the order of its own stream */
         SW_TRY(sw_device_comm_follow(d->comm, d->stream, d->comm->stream, err));
     for (size_t p = 0; p < count; ++p) {
         d->place[p] = places[p];
@@ -180,7 +181,7 @@ sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compre
     return sw_device_reducer_lend(device_of(reducer)->engine, contributions, compressed, err);
 }
 
-/* Release the means of the round before: the optimizer has enqueued all reads of them. */
+/* Release the previous round's means: the optimizer has enqueued all reads of them. */
 static sw_status release(device_rounds *d, sw_error *err)
 {
     if (!d->is_finished)
@@ -273,7 +274,7 @@ static sw_status add_stream(stream_set *set, sw_stream *stream, bool *is_new, sw
     return SW_OK;
 }
 
-/* Order later writes on the stream in use behind the optimizer that reads the same memory. */
+/* Order later writes on the stream in use after the optimizer that reads the same memory. */
 static sw_status arrive(device_rounds *d, sw_error *err)
 {
     bool is_new;
@@ -321,7 +322,7 @@ static bool device_has_room(const sw_reducer *reducer, const bucket *b)
     return true; /* the stream waits, the host does not */
 }
 
-/* Copies into the bucket divide, where its mean asks for that. */
+/* Copies into the bucket divide if its mean needs that. */
 static void set_scale(device_rounds *d, const bucket *b)
 {
     int dtype = (int)d->base.layout.bucket[b->index].dtype;
@@ -331,7 +332,7 @@ static void set_scale(device_rounds *d, const bucket *b)
     d->pack.to_dtype = d->pack.from_dtype = dtype;
 }
 
-/* Divide the contributions that no copy has brought: autograd added them in place, or torch has
+/* Divide the contributions without a copy of ours: autograd added them in place, or torch has
  * copied them. */
 static sw_status divide_in_place(device_rounds *d, const bucket *b, sw_error *err)
 {
@@ -378,8 +379,8 @@ static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
     return SW_OK;
 }
 
-/* Find the runs of this rank's slice that contributions are on top of; padding between two such
- * parameters counts as theirs. */
+/* Find the runs of this rank's slice under contributions; padding between two such parameters is
+ * included. */
 static size_t standing_runs(const device_rounds *d, const bucket *b)
 {
     const sw_layout *layout = &d->base.layout;
@@ -414,8 +415,8 @@ static bool device_leaves_early(const sw_reducer *reducer)
     return true;
 }
 
-/* Return the tag of a round, which must be equal on all ranks. It covers the rounds before it too:
- * a host that is ahead of its GPU does not send the tag of each round. */
+/* Return the tag of a round, which must be equal on all ranks. It also covers earlier rounds, since
+ * a host that is ahead of its GPU does not send every tag. */
 static uint64_t next_tag(device_rounds *d)
 {
     sw_reducer *base = &d->base;
@@ -507,7 +508,8 @@ static size_t device_standing_ranks(const sw_reducer *reducer, size_t param)
     return reducer->params[param].standing ? device_seen(reducer)->active : 0;
 }
 
-/* Bytes of buckets that take part, or will; sliced, of this rank's slices and the places. */
+/* Return the bytes of buckets that take part or will; sliced, of this rank's slices and the
+ * places. */
 static size_t device_planned_bytes(const sw_reducer *reducer)
 {
     const device_rounds *d = device_seen(reducer);

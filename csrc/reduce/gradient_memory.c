@@ -25,7 +25,7 @@ static sw_status make_private(sw_gradient_memory *memory, const char *label, sw_
     return sw_agree(memory->comm, "gradient memory", label, memory->size_bytes, local, &cause, err);
 }
 
-/* Report a rank without memory for its slices: the others have created theirs already. */
+/* Report a rank without memory for its slices; the others have already created theirs. */
 static sw_status make_results(sw_gradient_memory *memory, const sw_gradient_sizes *sizes,
                               const char *label, sw_error *err)
 {

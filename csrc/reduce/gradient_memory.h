@@ -1,9 +1,9 @@
-/* gradient_memory.h - the memory of buckets and their use bits, and the transport that it allows.
+/* gradient_memory.h - the memory of buckets and use bits, and the transport that follows from it.
  *
- * pool: the buckets are an arena, folded in place by all ranks. staged: they are this rank's own
- * pages and travel through the communicator's slots. The use bits are an arena in both (they are
- * small). The choice is the group's: an arena that fails on one rank fails on all, with the same
- * sentence.
+ * pool: the buckets are an arena, and all ranks fold in place. staged: they are this rank's private
+ * pages and travel through the communicator's slots. The small use bits are an arena in both. The
+ * whole group uses one transport: an arena that fails on one rank fails on all, with the same
+ * message.
  *
  * Thread rule: owner only. */
 #ifndef SW_REDUCE_GRADIENT_MEMORY_H
@@ -26,19 +26,19 @@ typedef struct sw_gradient_memory {
     uint8_t *results; /* this rank's slices of the means, in owned private pages or in result_arena;
                          NULL: they stay in the buckets */
     size_t result_bytes;
-    sw_arena *result_arena; /* owned; if other ranks write it, too */
-    sw_transport transport; /* the choice */
+    sw_arena *result_arena; /* owned; used if other ranks write it too */
+    sw_transport transport; /* the transport chosen */
     char why[SW_ERROR_MESSAGE_BYTES];
 } sw_gradient_memory;
 
 typedef struct sw_gradient_sizes { /* in bytes */
     size_t pool, staged;           /* size of the buckets, by transport */
-    size_t results; /* of this rank's slices, apart from the buckets; in a pool only. 0: none */
+    size_t results; /* size of this rank's slices outside the buckets; in a pool only. 0: none */
     size_t tails;   /* size of use bits */
     bool results_mapped; /* other ranks write results too */
 } sw_gradient_sizes;
 
-/* Collective. All of it is zeroed; pages exist once touched. */
+/* Collective. All memory is zeroed; pages are allocated when touched. */
 SW_MUST_USE sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *sizes,
                                                 sw_transport wanted, const char *label,
                                                 sw_gradient_memory **memory, sw_error *err);

@@ -1,5 +1,5 @@
-/* host_build.c - creation of a reducer over a host's memory: its buckets, their places, and the
- * owners of slices. Its rounds are in host_rounds.c. */
+/* host_build.c - creates a reducer over host memory: its buckets, their places, and the owners of
+ * slices. Rounds are in host_rounds.c. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -52,7 +52,7 @@ static sw_gradient_sizes sizes_of(host_rounds *host)
         host->buckets[i].result_offset_bytes = sizes.results;
         sizes.results += sw_bucket_bytes(&host->base, i) / (size_t)host->base.slice_count;
     }
-    if (host->ring) /* space for frozen buckets, which is touched when they are unfrozen */
+    if (host->ring) /* space for frozen buckets; its pages are touched when they are unfrozen */
         sizes.pool =
             sw_size_max(sw_host_rounds_lay_ring(host, true), sw_host_rounds_lay_ring(host, false));
     return sizes;
@@ -75,7 +75,7 @@ static void bind_ring(host_rounds *host)
 static void bind_memory(host_rounds *host)
 {
     size_t begin = 0,
-           end = 0; /* bytes to populate: neighbouring buckets that take part, as one range */
+           end = 0; /* bytes to populate: adjacent buckets that take part form one range */
     bool pool = host->memory->transport == SW_TRANSPORT_POOL;
     for (size_t i = 0; i < host->base.layout.bucket_count; ++i) {
         host_bucket *b = &host->buckets[i];
@@ -120,7 +120,7 @@ static sw_status copy_slices(host_rounds *host, const sw_slices *slices, sw_erro
     return SW_OK;
 }
 
-/* Prepare all that needs no peer. */
+/* Prepare everything that needs no peer. */
 static sw_status prepare(host_rounds *host, const sw_layout_param *params, const char *const *names,
                          size_t param_count, const sw_reducer_options *options, sw_error *err)
 {
@@ -146,7 +146,7 @@ sw_status sw_reducer_create(sw_comm *comm, const sw_layout_param *params, const 
         .ops = &sw_host_rounds_ops, .rank = comm->rank, .world_size = comm->world_size};
     made->comm = comm;
     sw_status status = prepare(made, params, names, param_count, options, &cause);
-    if (status == SW_E_MEMORY) { /* an error of this rank alone: the peers continue with the
+    if (status == SW_E_MEMORY) { /* an error of only this rank: the peers continue with the
                                     gradients' memory. An invalid table is invalid on all ranks */
         sw_comm_give_up(comm, status, err, "%s", cause.message);
         goto destroy;

@@ -1,10 +1,10 @@
-/* host_rounds.c - the table of a reducer whose buckets the ranks of a host map: see
+/* host_rounds.c - the reducer's table for buckets that the ranks of a host map: see
  * host_rounds_state.h.
  *
- * In a pool all ranks fold every bucket in place. Staged, a bucket is this rank's own and travels
- * through the communicator, which blocks, so it is sent at the end of the backward. Sliced, in a
- * pool, buckets share a ring: a bucket waits until all ranks are done with those of the same round
- * at its place. */
+ * In a pool all ranks fold every bucket in place. Staged, a bucket is private and travels through
+ * the communicator, which blocks, so it is sent at the end of the backward. Sliced, in a pool,
+ * buckets share a ring: a bucket waits until all ranks are done with the round's earlier buckets at
+ * its place. */
 #include "reduce/host_rounds_state.h"
 
 #include <stdlib.h>
@@ -16,7 +16,7 @@
 #include "platform/thread.h"
 
 enum {
-    ABANDONED_UNDER_WAY = 32, /* fewer than a communicator takes without waiting */
+    ABANDONED_UNDER_WAY = 32, /* fewer operations than a communicator accepts without waiting */
     ABANDON_POLL_NS = 1000000,
     HOLD_POLL_NS = 100000,
 };
@@ -113,8 +113,8 @@ static bool host_has_room(const sw_reducer *reducer, const bucket *b)
     return !before || before->common->state == BUCKET_DONE;
 }
 
-/* Wait until all ranks are done with the bucket before `b` in its slot. A hook's buckets follow one
- * another. */
+/* Wait until all ranks are done with the previous bucket in the slot of `b`. A hook's buckets
+ * follow one another. */
 static sw_status host_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
@@ -159,7 +159,7 @@ static bool host_leaves_early(const sw_reducer *reducer)
     return host_seen(reducer)->memory->transport == SW_TRANSPORT_POOL;
 }
 
-/* Advance posted operations, and mark finished buckets: their slots are free. */
+/* Advance posted operations and mark finished buckets, whose slots are then free. */
 static sw_status host_poll(sw_reducer *reducer, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
@@ -324,7 +324,7 @@ static sw_status host_try_abandon(sw_reducer *reducer, int64_t budget_ns, sw_err
     }
 }
 
-/* ---- what was said ---- */
+/* ---- queries ---- */
 
 static size_t host_active_ranks(const sw_reducer *reducer)
 {
@@ -358,8 +358,8 @@ static size_t host_planned_bytes(const sw_reducer *reducer)
     return host->ring_bytes + results;
 }
 
-/* Abort: peers fold posted data, and wait for this rank's part of the rest of the round, so its
- * memory must not be freed silently. */
+/* Abort: peers fold posted data and wait for this rank's part of the round, so its memory must not
+ * be freed silently. */
 static void give_up_posted(host_rounds *host)
 {
     const bucket *unfinished = NULL;

@@ -1,11 +1,11 @@
 /* host_rounds_state.h - a reducer whose buckets the ranks of a host map: private to host_rounds.c
  * (its table), host_build.c (creation), bucket.c (tails and plans of folds) and bucket_ring.c.
  *
- * A bucket's *tail* travels beside its data. It holds whether the rank contributes, whether it
- * abandoned the round, and whether a hook has the bucket already. It also holds a digest of the
- * hyperparameters of the rank's steps, and two bits a parameter. Tails are doubled by the round's
- * parity: a rank may post the next round while a peer still reads this one's, but not the one
- * after, because that needs the peer's done.
+ * A bucket's *tail* travels with its data. It says whether the rank contributes, whether it
+ * abandoned the round, and whether a hook has the bucket already. It also has a digest of the
+ * hyperparameters of the rank's steps, and two bits for each parameter. There are two tails, by the
+ * round's parity: a rank may post the next round while a peer still reads this one's tail, but not
+ * the round after, which needs the peer's `done`.
  *
  * Thread rule: as reducer.h. */
 #ifndef SW_REDUCE_HOST_ROUNDS_STATE_H
@@ -25,9 +25,9 @@ typedef struct host_bucket {
     bucket *common;                       /* borrowed, of host->base */
     size_t tail_offset_bytes, tail_bytes; /* offset in the tails arena, of the even parity */
     size_t result_offset_bytes;           /* sliced: offset of this rank's slice in the results */
-    struct host_bucket *before; /* ring: the last bucket before this one at the same place; NULL:
-                                   none. Borrowed */
-    uint32_t *any;              /* owned: use bits of all ranks together */
+    struct host_bucket *before;           /* ring: the previous bucket at the same place; NULL:
+                                             none. Borrowed */
+    uint32_t *any;                        /* owned: union of all ranks' use bits */
     sw_fold_plan plan;
     sw_op op;
     uint32_t ticket;
@@ -42,15 +42,15 @@ typedef struct host_rounds {
     bool *contributors;         /* owned scratch, world_size */
     sw_slices slices;           /* the owners of slices */
     int *owners;                /* owned, of `slices`; NULL: rank r owns slice r */
-    size_t tail_stride_bytes;   /* from the even parity's tails to the odd one's */
+    size_t tail_stride_bytes;   /* bytes from the even parity's tails to the odd one's */
     size_t cap_bytes;           /* limit of a bucket, as requested */
-    size_t ring_bytes;          /* size of the ring that the buckets which take part share */
-    int64_t opened_ns, held_ns; /* when the round was opened; time rested in it */
-    bool ring, unfrozen;        /* buckets share a ring; it must be laid out again */
+    size_t ring_bytes;          /* size of the ring that participating buckets share */
+    int64_t opened_ns, held_ns; /* time at which the round was opened; time rested in it */
+    bool ring, unfrozen;        /* buckets share a ring; its layout is out of date */
     uint32_t parity;
 } host_rounds;
 
-/* Of host_rounds.c. */
+/* host_rounds.c */
 extern const sw_reducer_ops sw_host_rounds_ops;
 
 static inline size_t sw_words_of(size_t bits)
@@ -63,8 +63,8 @@ static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
     return bits[i / 32] >> (i % 32) & 1;
 }
 
-/* Give the buckets of a ring their places in it, and each the last bucket before it at the same
- * place. Buckets that never took part get none, unless `with_frozen`. Returns the ring's bytes. */
+/* Set each bucket's place in the ring and the previous bucket at that place. Buckets that never
+ * took part get none, unless `with_frozen`. Returns the ring's bytes. */
 size_t sw_host_rounds_lay_ring(host_rounds *host, bool with_frozen);
 
 /* Return the tail of `rank` in this round. */
@@ -74,7 +74,7 @@ void sw_bucket_write_tail(host_bucket *b);
 /* Read every rank's tail of this round: the ranks that contribute (world_size flags), the
  * parameters that some rank used, and the rank that abandoned it, -1 for none. */
 void sw_bucket_read_tails(host_bucket *b, bool *contributes, int *abandoned_by);
-/* Fill in the plan: the ranges of a bucket that are folded. */
+/* Fill in the plan: the ranges of a bucket to fold. */
 void sw_bucket_plan(host_bucket *b, bool standing);
 
 #endif

@@ -1,11 +1,11 @@
 /* reducer.c - the round: one state machine over the table of reducer_state.h. See reducer.h and
  * docs/design/reduce.md.
  *
- * Sliced (options.sliced): only this rank's slices of the means are kept, apart from the buckets,
- * and the buckets share memory, in which each waits for its turn. A gradient that comes too early
- * for its place stays in autograd's memory (ready, but not placed). A rank that did not clear its
- * gradients contributes the standing mean plus its new gradients: the owner of a slice adds its
- * mean to that rank's contribution before it folds (standing). */
+ * Sliced (options.sliced): only this rank's slices of the means are kept, outside the buckets.
+ * Buckets share memory and wait for their turn. A gradient that arrives before its place is free
+ * stays in autograd's memory (ready, but not placed). A rank that did not clear its gradients
+ * contributes the standing mean plus its new gradients: the owner of a slice adds its mean to that
+ * rank's contribution before the fold (standing). */
 #include "reduce/reducer.h"
 
 #include "reduce/reducer_state.h"
@@ -53,7 +53,7 @@ void sw_reducer_destroy(sw_reducer *reducer)
         reducer->ops->destroy(reducer);
 }
 
-/* ---- where things lie ---- */
+/* ---- addresses ---- */
 
 static sw_dtype dtype_of(const sw_reducer *reducer, size_t param)
 {
@@ -125,7 +125,7 @@ sw_status sw_reducer_seal(sw_reducer *reducer, size_t bucket_index, sw_error *er
     return seal(reducer, &reducer->buckets[bucket_index], err);
 }
 
-/* ---- what is chosen, asked, counted ---- */
+/* ---- settings, queries, counts ---- */
 
 void sw_reducer_unfreeze(sw_reducer *reducer, size_t param)
 {
@@ -255,7 +255,7 @@ bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket_i
     return reducer->buckets[bucket_index].crosses;
 }
 
-/* ---- a round begins ---- */
+/* ---- begin of a round ---- */
 
 /* Return the first bucket at or after `from` that takes part, or bucket_count. */
 static size_t next_due(const sw_reducer *reducer, size_t from)
@@ -302,7 +302,7 @@ sw_status sw_reducer_open_shadow(sw_reducer *reducer, sw_error *err)
     return SW_OK;
 }
 
-/* ---- gradients come ---- */
+/* ---- gradients arrive ---- */
 
 sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task, bool *advance,
                                 sw_error *err)
@@ -325,7 +325,7 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
                     : "wrap again, on every rank");
     }
     if (state->ready || task != reducer->task)
-        b->pinned = true; /* others may still change it */
+        b->pinned = true; /* other hooks may still change it */
     if (!state->ready) {
         b->pending -= b->pending > 0;
         b->unplaced++;
@@ -390,8 +390,8 @@ bool sw_reducer_hold_back(sw_reducer *reducer, size_t param)
 
 /* ---- buckets leave ---- */
 
-/* Return true if the next bucket may be sent before the end of the backward, once all of it is
- * placed. In the first round none is: it shows which parameters get their gradient twice. */
+/* Return true if the next bucket may be sent before the end of the backward, once it is placed.
+ * None is in the first round, which shows the parameters that get their gradient twice. */
 static bool may_leave(const sw_reducer *reducer, const bucket *b)
 {
     return b->pending == 0 && !b->pinned && reducer->stats.rounds > 0 &&
@@ -546,7 +546,7 @@ sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
     return judge(reducer, err);
 }
 
-/* Peers wait at the exchange of use bits if a user's hook owns the buckets, else at the buckets. */
+/* Peers wait at the exchange of use bits if a user's hook owns the buckets, else at a bucket. */
 static sw_status complete_as_owned(sw_reducer *reducer, sw_error *err)
 {
     return reducer->owner != SW_BUCKETS_OURS ? sw_reducer_exchange_use(reducer, err)

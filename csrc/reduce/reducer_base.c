@@ -1,4 +1,4 @@
-/* reducer_base.c - the parts of a reducer with any memory: layout, buckets, names. */
+/* reducer_base.c - the parts common to all reducers: layout, buckets, names. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

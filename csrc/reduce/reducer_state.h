@@ -1,6 +1,6 @@
-/* reducer_state.h - the state of a reducer, shared by the machine (reducer.c), the creation of both
- * kinds (reducer_base.c), and the two implementations of its table: host_rounds.c with bucket.c,
- * and device_rounds.c. Private to them.
+/* reducer_state.h - the state of a reducer, private to the state machine (reducer.c), the common
+ * creation (reducer_base.c), and the two implementations of its table: host_rounds.c with bucket.c,
+ * and device_rounds.c.
  *
  * Thread rule: as reducer.h. */
 #ifndef SW_REDUCE_REDUCER_STATE_H
@@ -18,7 +18,7 @@ typedef enum bucket_state {
 typedef struct bucket {
     size_t index;
     size_t pending,
-        unplaced; /* parameters not ready yet in this round; and ready, but not placed */
+        unplaced; /* parameters not ready in this round; parameters ready but not placed */
     bucket_state state;
     bool takes_part;                 /* trainable, or unfrozen since */
     bool pinned;                     /* never posted before the end of the backward */
@@ -34,19 +34,20 @@ typedef struct param_state {
     uint8_t written;                 /* in this round, by a function of the table */
 } param_state;
 
-/* `b`: a bucket of the reducer that takes part. A comment names the functions that may be NULL. */
+/* `b`: a participating bucket of the reducer. Functions may be NULL only if their comment says
+ * so. */
 typedef struct sw_reducer_ops {
     sw_reducer_traits traits;
     /* Begin a round that synchronises: its state is OPEN, all buckets are FILLING. May be NULL. */
     void (*open)(sw_reducer *reducer);
     /* Return true if a bucket's memory may be written now. */
     bool (*has_room)(const sw_reducer *reducer, const bucket *b);
-    /* Wait until it may, or order the stream in use; once a round and bucket. */
+    /* Wait until it may, or order the stream in use; once for each round and bucket. */
     sw_status (*reserve)(sw_reducer *reducer, bucket *b, sw_error *err);
-    /* Complete writes to it, in the order of the stream in use; once a round and bucket. May be
-     * NULL. */
+    /* Complete writes to it, in the order of the stream in use; once for each round and bucket. May
+     * be NULL. */
     sw_status (*seal)(sw_reducer *reducer, bucket *b, sw_error *err);
-    /* First byte of a bucket that may be written; of this rank's slice of its mean. */
+    /* Return the first byte of a writable bucket; of this rank's slice of its mean. */
     uint8_t *(*address)(const sw_reducer *reducer, size_t bucket_index);
     uint8_t *(*result)(const sw_reducer *reducer, size_t bucket_index);
     /* Write at `to`, in a bucket that was reserved. */
@@ -57,24 +58,24 @@ typedef struct sw_reducer_ops {
     sw_status (*post)(sw_reducer *reducer, bucket *b, sw_error *err);
     /* Return true if buckets can be sent before the end of the backward. */
     bool (*leaves_early)(const sw_reducer *reducer);
-    /* Advance buckets in flight, and mark finished ones as DONE. May be NULL. */
+    /* Advance buckets in flight and mark finished ones as DONE. May be NULL. */
     sw_status (*poll)(sw_reducer *reducer, sw_error *err);
     /* Wait for the mean of a POSTED bucket. NULL if the host waits for none. */
     sw_status (*await)(sw_reducer *reducer, const bucket *b, sw_error *err);
     /* All buckets are POSTED: wait for them as needed, and fill in used_by_any. */
     sw_status (*finish)(sw_reducer *reducer, sw_error *err);
-    /* The same of a hook's buckets, which are not posted. */
+    /* The same for a hook's buckets, which are not posted. */
     sw_status (*meet)(sw_reducer *reducer, sw_error *err);
-    /* After either: return true if some rank abandoned the round; SW_E_MISMATCH names it, unless it
-     * is this one. NULL without traits.can_abandon. */
+    /* After either: return true if some rank abandoned the round; SW_E_MISMATCH names it unless it
+     * is this rank. NULL without traits.can_abandon. */
     bool (*was_abandoned)(const sw_reducer *reducer);
     sw_status (*judge)(sw_reducer *reducer, sw_error *err);
     /* See sw_reducer_try_abandon; NULL without traits.can_abandon. */
     sw_status (*try_abandon)(sw_reducer *reducer, int64_t budget_ns, sw_error *err);
     /* See sw_reducer_hold_back. May be NULL. */
     bool (*hold_back)(sw_reducer *reducer, const bucket *b);
-    /* Ranks that contributed to the last round; those among them with a contribution on top of the
-     * standing mean. */
+    /* Return the number of ranks that contributed to the last round; of those with a contribution
+     * on top of the standing mean. */
     size_t (*active_ranks)(const sw_reducer *reducer);
     size_t (*standing_ranks)(const sw_reducer *reducer, size_t param);
     /* Count an optimizer's step; let a parameter's bucket take part from now on. May be NULL. */
@@ -93,21 +94,22 @@ struct sw_reducer {
     param_state *params;   /* owned */
     char **names;          /* owned */
     char label[32];        /* label of the model, cut */
-    size_t next_bucket;    /* the lowest that is not posted */
+    size_t next_bucket;    /* lowest bucket that is not posted */
     size_t unplaced_bytes; /* bytes of gradients that are ready and not placed */
     sw_round_state state;
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t digest;       /* see sw_reducer_set_digest */
-    uint32_t history;      /* on a GPU, sliced: digest of all rounds' digests and standing means */
-    uint32_t stepped;      /* digest of all steps since ranks last began from equal ones */
-    uint32_t noted, notes; /* steps since the last round, to be mixed into it: a sum, and a count */
+    uint32_t history;      /* on a GPU, sliced: digest over all rounds of digests and standing
+                            * means */
+    uint32_t stepped;      /* digest of all steps since ranks last were at equal steps */
+    uint32_t noted, notes; /* sum and count of steps since the last round, mixed into its digest */
     bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
-    uint32_t marks;        /* gradients taken, to poll now and then */
+    uint32_t marks;        /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
     bool last_round_failed; /* see sw_reducer_last_round_failed */
-    bool met; /* the use bits of this round, or the last one, were exchanged for a hook */
-    sw_bucket_owner owner; /* owner of the buckets */
+    bool met;               /* use bits of this or the last round were exchanged for a hook */
+    sw_bucket_owner owner;  /* owner of the buckets */
     sw_reducer_stats stats;
 };
 
@@ -127,7 +129,7 @@ static inline bucket *sw_bucket_of(const sw_reducer *reducer, size_t param)
     return &reducer->buckets[reducer->layout.place[param].bucket];
 }
 
-/* Create the common parts: layout, buckets, names. `reducer` has its ops, rank and world_size;
+/* Create the common parts: layout, buckets, names. The caller has set ops, rank and world_size;
  * buckets are cut for `slice_count` slices. On failure the caller still calls sw_reducer_fini. */
 SW_MUST_USE sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
                                       const char *const *names, size_t param_count,
@@ -135,7 +137,8 @@ SW_MUST_USE sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param
                                       sw_error *err);
 void sw_reducer_fini(sw_reducer *reducer);
 
-/* Fill label with the parameter that was unfrozen last: ranks that unfroze another one disagree. */
+/* Fill label with the parameter that was unfrozen last, so that ranks that unfroze another one
+ * disagree. */
 void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param);
 
 /* Return the run of this rank's slice of its bucket that is the mean of `param`: [begin, end) in

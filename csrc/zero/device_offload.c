@@ -44,7 +44,7 @@ typedef struct offload_batch {
 } offload_batch;
 
 typedef struct offload_plan {
-    sw_optim_run *pieces; /* owned; arrays of the GPU point into the batch's slot */
+    sw_optim_run *pieces; /* owned; arrays on the GPU point into the batch's slot */
     copy_list gradients, values;
     offload_batch *batches; /* owned */
     size_t piece_count, batch_count;
@@ -63,7 +63,7 @@ static sw_status create_all(sw_device_offload *o, sw_error *err)
         o->slot[s].memory = memory;
         SW_TRY(device->ops->event_create(device, &o->slot[s].fetched, err));
         SW_TRY(device->ops->event_create(device, &o->slot[s].sent, err));
-        /* Zero the slot, so that no earlier contents of the memory ever go up. */
+        /* Zero the slot, so that earlier contents of the memory are never copied up. */
         SW_TRY(device->ops->fill_async(device, memory, 0, o->slot_bytes, o->down, err));
     }
     return SW_OK;
@@ -158,8 +158,8 @@ static size_t whole_lines(size_t bytes)
     return (bytes + SW_ALIGNMENT_BYTES - 1) & ~(size_t)(SW_ALIGNMENT_BYTES - 1);
 }
 
-/* Give an array its place in its half of the slot. If it follows the last array in GPU memory, both
- * become one copy; else it starts a new line and a new copy. */
+/* Place an array in its half of the slot. If it follows the last array in GPU memory, one copy
+ * moves both; else it starts a new copy on a new cache line. */
 static void *place(copy_list *list, batch_half *half, uint8_t *memory, offload_copy added)
 {
     offload_copy *last = half->count ? &list->copy[list->count - 1] : NULL;
@@ -177,7 +177,7 @@ static void *place(copy_list *list, batch_half *half, uint8_t *memory, offload_c
     return found;
 }
 
-/* Return the batch with room for so many more bytes in each half: the last one, or a new one. */
+/* Return a batch with room for these bytes in each half: the last one, or a new one. */
 static offload_batch *batch_for(const sw_device_offload *o, offload_plan *plan, size_t gradient,
                                 size_t value)
 {
@@ -259,11 +259,11 @@ typedef struct step_pass {
     sw_crew crew;
     sw_device_offload_fn *step;
     const void *options;
-    const sw_optim_run *pieces; /* the pieces of the batch that is stepped on */
+    const sw_optim_run *pieces; /* pieces of the batch in the current step */
     bool has_changed;           /* some state has changed */
 } step_pass;
 
-/* Start the copy of a batch to the host, after the contents of its slot have gone up. */
+/* Start the copy of a batch to the host, after the slot's contents have been copied up. */
 static sw_status fetch(step_pass *pass, size_t number, sw_error *err)
 {
     sw_device_offload *o = pass->offload;

@@ -1,19 +1,19 @@
 /* device_offload.h - an optimizer step on the host for parameters on a GPU. Optimizer state never
  * leaves host memory.
  *
- * Gradients come down, and new parameters go up, in batches through three slots of pinned memory,
- * each direction on its own stream. While the host's threads step on batch b, batch b + 1 comes
- * down and b - 1 goes up. An element's new value does not depend on where a run is cut
- * (docs/design/optim.md), so the bits are those of one uncut step. A batch is as many pieces as a
- * slot holds; a piece is the work of one thread at a time.
+ * Gradients are copied down to the host and new parameters up to the GPU, in batches through three
+ * slots of pinned memory, each direction on its own stream. While the host's threads step on batch
+ * b, batch b + 1 is copied down and b - 1 up. An element's new value does not depend on where a run
+ * is cut (docs/design/optim.md), so the bits are those of one uncut step. A batch has as many
+ * pieces as a slot holds; one thread works on one piece at a time.
  *
  *   user --> down                 gradients are complete before they come down
- *   up --sent[slot]--> down       a slot is filled again after its contents have gone up
+ *   up --sent[slot]--> down       a slot is refilled after its contents were copied up
  *   down --fetched[slot]--> host  the batch has arrived before it is stepped on: the only wait of
  *                                 the host, once a batch, under the communicator's deadline
- *   up --> user                   a gather or a forward reads parameters after they have gone up
+ *   up --> user                   a gather or a forward reads parameters after they were copied up
  *
- * The host writes what goes up after it has waited, so `up` needs no event of `down`.
+ * The host writes new parameters after it has waited, so `up` needs no event of `down`.
  *
  * Thread rule: one at a time a communicator, as everything on it.
  */
@@ -38,8 +38,8 @@ typedef struct sw_device_offload_stats {
     uint64_t batches, bytes_down, bytes_up;
 } sw_device_offload_stats;
 
-/* Step on runs in host memory: sw_adam_step or sw_sgd_step behind their options. Several threads
- * call it at once, with disjoint runs. */
+/* Step on runs in host memory: sw_adam_step or sw_sgd_step with their options. Several threads call
+ * it at once, with disjoint runs. */
 typedef sw_status sw_device_offload_fn(const void *options, const sw_optim_run *runs, size_t count,
                                        sw_error *err);
 
@@ -54,17 +54,17 @@ SW_MUST_USE sw_status sw_device_offload_create(sw_device_comm *comm, size_t slot
 /* Wait under the deadline for pending copies and destroy. NULL is allowed. */
 void sw_device_offload_destroy(sw_device_offload *offload);
 
-/* Step on every run. Of a run, g is on the GPU, and so is copy. Without a copy, p is on the GPU; it
- * comes down and goes up again. All other arrays are host memory. The step is ordered on `user`:
+/* Step on every run. A run's g and copy are on the GPU. Without a copy, p is on the GPU and is
+ * copied down and up again. All other arrays are in host memory. The step is ordered on `user`:
  * after the work enqueued so far, before later work. The caller has checked options and runs.
  * Helper threads live as long as the call.
  *
- * Cost: for each element g down and copy up (or p down and up); one host wait a batch; no device
- * allocation. Arrays of one batch that are contiguous in GPU memory are one copy.
+ * Cost: g down and copy up for each element (or p down and up); one host wait for each batch; no
+ * device allocation. One copy moves arrays of a batch that are contiguous in GPU memory.
  *
- * Errors: the communicator's, SW_E_DEVICE, SW_E_OS (no thread can be created), SW_E_MEMORY. If an
- * error comes after state has changed, each later step fails with SW_E_STATE and the first error's
- * sentence. */
+ * Errors: the communicator's, SW_E_DEVICE, SW_E_OS (no thread can be created), SW_E_MEMORY. If
+ * state had already changed, each later step fails with SW_E_STATE and the first error's
+ * message. */
 SW_MUST_USE sw_status sw_device_offload_step(sw_device_offload *offload, sw_device_offload_fn *step,
                                              const void *options, const sw_optim_run *runs,
                                              size_t count, sw_stream *user, sw_error *err);

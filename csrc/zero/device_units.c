@@ -152,8 +152,8 @@ static sw_status cast_run(sw_device_units *u, const sw_device_unit_run *run, cha
     return sw_kernel_launch(&u->comm->kernels, SW_KERNEL_CAST, &args, u->comm->stream, err);
 }
 
-/* Memory apart from the unit's place is not registered, so neither is what is sent to it: peers
- * would pass other memory else. */
+/* Memory apart from the unit's place is not registered, so the slices sent to it must not be
+ * either: all ranks pass registered memory or none. */
 static sw_status copy_run(sw_device_units *u, const sw_device_unit_run *run, char *data,
                           sw_error *err)
 {
@@ -181,7 +181,7 @@ static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *
                                         u->comm->stream, err);
         u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;
     }
-    /* Close the group after a failure, too, or the thread's next group would join it. */
+    /* Close the group even after a failure, or the thread's next group would join it. */
     sw_status ended = sw_peers_group_end(peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
 }
@@ -197,7 +197,7 @@ static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *d
     return SW_OK;
 }
 
-/* Gather a unit into its place, and say when it is whole. */
+/* Gather a unit into its place and record the event of its end. */
 static sw_status gather_in_place(sw_device_units *u, device_unit *unit, sw_error *err)
 {
     sw_device *device = u->comm->device;
@@ -205,7 +205,7 @@ static sw_status gather_in_place(sw_device_units *u, device_unit *unit, sw_error
     return device->ops->event_record(device, unit->whole, u->comm->stream, err);
 }
 
-/* Move a unit to GATHERING, if its place is free or its own. */
+/* Move a unit to GATHERING, if its place is free or holds this unit. */
 static sw_status begin_gather(sw_device_units *u, size_t index, sw_error *err)
 {
     device_unit *unit = &u->unit[index];
@@ -249,8 +249,8 @@ sw_status sw_device_unit_gather(sw_device_units *u, size_t index, sw_error *err)
     return gather_by(u, index, gather_next, err);
 }
 
-/* The state of a unit that a stream, or the host, has waited for. If it is UNSHARDED already, its
- * event still stands. */
+/* Move a unit to UNSHARDED once a stream or the host has waited for it. If it is UNSHARDED already,
+ * its event is still valid. */
 static sw_status state_when_whole(const device_unit *unit, sw_shard_state *state, sw_error *err)
 {
     *state = unit->state;
@@ -266,7 +266,7 @@ sw_status sw_device_unit_take(sw_device_units *u, size_t index, sw_stream *user,
     SW_TRY(sw_device_refuse_capture(device, user, "a unit", err));
     SW_TRY(state_when_whole(unit, &taken, err));
     SW_TRY(device->ops->stream_wait(device, user, unit->whole, err));
-    unit->state = taken; /* not before: on failure `user` has not waited for the unit */
+    unit->state = taken; /* only now: on failure `user` has not waited for the unit */
     return SW_OK;
 }
 

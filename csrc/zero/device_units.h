@@ -3,19 +3,19 @@
  * A place is device memory of the size of the largest unit that uses it. A unit always uses the
  * same place, so a view of a parameter that autograd saved in the forward reads the same values in
  * the backward, once the unit is gathered again. The few places form a ring: while one unit
- * computes, the next one is gathered into another place. Events alone order the work:
+ * computes, the next one is gathered into another place. Only events order the work:
  *
  *   user --left[place]--> comm   a place is written again after all work on the unit in it
  *   comm --whole[unit]--> user   a unit computes after it is gathered, while others are gathered
  *   user --> comm (update, gather_anew)   slices are sent after the optimizer has stepped on them
  *
- * Parameters that stay whole between two steps are units, too (zero=1 and 2). A unit is then a
- * group of buckets, its place their own memory, in which slices lie. gather_anew gathers all of
- * them behind a step, and each is taken when it is read.
+ * Parameters that stay whole between two steps (zero=1 and 2) are units too. Such a unit is a group
+ * of buckets; its place is their memory, which contains the slices. gather_anew gathers all of them
+ * after a step, and each is taken when it is read.
  *
- * Left out: the schedule of gathers, in Python's hooks, and the choice of places; a gather into a
+ * Left out: the schedule of gathers (Python's hooks) and the choice of places; a gather into a
  * place in use is SW_E_STATE. The optimizer needs no order after gathers that read its slices,
- * since all gathered units have been taken by then.
+ * since all gathered units have been taken before it steps.
  *
  * Thread rule: one at a time a communicator; every rank gathers the same units in the same order.
  */
@@ -35,16 +35,16 @@
 typedef struct sw_device_unit_run { /* one bucket of a unit */
     const void *slice;              /* device memory, borrowed: this rank's slice */
     size_t offset_bytes;            /* from the unit's first byte to the bucket's */
-    size_t slice_bytes;             /* in the unit; the bucket has world_size times as many */
-    sw_dtype slice_dtype, dtype;    /* of the slice, and in the unit. If they differ each gather
-                                     * casts the slice into its place: CAST's dtypes */
+    size_t slice_bytes;             /* bytes in the unit; the bucket has world_size times as many */
+    sw_dtype slice_dtype, dtype;    /* dtypes of the slice and in the unit. If they differ, each
+                                     * gather casts the slice into its place: CAST's dtypes */
 } sw_device_unit_run;
 
 typedef struct sw_device_unit_spec {
     const char *name;               /* borrowed: copied */
     size_t place;                   /* the number of its place, below place_count */
     void *data;                     /* device memory of the place, borrowed until destroy; NULL: the
-                                     * unit is gathered apart alone */
+                                     * unit is only gathered apart */
     const sw_device_unit_run *runs; /* borrowed: copied */
     size_t run_count;
 } sw_device_unit_spec;
@@ -70,20 +70,22 @@ sw_shard_state sw_device_unit_state(const sw_device_units *units, size_t unit);
 size_t sw_device_units_holder(const sw_device_units *units, size_t place);
 sw_device_units_stats sw_device_units_get_stats(const sw_device_units *units);
 
-/* SHARDED to GATHERING. The gather is enqueued; the call does not wait. SW_E_STATE from another
- * state, or if the place holds another unit, or there is none. Cost: one all_gather a bucket, up to
- * 32 in a group, and a launch for each bucket that is cast. */
+/* SHARDED to GATHERING. The call enqueues the gather and does not wait. SW_E_STATE from another
+ * state, if the place holds another unit, or without a place. Cost: one all_gather for each bucket,
+ * up to 32 in a group, and a launch for each bucket that is cast. */
 SW_MUST_USE sw_status sw_device_unit_gather(sw_device_units *units, size_t unit, sw_error *err);
 /* GATHERING to UNSHARDED: later work on `user` sees the unit. On failure it stays GATHERING. */
 SW_MUST_USE sw_status sw_device_unit_take(sw_device_units *units, size_t unit, sw_stream *user,
                                           sw_error *err);
-/* The same for all streams, captured ones too: the calling thread waits until the unit is whole. */
+/* The same for all streams, even captured ones: the calling thread waits until the unit is
+ * whole. */
 SW_MUST_USE sw_status sw_device_unit_wait(sw_device_units *units, size_t unit, sw_error *err);
 /* UNSHARDED to SHARDED. All work on the unit has been enqueued on `user`. */
 SW_MUST_USE sw_status sw_device_unit_release(sw_device_units *units, size_t unit, sw_stream *user,
                                              sw_error *err);
 
-/* Gather a unit in any state into `data`, other memory of the unit's size, in the order of `user`.
+/* Gather a unit in any state into `data`, separate memory of the unit's size, in the order of
+ * `user`.
  */
 SW_MUST_USE sw_status sw_device_unit_gather_apart(sw_device_units *units, size_t unit, void *data,
                                                   sw_stream *user, sw_error *err);
@@ -93,10 +95,9 @@ SW_MUST_USE sw_status sw_device_unit_gather_apart(sw_device_units *units, size_t
 SW_MUST_USE sw_status sw_device_units_update(sw_device_units *units, sw_stream *user,
                                              sw_error *err);
 
-/* Gather all units once more, in the order of their numbers: UNSHARDED, or at first SHARDED, to
- * GATHERING. Each has a place of its own, in which its slices lie. `user` has enqueued their writes
- * and all other work on the units. SW_E_STATE names a unit that is still GATHERING, or has no
- * place. */
+/* Gather all units again, in the order of their numbers: UNSHARDED (at first SHARDED) to GATHERING.
+ * Each has its own place, which contains its slices. `user` has enqueued their writes and all other
+ * work on the units. SW_E_STATE names a unit that is still GATHERING or has no place. */
 SW_MUST_USE sw_status sw_device_units_gather_anew(sw_device_units *units, sw_stream *user,
                                                   sw_error *err);
 

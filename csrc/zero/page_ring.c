@@ -119,7 +119,7 @@ sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_byt
         SW_FAIL(err, SW_E_STATE, "a range of %zu chunks does not fit a ring with %zu of %zu free",
                 count, ring->chunk_count - ring->in_use, ring->chunk_count);
     take(ring, count, chunks);
-    for (size_t i = 0, run; i < count; i += run) { /* contiguous chunks in one mapping */
+    for (size_t i = 0, run; i < count; i += run) { /* one mapping for contiguous chunks */
         for (run = 1; i + run < count && chunks[i + run] == chunks[i] + run; ++run)
             ;
         size_t at = i * chunk_bytes;
@@ -129,7 +129,7 @@ sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_byt
             continue;
         sw_error second;
         if (show_blank(ring, address, at, &second) ==
-            SW_OK) /* else they stay mapped, and so taken */
+            SW_OK) /* else they stay mapped and therefore in use */
             give_back(ring, count, chunks);
         return status;
     }

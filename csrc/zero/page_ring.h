@@ -2,10 +2,10 @@
  *
  * A parameter's address must not change while autograd holds views of it, but its pages may. A
  * range in use is mapped onto chunks of one memfd. A range not in use is mapped privately onto a
- * small file of 0xff bytes, which is NaN in every floating-point format: a read that comes too
- * early gets NaN. A write there goes to private pages, which sw_page_ring_find_write finds. The
- * lowest free chunks are taken first, so that few chunks stay warm in the caches and page tables of
- * the kernel. New pages must be zeroed, which costs more than filling them.
+ * small file of 0xff bytes, which is NaN in every floating-point format: a premature read returns
+ * NaN. A write to it goes to private pages, which sw_page_ring_find_write finds. The lowest free
+ * chunks are taken first, so that few chunks stay warm in the kernel's caches and page tables. The
+ * kernel must zero new pages, which costs more than filling them.
  *
  * Memory: as many chunks as were ever in use at once. Free chunks beyond `warm_bytes` are given
  * back to the kernel.
@@ -36,7 +36,7 @@ size_t sw_page_ring_chunks(size_t size_bytes);
  * from one chunk on, so that huge pages can back all of it. */
 size_t sw_page_ring_span(size_t size_bytes);
 
-/* Create a ring for ranges that take `chunk_count` chunks in all, if all are in use at once. */
+/* Create a ring for ranges that need `chunk_count` chunks in total when all are in use. */
 SW_MUST_USE sw_status sw_page_ring_init(sw_page_ring *ring, size_t chunk_count, size_t warm_bytes,
                                         const char *label, sw_error *err);
 void sw_page_ring_fini(sw_page_ring *ring);
@@ -46,9 +46,9 @@ void sw_page_ring_fini(sw_page_ring *ring);
  * range is blank. */
 SW_MUST_USE sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_bytes,
                                        uint32_t *chunks, sw_error *err);
-/* Make a range blank: it reads as NaN, and writes to it are lost. `chunks` has the numbers that map
- * wrote, which become free; NULL if the range has none. On failure the range may be blank in part
- * and keeps its chunks. */
+/* Make a range blank: it reads as NaN, and writes to it are lost. Frees `chunks`, the numbers that
+ * map wrote; NULL if the range has none. On failure the range may be partly blank and keeps its
+ * chunks. */
 SW_MUST_USE sw_status sw_page_ring_blank(sw_page_ring *ring, uint8_t *address, size_t size_bytes,
                                          const uint32_t *chunks, sw_error *err);
 /* Return the first byte of a blank range that was changed; SIZE_MAX if none was seen. */

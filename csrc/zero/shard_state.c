@@ -1,4 +1,4 @@
-/* shard_state.c - the table of moves. */
+/* shard_state.c - the table of state transitions. */
 #include "zero/shard_state.h"
 
 typedef struct move {

@@ -30,7 +30,8 @@ typedef enum sw_shard_event {
 /* Return "sharded", "gathering" or "unsharded"; never NULL. */
 const char *sw_shard_state_name(sw_shard_state state);
 
-/* Move *state, or leave it and return SW_E_STATE with the unit, the move and the state it needs. */
+/* Move *state; or leave it unchanged and return SW_E_STATE with the unit, the move and the required
+ * state. */
 SW_MUST_USE sw_status sw_shard_move(sw_shard_state *state, sw_shard_event event, const char *unit,
                                     sw_error *err);
 

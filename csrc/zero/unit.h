@@ -2,11 +2,10 @@
  *
  * A unit is a range of addresses that lasts as long as the units do. A gather maps pages there and
  * copies every rank's slices into them, directly from the ranks' arena. A release removes the
- * pages. No message is sent: ranks update slices only between two barriers of their optimizer's
- * step, and gather only outside of them. The caller ensures this.
+ * pages. No message is sent: the caller ensures that ranks update slices only between the two
+ * barriers of a step and gather only outside them.
  *
- * Left out: when to gather and release (the schedule in Python's hooks decides), and the meaning of
- * a parameter.
+ * Left out: the schedule of gathers and releases (Python's hooks), and the meaning of a parameter.
  *
  * Thread rule: one at a time.
  */
@@ -21,7 +20,7 @@
 #include "zero/shard_state.h"
 
 /* Records of slices: blocks of 8-bit integers (kernels/compress_kernels.h). Every slice and every
- * parameter begins with a block, so values do not depend on where slices are cut. */
+ * parameter begins at a block, so values do not depend on where slices are cut. */
 enum {
     SW_UNIT_BLOCK_NUMEL = 32,
     SW_UNIT_BLOCK_BYTES = SW_UNIT_BLOCK_NUMEL * 4,
@@ -46,7 +45,7 @@ typedef struct sw_unit_spec {
 typedef struct sw_units_stats {
     uint64_t gathers, releases, bytes; /* bytes: read from the ranks' parts */
     uint64_t gather_ns;
-    size_t most_bytes; /* the most bytes of pages in use at once */
+    size_t most_bytes; /* maximum bytes of pages in use at once */
 } sw_units_stats;
 
 typedef struct sw_units sw_units;
@@ -64,7 +63,7 @@ typedef struct sw_unit_parts {
 SW_MUST_USE sw_status sw_units_create(const sw_unit_parts *parts, const sw_unit_spec *specs,
                                       size_t count, size_t warm_bytes, const char *label,
                                       sw_units **units, sw_error *err);
-/* Unmap the addresses and destroy. Nothing may point there any more. */
+/* Unmap the addresses and destroy. No pointer to them may be left. */
 void sw_units_destroy(sw_units *units);
 
 size_t sw_units_count(const sw_units *units);
@@ -84,8 +83,8 @@ SW_MUST_USE sw_status sw_unit_gather(sw_units *units, size_t unit, sw_unit_sourc
 SW_MUST_USE sw_status sw_unit_release(sw_units *units, size_t unit, sw_error *err);
 
 /* Return the first byte of a SHARDED unit that was written since its release; SIZE_MAX if none, as
- * far as the kernel tells. Such a write reaches no parameter. It is lost when the unit is gathered
- * or its writes are forgotten. */
+ * far as the kernel tells. Such a write changes no parameter; the next gather, or forgetting the
+ * writes, discards it. */
 size_t sw_unit_find_write(const sw_units *units, size_t unit);
 SW_MUST_USE sw_status sw_unit_forget_writes(sw_units *units, size_t unit, sw_error *err);
 

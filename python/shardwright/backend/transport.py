@@ -1,4 +1,4 @@
-"""The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu_communication.md.
+"""The transport between GPUs: NCCL, or slots in memory of one host. See docs/design/gpu_slots.md.
 
 The ranks exchange facts of their GPUs, and each makes the same choice from them.
 """

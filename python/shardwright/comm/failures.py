@@ -29,7 +29,7 @@ _LATER_S = 5
 
 @functools.cache
 def report_failures() -> None:
-    """From now on, write torchelastic's error file when an exception ends this process; no effect without torchrun."""
+    """Write torchelastic's error file when an exception ends this process, from now on; no effect without torchrun."""
     if os.environ.get(_VARIABLE):
         sys.excepthook = functools.partial(_report, sys.excepthook)
 

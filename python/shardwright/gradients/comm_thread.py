@@ -124,7 +124,7 @@ def _run(jobs: Any, done: Any, lease: object) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """At exit, wait for threads that are averaging a bucket.
+    """Wait at exit for threads that are averaging a bucket.
 
     A thread that returns from Gloo after the interpreter has ended would raise SIGABRT. It returns at once if peers
     have left too.

@@ -245,7 +245,7 @@ class ReplicaCheck:
         return [names[index] for index, finite in sorted(self._finite.items()) if names and not bool(finite)]
 
     def explain_not_finite(self, error: Error, parts: Sequence[ReplicaCheck] = ()) -> None:
-        """If `error` is NOT_FINITE on some rank, raise an error that names parameters and ranks. Collective then.
+        """Raise an error that names parameters and ranks if `error` is NOT_FINITE on some rank. Collective then.
 
         `parts`: the checks of parameters that other groups average and the same step updates.
         """
