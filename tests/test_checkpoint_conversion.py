@@ -262,6 +262,76 @@ def test_a_universal_export_reads_back(tmp_path: Path) -> None:
     assert first.groups == second.groups and first.step == second.step == 2
 
 
+class MegatronBlock(nn.Module):
+    """The layout of a layer of golden/megatron/make.py, by the names that Megatron's checkpoints have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention, self.mlp = nn.Module(), nn.Module()
+        self.self_attention.linear_proj, self.mlp.linear_fc2 = nn.Linear(4, 4), nn.Linear(16, 4)
+        for part, name, width in ((self.self_attention, "linear_qkv", 12), (self.mlp, "linear_fc1", 16)):
+            layer = nn.Linear(4, width)
+            layer.layer_norm_weight, layer.layer_norm_bias = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+            part.add_module(name, layer)
+
+
+def megatron_training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Module()
+    model.embedding, model.decoder = nn.Module(), nn.Module()
+    model.embedding.word_embeddings, model.embedding.position_embeddings = nn.Embedding(8, 4), nn.Embedding(4, 4)
+    model.decoder.layers = nn.ModuleList(MegatronBlock() for _ in range(2))
+    model.decoder.final_layernorm, model.output_layer = nn.LayerNorm(4), nn.Linear(4, 8, bias=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.0)
+
+
+def test_a_checkpoint_of_megatron_has_the_live_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golden = GOLDEN.with_name("megatron")
+    expected = torch.load(golden / "expected.pt", weights_only=True)
+    assert run("import", golden, tmp_path / "ours") == 0
+    assert "common.pt.args, of class argparse.Namespace" in capsys.readouterr().out
+    plain = megatron_training()
+    model, optimizer = sw.wrap(*plain)
+    sw.load(tmp_path / "ours", model, optimizer)
+    stored = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    names = {p: name for name, p in plain[0].named_parameters()}
+    found = {names[p]: state for p, state in optimizer.state.items()}
+    for live, value in expected["model"].items():
+        name = live
+        for old, new in stored.items():
+            name = name.replace(old, new)
+        assert torch.equal(plain[0].get_parameter(name), value), name
+        for key, each in expected["state"][live].items():
+            assert torch.equal(found[name][key], each), (name, key)
+    assert len(found) == len(expected["model"]) == len(names)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (1e-3, 0.1)
+    contents = convert.read(str(tmp_path / "ours"))
+    assert contents.step == 1 and contents.extra["extra"]["opt_param_scheduler"]["max_lr"] == 1e-3
+
+
+def test_what_megatrons_files_do_not_say_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "megatron"
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"block.layers.a.weight": weight, "block.layers.b.bias": weight[0], "other.layers.0.weight": weight}
+    state["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param"] = weight
+    state["chained_0.optimizer.state.fp32_param.other.layers.0.weight"] = weight + 1
+    dcp.save(state, checkpoint_id=source, no_dist=True)
+    (source / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    groups = [{"lr": 0.5, "weight_decay": 0.1}, {"lr": 0.5, "weight_decay": 0.0}]
+    torch.save({"optimizer": {"optimizer": {"param_groups": groups}}, "iteration": 4}, source / "common.pt")
+    assert run("import", source, tmp_path / "ours") == 0
+    said = capsys.readouterr().out
+    assert (
+        "1 of the distributed optimizer" in said.replace("0 more", "1") and "which of the optimizer's 2 groups" in said
+    )
+    contents = convert.read(str(tmp_path / "ours"))
+    assert list(contents.model) == ["block.layers.a.weight", "block.layers.b.bias", "other.layers.0.weight"]  # no stack
+    assert contents.groups == [{"lr": 0.5, "params": ["other.layers.0.weight"]}] and contents.step == 4
+    assert torch.equal(contents.state["other.layers.0.weight"]["master"].read(), weight + 1)
+
+
 def test_incomplete_checkpoints_of_deepspeed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for harm, said in (
         ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "lacks the file of rank 0"),

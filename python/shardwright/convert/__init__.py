@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .folders import Tell
 
 #: forms that read() knows, by --from
-READERS = ("shardwright", "dcp", "deepspeed", "hf", "torch")
+READERS = ("shardwright", "dcp", "megatron", "deepspeed", "hf", "torch")
 #: forms that write() knows, by --to
 WRITERS = ("shardwright", "hf", "dcp", "torch", "deepspeed-universal")
 
@@ -45,12 +45,14 @@ def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Conte
 
 def _read(path: str, kind: str | None, tag: str | None) -> Contents:
     from ..checkpoint.retention import find  # imports torch
-    from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, model_files
+    from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, megatron, model_files
 
     if not os.path.lexists(path):
         raise CheckpointError(f"'{path}' does not exist")
     if kind in (None, "shardwright") and find(path) is not None:
         return folders.read_folder(path)
+    if kind in (None, "megatron") and megatron.is_megatron(path):
+        return megatron.read_megatron(path)
     if kind in (None, "dcp") and dcp_format.is_dcp(path):
         return dcp_format.read_dcp(path)
     if kind in (None, "deepspeed"):
@@ -60,7 +62,7 @@ def _read(path: str, kind: str | None, tag: str | None) -> Contents:
             return (deepspeed_universal.read_universal if is_universal else deepspeed_zero.read_zero)(folder)
     if kind in (None, "hf", "torch") and model_files.model_files(path):
         return model_files.read_model(path)
-    known = "one of Shardwright, torch.distributed.checkpoint, DeepSpeed or Hugging Face"
+    known = "one of Shardwright, torch.distributed.checkpoint, Megatron, DeepSpeed or Hugging Face"
     raise CheckpointError(f"'{path}' is no checkpoint of a known form{f' ({kind})' if kind else f': {known}'}")
 
 

@@ -1,6 +1,6 @@
 """Folders of torch.distributed.checkpoint: torch's own reader and writer, one tensor at a time, and metadata unpickled safely.
 
-FSDP's and FSDP2's sharded state, torchtitan's and Megatron's `torch_dist` are this format.
+FSDP's and FSDP2's sharded state and torchtitan's are this format. Megatron's `torch_dist` is it too: see megatron.py.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def read_dcp(path: str) -> Contents:
     values: dict[tuple[Any, ...], Any] = {}
     left_out: list[str] = []
     for folder in folders:
-        values |= _values(folder, left_out)
+        values |= read_values(folder, left_out)
     contents = _sorted(values)
     contents.take_step()
     contents.left_out += left_out
     return contents
 
 
-def _values(folder: str, left_out: list[str]) -> dict[tuple[Any, ...], Any]:
+def read_values(folder: str, left_out: list[str]) -> dict[tuple[Any, ...], Any]:
     """Map the path of each entry in the state dict to a Lazy or a value."""
     reader = _Reader(folder)
     metadata = reader.read_metadata()
