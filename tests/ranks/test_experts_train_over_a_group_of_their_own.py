@@ -164,6 +164,56 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
         model.register_comm_hook(None, lambda state, bucket: bucket)
 
 
+def beside_tensors(mesh, over, placements, is_parallel=True):
+    """The model with its experts over the dimensions `over`, and two layers of the rest over 'tp'."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = build()
+    for layer in model.layers:
+        layer.group = mesh["ep"].get_group()
+        for name, parameter in list(layer.experts.named_parameters()):
+            placed = distribute_tensor(parameter.detach(), mesh[over], placements)
+            layer.experts.register_parameter(name, torch.nn.Parameter(placed))
+    if is_parallel:
+        plan = {"inlet": ColwiseParallel(output_layouts=Replicate()), "outlet": RowwiseParallel(Replicate())}
+        parallelize_module(model, mesh["tp"], plan)
+    return model
+
+
+@on_every_rank(exactly=4)
+def test_experts_beside_tensor_parallelism(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    folder = Path(os.environ["SW_TEST_FOLDER"])
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_mod_ep", "ep", "tp"))
+    options = {"device_mesh": mesh["ep"], "groups": {"layers.*.experts": mesh["dp_mod_ep"]}}
+    expected, norms, _ = oracle(2, steps=2)
+    for zero in (0, 1, 2, 3) if LONG else (1, 3):
+        model = beside_tensors(mesh, ("ep", "tp"), [Shard(0), Replicate()])
+        model, optimizer = sw.wrap(model, optimizer_of(model), zero=zero, **options)
+        assert train(model, optimizer, mesh.get_local_rank("ep"), steps=2) == pytest.approx(norms, rel=1e-5)
+        found = sw.full_state_dict(model)
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=1e-6), (zero, name)
+        sw.save(folder / f"beside-{zero}", model, optimizer)
+        whole = build()
+        whole, optimizer = sw.wrap(whole, optimizer_of(whole), zero=1)
+        sw.load(folder / f"beside-{zero}", whole, optimizer)
+        assert_equal(sw.full_state_dict(whole), found)
+
+    refused = (
+        r"'layers.0.experts.down' .* on a mesh of dimension 'ep' .*: 2 ranks have the one, 4 the others; place both"
+    )
+    for over, placements, is_parallel, text in (
+        ("ep", [Shard(0)], True, refused),
+        (("ep", "tp"), [Shard(0), Replicate()], False, "are plain tensors: 4 ranks have the one, 2 the others"),
+    ):
+        with pytest.raises(sw.Error, match=text):
+            sw.wrap(beside_tensors(mesh, over, placements, is_parallel), **options)
+
+
 class Skipping(torch.nn.Module):
     """Experts that ranks of some columns leave out altogether."""
 

@@ -50,6 +50,7 @@ def install(torch: Any) -> None:
     import shardwright.optim  # noqa: F401  its classes are torch's own's
     from torch.distributed import fsdp, pipelining
     from torch.distributed.tensor import DTensor
+    from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.testing._internal import common_fsdp
 
     global _is_installed
@@ -75,7 +76,7 @@ def install(torch: Any) -> None:
         return _whole[key][name]
 
     DTensor.full_tensor = torch.Tensor.full_tensor = full_tensor
-    torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: _whole.clear())
+    register_optimizer_step_post_hook(lambda *_: _whole.clear())
 
     def sliced(kind: type) -> Any:
         def make(parameters: Any, **options: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from .._engine import Error
 from ..comm.process_group import HostGroup, group_ranks, host_group, resolve_group
+from ..layout.model_mesh import first_mesh, mesh_text
 from ..layout.param_table import verify
 from ..options.options import Options, text_of_group
 from ..torch_compat.dtensor import is_dtensor
@@ -67,8 +68,10 @@ def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str
     try:
         parts = _assign(module, options, ignored)
         named = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n not in ignored}
+        ranks = group_ranks(group.torch_group)
         for part in parts:
-            _check(part, named, group_ranks(group.torch_group))
+            _check(part, named, ranks)
+        _check_together(parts, named, ranks)
         lines = [[f"group {p.title}", f"of {len(p.ranks)} ranks, {', '.join(sorted(p.names))}"] for p in parts]
     except Exception as error:  # any error: the peers get it before they wait for this rank
         refusal = error
@@ -148,6 +151,23 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
             raise Error(
                 f"groups: ranks {_numbers(part.ranks)} average {name!r} of {part.title}, and ranks {_numbers(mesh)} hold its shards; together "
                 f"they must be the ranks that average the rest, {_numbers(ranks)}"
+            )
+
+
+def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
+    """Raise for a part that other ranks than those of the rest hold: a checkpoint of the module would miss some, or write twice."""
+    apart = frozenset[str]().union(*(part.names for part in parts))
+    rest = first_mesh((p for name, p in named.items() if name not in apart), ranks)
+    count = len(ranks) * (1 if rest is None else rest.mesh.size())
+    for part in parts:
+        name = min(part.names)
+        mesh = named[name].device_mesh  # type: ignore[attr-defined]
+        if len(part.ranks) * mesh.size() != count:
+            where = "plain tensors" if rest is None else f"on {mesh_text(rest.mesh)}"
+            raise Error(
+                f"groups: parameter {name!r} of {part.title} is a DTensor on {mesh_text(mesh)}, and parameters outside of groups are {where}: "
+                f"{len(part.ranks) * mesh.size()} ranks have the one, {count} the others; place both over the same dimensions, as Replicate where "
+                "they are whole, such as distribute_tensor(tensor, mesh['ep', 'tp'], [Shard(0), Replicate()])"
             )
 
 
