@@ -2,12 +2,13 @@
  * planning on a rank, and rank 0's commit, over sparse files.
  *
  * Every rank's ranges are listed by the code that a save runs, one rank after the other; their
- * tallies are merged, first those of a host of 8 ranks, as its carrier does, then those of hosts,
- * the files are created without disk space, and the folder is committed. No byte of a tensor is
+ * tallies are merged, first those of a host, as its carrier does, then those of a group of hosts,
+ * as its first carrier does, then all by rank 0; the files are created without disk space, and the
+ * folder is committed. No byte of a tensor is
  * read or written, so checksums are zero; that ranges tile every block is checked by the commit, as
  * in a save. "file system" is what the same system calls take alone.
  *
- *     checkpoint_scale FOLDER 70B|10TB slices|rows WORLD_SIZE
+ *     checkpoint_scale FOLDER 70B|10TB slices|rows WORLD_SIZE RANKS_A_HOST
  *
  * slices: each rank owns the W-th part of each unit (a layer), as with zero=3. rows: of each
  * tensor, as with FSDP2. Prints one JSON object.
@@ -24,7 +25,7 @@
 #include "checkpoint/save_job.h"
 
 enum { STATES = 3, MODEL_TENSORS_MAX = 80000, ELEMENT_BYTES = 4, STATE_BYTES = 20000 };
-enum { RANKS_A_HOST = 8 };
+enum { WINDOW_BYTES = 1 << 20 }; /* of tallies that rank 0 reads at once */
 
 typedef struct tensor {
     char name[64];
@@ -210,8 +211,8 @@ static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error 
 }
 
 typedef struct totals {
-    double list_worst_s, list_all_s, host_s, host_worst_s, merge_s;
-    size_t memory_worst;
+    double list_worst_s, list_all_s, host_s, host_worst_s, group_s, group_worst_s, merge_s;
+    size_t memory_worst, memory_first, list_first;
     uint64_t ranges_worst, ranges, tally_bytes;
 } totals;
 
@@ -238,6 +239,10 @@ static void add_rank(const sw_plan *plan, bool by_rows, int rank, int world, hol
     sum->list_all_s += took;
     sum->list_worst_s = took > sum->list_worst_s ? took : sum->list_worst_s;
     sum->memory_worst = memory > sum->memory_worst ? memory : sum->memory_worst;
+    if (rank == 0) {
+        sum->list_first = list.size_bytes;
+        sum->memory_first = memory;
+    }
     sum->ranges_worst = h->count > sum->ranges_worst ? h->count : sum->ranges_worst;
     sum->ranges += h->count;
     sw_tally_list_fini(&list);
@@ -246,22 +251,45 @@ static void add_rank(const sw_plan *plan, bool by_rows, int rank, int world, hol
     free(saver.sources);
 }
 
-/* What a host's ranks do, then its carrier, then rank 0 with what that sends. */
-static void add_host(const sw_plan *plan, bool by_rows, int first, int world, holding *h,
-                     sw_manifest *manifest, totals *sum)
+/* Rank 0 reads a list. */
+static void add_list(sw_tally_list *list, sw_manifest *manifest, totals *sum)
 {
-    sw_tally_list host = {0};
     sw_error err = {0};
-    sum->host_s = 0;
-    for (int rank = first; rank < first + RANKS_A_HOST && rank < world; ++rank)
-        add_rank(plan, by_rows, rank, world, h, &host, sum);
-    sum->host_worst_s = sum->host_s > sum->host_worst_s ? sum->host_s : sum->host_worst_s;
     double begin = seconds(CLOCK_PROCESS_CPUTIME_ID);
-    must(sw_tally_list_read(host.data, host.size_bytes, sw_manifest_add_tally, manifest, &err),
+    must(sw_tally_list_read(list->data, list->size_bytes, sw_manifest_add_tally, manifest, &err),
          &err, "merge");
     sum->merge_s += seconds(CLOCK_PROCESS_CPUTIME_ID) - begin;
-    sum->tally_bytes += host.size_bytes;
-    sw_tally_list_fini(&host);
+    sum->tally_bytes += list->size_bytes;
+    sw_tally_list_fini(list);
+}
+
+/* What a group's ranks do, then the carriers of its hosts, then the first of these, then rank 0
+ * with what that sends. Of the first group rank 0 reads what carriers send. */
+static void add_group(const sw_plan *plan, bool by_rows, int first, int world, int ranks_a_host,
+                      holding *h, sw_manifest *manifest, totals *sum)
+{
+    sw_tally_list group = {0};
+    sw_error err = {0};
+    int end = first + ranks_a_host * SW_CHANNEL_GROUP;
+    sum->group_s = 0;
+    for (int host_first = first; host_first < end && host_first < world;
+         host_first += ranks_a_host) {
+        sw_tally_list host = {0};
+        sum->host_s = 0;
+        for (int rank = host_first; rank < host_first + ranks_a_host && rank < world; ++rank)
+            add_rank(plan, by_rows, rank, world, h, &host, sum);
+        sum->host_worst_s = sum->host_s > sum->host_worst_s ? sum->host_s : sum->host_worst_s;
+        if (first == 0) {
+            add_list(&host, manifest, sum);
+            continue;
+        }
+        double begin = seconds(CLOCK_PROCESS_CPUTIME_ID);
+        must(sw_tally_list_merge(&group, host.data, host.size_bytes, &err), &err, "merge");
+        sum->group_s += seconds(CLOCK_PROCESS_CPUTIME_ID) - begin;
+        sw_tally_list_fini(&host);
+    }
+    sum->group_worst_s = sum->group_s > sum->group_worst_s ? sum->group_s : sum->group_worst_s;
+    add_list(&group, manifest, sum);
 }
 
 /* ---- files ---- */
@@ -323,10 +351,12 @@ int main(int argc, char **argv)
     sw_manifest manifest = {.step = 1, .nonce = "scale"};
     totals sum = {0};
     holding h = {0};
-    if (argc != 5)
-        return fprintf(stderr, "checkpoint_scale FOLDER 70B|10TB slices|rows WORLD_SIZE\n"), 2;
+    if (argc != 6)
+        return fprintf(stderr, "checkpoint_scale FOLDER 70B|10TB slices|rows WORLD_SIZE "
+                               "RANKS_A_HOST\n"),
+               2;
     bool by_rows = strcmp(argv[3], "rows") == 0;
-    int world = atoi(argv[4]);
+    int world = atoi(argv[4]), ranks_a_host = atoi(argv[5]);
     snprintf(partial, sizeof partial, "%.2000s/scale.partial", argv[1]);
     snprintf(folder, sizeof folder, "%.2000s/scale", argv[1]);
     if (strcmp(argv[2], "70B") == 0)
@@ -341,15 +371,17 @@ int main(int argc, char **argv)
     size_t whole_plan_bytes = held() - before;
     sw_plan *whole = make_plan(&err); /* the ranks below are many, and a trimmed plan is one's */
     before = held();
-    sw_plan_trim(plan, 0, world);
+    sw_plan_trim(plan, 0, world, 0);
     size_t plan_bytes = whole_plan_bytes - (before - held());
     before = held();
     for (size_t f = 0; f < plan->file_count; ++f)
         must(sw_manifest_add_file(&manifest, plan->files[f].path, plan->files[f].size_bytes, &err),
              &err, "manifest");
     size_t manifest_held = held() - before;
-    for (int rank = 0; rank < world; rank += RANKS_A_HOST)
-        add_host(whole, by_rows, rank, world, &h, &manifest, &sum);
+    for (int rank = 0; rank < world; rank += ranks_a_host * SW_CHANNEL_GROUP)
+        add_group(whole, by_rows, rank, world, ranks_a_host, &h, &manifest, &sum);
+    size_t at_merge = manifest_held + sum.list_first + WINDOW_BYTES;
+    size_t first_bytes = plan_bytes + (sum.memory_first > at_merge ? sum.memory_first : at_merge);
     span system = time_file_system(plan, partial, folder, plan->manifest_bytes);
     create_sparse(plan, partial);
     span commit = since((span){0});
@@ -357,22 +389,23 @@ int main(int argc, char **argv)
     must(sw_commit(partial, folder, NULL, &manifest, &err), &err, "commit");
     commit = since(commit);
     (void)!sw_folder_remove(folder, NULL);
-    printf("{\"model\": \"%s\", \"held\": \"%s\", \"world_size\": %d, \"tensors\": %zu, \"files\": "
-           "%zu, \"blocks\": %" PRIu64
-           ", \"TB\": %.2f, \"first_plan_ms\": %.1f, \"plan_MiB\": %.1f, "
-           "\"whole_plan_MiB\": %.1f, "
-           "\"rank_plan_ms\": %.2f, \"rank_plan_mean_ms\": %.2f, \"rank_MiB\": %.1f, "
-           "\"ranges_a_rank\": %" PRIu64
-           ", \"tally_MiB\": %.1f, \"host_merge_ms\": %.1f, \"merge_s\": %.3f, \"commit_s\": "
-           "%.3f, \"file_system_s\": %.3f, \"commit_cpu_s\": %.3f, \"file_system_cpu_s\": %.3f, "
-           "\"rank0_MiB\": %.1f}\n",
-           argv[2], argv[3], world, plan->source_count, plan->file_count, plan->block_count,
-           (double)plan->block_count / (1 << 20) * 1.099511627776, 1e3 * plan_s,
-           (double)plan_bytes / (1 << 20), (double)whole_plan_bytes / (1 << 20),
-           1e3 * sum.list_worst_s, 1e3 * sum.list_all_s / world,
-           (double)sum.memory_worst / (1 << 20), sum.ranges_worst,
-           (double)sum.tally_bytes / (1 << 20), 1e3 * sum.host_worst_s, sum.merge_s, commit.wall_s,
-           system.wall_s, commit.cpu_s, system.cpu_s, (double)manifest_held / (1 << 20));
+    printf(
+        "{\"model\": \"%s\", \"held\": \"%s\", \"world_size\": %d, \"ranks_a_host\": %d, "
+        "\"tensors\": %zu, \"files\": "
+        "%zu, \"blocks\": %" PRIu64 ", \"TB\": %.2f, \"first_plan_ms\": %.1f, \"plan_MiB\": %.1f, "
+        "\"whole_plan_MiB\": %.1f, "
+        "\"rank_plan_ms\": %.2f, \"rank_plan_mean_ms\": %.2f, \"rank_MiB\": %.1f, "
+        "\"ranges_a_rank\": %" PRIu64 ", \"tally_MiB\": %.1f, \"host_merge_ms\": %.1f, "
+                                      "\"group_merge_ms\": %.1f, \"merge_s\": %.3f, \"commit_s\": "
+        "%.3f, \"file_system_s\": %.3f, \"commit_cpu_s\": %.3f, \"file_system_cpu_s\": %.3f, "
+        "\"rank0_MiB\": %.1f}\n",
+        argv[2], argv[3], world, ranks_a_host, plan->source_count, plan->file_count,
+        plan->block_count, (double)plan->block_count / (1 << 20) * 1.099511627776, 1e3 * plan_s,
+        (double)plan_bytes / (1 << 20), (double)whole_plan_bytes / (1 << 20),
+        1e3 * sum.list_worst_s, 1e3 * sum.list_all_s / world, (double)sum.memory_worst / (1 << 20),
+        sum.ranges_worst, (double)sum.tally_bytes / (1 << 20), 1e3 * sum.host_worst_s,
+        1e3 * sum.group_worst_s, sum.merge_s, commit.wall_s, system.wall_s, commit.cpu_s,
+        system.cpu_s, (double)first_bytes / (1 << 20));
     sw_manifest_fini(&manifest);
     sw_plan_destroy(plan);
     sw_plan_destroy(whole);

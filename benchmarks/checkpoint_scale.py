@@ -13,15 +13,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+#: model, form, ranks, ranks a host
 CASES = [
-    ("70B", "slices", 1024),
-    ("70B", "slices", 4096),
-    ("70B", "slices", 16384),
-    ("10TB", "slices", 1024),
-    ("70B", "rows", 1024),
-    ("70B", "rows", 4096),
-    ("70B", "rows", 16384),
-    ("10TB", "rows", 1024),  # about 4 minutes
+    ("70B", "slices", 1024, 8),
+    ("70B", "slices", 4096, 8),
+    ("70B", "slices", 16384, 8),
+    ("10TB", "slices", 1024, 8),
+    ("70B", "rows", 1024, 8),
+    ("70B", "rows", 4096, 8),
+    ("70B", "rows", 16384, 8),
+    ("10TB", "rows", 1024, 8),  # a minute of processor time each
+    ("10TB", "rows", 1024, 1),
 ]
 FOLDERS = ("checkpoint", "base", "platform", "device", "tensor")
 
@@ -45,8 +47,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=os.environ.get("SW_BENCH_DIR")) as folder:
         program = compile_driver(Path(folder))
-        for model, held, world_size in CASES[:3] if options.quick else CASES:
-            command = [program, folder, model, held, str(world_size)]
+        for model, held, *numbers in CASES[:3] if options.quick else CASES:
+            command = [program, folder, model, held, *map(str, numbers)]
             text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             rows.append(json.loads(text))
             print(text, end="", flush=True)

@@ -172,7 +172,23 @@ static void take(sw_channel *channel, int fd, int host)
         memcpy(&channel->slots[host], bytes, sizeof(sw_channel_page));
 }
 
-/* Read other hosts' slots from the file: rank 0 reads all of them, the others rank 0's. */
+int sw_channel_merges_until(const sw_channel *channel)
+{
+    int end =
+        channel->host % SW_CHANNEL_GROUP ? channel->host + 1 : channel->host + SW_CHANNEL_GROUP;
+    return end < channel->host_count ? end : channel->host_count;
+}
+
+/* True if this rank reads the slot of another host. */
+static bool reads(const sw_channel *channel, int host)
+{
+    return channel->rank == 0 || host == 0 ||
+           (sw_channel_is_carrier(channel) && host > channel->host &&
+            host < sw_channel_merges_until(channel));
+}
+
+/* Read other hosts' slots from the file: rank 0 reads all of them, the others rank 0's and those
+ * that they wait for. */
 static void look(sw_channel *channel)
 {
     int fd = -1;
@@ -191,8 +207,8 @@ static void look(sw_channel *channel)
         channel->gone_ns = now_ns;
     if (status != SW_OK)
         return;
-    for (int h = 0; h < (channel->rank == 0 ? channel->host_count : 1); ++h)
-        if (h != channel->host)
+    for (int h = 0; h < channel->host_count; ++h)
+        if (h != channel->host && reads(channel, h))
             take(channel, fd, h);
     status = sw_file_close(&fd, channel->path, NULL);
     (void)status;
@@ -287,6 +303,9 @@ void sw_channel_set_tally_bytes(sw_channel *channel, uint64_t bytes)
 bool sw_channel_have_others_written(sw_channel *channel, uint64_t number)
 {
     sw_channel_relay(channel, number);
+    for (int h = channel->host + 1; h < sw_channel_merges_until(channel); ++h)
+        if (get(&channel->slots[h].written) < number)
+            return false;
     return have_others_written(channel, number);
 }
 

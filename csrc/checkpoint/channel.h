@@ -9,6 +9,9 @@
  * LOOKS_A_SECOND times a second. A rank whose carrier could not begin the save reads the file
  * itself.
  *
+ * Hosts form groups of SW_CHANNEL_GROUP. The carrier of a group's first host reads the slots of the
+ * group too, and merges its tallies; of the first group rank 0 does.
+ *
  * No file is created while a save runs, so the channel works on a full disk; it needs no
  * communicator. Rank 0 may fail several saves before a sleeping peer looks, so the last four
  * verdicts are kept. The file is opened for each look: a network file system shows new data at
@@ -25,7 +28,7 @@
 
 #include "base/status.h"
 
-enum { SW_CHANNEL_PAGE_BYTES = 4096, SW_CHANNEL_VERDICTS = 4 };
+enum { SW_CHANNEL_PAGE_BYTES = 4096, SW_CHANNEL_VERDICTS = 4, SW_CHANNEL_GROUP = 16 };
 
 typedef struct sw_channel_page {
     _Atomic uint64_t opened;  /* the save whose files exist: by rank 0, and as its carriers know */
@@ -77,13 +80,17 @@ bool sw_channel_is_open_at_first(sw_channel *channel, uint64_t number);
 uint64_t sw_channel_take_place(sw_channel *channel, uint64_t bytes);
 /* A carrier: the file has `bytes` now. */
 void sw_channel_set_tally_bytes(sw_channel *channel, uint64_t bytes);
-/* A carrier: true once the other ranks of its host have written. */
+/* Return the host behind the last one of which this carrier merges the tallies: its own, or those
+ * of its group from its own on. */
+int sw_channel_merges_until(const sw_channel *channel);
+/* A carrier: true once the other ranks of its host have written, and the other hosts whose tallies
+ * it merges. */
 bool sw_channel_have_others_written(sw_channel *channel, uint64_t number);
 void sw_channel_say_written(sw_channel *channel, uint64_t number);
 /* Rank 0: return the lowest rank that, or whose host, has not written; -1: all have. */
 int sw_channel_find_unwritten(sw_channel *channel, uint64_t number);
-/* Return the bytes of tallies of a host whose ranks have all written: of any on rank 0, of its own
- * on a carrier. */
+/* Return the bytes of tallies of a host whose ranks have all written: of any on rank 0, of those
+ * that it merges on a carrier. */
 uint64_t sw_channel_tally_bytes(const sw_channel *channel, int host);
 
 /* Report to rank 0 that this rank failed save `number`. Retry for at most 30 s if the file cannot

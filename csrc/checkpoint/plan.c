@@ -125,10 +125,11 @@ static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *g
             if (sw_safetensors_element_bytes(tensor->dtype) != width)
                 continue;
             print_entry(text, tensor, data, data + d->sizes[i]);
-            d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){.source = d->next_source + i,
-                                                                      .begin = data,
-                                                                      .size_bytes = d->sizes[i],
-                                                                      .holder = tensor->holder};
+            d->plan->pieces[d->plan->piece_count++] =
+                (sw_plan_piece){.source = (uint32_t)(d->next_source + i),
+                                .begin = data,
+                                .size_bytes = d->sizes[i],
+                                .holder = tensor->holder};
             data += d->sizes[i];
         }
     SW_TRY(finish_header(d, file, text));
@@ -211,8 +212,9 @@ static sw_status add_text(draft *d, const sw_plan_text *text)
                 "values as tensors or arrays",
                 text->path, text->size_bytes, SW_VALUES_MAX_BYTES);
     SW_TRY(add_file(d, text->path, &file));
-    d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){
-        .source = d->next_source++, .size_bytes = text->size_bytes, .holder = text->holder};
+    d->plan->pieces[d->plan->piece_count++] = (sw_plan_piece){.source = (uint32_t)d->next_source++,
+                                                              .size_bytes = text->size_bytes,
+                                                              .holder = text->holder};
     file->piece_count = 1;
     file->size_bytes = text->size_bytes;
     return SW_OK;
@@ -266,7 +268,7 @@ static sw_status list_common(draft *d)
         add_common(plan, f, 0, file->header_bytes);
         for (size_t p = file->first_piece; p < file->first_piece + file->piece_count; ++p) {
             const sw_plan_piece *piece = &plan->pieces[p];
-            plan->piece_of[piece->source] = p;
+            plan->piece_of[piece->source] = (uint32_t)p;
             if (piece->holder == SW_HELD_BY_ALL)
                 add_common(plan, f, piece->begin, piece->begin + piece->size_bytes);
             else if (piece->holder == SW_HELD_BY_FIRST)
@@ -287,6 +289,11 @@ sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count, const 
         SW_FAIL(err, SW_E_MEMORY, "no memory for the plan of a checkpoint");
     for (size_t i = 0; i < group_count; ++i)
         sources += groups[i].tensor_count;
+    if (sources >= UINT32_MAX) {
+        free(d.plan);
+        SW_FAIL(err, SW_E_INVALID, "a checkpoint has at most %u tensors, not %zu", UINT32_MAX - 1,
+                sources);
+    }
     d.plan->pieces = calloc(sources + 1, sizeof *d.plan->pieces);
     if (!d.plan->pieces)
         status = no_memory(&d);
@@ -406,11 +413,15 @@ sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size, sw_p
     return SW_OK;
 }
 
-void sw_plan_trim(sw_plan *plan, int rank, int world_size)
+void sw_plan_trim(sw_plan *plan, int rank, int world_size, uint64_t keep_bytes)
 {
     sw_plan_range *ranges = NULL;
     size_t count = 0, next = 0;
-    if (plan->is_trimmed || sw_plan_own_ranges(plan, rank, world_size, &ranges, &count, NULL))
+    uint64_t header_bytes = 0;
+    for (size_t f = 0; f < plan->file_count; ++f)
+        header_bytes += plan->files[f].header_bytes;
+    if (plan->is_trimmed || header_bytes <= keep_bytes ||
+        sw_plan_own_ranges(plan, rank, world_size, &ranges, &count, NULL))
         return;
     plan->is_trimmed = true;
     for (size_t f = 0; f < plan->file_count; ++f) {

@@ -52,9 +52,9 @@ typedef struct sw_plan_text { /* a file whose bytes the caller gives */
 } sw_plan_text;
 
 typedef struct sw_plan_piece {
-    size_t source;  /* number of the tensor through all groups; texts are counted after them */
     uint64_t begin; /* in the file */
     uint64_t size_bytes;
+    uint32_t source; /* number of the tensor through all groups; texts are counted after them */
     sw_plan_holder holder;
 } sw_plan_piece;
 
@@ -82,7 +82,7 @@ typedef struct sw_plan {
     size_t file_count;
     sw_plan_piece *pieces; /* owned */
     size_t piece_count, source_count;
-    size_t *piece_of;       /* owned; one a source */
+    uint32_t *piece_of;     /* owned; one a source */
     sw_plan_common *common; /* owned; in file order, each as long as possible */
     size_t common_count;
     uint64_t common_blocks, first_bytes; /* blocks with common bytes; bytes of SW_HELD_BY_FIRST */
@@ -93,7 +93,8 @@ typedef struct sw_plan {
 } sw_plan;
 
 /* Create a plan. SW_E_INVALID: a dtype that safetensors does not have, a name twice in one group, a
- * header beyond 100 MB, a text beyond SW_VALUES_MAX_BYTES (but for those of all ranks), a bad path.
+ * header beyond 100 MB, 2^32 tensors, a text beyond SW_VALUES_MAX_BYTES (but for those of all
+ * ranks), a bad path.
  */
 SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count,
                                      const sw_plan_text *texts, size_t text_count, sw_plan **plan,
@@ -109,10 +110,11 @@ int sw_plan_compare_ranges(const void *a, const void *b);
 SW_MUST_USE sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size,
                                          sw_plan_range **ranges, size_t *count, sw_error *err);
 
-/* Free the text of the headers that other ranks write: 46 bytes a tensor, most of a plan. Only
- * `rank` of `world_size` may then save with this plan, and no save knows tensors by name. Threads
- * may use the plan for a save meanwhile. A failure leaves it as it is. */
-void sw_plan_trim(sw_plan *plan, int rank, int world_size);
+/* Free the text of the headers that other ranks write, 140 bytes a tensor and most of a plan, if
+ * all headers take more than `keep_bytes`. Only `rank` of `world_size` may then save with this
+ * plan, and no save knows tensors by name. Threads may use the plan for a save meanwhile. A failure
+ * leaves it as it is. */
+void sw_plan_trim(sw_plan *plan, int rank, int world_size, uint64_t keep_bytes);
 
 /* Return the file of a piece. */
 const sw_plan_file *sw_plan_file_of(const sw_plan *plan, size_t piece);

@@ -64,13 +64,8 @@ void sw_save_clear(sw_saver *saver)
     for (size_t i = 0; i < saver->chunk_count; ++i)
         if (saver->chunks[i].slot)
             sw_stage_give(&saver->stage, saver->chunks[i].slot);
-    free(saver->chunks);
-    free(saver->ranges);
-    free(saver->sources);
-    saver->chunks = NULL;
-    saver->ranges = NULL;
-    saver->sources = NULL;
-    saver->chunk_count = saver->range_count = saver->next_chunk = saver->copying_count = 0;
+    sw_save_forget_ranges(saver);
+    saver->copying_count = 0;
     free_strings(&saver->stale, &saver->stale_count);
     free_strings(&saver->retired, &saver->retired_count);
     sw_manifest_fini(&saver->manifest);
@@ -173,15 +168,6 @@ sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *re
     return SW_OK;
 }
 
-/* Rank 0's manifest lists files in the order of the plans, whose blocks are numbered likewise. */
-static sw_status add_files(sw_saver *saver, const sw_plan *plan, sw_error *err)
-{
-    for (size_t i = 0; plan && i < plan->file_count; ++i)
-        SW_TRY(sw_manifest_add_file(&saver->manifest, plan->files[i].path,
-                                    plan->files[i].size_bytes, err));
-    return SW_OK;
-}
-
 static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     size_t length = strlen(request->folder);
@@ -210,10 +196,6 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
                         err));
     SW_TRY(copy_strings(request->retired, request->retired_count, &saver->retired,
                         &saver->retired_count, err));
-    if (saver->channel->rank == 0) {
-        SW_TRY(add_files(saver, request->shared.plan, err));
-        SW_TRY(add_files(saver, request->own.plan, err));
-    }
     return sw_save_list_ranges(saver, request, err);
 }
 

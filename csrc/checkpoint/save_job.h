@@ -79,7 +79,7 @@ struct sw_saver {
     size_t chunk_count;
     uint32_t *samples; /* owned; kept for the next save */
     size_t sample_count, sample_room;
-    sw_manifest manifest; /* rank 0's files; on the others the heading alone */
+    sw_manifest manifest; /* the heading; on rank 0 also the files, once its ranges are written */
     sw_thread threads[SW_SAVER_THREADS_MAX], warm_thread;
     uint8_t *image; /* borrowed; destination of a save into memory. NULL: slots of the stage */
 
@@ -126,6 +126,8 @@ typedef struct sw_save_span { /* bytes of a chunk that are contiguous in memory 
  */
 uint64_t sw_save_block_of(const sw_saver *saver, const sw_save_chunk *chunk,
                           const sw_save_range *range);
+/* Free sources, ranges and chunks, once all chunks are written. */
+void sw_save_forget_ranges(sw_saver *saver);
 /* Call `visit` with the spans of a chunk in order, headers included. */
 void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_save_span span),
                   void *context);
@@ -179,15 +181,22 @@ SW_MUST_USE sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *e
  * network file system does not show it yet; the first thread also looks for a verdict. */
 SW_MUST_USE sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct,
                                         bool is_first_thread, int *fd, sw_error *err);
-/* Read a file whose writers have announced `expected` bytes; retry until they are here. */
-SW_MUST_USE sw_status sw_save_read_late(sw_saver *saver, const char *path, uint64_t expected,
-                                        char **data, sw_error *err);
+typedef struct sw_save_late_file { /* of which its writers have announced the size */
+    const char *path;              /* borrowed */
+    uint64_t size_bytes;
+    int fd; /* -1: the next read opens it */
+} sw_save_late_file;
+/* Read a part of such a file; retry until it is here. */
+SW_MUST_USE sw_status sw_save_read_late(sw_saver *saver, sw_save_late_file *file, void *data,
+                                        size_t size_bytes, uint64_t offset, sw_error *err);
+void sw_save_close_late(sw_save_late_file *file);
 
 /* save_tally.c: a carrier creates its host's file of tallies. */
 SW_MUST_USE sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err);
-/* Append this rank's tallies to the file; on rank 0, add them to the manifest. */
+/* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. The
+ * ranges go first: their memory and the manifest's are not held at once. */
 SW_MUST_USE sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err);
-/* A carrier, once its host's ranks have all done so: merge the file. */
+/* A carrier, once all have done so of whom it merges tallies: merge them into its host's file. */
 SW_MUST_USE sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err);
 /* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
 SW_MUST_USE sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err);

@@ -2,7 +2,7 @@
  */
 #include <errno.h>
 #include <inttypes.h>
-#include <stdlib.h>
+#include <unistd.h>
 
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
@@ -37,21 +37,28 @@ sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct, bool
     }
 }
 
-sw_status sw_save_read_late(sw_saver *saver, const char *path, uint64_t expected, char **data,
-                            sw_error *err)
+static sw_status open_whole(sw_save_late_file *file, sw_error *err)
+{
+    uint64_t size_bytes = 0;
+    SW_TRY(sw_file_open_read(file->path, false, &file->fd, &size_bytes, err));
+    if (size_bytes == file->size_bytes)
+        return SW_OK;
+    return sw_error_set(err, SW_E_OS, EIO,
+                        "'%.300s' has %" PRIu64 " bytes where %" PRIu64 " were written", file->path,
+                        size_bytes, file->size_bytes);
+}
+
+sw_status sw_save_read_late(sw_saver *saver, sw_save_late_file *file, void *data, size_t size_bytes,
+                            uint64_t offset, sw_error *err)
 {
     int64_t until_ns = sw_clock_now_ns() + LATE_S * INT64_C(1000000000);
     for (sw_error why = {0};;) {
-        size_t size_bytes = 0;
-        sw_status status = sw_file_read_whole(path, expected, data, &size_bytes, &why);
-        if (status == SW_OK && size_bytes == expected)
+        sw_status status = file->fd < 0 ? open_whole(file, &why) : SW_OK;
+        if (status == SW_OK)
+            status = sw_file_read_at(file->fd, file->path, data, size_bytes, offset, &why);
+        if (status == SW_OK)
             return SW_OK;
-        if (status == SW_OK) {
-            free(*data);
-            status = sw_error_set(&why, SW_E_OS, EIO,
-                                  "'%.300s' has %zu bytes where %" PRIu64 " were written", path,
-                                  size_bytes, expected);
-        }
+        sw_save_close_late(file);
         if (!is_of_a_moment(&why) || sw_clock_now_ns() > until_ns) {
             *err = why;
             return status;
@@ -59,4 +66,11 @@ sw_status sw_save_read_late(sw_saver *saver, const char *path, uint64_t expected
         SW_TRY(sw_save_check(saver, err));
         sw_thread_sleep_ns(SW_SAVE_LOOK_NS);
     }
+}
+
+void sw_save_close_late(sw_save_late_file *file)
+{
+    if (file->fd >= 0)
+        close(file->fd);
+    file->fd = -1;
 }

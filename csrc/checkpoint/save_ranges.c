@@ -314,6 +314,19 @@ sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request, s
     return SW_OK;
 }
 
+void sw_save_forget_ranges(sw_saver *saver)
+{
+    pthread_mutex_lock(&saver->mutex); /* protect() looks for live chunks */
+    free(saver->chunks);
+    free(saver->ranges);
+    free(saver->sources);
+    saver->chunks = NULL;
+    saver->ranges = NULL;
+    saver->sources = NULL;
+    saver->chunk_count = saver->range_count = saver->next_chunk = 0;
+    pthread_mutex_unlock(&saver->mutex);
+}
+
 static void walk_source(const sw_save_part *part, size_t source, uint64_t begin, sw_save_span span,
                         void (*visit)(void *context, sw_save_span span), void *context)
 {

@@ -4,6 +4,8 @@
  * sampled again. If the samples differ, memory was written to without protect(), and chunks copied
  * earlier hold the old bytes. The save fails with the tensor's name. What begin() copies itself
  * needs no sample. */
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "checkpoint/safetensors.h"
@@ -72,11 +74,13 @@ static void compare_span(void *context, sw_save_span span)
     pass->changed_at = span.range->offset + (span.at - span.range->at);
 }
 
-/* Record the name of the tensor at `at` of a file. */
+/* Record the name of the tensor at `at` of a file; without the header, the place. */
 static void fail_with_name(const sw_plan_file *file, uint64_t at, sw_error *err)
 {
     sw_safetensors header = {0};
-    const char *name = file->path;
+    char place[256];
+    const char *name = place;
+    snprintf(place, sizeof place, "byte %" PRIu64 " of %.200s", at, file->path);
     if (file->header && sw_safetensors_read((const uint8_t *)file->header, file->header_bytes,
                                             file->size_bytes, file->path, &header, NULL) == SW_OK)
         for (size_t i = 0; i < header.entry_count; ++i)

@@ -60,15 +60,15 @@ void sw_save_claim_fini(sw_save_claim *claim)
 
 sw_status sw_save_claim_live(sw_saver *saver, bool eager_only, sw_save_claim *claim, sw_error *err)
 {
-    sw_save_claim made = {.wanted = malloc((saver->chunk_count + 1) * sizeof *made.wanted),
-                          .slots = calloc(saver->chunk_count + 1, sizeof *made.slots)};
     sw_status status = SW_OK;
-    if (!made.wanted || !made.slots) {
-        sw_save_claim_fini(&made);
-        SW_FAIL(err, SW_E_MEMORY, "no memory to stage %zu chunks", saver->chunk_count);
-    }
     pthread_mutex_lock(&saver->mutex);
-    made.count = claim_live_locked(saver, eager_only, made.wanted);
+    size_t room = saver->chunk_count + 1;
+    sw_save_claim made = {.wanted = malloc(room * sizeof *made.wanted),
+                          .slots = calloc(room, sizeof *made.slots)};
+    if (made.wanted && made.slots)
+        made.count = claim_live_locked(saver, eager_only, made.wanted);
+    else
+        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory to stage %zu chunks", room);
     if (made.count && !saver->image)
         status = sw_stage_take(&saver->stage, made.count, made.slots, err);
     pthread_mutex_unlock(&saver->mutex);

@@ -1,14 +1,16 @@
 /* save_tally.c - how rank 0 learns what each rank wrote of each block.
  *
  * The ranks of a host append their lists to one file, each behind a head (tally.h) at a place that
- * the channel reserves. The carrier of another host than rank 0's merges the lists of its host.
- * Ranks of a host hold neighbouring rows of a tensor, which share blocks, so rank 0 reads a number
- * of entries that grows with the hosts and not with the ranks. */
+ * the channel reserves. The carrier of another host than rank 0's merges the lists of its host, and
+ * the first carrier of a group of hosts those of the group. Neighbouring ranks hold neighbouring
+ * rows of a tensor, which share blocks, so rank 0 reads few entries a block. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "checkpoint/save_job.h"
+
+enum { WINDOW_BYTES = 1 << 20 }; /* that rank 0 reads at once */
 
 static sw_status tallies_path(const sw_saver *saver, int host, char path[SW_PATH_BYTES],
                               sw_error *err)
@@ -27,22 +29,24 @@ sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err)
     return sw_file_close(&fd, path, err);
 }
 
-/* Write a list to the host's file: behind the others, or in place of them. */
-static sw_status write_list(sw_saver *saver, const sw_tally_list *list, bool is_merged,
-                            sw_error *err)
+/* Write a list to the host's file: behind the others; or in place of them, if it has the tallies of
+ * `merged` hosts (0: a rank's). */
+static sw_status write_list(sw_saver *saver, const sw_tally_list *list, int merged, sw_error *err)
 {
     char path[SW_PATH_BYTES];
     int fd = -1;
-    sw_tally_head head = {list->size_bytes, saver->shared_part.plan->digest,
-                          (uint32_t)saver->channel->rank};
+    sw_tally_head head = {.size_bytes = list->size_bytes,
+                          .plan_digest = saver->shared_part.plan->digest,
+                          .rank = (uint32_t)saver->channel->rank,
+                          .host_count = merged ? (uint32_t)merged : 1};
     struct iovec parts[] = {{.iov_base = &head, .iov_len = sizeof head},
                             {.iov_base = list->data, .iov_len = list->size_bytes}};
     uint64_t size_bytes = sizeof head + list->size_bytes;
     SW_TRY(tallies_path(saver, saver->channel->host, path, err));
     SW_TRY(sw_save_open_late(saver, path, false, true, &fd, err));
-    uint64_t place = is_merged ? 0 : sw_channel_take_place(saver->channel, size_bytes);
+    uint64_t place = merged ? 0 : sw_channel_take_place(saver->channel, size_bytes);
     sw_status status = sw_file_write_at(fd, path, parts, 2, place, err);
-    if (is_merged) {
+    if (merged) {
         sw_file_shorten(fd, size_bytes);
         sw_channel_set_tally_bytes(saver->channel, size_bytes);
     }
@@ -57,88 +61,142 @@ static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error 
     return SW_OK;
 }
 
+/* The manifest lists files in the order of the plans, whose blocks are numbered likewise. */
+static sw_status add_files(sw_saver *saver, const sw_plan *plan, sw_error *err)
+{
+    for (size_t i = 0; plan && i < plan->file_count; ++i)
+        SW_TRY(sw_manifest_add_file(&saver->manifest, plan->files[i].path,
+                                    plan->files[i].size_bytes, err));
+    return SW_OK;
+}
+
+static sw_status begin_manifest(sw_saver *saver, const sw_tally_list *own, sw_error *err)
+{
+    SW_TRY(add_files(saver, saver->shared_part.plan, err));
+    SW_TRY(add_files(saver, saver->own_part.plan, err));
+    return sw_tally_list_read(own->data, own->size_bytes, sw_manifest_add_tally, &saver->manifest,
+                              err);
+}
+
 sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err)
 {
     sw_tally_list list = {0};
-    if (saver->channel->rank == 0)
-        return sw_save_each_tally(saver, sw_manifest_add_tally, &saver->manifest, err);
     sw_status status = sw_save_each_tally(saver, append, &list, err);
     if (status == SW_OK && list.is_out_of_memory)
         status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the tallies of %zu ranges",
                               saver->range_count);
-    if (status == SW_OK)
-        status = write_list(saver, &list, false, err);
+    if (status == SW_OK) {
+        sw_save_forget_ranges(saver);
+        status = saver->channel->rank == 0 ? begin_manifest(saver, &list, err)
+                                           : write_list(saver, &list, 0, err);
+    }
     sw_tally_list_fini(&list);
     return status;
 }
 
-/* Return the list at *at of a file of `size_bytes` and advance *at; NULL: the rest is no list. */
-static const uint8_t *next_list(const char *data, uint64_t size_bytes, uint64_t *at,
-                                sw_tally_head *head)
+/* Take the head at *at of a file and advance *at to its list. */
+static sw_status next_head(sw_saver *saver, sw_save_late_file *file, uint64_t *at,
+                           sw_tally_head *head, sw_error *err)
 {
-    uint64_t left = size_bytes - *at;
-    if (left < sizeof *head)
-        return NULL;
-    memcpy(head, data + *at, sizeof *head);
-    if (head->size_bytes > left - sizeof *head)
-        return NULL;
-    *at += sizeof *head + head->size_bytes;
-    return (const uint8_t *)data + *at - head->size_bytes;
-}
-
-static sw_status fail_cut_off(const char *path, uint64_t at, sw_error *err)
-{
-    SW_FAIL(err, SW_E_INVALID, "'%.300s' has no list of tallies at byte %llu", path,
-            (unsigned long long)at);
-}
-
-/* A list of another plan stays as it is: rank 0 names its rank. */
-static sw_status merge_lists(const sw_saver *saver, const char *path, const char *data,
-                             uint64_t size_bytes, sw_tally_list *sum, bool *is_alike, sw_error *err)
-{
-    sw_tally_head head;
-    for (uint64_t at = 0; at < size_bytes && *is_alike;) {
-        const uint8_t *list = next_list(data, size_bytes, &at, &head);
-        if (!list)
-            return fail_cut_off(path, at, err);
-        *is_alike = head.plan_digest == saver->shared_part.plan->digest;
-        if (*is_alike)
-            SW_TRY(sw_tally_list_merge(sum, list, head.size_bytes, err));
-    }
+    uint64_t left = file->size_bytes - *at;
+    if (left >= sizeof *head)
+        SW_TRY(sw_save_read_late(saver, file, head, sizeof *head, *at, err));
+    if (left < sizeof *head || head->size_bytes > left - sizeof *head)
+        SW_FAIL(err, SW_E_INVALID, "'%.300s' has no list of tallies at byte %llu", file->path,
+                (unsigned long long)*at);
+    *at += sizeof *head;
     return SW_OK;
 }
 
-sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err)
+static sw_status merge_list(sw_saver *saver, sw_save_late_file *file, uint64_t at, size_t size,
+                            sw_tally_list *sum, sw_error *err)
 {
-    char path[SW_PATH_BYTES], *data = NULL;
-    sw_tally_list sum = {0};
-    bool is_alike = true;
-    uint64_t size_bytes = sw_channel_tally_bytes(saver->channel, saver->channel->host);
-    SW_TRY(tallies_path(saver, saver->channel->host, path, err));
-    SW_TRY(sw_save_read_late(saver, path, size_bytes, &data, err));
-    sw_status status = merge_lists(saver, path, data, size_bytes, &sum, &is_alike, err);
-    if (status == SW_OK && is_alike)
-        status = write_list(saver, &sum, true, err);
-    sw_tally_list_fini(&sum);
+    uint8_t *data = malloc(size + 1);
+    if (!data)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes of '%.300s'", size, file->path);
+    sw_status status = sw_save_read_late(saver, file, data, size, at, err);
+    if (status == SW_OK)
+        status = sw_tally_list_merge(sum, data, size, err);
     free(data);
     return status;
 }
 
-static sw_status take_lists(sw_saver *saver, const char *path, const char *data,
-                            uint64_t size_bytes, sw_error *err)
+/* A list of another plan stays as it is: rank 0 names its rank. */
+static sw_status merge_file(sw_saver *saver, int host, sw_tally_list *sum, bool *is_alike,
+                            sw_error *err)
+{
+    char path[SW_PATH_BYTES];
+    sw_tally_head head;
+    sw_save_late_file file = {path, sw_channel_tally_bytes(saver->channel, host), -1};
+    SW_TRY(tallies_path(saver, host, path, err));
+    sw_status status = SW_OK;
+    for (uint64_t at = 0; at < file.size_bytes && *is_alike && status == SW_OK;) {
+        status = next_head(saver, &file, &at, &head, err);
+        if (status == SW_OK)
+            *is_alike = head.plan_digest == saver->shared_part.plan->digest;
+        if (status == SW_OK && *is_alike)
+            status = merge_list(saver, &file, at, (size_t)head.size_bytes, sum, err);
+        at += head.size_bytes;
+    }
+    sw_save_close_late(&file);
+    return status;
+}
+
+static sw_status remove_file(const sw_saver *saver, int host, sw_error *err)
+{
+    char path[SW_PATH_BYTES];
+    SW_TRY(tallies_path(saver, host, path, err));
+    return sw_file_remove(path, err);
+}
+
+sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err)
+{
+    sw_tally_list sum = {0};
+    bool is_alike = true;
+    int own = saver->channel->host, end = sw_channel_merges_until(saver->channel);
+    sw_status status = SW_OK;
+    for (int host = own; host < end && is_alike && status == SW_OK; ++host)
+        status = merge_file(saver, host, &sum, &is_alike, err);
+    if (status == SW_OK && is_alike)
+        status = write_list(saver, &sum, end - own, err);
+    for (int host = own + 1; host < end && is_alike && status == SW_OK; ++host)
+        status = remove_file(saver, host, err);
+    sw_tally_list_fini(&sum);
+    return status;
+}
+
+/* Add a list to the manifest, a window at a time. */
+static sw_status take_list(sw_saver *saver, sw_save_late_file *file, uint64_t at, uint64_t size,
+                           uint8_t *window, sw_error *err)
+{
+    uint64_t block = UINT64_MAX;
+    for (size_t used = 0; size > 0; at += used, size -= used) {
+        size_t part = size < WINDOW_BYTES ? (size_t)size : WINDOW_BYTES;
+        SW_TRY(sw_save_read_late(saver, file, window, part, at, err));
+        SW_TRY(sw_tally_list_read_part(window, part, part == size, &block, &used,
+                                       sw_manifest_add_tally, &saver->manifest, err));
+    }
+    return SW_OK;
+}
+
+/* *host_count: the hosts whose tallies the file has. */
+static sw_status take_file(sw_saver *saver, sw_save_late_file *file, int host, uint8_t *window,
+                           int *host_count, sw_error *err)
 {
     sw_tally_head head;
-    for (uint64_t at = 0; at < size_bytes;) {
-        const uint8_t *list = next_list(data, size_bytes, &at, &head);
-        if (!list)
-            return fail_cut_off(path, at, err);
+    *host_count = 1;
+    for (uint64_t at = 0; at < file->size_bytes; at += head.size_bytes) {
+        SW_TRY(next_head(saver, file, &at, &head, err));
         if (head.plan_digest != saver->shared_part.plan->digest)
             SW_FAIL(err, SW_E_STATE,
                     "rank %u would write other files than rank 0: names, shapes, dtypes or "
                     "max_file_bytes differ",
                     head.rank);
-        SW_TRY(sw_tally_list_read(list, head.size_bytes, sw_manifest_add_tally, &saver->manifest,
-                                  err));
+        if (head.host_count < 1 || head.host_count > (unsigned)(saver->channel->host_count - host))
+            SW_FAIL(err, SW_E_INVALID, "'%.300s' has tallies of %u hosts from number %d on",
+                    file->path, head.host_count, host);
+        *host_count = head.host_count > (unsigned)*host_count ? (int)head.host_count : *host_count;
+        SW_TRY(take_list(saver, file, at, head.size_bytes, window, err));
     }
     return SW_OK;
 }
@@ -146,15 +204,20 @@ static sw_status take_lists(sw_saver *saver, const char *path, const char *data,
 sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err)
 {
     int host_count = saver->channel->world_size > 1 ? saver->channel->host_count : 0;
-    for (int host = 0; host < host_count; ++host) {
-        char path[SW_PATH_BYTES], *data = NULL;
-        uint64_t size_bytes = sw_channel_tally_bytes(saver->channel, host);
-        SW_TRY(tallies_path(saver, host, path, err));
-        SW_TRY(sw_save_read_late(saver, path, size_bytes, &data, err));
-        sw_status status = take_lists(saver, path, data, size_bytes, err);
-        free(data);
-        SW_TRY(status);
-        SW_TRY(sw_file_remove(path, err));
+    uint8_t *window = malloc(WINDOW_BYTES);
+    sw_status status = SW_OK;
+    if (!window)
+        SW_FAIL(err, SW_E_MEMORY, "no memory to read tallies");
+    for (int host = 0, merged = 1; host < host_count && status == SW_OK; host += merged) {
+        char path[SW_PATH_BYTES];
+        sw_save_late_file file = {path, sw_channel_tally_bytes(saver->channel, host), -1};
+        status = tallies_path(saver, host, path, err);
+        if (status == SW_OK)
+            status = take_file(saver, &file, host, window, &merged, err);
+        sw_save_close_late(&file);
+        if (status == SW_OK)
+            status = sw_file_remove(path, err);
     }
-    return SW_OK;
+    free(window);
+    return status;
 }

@@ -109,18 +109,30 @@ static sw_status next_entry(reader *r, sw_error *err)
     return SW_OK;
 }
 
+sw_status sw_tally_list_read_part(const uint8_t *data, size_t size_bytes, bool is_last,
+                                  uint64_t *block, size_t *used,
+                                  sw_status (*take)(void *context, uint64_t block, sw_tally tally,
+                                                    sw_error *err),
+                                  void *context, sw_error *err)
+{
+    reader r = {.at = data, .end = data + size_bytes, .block = *block};
+    while (is_last ? r.at < r.end : r.end - r.at >= ENTRY_BYTES_MAX) {
+        SW_TRY(next_entry(&r, err));
+        SW_TRY(take(context, r.block, r.tally, err));
+    }
+    *block = r.block;
+    *used = (size_t)(r.at - data);
+    return SW_OK;
+}
+
 sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes,
                              sw_status (*take)(void *context, uint64_t block, sw_tally tally,
                                                sw_error *err),
                              void *context, sw_error *err)
 {
-    reader r = read_list(data, size_bytes);
-    for (;;) {
-        SW_TRY(next_entry(&r, err));
-        if (!r.has_entry)
-            return SW_OK;
-        SW_TRY(take(context, r.block, r.tally, err));
-    }
+    uint64_t block = UINT64_MAX;
+    size_t used;
+    return sw_tally_list_read_part(data, size_bytes, true, &block, &used, take, context, err);
 }
 
 static sw_status merge(sw_tally_list *to, reader *a, reader *b, sw_error *err)

@@ -7,7 +7,8 @@
  * 65,536. Neither word depends on the order of ranges.
  *
  * A rank's tallies travel as a list of entries, ascending by block in a save. A host's ranks append
- * their lists, each behind a head, to one file, which the host's carrier merges.
+ * their lists, each behind a head, to one file, which the host's carrier merges. The first carrier
+ * of a group of hosts (channel.h) merges the files of the group.
  *
  * Thread rule: any. */
 #ifndef SW_CHECKPOINT_TALLY_H
@@ -47,7 +48,15 @@ void sw_tally_list_fini(sw_tally_list *list);
 SW_MUST_USE sw_status sw_tally_list_merge(sw_tally_list *list, const uint8_t *data,
                                           size_t size_bytes, sw_error *err);
 
-/* Call `take` for each entry. SW_E_INVALID: the bytes are no list. */
+/* Call `take` for each whole entry of a part of a list. *block: that of the last entry, UINT64_MAX
+ * before the first. *used: the bytes read; those behind them begin the next part. SW_E_INVALID: the
+ * bytes are no list. */
+SW_MUST_USE sw_status sw_tally_list_read_part(const uint8_t *data, size_t size_bytes, bool is_last,
+                                              uint64_t *block, size_t *used,
+                                              sw_status (*take)(void *context, uint64_t block,
+                                                                sw_tally tally, sw_error *err),
+                                              void *context, sw_error *err);
+/* The same for a whole list. */
 SW_MUST_USE sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes,
                                          sw_status (*take)(void *context, uint64_t block,
                                                            sw_tally tally, sw_error *err),
@@ -57,6 +66,8 @@ typedef struct sw_tally_head { /* of a list in a host's file */
     uint64_t size_bytes;       /* of the list behind it */
     uint32_t plan_digest;      /* of its writer's plan */
     uint32_t rank;             /* its writer, or the carrier that merged */
+    uint32_t host_count;       /* hosts whose tallies it has: 1, or those of a group */
+    uint32_t reserved;
 } sw_tally_head;
 
 #endif

@@ -242,10 +242,11 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
 static PyObject *plan_trim(PyObject *op, PyObject *args)
 {
     int rank, world_size;
-    if (!PyArg_ParseTuple(args, "ii:trim", &rank, &world_size) ||
+    unsigned long long keep_bytes = 0;
+    if (!PyArg_ParseTuple(args, "ii|K:trim", &rank, &world_size, &keep_bytes) ||
         check_rank("trim", rank, world_size) < 0)
         return NULL;
-    sw_plan_trim(((plan_object *)op)->plan, rank, world_size);
+    sw_plan_trim(((plan_object *)op)->plan, rank, world_size, keep_bytes);
     Py_RETURN_NONE;
 }
 
@@ -461,7 +462,8 @@ static PyMethodDef plan_methods[] = {
      "needed($self, rank, world_size, /)\n--\n\n"
      "Return the sources whose bytes this rank writes, except for those held in parts."},
     {"trim", plan_trim, METH_VARARGS,
-     "trim($self, rank, world_size, /)\n--\n\nForget the headers that other ranks write."},
+     "trim($self, rank, world_size, keep_bytes=0, /)\n--\n\nForget the headers that other ranks "
+     "write, if all take more than keep_bytes."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -839,9 +839,9 @@ class CheckpointPlan:
         """(path, nbytes, first block, [(source, begin, nbytes)]), in order."""
     def needed(self, rank: int, world_size: int, /) -> list[int]:
         """Sources of which the rank writes some byte, but for those of holder 2."""
-    def trim(self, rank: int, world_size: int, /) -> None:
-        """Forget the text of the headers that other ranks write. Only this rank may save with the plan then, and no lazy save, which
-        names tensors."""
+    def trim(self, rank: int, world_size: int, keep_bytes: int = 0, /) -> None:
+        """Forget the text of the headers that other ranks write, if all headers take more than `keep_bytes`. Only this rank may save
+        with the plan then; a lazy save cannot name a tensor that was changed, and names its place in a file."""
     def create(self, partial: str, /) -> None:
         """Make the folder `partial` with LOCK and every file, with its whole size and disk space. This plan holds the lock until commit()
         or abandon(). After an error nothing is left."""

@@ -21,7 +21,13 @@
 #include "checkpoint/save.h"
 #include "platform/file.h"
 
-enum { CASE_TENSORS = 6, CASE_WORLD_MAX = 5, CASE_NAMES_MAX = 16, CASE_LINE_BYTES = 64 };
+enum {
+    CASE_TENSORS = 6,
+    CASE_WORLD_MAX = 5,
+    CASE_HOSTS_MAX = 20,
+    CASE_NAMES_MAX = 16,
+    CASE_LINE_BYTES = 64
+};
 enum { CASE_DEADLINE_S = 120 }; /* no save comes near it, on a machine that has work for 40 */
 
 #ifndef CASE_ROWS
@@ -191,10 +197,10 @@ static inline void *case_save(void *argument)
  * same. */
 static inline sw_status case_save_together(case_rank settings, sw_error *err)
 {
-    static uint8_t memory[CASE_WORLD_MAX][SW_CHANNEL_PAGE_BYTES] __attribute__((aligned(4096)));
-    uint8_t *pages[CASE_WORLD_MAX];
-    case_rank ranks[CASE_WORLD_MAX];
-    pthread_t threads[CASE_WORLD_MAX];
+    static uint8_t memory[CASE_HOSTS_MAX][SW_CHANNEL_PAGE_BYTES] __attribute__((aligned(4096)));
+    uint8_t *pages[CASE_HOSTS_MAX];
+    case_rank ranks[CASE_HOSTS_MAX];
+    pthread_t threads[CASE_HOSTS_MAX];
     memset(memory, 0, sizeof memory);
     for (size_t i = 0; i < CASE_TENSORS; ++i)
         (void)case_bytes(settings.step, i);
@@ -257,7 +263,7 @@ static inline bool case_is_valid(const char *folder, int *step, sw_error *err)
             (piece->begin + piece->size_bytes > file->size_bytes ||
              memcmp(model + piece->begin, case_bytes((int)manifest.step, piece->source),
                     piece->size_bytes) != 0)) {
-            printf("%s: a passing checkpoint holds a wrong byte in tensor %zu\n", folder,
+            printf("%s: a passing checkpoint holds a wrong byte in tensor %u\n", folder,
                    piece->source);
             exit(93); /* a silent corruption */
         }

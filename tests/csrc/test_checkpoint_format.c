@@ -662,8 +662,10 @@ static void check_trimmed(const sw_plan_group *group, int world)
         check(sw_plan_create(group, 1, NULL, 0, &plan, NULL) == SW_OK &&
                   sw_plan_own_ranges(plan, rank, world, &ranges, &count, NULL) == SW_OK,
               "plan", "");
-        sw_plan_trim(plan, rank, world);
-        sw_plan_trim(plan, rank, world);
+        sw_plan_trim(plan, rank, world, UINT64_MAX);
+        check(!plan->is_trimmed, "short headers stay", "");
+        sw_plan_trim(plan, rank, world, 0);
+        sw_plan_trim(plan, rank, world, 0);
         for (size_t f = 0; f < plan->file_count; ++f) {
             bool writes = false;
             for (size_t i = 0; i < count; ++i)

@@ -15,6 +15,7 @@
 
 static int failed;
 static char directory[64];
+static atomic_int late_tally_reads; /* opens to read the tallies of hosts from number 16 on */
 
 static void check(bool right, const char *what, const char *detail)
 {
@@ -75,7 +76,7 @@ static void every_form_writes_the_same_bytes(void)
 
 static void make_board(char path[128])
 {
-    static const uint8_t zeros[CASE_WORLD_MAX * SW_CHANNEL_PAGE_BYTES];
+    static const uint8_t zeros[CASE_HOSTS_MAX * SW_CHANNEL_PAGE_BYTES];
     sw_error err = {0};
     snprintf(path, 128, "%s/.board", directory);
     unlink(path);
@@ -113,6 +114,43 @@ static void hosts_save_through_a_file(void)
             check(access(name, F_OK) != 0 && case_newest(directory, names, &left) == 7 && left == 0,
                   "nothing is left", name);
         }
+}
+
+/* The carrier of host 16 merges the tallies of its group, so rank 0 opens one file for the group.
+ */
+static void the_first_host_of_a_group_merges_its_tallies(void)
+{
+    enum { HOSTS = SW_CHANNEL_GROUP + 3 };
+    int hosts[HOSTS];
+    char path[128], name[SW_PATH_BYTES];
+    static char names[CASE_NAMES_MAX][SW_PATH_BYTES];
+    size_t left;
+    int step = 0;
+    sw_error err = {0};
+    _Static_assert(HOSTS <= CASE_HOSTS_MAX, "room for the ranks");
+    for (int h = 0; h < HOSTS; ++h)
+        hosts[h] = h;
+    case_clear(directory);
+    mkdir(directory, 0777);
+    make_board(path);
+    case_rank settings = {.world_size = HOSTS,
+                          .step = 7,
+                          .directory = directory,
+                          .number = 1,
+                          .nonce = "g1",
+                          .host_of = hosts,
+                          .board_path = path,
+                          .thread_count = 1};
+    atomic_store(&late_tally_reads, 0);
+    check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
+    snprintf(name, sizeof name, "%s/step-000007", directory);
+    check(case_is_valid(name, &step, &err) && step == 7, "it is valid", err.message);
+    check(case_newest(directory, names, &left) == 7 && left == 0, "nothing is left", directory);
+    /* the carrier reads three files, and rank 0 what it made of them */
+    snprintf(name, sizeof name, "%d", atomic_load(&late_tally_reads));
+    check(atomic_load(&late_tally_reads) == 4, "reads of the second group's tallies", name);
+    snprintf(name, sizeof name, "%s/step-000007/TALLIES-00017", directory);
+    check(access(name, F_OK) != 0, "merged tallies are removed", name);
 }
 
 enum { LATER_US = 30000 };
@@ -620,7 +658,11 @@ int open(const char *path, int flags, ...)
         va_start(arguments, flags);
         mode = (mode_t)va_arg(arguments, int);
         va_end(arguments);
-    } else if (refusals > 0 && strstr(path, "/TALLIES-")) {
+    } else if ((flags & O_ACCMODE) == O_RDONLY && strstr(path, "/TALLIES-0001") &&
+               atoi(strrchr(path, '-') + 1) >= SW_CHANNEL_GROUP) {
+        atomic_fetch_add(&late_tally_reads, 1);
+    }
+    if (!(flags & O_CREAT) && refusals > 0 && strstr(path, "/TALLIES-")) {
         refusals--;
         errno = refusal_code;
         return -1;
@@ -656,6 +698,7 @@ int main(void)
     transient_errors_are_retried();
     a_board_that_is_gone_is_no_reason_to_remove_the_folder();
     hosts_save_through_a_file();
+    the_first_host_of_a_group_merges_its_tallies();
     carriers_pass_on_what_is_said();
     a_last_word_that_cannot_be_written_at_once_is_said_again();
     a_commit_that_has_begun_is_awaited();
