@@ -3,6 +3,7 @@
 Each job is killed several times, each time another rank, at a moment inside a step that the seed draws. A sample begins with the
 kill and ends when the last rank is about to step. *Process start* is the time that the slowest rank takes from its making by the
 kernel until it has imported torch and made an optimizer: Python's and torch's part of each restart, which no engine changes.
+Steps go to disk, or to memory alone. A step on disk is durable only after the next one has begun, so a kill may cost two.
 The peer is DistributedDataParallel with torch.save of the same state after each step, over
 `--rdzv-backend c10d` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it does not restart; ours has torchrun's defaults.
 """
@@ -102,18 +103,28 @@ def main() -> None:
             "DDP, torch.save",
             goal=None,
             samples=kills,
-            beyond_process_s=median["memory"],
+        )
+        report.add(
+            f"kill to first step beyond process start, steps in memory, {case}",
+            "s",
+            median["memory"],
+            GOAL_S,
+            "goal",
+            goal=1.0,
+            samples=kills,
+            ours_best=min(beyond["memory"]),
+            ours_worst=max(beyond["memory"]),
         )
         lost = {arm: max(each["lost"] for each in rows[arm]) for arm in rows}
         report.add(
-            f"most steps lost, {case}",
+            f"most steps lost, steps in memory, {case}",
             "",
-            lost["ours"],
+            lost["memory"],
             1,
             "goal: the running one",
             goal=1.0,
             samples=kills,
-            memory_lost=lost["memory"],
+            disk_lost=lost["ours"],
             torch_lost=lost["torch"],
         )
 
