@@ -133,6 +133,8 @@ def main() -> None:
             ours_spread=ours.spread,
             ours_undropped=ours.undropped_median * 1e3,
             ours_best=min(ours.every) * 1e3,
+            best_share=best / min(ours.every),
+            ours_cpu=ours.cpu * 1e3,
             ceiling_GBps=4 * size / best / 1e9,
         )
     goals = {2: {64 * KB: 7, MB: 8, 25 * MB: 8, 100 * MB: 8}, 4: {MB: 5, 25 * MB: 5, 100 * MB: 5}}

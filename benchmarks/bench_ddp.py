@@ -45,7 +45,15 @@ def time_steps(
     trainers = {arm: Trainer(case, arm, rank) for arm in ("ours", "none", *settings)}
     verify(trainers, settings)
     work: dict[str, Callable[[], Any]] = {arm: t.step if optimizer else t.backward for arm, t in trainers.items()}
-    return common.interleave(work, group.comm.barrier, rounds=rounds, budget_s=budget_s, warmup=1, repeat=repeat)
+    return common.interleave(
+        work,
+        group.comm.barrier,
+        rounds=rounds,
+        budget_s=budget_s,
+        warmup=1,
+        repeat=repeat,
+        waited_s=lambda: group.comm.stats()["wait_ns"] * 1e-9,
+    )
 
 
 def whole_steps(
@@ -105,14 +113,19 @@ def memory(report: common.Report, goal: float, *, quick: bool) -> None:
 
 
 def main() -> None:
-    report, quick = common.begin("ddp", __doc__)
-    whole_steps(report, "mlp", 2, 0.65, None, quick=quick)
-    whole_steps(report, "gpt", 2, 0.85, 1.05, quick=quick)
-    whole_steps(report, "gpt", 4, 0.88, None, quick=quick)
-    parameter_costs(report, 1, 0.4, quick=quick)
-    if not quick:
-        parameter_costs(report, 2, 0.4, quick=quick)
-    memory(report, 0.9, quick=quick)
+    report, quick = common.begin("ddp", __doc__, ["mlp", "gpt", "gpt4", "parameter", "memory"])
+    if report.wants("mlp"):
+        whole_steps(report, "mlp", 2, 0.65, None, quick=quick)
+    if report.wants("gpt"):
+        whole_steps(report, "gpt", 2, 0.85, 1.05, quick=quick)
+    if report.wants("gpt4"):
+        whole_steps(report, "gpt", 4, 0.88, None, quick=quick)
+    if report.wants("parameter"):
+        parameter_costs(report, 1, 0.4, quick=quick)
+        if not quick:
+            parameter_costs(report, 2, 0.4, quick=quick)
+    if report.wants("memory"):
+        memory(report, 0.9, quick=quick)
 
 
 if __name__ == "__main__":

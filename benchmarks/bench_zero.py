@@ -62,7 +62,14 @@ def time_steps(rank: int, world_size: int, case: str, arms: Sequence[str], round
     computing = trainers["none"]
     assert isinstance(computing, Trainer)
     work[COMPUTING] = computing.backward
-    return common.interleave(work, group.comm.barrier, rounds=rounds, budget_s=budget_s, warmup=1)
+    return common.interleave(
+        work,
+        group.comm.barrier,
+        rounds=rounds,
+        budget_s=budget_s,
+        warmup=1,
+        waited_s=lambda: group.comm.stats()["wait_ns"] * 1e-9,
+    )
 
 
 def peers(quick: bool) -> list[str]:

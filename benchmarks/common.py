@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,7 @@ class RankSample:
     run_delay_s: float
     steal_ticks: int
     busy_ticks: int
+    waited_s: float = 0.0  # asleep in the engine's waits for other ranks, of one call
 
 
 def _machine_ticks() -> tuple[int, int]:
@@ -149,18 +150,26 @@ def _run_delay_s() -> float:
     return total * 1e-9
 
 
-def take_sample(work: Callable[[], Any], barrier: Callable[[], None], repeat: int) -> RankSample:
-    """Time `repeat` calls that all ranks begin together; wall time is that of one call, the rest of all of them."""
+def take_sample(
+    work: Callable[[], Any], barrier: Callable[[], None], repeat: int, waited_s: Callable[[], float] | None = None
+) -> RankSample:
+    """Time `repeat` calls that all ranks begin together; wall time and waits are those of one call, the rest of all.
+
+    `waited_s` returns the seconds that this rank has slept in waits for others since its start.
+    """
     delay, (steal, busy), cpu = _run_delay_s(), _machine_ticks(), time.process_time()
     barrier()
+    waited = waited_s() if waited_s else 0.0
     begin = time.perf_counter()
     for _ in range(repeat):
         work()
     wall = time.perf_counter() - begin
+    waited = waited_s() - waited if waited_s else 0.0
     barrier()
     cpu = time.process_time() - cpu
     steal_after, busy_after = _machine_ticks()
-    return RankSample(wall / repeat, cpu, max(0.0, _run_delay_s() - delay), steal_after - steal, busy_after - busy)
+    delay = max(0.0, _run_delay_s() - delay)
+    return RankSample(wall / repeat, cpu, delay, steal_after - steal, busy_after - busy, waited / repeat)
 
 
 def interleave(
@@ -171,10 +180,11 @@ def interleave(
     budget_s: float,
     warmup: int = 2,
     repeat: dict[str, int] | int = 1,
+    waited_s: Callable[[], float] | None = None,
 ) -> dict[str, list[RankSample]]:
     """Take `rounds` samples of each arm, in turns, with another arm first in each round.
 
-    Once rank 0 has spent `budget_s`, stop after at least LEAST_ROUNDS rounds.
+    `waited_s` as in take_sample. Once rank 0 has spent `budget_s`, stop after at least LEAST_ROUNDS rounds.
     """
     begin = time.monotonic()
     names = list(arms)
@@ -186,7 +196,7 @@ def interleave(
     for turn in range(rounds):
         for position in range(len(names)):
             name = names[(turn + position) % len(names)]
-            samples[name].append(take_sample(arms[name], barrier, times[name]))
+            samples[name].append(take_sample(arms[name], barrier, times[name], waited_s))
         spent = torch.tensor(time.monotonic() - begin)
         dist.broadcast(spent, 0)
         if turn + 1 >= LEAST_ROUNDS and spent.item() > budget_s:
@@ -201,11 +211,21 @@ def effort(quick: bool) -> tuple[int, float]:
 
 @dataclass
 class Timing:
-    """The samples of an arm, slowest rank of each. Attributes are in seconds."""
+    """The samples of an arm, slowest rank of each. Attributes are in seconds.
+
+    A rank that waits for another one's computing is not the cost of communication. `skew` is by how much the slowest
+    rank of a sample was slower than the mean: it shows only where ranks do not wait inside of the sample. Where they do,
+    both wait for communication as long as the one that waits less, `waited`; the other also waits for that one,
+    `waited_for_rank`. `cpu` is the processor time of a rank, which no wait is part of.
+    """
 
     kept: list[float]
     every: list[float]
     disturbed: int
+    skew: float = 0.0
+    waited: float = 0.0
+    waited_for_rank: float = 0.0
+    cpu: float = 0.0
 
     @property
     def discarded(self) -> int:
@@ -248,8 +268,24 @@ def timings(results: Sequence[dict[str, list[RankSample]]], repeat: dict[str, in
         samples = list(zip(*(result[name] for result in results)))
         every = [max(rank.wall_s for rank in ranks) for ranks in samples]
         kept = [wall for wall, ranks in zip(every, samples) if not is_disturbed(ranks, times)]
-        joined[name] = Timing(kept if len(kept) >= LEAST_KEPT else every, every, len(every) - len(kept))
+        joined[name] = Timing(
+            kept if len(kept) >= LEAST_KEPT else every,
+            every,
+            len(every) - len(kept),
+            skew=statistics.median(
+                slowest - _mean(rank.wall_s for rank in ranks) for slowest, ranks in zip(every, samples)
+            ),
+            waited=statistics.median(min(rank.waited_s for rank in ranks) for ranks in samples),
+            waited_for_rank=statistics.median(
+                max(rank.waited_s for rank in ranks) - min(rank.waited_s for rank in ranks) for ranks in samples
+            ),
+            cpu=statistics.median(_mean(rank.cpu_s for rank in ranks) / times for ranks in samples),
+        )
     return joined
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
@@ -335,6 +371,13 @@ class Report:
             peer_spread=peer.spread,
             ours_undropped=ours.undropped_median * scale,
             peer_undropped=peer.undropped_median * scale,
+            ours_best=min(ours.every) * scale,
+            peer_best=min(peer.every) * scale,
+            ours_cpu=ours.cpu * scale,
+            peer_cpu=peer.cpu * scale,
+            peer_skew=peer.skew * scale,
+            ours_waited=ours.waited * scale,
+            ours_waited_for_rank=ours.waited_for_rank * scale,
             **extra,
         )
 
