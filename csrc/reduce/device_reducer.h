@@ -9,10 +9,11 @@
  *   comm --done[b]--> consumer       the optimizer reads bucket b after its mean, while others
  *                                    travel
  *   consumer --consumed--> producer  the next step writes a bucket after the optimizer has read it
- *   comm --gathered--> host which gradients some rank used; only a rank that left one unused in
- *   that step reads it comm --told--> host whether ranks are at the same step; read when it has
- *   arrived comm --left[place]--> producer (sliced) a place of the ring is written again after its
- *   previous bucket was averaged
+ *   comm --gathered--> host          which gradients some rank used; only a rank that left one
+ *                                    unused in that step reads it
+ *   comm --told--> host              whether ranks are at the same step; read when it has arrived
+ *   comm --left[place]--> producer   (sliced) a place of the ring is written again after its
+ *                                    previous bucket was averaged
  *
  *   for each step:
  *     begin(backward's stream); post(b, backward's stream) for b in order; finish(used)
