@@ -216,7 +216,7 @@ def means_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         gpus._close_groups()
         patch.setenv(VARIABLE, "shm")
         with pytest.raises(
-            NotImplementedError, match="is NCCL's alone, and SHARDWRIGHT_GPU_TRANSPORT=shm asks"
+            NotImplementedError, match="needs NCCL, but SHARDWRIGHT_GPU_TRANSPORT=shm asks"
         ) as caught:
             training(gpus, {"communicator": "borrow"})
         assert len(set(gather(str(caught.value)))) == 1
