@@ -515,7 +515,7 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
         blocks += batch[i].block_count;
     }
     for (size_t step = 0; step < blocks + 2 * carrier->ahead; ++step) {
-        for (; stood < blocks && stood <= step + 1; ++stood) { /* one ahead of its use */
+        for (; stood < blocks && stood <= step + 1; ++stood) { /* one block ahead of its use */
             batch_block piece = block_at(carrier, batch, stood);
             if (piece.work->exchanges)
                 SW_TRY(begin_standing(carrier, &piece, err));

@@ -313,7 +313,7 @@ static sw_status read_plain_header(int fd, const char *path, sw_safetensors *fou
     if (fstat(fd, &info) != 0)
         return sw_error_set(err, SW_E_OS, errno, "'%.300s': %s", path, strerror(errno));
     if (info.st_size < (off_t)sizeof first)
-        SW_FAIL(err, SW_E_INVALID, "'%.300s' has %lld bytes, a safetensors file more", path,
+        SW_FAIL(err, SW_E_INVALID, "'%.300s' has %lld bytes, fewer than any safetensors file", path,
                 (long long)info.st_size);
     SW_TRY(sw_file_read_at(fd, path, first, sizeof first, 0, err));
     SW_TRY(sw_safetensors_header_size(first, (uint64_t)info.st_size, path, &header_bytes, err));

@@ -48,9 +48,9 @@ bool sw_py_device_wait_for_watch(device_comm_object *self)
     }
     if (!is_being_ended(self))
         return true;
-    PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
-                    "a call of the GPU's driver, by the thread that looks after the communicator, "
-                    "has not returned within the deadline");
+    PyErr_SetString(
+        sw_py_state_of((PyObject *)self)->error,
+        "a driver call by the communicator's watch thread has not returned within the deadline");
     return false;
 }
 

@@ -594,7 +594,7 @@ PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
         return NULL;
     if (task >= 0 || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED) {
         PyErr_SetString(reducer_state_of(self)->error,
-                        "gradients are averaged by an explicit call outside of a backward only");
+                        "an explicit call averages gradients only outside of a backward");
         return NULL;
     }
     size_t count = sw_reducer_layout(self->reducer)->param_count;

@@ -66,7 +66,7 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
     }
     call->file = (state_file_object *)file;
     if (!call->file->is_open || call->file->in_use) {
-        PyErr_Format(PyExc_RuntimeError, "%s: the StateFile is not made yet, or in use",
+        PyErr_Format(PyExc_RuntimeError, "%s: the StateFile is not initialised, or in use",
                      call->operation);
         return false;
     }
@@ -100,7 +100,8 @@ static bool read_place(step_call *call, PyObject *module, PyObject *place)
     call->offload = offloads ? (device_offload_object *)gpu : NULL;
     call->gpu = offloads ? call->offload->comm : (device_comm_object *)gpu;
     if (offloads && !call->offload->offload) {
-        PyErr_Format(PyExc_RuntimeError, "%s: the DeviceOffload is not made yet", call->operation);
+        PyErr_Format(PyExc_RuntimeError, "%s: the DeviceOffload is not initialised",
+                     call->operation);
         return false;
     }
     return sw_py_device_stream(stream, &call->stream);

@@ -102,7 +102,7 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
     for (int k = 0; k < world_size; ++k)
         active += trains[k] != 0;
     if (active == 0)
-        SW_FAIL(err, SW_E_INVALID, "device reducer: of %d ranks one at least must train",
+        SW_FAIL(err, SW_E_INVALID, "device reducer: at least one of %d ranks must train",
                 world_size);
     if (active < world_size && !m->contributions)
         m->contributions = m->lent;

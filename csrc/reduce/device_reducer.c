@@ -391,14 +391,15 @@ sw_status sw_device_reducer_post_slice(sw_device_reducer *r, size_t index, void 
     sw_device_range whole = {.data = data, .numel = bucket->numel, .dtype = bucket->dtype};
     if (standing_count > r->gradient_count)
         SW_FAIL(err, SW_E_INVALID,
-                "device reducer: bucket %zu has at most one standing run a gradient, %zu, not %zu",
+                "device reducer: bucket %zu has at most one standing run for each gradient, %zu, "
+                "not %zu",
                 index, r->gradient_count, standing_count);
     for (size_t i = 0, least = 0; i < standing_count; least = standing[i++].end)
         if (standing[i].begin < least || standing[i].end < standing[i].begin ||
             standing[i].end > slice_numel(r, bucket))
             SW_FAIL(err, SW_E_INVALID,
-                    "device reducer: standing run %zu of bucket %zu, [%zu, %zu), must be behind "
-                    "the one before, in a slice of %zu elements",
+                    "device reducer: standing run %zu of bucket %zu, [%zu, %zu), must come after "
+                    "the previous one, in a slice of %zu elements",
                     i, index, standing[i].begin, standing[i].end, slice_numel(r, bucket));
     SW_TRY(meet(r, bucket, producer, err));
     r->is_reserved = false;

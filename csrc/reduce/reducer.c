@@ -317,7 +317,7 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
         b->pinned = true;
         SW_FAIL(err, SW_E_STATE,
                 "parameter '%s' got a second gradient in one backward after %s was sent, so the "
-                "graph is not that of the backwards before; %s",
+                "graph differs from that of earlier backwards; %s",
                 reducer->names[param], b->label,
                 reducer->ops->traits.can_abandon
                     ? "from the next backward on this bucket waits for the end of the backward: "
@@ -534,7 +534,7 @@ sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err)
         return SW_OK;
     }
     if (reducer->state != SW_ROUND_OPEN)
-        SW_FAIL(err, SW_E_STATE, "a round was closed that is not open");
+        SW_FAIL(err, SW_E_STATE, "a round was closed but none is open");
     return complete_round(reducer, err);
 }
 

@@ -215,9 +215,7 @@ def means_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         assert "NCCL 2.21.0, torch's communicator; kernels" in model._engine().reducer.transport_reason
         gpus._close_groups()
         patch.setenv(VARIABLE, "shm")
-        with pytest.raises(
-            NotImplementedError, match="is NCCL's alone, and SHARDWRIGHT_GPU_TRANSPORT=shm asks"
-        ) as caught:
+        with pytest.raises(NotImplementedError, match="needs NCCL, but SHARDWRIGHT_GPU_TRANSPORT=shm asks") as caught:
             training(gpus, {"communicator": "borrow"})
         assert len(set(gather(str(caught.value)))) == 1
         patch.setenv(VARIABLE, "auto")

@@ -493,7 +493,7 @@ def refuse(rank, world_size, folder):
             return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam)
 
     cases = [
-        (Lbfgs, "torch.optim.lbfgs.LBFGS is not known to treat each element by itself"),
+        (Lbfgs, "torch.optim.lbfgs.LBFGS is not known to be elementwise"),
         (
             TwoRates,
             r"ranks disagree about the optimizer: group 0 has (initial_)?lr=0.01 on rank 0, (initial_)?lr=0.001 on rank 1",

@@ -268,7 +268,7 @@ def test_misuse_is_named(fresh_ranks):
         "process_group and device_mesh were both given",
         "Odd, which is not known to be elementwise",
         "cannot run at zero=2 between all ranks",
-        "order all of its rows alike",
+        "order all of its rows equally",
     )
     for found in values:
         assert len(found) == len(sentences)

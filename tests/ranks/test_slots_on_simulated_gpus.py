@@ -122,7 +122,7 @@ REFUSALS = [
     (offers(r1=SHARED), (0, 0, 1), NotImplementedError, "ranks 0 and 1 share the GPU"),
     (offers(r1=SHARED, all={"wanted": "nccl"}), (0, 0, 0), NotImplementedError, "ranks 0 and 1 share the GPU"),
     (offers(r2={"nccl_missing": "no libnccl"}), (0, 1, 1), NotImplementedError, "rank 2 cannot use its GPU"),
-    (offers(r1={"wanted": "shm"}), (0, 0, 0), ValueError, "alike on all ranks: rank 0 has 'auto', rank 1 'shm'"),
+    (offers(r1={"wanted": "shm"}), (0, 0, 0), ValueError, "equal on all ranks: rank 0 has 'auto', rank 1 'shm'"),
 ]
 
 
@@ -143,9 +143,9 @@ def test_borrowing_is_nccls(wanted: str) -> None:
     """Whether ranks share a GPU is not asked: that torch has a communicator says that they can."""
     assert choose_transport(offers(r2=SHARED, all={"wanted": wanted}), (0, 0, 0), True) == ("nccl", "")
     for way in WAYS:
-        with pytest.raises(NotImplementedError, match=f"NCCL's alone, and {VARIABLE}={way} asks for slots"):
+        with pytest.raises(NotImplementedError, match=f"needs NCCL, but {VARIABLE}={way} asks for slots"):
             choose_transport(offers(all={"wanted": way}), (0, 0, 0), True)
-    with pytest.raises(NotImplementedError, match="NCCL's alone, and rank 2 cannot use its GPU .*: no libnccl"):
+    with pytest.raises(NotImplementedError, match="needs NCCL, but rank 2 cannot use its GPU .*: no libnccl"):
         choose_transport(offers(r2={"nccl_missing": "no libnccl"}, all={"wanted": wanted}), (0, 0, 0), True)
 
 

@@ -273,7 +273,7 @@ def test_what_cannot_be_is_refused(rank, world_size, zero):
     stranger = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="not one of the wrapped Mlp"):
         sw.shard_optimizer(model, torch.optim.SGD([*module.parameters(), *stranger.parameters()], lr=0.1))
-    with pytest.raises(ValueError, match="LBFGS is not known to treat each element by itself"):
+    with pytest.raises(ValueError, match="LBFGS is not known to be elementwise"):
         sw.shard_optimizer(model, torch.optim.LBFGS(module.parameters()))
     with pytest.raises(ValueError, match="LBFGS joins all tensors to one"):
         sw.shard_optimizer(model, torch.optim.LBFGS(module.parameters()), partition="tensor")

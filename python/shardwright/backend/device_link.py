@@ -41,7 +41,7 @@ def alias(
     """Return a tensor over memory of `owner`, which it keeps alive.
 
     Its storage has exactly its bytes. It has the strides of `like` if those are dense and of that shape. `like` is on
-    the memory's device, too.
+    the memory's device.
     """
     ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
     strides = dense_strides(like) if like.shape == torch.Size(shape) else None

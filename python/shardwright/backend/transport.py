@@ -64,7 +64,7 @@ def choose_transport(
     for rank, offer in enumerate(offers):
         if offer["wanted"] != wanted:
             raise ValueError(
-                f"{VARIABLE} must be alike on all ranks: rank 0 has {wanted!r}, rank {rank} {offer['wanted']!r}"
+                f"{VARIABLE} must be equal on all ranks: rank 0 has {wanted!r}, rank {rank} {offer['wanted']!r}"
             )
     if borrows:
         return _judge_borrowing(offers)
@@ -88,7 +88,7 @@ def _judge_borrowing(offers: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     wanted = offers[0]["wanted"]
     why = f"{VARIABLE}={wanted} asks for slots" if wanted in ("shm", "ipc") else _missing_nccl(offers)
     if why:
-        raise NotImplementedError(f"communicator='borrow' is NCCL's alone, and {why}")
+        raise NotImplementedError(f"communicator='borrow' needs NCCL, but {why}")
     return "nccl", ""
 
 

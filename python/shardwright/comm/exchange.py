@@ -280,7 +280,7 @@ class GlooExchange(TorchExchange):
                 rank, host = self._members[peer]
                 mine, _ = self._members[self.rank]
                 raise comm_error(
-                    f"compressed bytes between hosts: rank {mine} lost rank {rank} on host {host}, or waited for it in vain: {error}",
+                    f"compressed bytes between hosts: rank {mine} lost rank {rank} on host {host}, or got no answer: {error}",
                     rank,
                     host,
                 ) from error

@@ -23,7 +23,7 @@ from ..torch_compat import cuda
 
 
 class DeviceReducer(Reducer):
-    """Buckets of gradients on a GPU and their mean, round by round. Making it is collective where memory is registered.
+    """Buckets of gradients on a GPU and their mean, round by round. Making it is collective if memory is registered.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class DeviceReducer(Reducer):
     rows : list of (name, numel, dtype, requires_grad), or with a group as a fifth
         One row for each parameter, in registration order.
     like : Tensor
-        On the GPU.
+        Any tensor on the GPU.
     bucket_cap_bytes : int
     reduce : {"mean", "sum"}
     deterministic : bool

@@ -152,8 +152,7 @@ class ModuleGradients:
             raise Error(_NOT_AVERAGED)
         if not self._storage.is_stepped(index):
             raise Error(
-                f"parameter {self._table.names[index]!r} is frozen and has a gradient that was there before the module was wrapped, so that "
-                "a step would change it on this rank alone: zero_grad() before the step"
+                f"parameter {self._table.names[index]!r} is frozen and has a gradient from before the module was wrapped, so a step would change it only on this rank: call zero_grad() before the step"
             )
         if self._zero >= 2 or not self._is_averaged(index, gradient, self._last_step_on(parameter)):
             raise Error(_BY_HAND.format(name=self._table.names[index]))
@@ -343,7 +342,7 @@ class ModuleGradients:
             ours, theirs = (self._describe(json.loads(said[rank])) for rank in (0, other))
             raise Error(
                 f"ranks disagree about what the averaged gradients of {self._label} were scaled by: rank 0 by {ours}, rank {other} by "
-                f"{theirs}; each rank keeps slices of them: scale them alike on all ranks"
+                f"{theirs}; each rank keeps slices of them: scale them equally on all ranks"
             )
         self.accept_factors()
 

@@ -284,7 +284,7 @@ def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
         raise ValueError(f"DiLoCo: this rank, {dist.get_rank()}, is not part of the device_mesh given, {rows}")
     if len({tuple(sorted(range(len(each)), key=each.__getitem__)) for each in rows}) > 1:
         raise ValueError(
-            f"DiLoCo: device_mesh {rows} has columns whose ranks own different slices: order all of its rows alike"
+            f"DiLoCo: device_mesh {rows} has columns whose ranks own different slices: order all of its rows equally"
         )
     wrapped = wrapper_of(model) if isinstance(model, torch.nn.Module) else None
     if wrapped is None or not wrapped._zero:
@@ -315,7 +315,7 @@ def _check_elementwise(optimizer: torch.optim.Optimizer, pieces: str) -> None:
 def _check_no_groups(wrapped: DistributedDataParallel) -> None:
     if wrapped._parts:
         raise NotImplementedError(
-            "DiLoCo is not there for a module with groups=: its outer steps average over one group of replicas"
+            "DiLoCo does not support a module with groups=: its outer steps average over one group of replicas"
         )
 
 

@@ -767,9 +767,9 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
         )
     if partition == "auto" and name not in ELEMENTWISE:
         raise ValueError(
-            f"optimizer {name} is not known to treat each element by itself, so that it cannot be sliced by itself: pass "
-            "partition='tensor' to give whole tensors to ranks, or partition='flat' if it does (what it computes for an element "
-            "depends on that element alone)"
+            f"optimizer {name} is not known to be elementwise, so it cannot be sliced automatically: pass "
+            "partition='tensor' to give whole tensors to ranks, or partition='flat' if it is elementwise (the update of an "
+            "element depends only on that element)"
         )
 
 

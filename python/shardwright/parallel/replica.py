@@ -448,8 +448,7 @@ class Replica:
             )
         if self.zero and owners is None:
             raise Error(
-                f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which "
-                "would update them on this rank alone: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
+                f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
             )
         self._check_drift()
         if self.access.guard is not None:

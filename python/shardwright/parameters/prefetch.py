@@ -143,7 +143,7 @@ class DeviceUnit(Unit):
         self.lie_in(self.whole)
 
     def lie_in(self, whole: list[torch.Tensor] | None) -> None:
-        """Return the data of the unit's parameters in separate memory while it is whole there; None for its place."""
+        """Set the data of the unit's parameters when it is whole: tensors of separate memory; None: those of its place."""
         self.whole = self._in_place if whole is None else whole
         self._whole_addresses = [each.data_ptr() for each in self.whole]
 

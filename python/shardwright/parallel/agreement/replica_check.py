@@ -187,7 +187,7 @@ class ReplicaCheck:
             found = _difference(names, {rank: rows[rank][1] for rank in column})
             if found:
                 raise Error(
-                    f"the replicas of {replica.label} differ {newest} steps after {self._since}: {found}; some rank wrote to its own alone, or its memory or "
+                    f"the replicas of {replica.label} differ {newest} steps after {self._since}: {found}; some rank wrote to its own parameters, or its memory or "
                     "processor failed: begin again from a checkpoint, without its host if that happens again"
                 )
 
