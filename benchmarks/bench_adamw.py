@@ -50,15 +50,37 @@ def verify(arms: Arms, results: dict[str, list[torch.Tensor]]) -> Arms:
     return arms
 
 
-def plain_arms(name: str, sizes: list[int], **options: Any) -> Arms:
+def memory_pass(library: str, *, adam: bool, copy: bool = False) -> Callable[[], None]:
+    """Return the pass over new arrays of PARTS as a step moves them."""
+    loop = getattr(ctypes.CDLL(library), "plain_adam" if adam else "plain_sgd")
+    arrays = [[torch.zeros(size) for _ in range(4 if adam else 3)] for size in PARTS]
+    copies = [torch.zeros(size, dtype=torch.bfloat16) if copy else None for size in PARTS]
+    rows = []
+    for size, row, half in zip(PARTS, arrays, copies):
+        addresses = [each.data_ptr() for each in row]
+        if adam:
+            addresses.append(0 if half is None else half.data_ptr())
+        rows.append([*map(ctypes.c_void_p, addresses), ctypes.c_size_t(size)])
+    kept = (arrays, copies)
+
+    def run() -> None:
+        assert kept
+        for row in rows:
+            loop(*row)
+
+    return run
+
+
+def plain_arms(name: str, sizes: list[int], library: str, **options: Any) -> Arms:
     """Step float32 parameters with float32 gradients."""
     ours, theirs = tensors(sizes), tensors(sizes)
     a = getattr(sw.optim, name)(ours, **options)
     b = getattr(torch.optim, name)(theirs, fused=True, **options)
-    return verify({"ours": a.step, "torch": b.step}, {"ours": ours, "torch": theirs})
+    arms = verify({"ours": a.step, "torch": b.step}, {"ours": ours, "torch": theirs})
+    return {**arms, "memory": memory_pass(library, adam=name == "AdamW")} if sizes == PARTS else arms
 
 
-def copy_arms() -> Arms:
+def copy_arms(library: str) -> Arms:
     """Step float32 parameters and write a bfloat16 copy of them; ours writes it in the same pass."""
     ps, qs = tensors(PARTS), tensors(PARTS)
     ours, theirs = ([torch.empty_like(p, dtype=torch.bfloat16) for p in ps] for _ in range(2))
@@ -74,7 +96,8 @@ def copy_arms() -> Arms:
     def one_pass() -> None:
         _engine.adam_step(ps, grads, m, v, None, step, ours, **scalars)
 
-    return verify({"ours": one_pass, "torch": fused_and_copy}, {"ours": ours, "torch": theirs})
+    arms = verify({"ours": one_pass, "torch": fused_and_copy}, {"ours": ours, "torch": theirs})
+    return {**arms, "memory": memory_pass(library, adam=True, copy=True)}
 
 
 def master_arms() -> Arms:
@@ -118,11 +141,11 @@ CASES: dict[str, tuple[str, float, int]] = {  # peer, least speedup, calls a sam
 
 def measure(rank: int, world_size: int, rounds: int, budget_s: float, library: str) -> list[Any]:
     makers: list[Callable[[], Arms]] = [
-        lambda: plain_arms("AdamW", PARTS, **OPTIONS),
-        copy_arms,
+        lambda: plain_arms("AdamW", PARTS, library, **OPTIONS),
+        lambda: copy_arms(library),
         master_arms,
-        lambda: plain_arms("AdamW", SMALL, **OPTIONS),
-        lambda: plain_arms("SGD", PARTS, lr=1e-3, momentum=0.9),
+        lambda: plain_arms("AdamW", SMALL, library, **OPTIONS),
+        lambda: plain_arms("SGD", PARTS, library, lr=1e-3, momentum=0.9),
         lambda: norm_arms(torch.float32, library),
         lambda: norm_arms(torch.bfloat16, library),
     ]
@@ -138,14 +161,18 @@ def main() -> None:
     report, quick = common.begin("adamw", __doc__)
     effort = (7, 7.0) if quick else (25, 40.0)  # rounds, seconds
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        library = str(Path(folder) / "plain_norm.so")
+        library = str(Path(folder) / "plain.so")
         flags = ["-O3", "-march=native", "-std=c11", "-shared", "-fPIC"]
-        subprocess.run(["gcc", *flags, "-o", library, str(Path(__file__).with_name("plain_norm.c"))], check=True)
+        loops = [str(Path(__file__).with_name(name)) for name in ("plain_norm.c", "plain_pass.c")]
+        subprocess.run(["gcc", *flags, "-o", library, *loops], check=True)
         (results,) = common.run_ranks(1, measure, *effort, library)
     for (case, (peer_name, goal, repeat)), result in zip(CASES.items(), results):
         times = common.timings([result], repeat)
         peer = times["torch" if "torch" in times else "plain"]
-        report.add_times(case, times["ours"], peer, peer_name, goal=round(goal, 3), larger=True)
+        extra = {}
+        if "memory" in times:  # of the best, since other processes use the memory, too
+            extra["share_of_memory"] = min(times["memory"].every) / min(times["ours"].every)
+        report.add_times(case, times["ours"], peer, peer_name, goal=round(goal, 3), larger=True, **extra)
 
 
 if __name__ == "__main__":

@@ -115,13 +115,13 @@ def memory(report: common.Report, goal: float, *, quick: bool) -> None:
 def main() -> None:
     report, quick = common.begin("ddp", __doc__, ["mlp", "gpt", "gpt4", "parameter", "memory"])
     if report.wants("mlp"):
-        whole_steps(report, "mlp", 2, 0.65, None, quick=quick)
+        whole_steps(report, "mlp", 2, 0.6, None, quick=quick)
     if report.wants("gpt"):
-        whole_steps(report, "gpt", 2, 0.85, 1.05, quick=quick)
+        whole_steps(report, "gpt", 2, 0.8, 1.03, quick=quick)
     if report.wants("gpt4"):
         whole_steps(report, "gpt", 4, 0.88, None, quick=quick)
     if report.wants("parameter"):
-        parameter_costs(report, 1, 0.4, quick=quick)
+        parameter_costs(report, 1, 0.5, quick=quick)
         if not quick:
             parameter_costs(report, 2, 0.4, quick=quick)
     if report.wants("memory"):

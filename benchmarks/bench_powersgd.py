@@ -120,7 +120,7 @@ CASES: dict[str, tuple[str, float, Callable[[], Arms]]] = {
     },
     "float16 hook, 25 MB": ("torch fp16_compress_hook", 2.0, lambda: half_hook_arms(torch.float16)),
     "bfloat16 hook, 25 MB": ("torch bf16_compress_hook", 2.0, lambda: half_hook_arms(torch.bfloat16)),
-    "float16 codec, there and back, 25 MB": ("torch fp16_compress_hook", 2.0, lambda: half_codec_arms(torch.float16)),
+    "float16 codec, there and back, 25 MB": ("torch fp16_compress_hook", 2.2, lambda: half_codec_arms(torch.float16)),
     "bfloat16 codec, there and back, 25 MB": ("torch bf16_compress_hook", 2.0, lambda: half_codec_arms(torch.bfloat16)),
 }
 

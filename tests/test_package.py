@@ -4,12 +4,14 @@ whether all is well; no tensor that it makes lies where the program's default de
 import ast
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "python" / "shardwright"
 IMPORT_S_MAX = 0.1
+HELP_S_MAX = 0.2
 #: functions of torch that ask torch.set_default_device(), most of them torch.set_default_dtype(), where they are not told
 MAKERS = {
     *("empty", "empty_strided", "empty_permuted", "zeros", "ones", "full", "arange", "eye", "linspace", "logspace"),
@@ -45,6 +47,23 @@ print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
         found.append(run(code, PYTHONDONTWRITEBYTECODE=""))
     assert min(float(seconds) for seconds, _ in found) < IMPORT_S_MAX, found
     assert {threads for _, threads in found} == {"0"}
+
+
+def test_help_costs_little():
+    """Processor time of a whole process, the interpreter's start included; bytecode as above."""
+    command = [sys.executable, "-m", "shardwright", "--help"]
+
+    def processor_s():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+        subprocess.run(command, check=True, capture_output=True, timeout=60, env=environment)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    found = [processor_s()]
+    while len(found) < 4 and found[-1] >= HELP_S_MAX:
+        found.append(processor_s())
+    assert min(found) < HELP_S_MAX, found
 
 
 def test_importing_and_help_need_no_torch():

@@ -103,6 +103,10 @@ NORM_INLINE norm_words smaller(norm_words a, norm_words b)
 #endif
 }
 
+/* Without optimization gcc's _mm512_range_ps is a macro that converts its mask. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+
 /* Return the smaller magnitudes, without signs. A NaN may hide others: its block is refused. */
 NORM_INLINE norm_words smaller_magnitude(norm_words least, norm_words bits)
 {
@@ -112,6 +116,8 @@ NORM_INLINE norm_words smaller_magnitude(norm_words least, norm_words bits)
     return smaller(least, bits & 0x7fffffffu);
 #endif
 }
+
+#pragma GCC diagnostic pop
 
 #if defined(KERNEL_F16C)
 #define NORM_LOADS_HALVES 1
@@ -374,12 +380,13 @@ NORM_INLINE bool add_window_of(norm_lanes *lanes, sw_norm_sum *sum, const void *
         if (dtype == SW_DTYPE_BFLOAT16) {
             memcpy(&halves, at, sizeof halves);
             spread_halves(narrow, halves);
-        }
+        } else {
 #pragma GCC unroll 2
-        for (int j = 0; dtype != SW_DTYPE_BFLOAT16 && j < NORM_VECTORS; j += 2) {
-            norm_words bits = load_words(at, (size_t)j * NORM_LANES, dtype);
-            least = smaller_magnitude(least, bits);
-            split_words(narrow + j, bits, at, (size_t)j * NORM_LANES, dtype);
+            for (int j = 0; j < NORM_VECTORS; j += 2) {
+                norm_words bits = load_words(at, (size_t)j * NORM_LANES, dtype);
+                least = smaller_magnitude(least, bits);
+                split_words(narrow + j, bits, at, (size_t)j * NORM_LANES, dtype);
+            }
         }
 #pragma GCC unroll 4
         for (int j = 0; j < NORM_VECTORS; ++j) {
