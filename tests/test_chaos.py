@@ -92,6 +92,8 @@ def test_a_report_tells_times_and_lost_steps():
     other = report_of(plan, Result(events, 0, 7.0), Result([event(3.0, "end", digest=[8])], 0, 3.0))
     assert other["state_equal"] is False and "NOT EQUAL" in lines_of(other)[-1]
     assert report_of(plan, Result(events, 0, 7.0), None)["state_equal"] is None
+    ended = report_of(plan, Result(events[:-1], None, 7.0), Result([event(3.0, "end", digest=[7])], 0, 3.0))
+    assert ended["state_equal"] is None and "not compared: the command did not end" in lines_of(ended)[-1]
 
 
 PROGRAM = """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
+from ..comm.failures import PEER_LOST
 from ..optim.sharded import ShardedOptimizer
 from . import rows, tree
 from .device_staging import DeviceStaging
@@ -668,7 +669,7 @@ class Writer:
                 lost_at = time.monotonic()
             grace_s = _HURRIED_S if is_hurried() else _GRACE_S
             if lost_at is not None and time.monotonic() - lost_at > grace_s:  # a verdict on its way may still come
-                self._saver.cancel("another rank failed or left while the checkpoint was written")
+                self._saver.cancel(f"{PEER_LOST} while the checkpoint was written")
         self._held = None
 
     def progress(self) -> dict[str, int]:

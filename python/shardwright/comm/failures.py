@@ -18,9 +18,12 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from .._engine import CommError
+from .._engine import CheckpointError, CommError
 
-__all__ = ["report_failures"]
+__all__ = ["PEER_LOST", "report_failures"]
+
+#: words of a save that failed because another rank did
+PEER_LOST = "another rank failed or left"
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 #: by how much a report of another rank's failure comes after it: above the interval at which an agent looks
@@ -50,6 +53,7 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
     the one that it wrote.
     """
     is_heard = isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank())
+    is_heard |= isinstance(error, CheckpointError) and PEER_LOST in str(error)
     if os.path.exists(path) and not is_heard:
         return
     stack = "".join(traceback.format_exception(type(error), error, trace))
