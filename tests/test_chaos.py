@@ -115,8 +115,9 @@ with sw.Checkpointer(sys.argv[1], model, optimizer, keep_last=2) as checkpoints:
 
 def run_chaos(tmp_path, plan, *command):
     report = tmp_path / "report.json"
-    words = [sys.executable, "-m", "shardwright", "chaos", "--plan", plan, "--report", str(report), "--", *command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=3500 if LONG else 150)
+    words = [sys.executable, "-m", "shardwright", "chaos", "--plan", plan, "--report", str(report)]
+    words += ["--timeout", "7000", "--", *command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=7100 if LONG else 150)
     return done, json.loads(report.read_text()) if report.exists() else {}
 
 
@@ -199,7 +200,7 @@ IN_MEMORY = ("--memory", "1", "--every", "10")
 
 
 @pytest.mark.skipif(not LONG, reason="hundreds of faults, of which most restart all ranks")
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("count", "tier"), [(1000, ()), (100, IN_MEMORY)], ids=["disk", "memory"])
 def test_random_faults_leave_the_bits_of_a_run_without(tmp_path, in_memory, count, tier):
     kinds, steps = ["kill", "stop", "slow", "raise", "disk", "flip"], count * 11 // 10
