@@ -637,8 +637,10 @@ class Writer:
     def is_busy(self) -> bool:
         return bool(self._saver.progress()["busy"])
 
-    def wait(self) -> None:
+    def wait(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait until no save runs. Collective over several hosts, because only an exchange detects a dead rank there.
+
+        `is_hurried`: see wait_alone().
 
         Raises
         ------
@@ -659,7 +661,7 @@ class Writer:
                 break
         if failure is not None:
             raise failure
-        self.wait_alone()
+        self.wait_alone(is_hurried)
 
     def wait_alone(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait as wait() does, without communication. `is_hurried`: a launcher wants this rank to end, once a peer has died."""
