@@ -83,7 +83,10 @@ def test_a_report_of_another_ranks_death_is_not_the_root_cause(tmp_path, monkeyp
     own = write(tmp_path, monkeypatch, ValueError("bad batch"), "own")
     save = CheckpointError(f"the save of step 3 failed: {failures.PEER_LOST} while the checkpoint was written")
     saved = write(tmp_path, monkeypatch, save, "saved")
-    assert failure(own, 1).timestamp < min(failure(each, 1).timestamp for each in (report, saved))
+    begun = CheckpointError("step 3 could not be saved: CommError: rank 0 died")
+    begun.__cause__ = heard
+    begun = write(tmp_path, monkeypatch, begun, "begun")
+    assert failure(own, 1).timestamp < min(failure(each, 1).timestamp for each in (report, saved, begun))
     assert failure(None, 0).timestamp < failure(report, 1).timestamp  # the killed rank writes none
     assert failure(own, 1).message["message"] == "ValueError: bad batch"
     recorded = json.loads(own.read_text())

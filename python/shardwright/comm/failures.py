@@ -52,8 +52,7 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
     """Write the file in the format of torch.distributed.elastic.multiprocessing.errors.record, or correct the time in
     the one that it wrote.
     """
-    is_heard = isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank())
-    is_heard |= isinstance(error, CheckpointError) and PEER_LOST in str(error)
+    is_heard = _is_heard(error)
     if os.path.exists(path) and not is_heard:
         return
     stack = "".join(traceback.format_exception(type(error), error, trace))
@@ -67,6 +66,17 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
         os.replace(partial, path)
     except OSError:
         os.unlink(partial)
+
+
+def _is_heard(error: BaseException | None) -> bool:
+    """Return True for a report of another rank's failure, also where a save or a load failed by it."""
+    while error is not None:
+        if isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank()):
+            return True
+        if isinstance(error, CheckpointError) and PEER_LOST in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _own_rank() -> int:
