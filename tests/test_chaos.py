@@ -92,6 +92,8 @@ def test_a_report_tells_times_and_lost_steps():
     other = report_of(plan, Result(events, 0, 7.0), Result([event(3.0, "end", digest=[8])], 0, 3.0))
     assert other["state_equal"] is False and "NOT EQUAL" in lines_of(other)[-1]
     assert report_of(plan, Result(events, 0, 7.0), None)["state_equal"] is None
+    ended = report_of(plan, Result(events[:-1], None, 7.0), Result([event(3.0, "end", digest=[7])], 0, 3.0))
+    assert ended["state_equal"] is None and "not compared: the command did not end" in lines_of(ended)[-1]
 
 
 PROGRAM = """
@@ -113,8 +115,9 @@ with sw.Checkpointer(sys.argv[1], model, optimizer, keep_last=2) as checkpoints:
 
 def run_chaos(tmp_path, plan, *command):
     report = tmp_path / "report.json"
-    words = [sys.executable, "-m", "shardwright", "chaos", "--plan", plan, "--report", str(report), "--", *command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=3500 if LONG else 150)
+    words = [sys.executable, "-m", "shardwright", "chaos", "--plan", plan, "--report", str(report)]
+    words += ["--timeout", "7000", "--", *command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=7100 if LONG else 150)
     return done, json.loads(report.read_text()) if report.exists() else {}
 
 
@@ -197,7 +200,7 @@ IN_MEMORY = ("--memory", "1", "--every", "10")
 
 
 @pytest.mark.skipif(not LONG, reason="hundreds of faults, of which most restart all ranks")
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("count", "tier"), [(1000, ()), (100, IN_MEMORY)], ids=["disk", "memory"])
 def test_random_faults_leave_the_bits_of_a_run_without(tmp_path, in_memory, count, tier):
     kinds, steps = ["kill", "stop", "slow", "raise", "disk", "flip"], count * 11 // 10

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from shardwright._engine import CommError
+from shardwright._engine import CheckpointError, CommError
 from shardwright.comm import failures
 from shardwright.comm.attempt import attempt_store
 
@@ -81,7 +81,12 @@ def test_a_report_of_another_ranks_death_is_not_the_root_cause(tmp_path, monkeyp
     heard.rank = 0
     report = write(tmp_path, monkeypatch, heard, "heard")
     own = write(tmp_path, monkeypatch, ValueError("bad batch"), "own")
-    assert failure(own, 1).timestamp < failure(report, 1).timestamp
+    save = CheckpointError(f"the save of step 3 failed: {failures.PEER_LOST} while the checkpoint was written")
+    saved = write(tmp_path, monkeypatch, save, "saved")
+    begun = CheckpointError("step 3 could not be saved: CommError: rank 0 died")
+    begun.__cause__ = heard
+    begun = write(tmp_path, monkeypatch, begun, "begun")
+    assert failure(own, 1).timestamp < min(failure(each, 1).timestamp for each in (report, saved, begun))
     assert failure(None, 0).timestamp < failure(report, 1).timestamp  # the killed rank writes none
     assert failure(own, 1).message["message"] == "ValueError: bad batch"
     recorded = json.loads(own.read_text())
@@ -108,3 +113,13 @@ def test_options_that_the_launcher_decides_are_refused():
 
     with pytest.raises(ValueError, match="init_process_group: world_size comes from the launcher"):
         sw.init_process_group(world_size=3)
+
+
+def test_doctor_says_what_restarts_need(monkeypatch):
+    from shardwright.cli import doctor
+
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    said = doctor._ranks_can_restart()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said and "--nnodes MIN:MAX" in said
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert "a store of its own" in doctor._ranks_can_restart()

@@ -162,6 +162,13 @@ static bool is_first_alive(const sw_saver *saver)
            sw_save_lock_look(saver->folder) == SW_SAVE_ALIVE;
 }
 
+/* The time for rank 0's earlier words to arrive: none from a dead rank of this host, whose words
+ * are in the memory that this one reads. */
+static int64_t grace_ns(const sw_saver *saver)
+{
+    return saver->channel->host_count <= 1 && !is_first_alive(saver) ? 0 : CANCEL_GRACE_NS;
+}
+
 /* Every rank reports rank 0's sentence; without one, its own. A rank that is cancelled while rank 0
  * commits waits as long as rank 0 lives: its own report could be wrong. */
 static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outcome)
@@ -179,7 +186,7 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
         sw_status status = cancelled_ns ? SW_OK : sw_save_check(saver, &stop);
         if (own->status == SW_OK ? status != SW_OK : status == SW_E_INTERRUPTED) {
             cancelled_ns = now_ns;
-            until_ns = now_ns + CANCEL_GRACE_NS;
+            until_ns = now_ns + grace_ns(saver);
             if (own->status == SW_OK)
                 sw_channel_fail(channel, saver->number, &stop);
             mine = own->status == SW_OK ? stop : *own;

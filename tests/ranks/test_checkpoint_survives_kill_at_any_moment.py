@@ -126,6 +126,31 @@ def test_the_death_of_a_rank_ends_the_save_of_the_others_soon(fresh_ranks):
     assert outcomes[2].ended == "exit 9"
 
 
+def asked_to_end_beside_a_dead_rank(rank, world_size, folder):
+    """A launcher ends the ranks that are left: they wait no longer for a save that rank 0 does not conclude any more."""
+    model, optimizer = training()
+    fill(model, optimizer, 1)
+    options = {"bandwidth_bytes_per_s": 1_000_000, "save_on": [signal.SIGUSR1]}
+    checkpoints = sw.Checkpointer(folder, model, optimizer, **options)
+    checkpoints.save(0)
+    gather(None)
+    if rank == 0:
+        os._exit(9)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    begin = time.monotonic()
+    with pytest.raises(sw.CheckpointError, match="another rank failed or left"):
+        checkpoints.wait()
+    return time.monotonic() - begin
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_asked_to_end_beside_a_dead_one_ends_at_once(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        team.start(asked_to_end_beside_a_dead_rank, folder=folder)
+        outcomes = team.wait(60, patient=True)
+    assert all(outcome.ok and outcome.value < 3 for outcome in outcomes[1:]), outcomes  # 0.3 s, and 6.2 s before
+
+
 def save_and_end(rank, world_size, directory):
     model, optimizer = training()
     fill(model, optimizer, 1)

@@ -4,6 +4,7 @@ memory does not suffice the disk alone is used.
 
 Hosts are simulated: ranks of this machine are told which host they are on, and each such host has a guardian of its own."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -220,6 +221,18 @@ def links(path):
         return ""
 
 
+@contextlib.contextmanager
+def said_by(logger):
+    """Yield the list of what a logger says."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
 def wait_for(condition):
     deadline = time.monotonic() + 10
     while not condition():
@@ -270,6 +283,7 @@ def ends_in_order(rank, world_size, folder):
                 checkpoints._memory.assemble(mock.Mock(world_size=1, best=lambda host: "own-0", is_whole=True))
         assert not open_images()
     with sw.Checkpointer(folder, *pair, memory_every=2) as checkpoints:
+        assert checkpoints.restore() == 9, "the other model has cost nothing"
         assert checkpoints.restore(step=4) == 4  # of the disk; a rollback
         assert checkpoints.restore() == 4, "memory forgot the later steps"
         trained(rank, pair, checkpoints, 4, 7)
@@ -380,16 +394,14 @@ def test_where_memory_does_not_suffice_the_disk_alone_is_used(rank, world_size):
     trained(0, pair, None, 0, 1)
     with pytest.raises(ValueError, match=r"memory_replicas must be in \[0, 0\].*all on host"):
         sw.Checkpointer(folder, *pair, memory_every=1, memory_replicas=1)
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("shardwright").addHandler(handler)
     few = 40_000 if rank == 0 else 1 << 30
-    with mock.patch("shardwright.checkpoint.memory.tier.memory_left", lambda: (few, "a test's limit")):
+    with (
+        said_by("shardwright") as said,
+        mock.patch("shardwright.checkpoint.memory.tier.memory_left", lambda: (few, "a test's limit")),
+    ):
         with sw.Checkpointer(folder, *pair, memory_every=1) as checkpoints:
             assert checkpoints.restore() == 0
             trained(0, pair, checkpoints, 0, 5)
-    logging.getLogger("shardwright").removeHandler(handler)
     assert "no number of replicas would fit" in checkpoints._memory.off and "a test's limit" in checkpoints._memory.off
     assert [each for each in said if "memory tier" in each] == [
         f"checkpoints go to the disk alone, without a memory tier: {checkpoints._memory.off}"
@@ -429,6 +441,12 @@ def copy_fails(rank, world_size, folder):
     """The copy of a step fails on one rank, and restore() comes before the next save."""
     process_group._forced_hosts = [0, 1, 1]
     pair = sw.wrap(*build(Small, 3), timeout_s=20)
+    with said_by("shardwright") as said, sw.Checkpointer(f"{folder}/same", *pair, memory_every=1) as checkpoints:
+        assert checkpoints._memory.replicas == 0, "a copy on the same machine would be lost with it"
+    named = (
+        "hosts 0 and 1 are one machine: steps in memory are not copied to other hosts; memory_replicas=1 asks for it"
+    )
+    assert said == [named] * (rank == 0)
     for is_late in (False, True):
         with sw.Checkpointer(f"{folder}/{is_late}", *pair, memory_every=1, memory_replicas=1) as checkpoints:
             tier = checkpoints._memory

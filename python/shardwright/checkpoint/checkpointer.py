@@ -422,7 +422,7 @@ class Checkpointer:
 
     def _wait(self) -> None:
         self._check_open()
-        self._writer.wait()
+        self._writer.wait(lambda: self._stop.is_asked)
 
     @property
     def progress(self) -> dict[str, int]:

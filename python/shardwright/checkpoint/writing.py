@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
+from ..comm.failures import PEER_LOST
 from ..optim.sharded import ShardedOptimizer
 from . import rows, tree
 from .device_staging import DeviceStaging
@@ -636,8 +637,10 @@ class Writer:
     def is_busy(self) -> bool:
         return bool(self._saver.progress()["busy"])
 
-    def wait(self) -> None:
+    def wait(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait until no save runs. Collective over several hosts, because only an exchange detects a dead rank there.
+
+        `is_hurried`: see wait_alone().
 
         Raises
         ------
@@ -658,7 +661,7 @@ class Writer:
                 break
         if failure is not None:
             raise failure
-        self.wait_alone()
+        self.wait_alone(is_hurried)
 
     def wait_alone(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait as wait() does, without communication. `is_hurried`: a launcher wants this rank to end, once a peer has died."""
@@ -668,7 +671,7 @@ class Writer:
                 lost_at = time.monotonic()
             grace_s = _HURRIED_S if is_hurried() else _GRACE_S
             if lost_at is not None and time.monotonic() - lost_at > grace_s:  # a verdict on its way may still come
-                self._saver.cancel("another rank failed or left while the checkpoint was written")
+                self._saver.cancel(f"{PEER_LOST} while the checkpoint was written")
         self._held = None
 
     def progress(self) -> dict[str, int]:

@@ -211,7 +211,7 @@ def report_of(plan: Plan, result: Result, reference: Result | None) -> dict[str,
         fired = next((e for e in result.events if e["event"] == "fault" and e["number"] == number), None)
         rows.append(_row(fault, fired, result.events))
         rows[-1]["fired"] = fired is not None or number in result.marks
-    equal = None if reference is None else _digests(result) == _digests(reference) != {}
+    equal = None if reference is None or result.code is None else _digests(result) == _digests(reference) != {}
     starts = {(e["rank"], e["attempt"]) for e in result.events if e["event"] == "start"}
     return {
         "code": result.code,
@@ -266,6 +266,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
         )
     code = "ended at the timeout" if report["code"] is None else f"exit code {report['code']}"
     lines.append(f"{code}; {report['starts']} starts; {report['seconds']:.1f} s")
-    verdict = {None: "not compared: the command has no {run}", True: "equal", False: "NOT EQUAL"}[report["state_equal"]]
+    why = "the command did not end" if report["code"] is None else "the command has no {run}"
+    verdict = {None: f"not compared: {why}", True: "equal", False: "NOT EQUAL"}[report["state_equal"]]
     lines.append(f"final parameters: {verdict}")
     return lines

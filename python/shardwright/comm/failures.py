@@ -18,9 +18,12 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from .._engine import CommError
+from .._engine import CheckpointError, CommError
 
-__all__ = ["report_failures"]
+__all__ = ["PEER_LOST", "report_failures"]
+
+#: words of a save that failed because another rank did
+PEER_LOST = "another rank failed or left"
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 #: seconds added to reports of another rank's failure: more than the interval at which an agent polls
@@ -49,7 +52,7 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
     """Write the file in the format of torch.distributed.elastic.multiprocessing.errors.record, or correct the time in
     that one's file.
     """
-    is_heard = isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank())
+    is_heard = _is_heard(error)
     if os.path.exists(path) and not is_heard:
         return
     stack = "".join(traceback.format_exception(type(error), error, trace))
@@ -63,6 +66,17 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
         os.replace(partial, path)
     except OSError:
         os.unlink(partial)
+
+
+def _is_heard(error: BaseException | None) -> bool:
+    """Return True for a report of another rank's failure, also where a save or a load failed by it."""
+    while error is not None:
+        if isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank()):
+            return True
+        if isinstance(error, CheckpointError) and PEER_LOST in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _own_rank() -> int:
