@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import secrets
 import time
@@ -41,9 +40,9 @@ from .slices import (
 )
 from .state.content import (
     Content,
-    Entries,
     Group,
     Source,
+    digest_of,
     holds_shards,
     model_group,
     model_index,
@@ -548,7 +547,7 @@ class Writer:
                 states = sliced_state(optimizer, layout.described, self._values(optimizer, layout))
             content, optimizer_tree = self._shared_content(training, draft, states, layout)
             entries = content.entries()
-            digest = _digest_of(entries)
+            digest = digest_of(entries)
             if layout.plan is None or layout.digest != digest:
                 layout.digest, layout.plan, layout.index = digest, CheckpointPlan(*entries), None
             made.append((content, self._own_content(draft, layout, optimizer_tree)))
@@ -777,14 +776,6 @@ def _add_rows(content: Content, layout: _Layout, text: bytes, tensors: dict[str,
     each_ranks = layout.rows.tensors({name: _dense(each) for name, each in tensors.items()})
     content.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
     content.lines[rows.LINES] = layout.rows.line(text)
-
-
-def _digest_of(entries: Entries) -> bytes:
-    found = hashlib.blake2b(repr(entries[1]).encode("utf-8", "surrogatepass"), digest_size=16)
-    for *settings, tensors in entries[0]:
-        found.update(repr(settings).encode("utf-8", "surrogatepass"))
-        found.update(repr(tensors).encode("utf-8", "surrogatepass"))
-    return found.digest()
 
 
 def _tellable(reason: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import random
 import sys
@@ -168,6 +169,15 @@ class Content:
             there = memory if on_device else memory.cpu()
             self.held.append(there)
             yield first * tensor.dtype.itemsize, there.nbytes, there.data_ptr(), on_device
+
+
+def digest_of(entries: Entries) -> bytes:
+    """Return a digest of the arguments of a plan, which take more memory than the plan."""
+    found = hashlib.blake2b(repr(entries[1]).encode("utf-8", "surrogatepass"), digest_size=16)
+    for *settings, tensors in entries[0]:
+        found.update(repr(settings).encode("utf-8", "surrogatepass"))
+        found.update(repr(tensors).encode("utf-8", "surrogatepass"))
+    return found.digest()
 
 
 # shared ---------------------------------------------------------------------------------------------------------------
