@@ -21,7 +21,7 @@ import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
-from shardwright.checkpoint import StorageReader, StorageWriter, directory
+from shardwright.checkpoint import StorageReader, StorageWriter, directory, retention
 from shardwright.cli import main
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -231,6 +231,22 @@ def test_retention_counts_no_checkpoint_of_an_abandoned_course(tmp_path, capsys)
             checkpoints.save(step - 1)
             checkpoints.wait()
             assert checkpoints.steps() == there
+
+
+def test_a_save_beside_many_checkpoints_opens_the_newest_alone(tmp_path):
+    """Retention reads each manifest once, and sees a folder that has changed since."""
+    known: retention.Known = {}
+    with sw.Checkpointer(tmp_path, *trained(), keep_last=20) as checkpoints:
+        with mock.patch.object(retention, "_look", wraps=retention._look) as looks:
+            for step in range(5):
+                checkpoints.save(step)
+                checkpoints.wait()
+                assert looks.call_count == step, step  # the one that the save before made
+    assert [kept.state for kept in retention.list_checkpoints(str(tmp_path), look=True, known=known)] == ["sound"] * 5
+    os.truncate(tmp_path / "step-000002" / "model.safetensors", 4096)
+    (tmp_path / "step-000003" / "state.json").unlink()
+    states = [kept.state for kept in retention.list_checkpoints(str(tmp_path), look=True, known=known)]
+    assert states == ["sound", "damaged", "damaged", "sound", "sound"]
 
 
 def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatch, capsys):

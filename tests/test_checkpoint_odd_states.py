@@ -8,7 +8,9 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -46,6 +48,45 @@ def test_state_of_every_kind_comes_back(tmp_path: Path) -> None:
     found = other.state[model.weight]
     assert repr(sorted(found.items())) == repr(sorted(state.items())) and found["half"].dtype == torch.bfloat16
     assert other.state[model.bias] == {"frozen": torch.ones(1)} and other.param_groups[0]["lr"] == 0.1
+
+
+def test_what_changes_between_saves_is_saved(tmp_path: Path) -> None:
+    """A save of the tensors of the last one lists nothing anew. Each change of them, and of an option's kind, is noticed."""
+    model = nn.Sequential(collections.OrderedDict(first=nn.Linear(3, 2), norm=nn.BatchNorm1d(2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    weight, group = model.first.weight, optimizer.param_groups[0]
+
+    def move() -> None:
+        weight.data = weight.data.clone() + 1
+
+    def replace() -> None:
+        optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"] + 1
+
+    def rename() -> None:
+        model._modules = {"other" if name == "first" else name: child for name, child in model._modules.items()}
+
+    changes: list[tuple[Callable[[], object], int]] = [
+        (lambda: None, 0), (lambda: group.update(lr=0.5), 0), (lambda: model.norm.running_mean.add_(1), 0), (move, 1), (replace, 1),
+        (lambda: model.register_buffer("count", torch.ones(3)), 1), (rename, 1), (lambda: group.update(lr=torch.tensor(0.25)), 1),
+    ]  # fmt: skip
+    with (
+        mock.patch.object(writing, "model_tensors", wraps=writing.model_tensors) as listed,
+        sw.Checkpointer(tmp_path, model, optimizer) as checkpoints,
+    ):
+        for number, (change, lists) in enumerate(changes):
+            for step in (2 * number, 2 * number + 1):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+                listed.reset_mock()
+                checkpoints.save(step)
+                checkpoints.wait()
+                if step % 2 == 0:
+                    change()
+            assert listed.call_count == lists, number
+            sw.save(tmp_path / f"again-{number}", model, optimizer, step=step + 1)
+            ours = tmp_path / f"step-{step + 1:06d}"
+            for name in ("model.safetensors", "optimizer.json", "optimizer-00001-of-00001.safetensors"):
+                assert (ours / name).read_bytes() == (tmp_path / f"again-{number}" / name).read_bytes(), (number, name)
 
 
 def test_what_torch_would_not_match_is_named(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ void sw_thread_lower_io_priority(void)
 
 void sw_thread_lower_priority(void)
 {
-    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 19); /* on Linux: of one thread */
+    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), 5); /* on Linux: of one thread */
 }
 
 void sw_thread_sleep_ns(long nanoseconds)

@@ -25,7 +25,8 @@ void sw_thread_join(sw_thread *thread);
  * priorities. */
 void sw_thread_lower_io_priority(void);
 
-/* Lets the calling thread run only on idle cores from now on. A hint. */
+/* Lets the calling thread yield to others from now on: beside one of them it gets a quarter of a
+ * core. A hint. */
 void sw_thread_lower_priority(void);
 
 /* Sleeps; may end early. */

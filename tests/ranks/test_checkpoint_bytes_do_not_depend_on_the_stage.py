@@ -4,6 +4,7 @@ them reads what any other wrote, and goes on with the same bits. What is spread 
 import os
 import shutil
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from torch import nn
 
 if PEER != "torch":
+    from shardwright.checkpoint import writing
     from shardwright.checkpoint.peers import Peers
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
@@ -253,6 +255,35 @@ def test_fsdp2_writes_what_it_holds_and_reads_its_part(rank, world_size, snapsho
     sw.load(f"{folder}/theirs/step-000003", again, again_optimizer)
     sw.save(f"{folder}/again", again, again_optimizer)
     assert digest_of(f"{folder}/again") == digest_of(f"{folder}/ours")
+
+
+@needs_fsdp2_on_cpus
+@on_every_rank(at_least=3)
+def test_a_save_of_the_tensors_of_the_last_one_lists_nothing_anew(rank, world_size):
+    """And its bytes are those of a save that lists everything; so are they where a tensor was replaced meanwhile."""
+    folder = shared_folder(rank)
+    makers = {0: lambda: wrapped(0), 2: lambda: wrapped(2), 3: lambda: wrapped(3), "fsdp2": lambda: fully_sharded(4)}
+    for name, make in makers.items():
+        model, optimizer = make()
+        train(model, optimizer, 1, width=24)
+        with (
+            mock.patch.object(writing, "model_tensors", wraps=writing.model_tensors) as listed,
+            sw.Checkpointer(f"{folder}/{name}", model, optimizer) as checkpoints,
+        ):
+            for step in range(4):
+                checkpoints.save(step)
+                assert listed.call_count == (1, 1, 1, 2)[step], (name, step, listed.call_count)
+                train(model, optimizer, 1, width=24)
+                if step == 2:
+                    state = next(iter(optimizer.state.values()), {})
+                    for key in state:
+                        state[key] = state[key].clone()
+                    listed.call_count += not state  # of another rank
+            checkpoints.save(4)
+            assert listed.call_count == 2
+            sw.save(f"{folder}/{name}/again", model, optimizer)
+            checkpoints.wait()
+        assert digest_of(f"{folder}/{name}/step-000005") == digest_of(f"{folder}/{name}/again")
 
 
 @needs_fsdp2_on_cpus

@@ -21,6 +21,7 @@ from .retention import (
     REPLACED,
     DirectoryLock,
     Kept,
+    Known,
     folder_name,
     go_on_from,
     in_order,
@@ -76,6 +77,7 @@ class Directory:
         self.rejected: set[str] = set()
         self.read_only = ""
         self._warned: set[str] = set()
+        self._known: Known = {}
         self._lock: DirectoryLock | None = None
         self.nonce = self._take()
 
@@ -146,7 +148,8 @@ class Directory:
         """Return the paths to remove once `new` is durable."""
         same = (new.path, new.path + REPLACED)  # the commit replaces them
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
-        kept = list_checkpoints(self.path, look=has_rules)
+        kept = list_checkpoints(self.path, look=has_rules, known=self._known)
+        self._known = {k.path: self._known[k.path] for k in kept if k.path in self._known}
         kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self.rejected else k for k in kept]
         kept = [k for k in kept if k.step <= new.step]  # a rollback keeps later steps
         goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)

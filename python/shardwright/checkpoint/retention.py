@@ -11,6 +11,7 @@ import os
 import re
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from .partial import is_left, lock_file, of_saves
@@ -52,14 +53,20 @@ def folder_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def list_checkpoints(directory: str, *, look: bool = False) -> list[Kept]:
-    """Return the folders that have a manifest, oldest first; with `look`, with the content of their manifests."""
+#: by path: the names, sizes and times in a sound folder, and the content of its manifest
+Known = dict[str, tuple[list[tuple[Any, ...]], tuple[float | None, str, str]]]
+
+
+def list_checkpoints(directory: str, *, look: bool = False, known: Known | None = None) -> list[Kept]:
+    """Return the folders that have a manifest, oldest first; with `look`, with the content of their manifests.
+
+    `known`: what earlier calls found. A folder whose files have not changed since is not opened again."""
     found = []
     left = abandoned(directory) if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
         path = find(os.path.join(directory, name))
         if path is not None and not os.path.islink(path):
-            each = Kept(int(name.removeprefix("step-")), path, *(_look(path) if look else ()))
+            each = Kept(int(name.removeprefix("step-")), path, *(_look_again(path, known) if look else ()))
             found.append(dataclasses.replace(each, state=ABANDONED) if each.nonce in left else each)
     return sorted(found, key=lambda kept: (kept.step, kept.path))
 
@@ -85,6 +92,31 @@ def replaced_ones(directory: str) -> list[str]:
     """Return folders under replaced names whose successors exist. Remove them only once the successors' names are durable."""
     paths = [os.path.join(directory, name) for name in os.listdir(directory) if _STEP.match(name)]
     return sorted(p for p in paths if p.endswith(REPLACED) and os.path.lexists(p.removesuffix(REPLACED)))
+
+
+def _look_again(path: str, known: Known | None) -> tuple[float | None, str, str]:
+    """Return _look(), or what `known` has of a folder that has not changed."""
+    if known is None:
+        return _look(path)
+    try:
+        files = [*_files_of(path), *_files_of(os.path.join(path, "ranks"))]
+    except OSError:
+        return _look(path)
+    if known.get(path, (None, None))[0] != files:
+        found = _look(path)
+        known.pop(path, None)
+        if found[1] != SOUND:
+            return found
+        known[path] = files, found
+    return known[path][1]
+
+
+def _files_of(folder: str) -> list[tuple[Any, ...]]:
+    if not os.path.isdir(folder):
+        return []
+    with os.scandir(folder) as entries:
+        stats = [(each.name, each.stat(follow_symlinks=False)) for each in entries]
+    return sorted((name, each.st_mode, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in stats)
 
 
 def _look(path: str) -> tuple[float | None, str, str]:

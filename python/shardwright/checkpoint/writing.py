@@ -17,7 +17,7 @@ from ..comm.failures import PEER_LOST
 from ..optim.sharded import ShardedOptimizer
 from . import rows, tree
 from .device_staging import DeviceStaging
-from .memory.repeated import Repeated
+from .memory.repeated import Repeated, optimizer_json
 from .memory.tier import MemoryTier
 from .peers import Peers, averages_gradients, os_error, whole_parameters
 from .rows import Rows, Structure, structure_of
@@ -41,9 +41,9 @@ from .slices import (
 )
 from .state.content import (
     Content,
-    Entries,
     Group,
     Source,
+    digest_of,
     holds_shards,
     model_group,
     model_index,
@@ -58,6 +58,8 @@ logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.1, 0.5
 _GRACE_S, _HURRIED_S = 5.0, 0.2
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
+#: of the names in a plan: beyond it a lazy save names a change by its place in a file
+_NAMES_KEPT_BYTES = 4 << 20
 
 
 @dataclasses.dataclass
@@ -114,6 +116,8 @@ class _Draft:
         Slices of released parameters, and the released parameters that are saved whole; both by id().
     state : (tree, tensors), optional
         The content of state.json, on rank 0 and on ranks that hold DTensors of it.
+    repeated : Repeated, optional
+        The last save's sources of model and optimizer, if the training still has the same tensors.
     """
 
     found: ModelTensors
@@ -125,6 +129,7 @@ class _Draft:
     released: dict[int, Sliced]
     passing: set[int]
     state: tuple[dict[str, Any], dict[str, torch.Tensor]] | None
+    repeated: Repeated | None = None
 
     @property
     def line_bytes(self) -> int:
@@ -155,6 +160,10 @@ class _Layout:
         The tensors of rank 0's state, if some are DTensors.
     own : dict
         This rank's part of `described`.
+    digest : bytes
+        Of the plan's arguments, which take more memory than the plan.
+    index : bytes, optional
+        The text of model.safetensors.index.json on rank 0.
     """
 
     described: dict[int, dict[str, Entry]]
@@ -162,8 +171,9 @@ class _Layout:
     has_values: bool
     state: Structure | None
     own: dict[int, dict[str, Entry]]
-    entries: Entries | None = None
+    digest: bytes = b""
     plan: CheckpointPlan | None = None
+    index: bytes | None = None
 
     def fits(self, draft: _Draft) -> bool:
         return (
@@ -213,6 +223,8 @@ class Writer:
         self._nonce_prefix = nonce
         self._number = self._kept = 0
         self._repeated: Repeated | None = None
+        self._draft: _Draft | None = None  # of the content that is not in _repeated yet
+        self._entries_text = b""  # of "state" in optimizer.json, on rank 0
         self._random: dict[str, Any] = {}  # of the last step: content.random_state
         self._held: Content | None = None
         self._spoiled = ""  # the reason why the beginning save must be cancelled
@@ -273,7 +285,8 @@ class Writer:
             with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
                 content, own, plan = self._agree(training, step, slices, passing)
                 has_agreed = True
-                self._start(folder, step, content, own, plan, lazy, metric, stale, retired, replaces)
+                sources = self._sources(training, content, plan)
+                self._start(folder, step, content, sources, own, plan, lazy, metric, stale, retired, replaces)
         except BaseException as error:
             sentence = str(error)
             if not isinstance(error, CheckpointError):
@@ -296,6 +309,7 @@ class Writer:
             or layout is None
             or layout.plan is None
             or last.layout is not layout
+            or not last.needs_no_agreement
             or not last.fits(training)
         ):
             return None
@@ -304,12 +318,12 @@ class Writer:
             text = tree.dumps(body)
             if not layout.rows.fits(structure_of(tensors), len(text)):
                 return None
-            rest, own = Content([], self._staging), None
+            rest, own = Content([], self._staging, ahead=last), None
             _add_rows(rest, layout, text, tensors)
             if self._peers.rank == 0:
                 optimizer_text = last.optimizer_text(training)
                 own = self._own_files(_state_tree(training, last.found, step), layout, optimizer_text, last.found)
-            return Ready(last.sources + rest.sources(None, last.count), own, rest)
+            return Ready(rest.sources(), own, rest)
         except Exception:  # the agreement of keep() raises it on all ranks
             return None
 
@@ -334,12 +348,7 @@ class Writer:
         slices, passing = released_slices(training.model)
         with whole_parameters(training.model, writable=False) if passing else contextlib.nullcontext():
             content, own, plan = self._agree(training, step, slices, passing)
-            sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
-            self._repeated = None
-            if not slices and not passing:
-                optimizer_text = b"" if own is None else own.texts.get("optimizer.json", b"")
-                found = model_tensors(training.model)
-                self._repeated = Repeated.of(training, self._layout, found, content, sources, optimizer_text)
+            sources = self._sources(training, content, plan)
             self._put(step, nonce, training, tier, Ready(sources, own, content))
 
     def _put(self, step: int, nonce: str, training: Training, tier: MemoryTier, ready: Ready) -> None:
@@ -378,6 +387,7 @@ class Writer:
         folder: str,
         step: int,
         shared: Content,
+        sources: list[Source],
         own: Content | None,
         plan: CheckpointPlan,
         lazy: bool,
@@ -386,10 +396,8 @@ class Writer:
         retired: Sequence[str],
         replaces: str,
     ) -> None:
-        sources = shared.sources(plan.needed(self._peers.rank, self._peers.world_size))
         self._held, self._spoiled = shared if lazy else None, ""
-        if not lazy:
-            plan.trim(self._peers.rank, self._peers.world_size)
+        plan.trim(self._peers.rank, self._peers.world_size, _NAMES_KEPT_BYTES if lazy else 0)
         self._saver.begin(
             folder=folder,
             nonce=self._nonce_prefix + _base36(self._number),
@@ -410,9 +418,19 @@ class Writer:
         if self._spoiled:
             self._saver.cancel(_tellable(self._spoiled))
         if lazy:
-            live = [(n, t) for g in shared.groups for n, t in g.tensors.items() if n not in g.eager]
+            live = [(n, t) for g in shared.all_groups() for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
             self._versions = [(n, each, each._version) for n, each in watched if not self._staging.takes(each)]
+
+    def _sources(self, training: Training, content: Content, plan: CheckpointPlan) -> list[Source]:
+        """Return this rank's sources, and keep those of model and optimizer for the next save."""
+        sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            self._repeated = Repeated.of(
+                training, self._layout, draft.found, content, sources, self._entries_text, draft.released
+            )
+        return sources
 
     # agreement ----------------------------------------------------------------------------------------------------------
 
@@ -421,7 +439,8 @@ class Writer:
     ) -> tuple[Content, Content | None, CheckpointPlan]:
         """Return the shared content, rank 0's own content, and the plan of the shared one. Collective.
 
-        Costs one exchange while the layout fits all ranks. Otherwise ranks exchange descriptions of what they hold.
+        Costs one exchange while the layout fits all ranks, and 1 us a tensor while this rank has the same tensors. Otherwise
+        ranks exchange descriptions of what they hold.
         """
         draft, failure = None, None
         try:
@@ -435,9 +454,11 @@ class Writer:
         return self._content(training, draft, self._layout)
 
     def _find(self, training: Training, step: int, released: dict[int, Sliced], passing: set[int]) -> _Draft:
-        found = model_tensors(training.model)
-        optimizer = training.optimizer
-        described = describe_state(optimizer) if isinstance(optimizer, ShardedOptimizer) else {}
+        last, optimizer = self._last_fitting(training, released, passing), training.optimizer
+        found = model_tensors(training.model) if last is None else last.found
+        described = {} if last is None else last.layout.own
+        if last is None and isinstance(optimizer, ShardedOptimizer):
+            described = describe_state(optimizer)
         if optimizer is not None:
             self._look_for_more(training)
         body, tensors = self._own_tree(training)
@@ -449,7 +470,14 @@ class Writer:
         state = None
         if self._peers.rank == 0 or holds_shards([training.user_state, training.extra]):
             state = _state_tree(training, found, step)
-        return _Draft(found, described, body, tensors, samples, checksums, released, passing, state)
+        return _Draft(found, described, body, tensors, samples, checksums, released, passing, state, last)
+
+    def _last_fitting(self, training: Training, released: dict[int, Sliced], passing: set[int]) -> Repeated | None:
+        """Return the last save's sources if they are those of this one, as far as this rank can tell."""
+        last = self._repeated
+        if last is None or last.layout is not self._layout or passing or not last.fits(training, released):
+            self._repeated = last = None
+        return last
 
     def _own_tree(self, training: Training) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the tree of this rank's own state and its tensors, without buffers."""
@@ -509,6 +537,8 @@ class Writer:
     def _content(
         self, training: Training, draft: _Draft, layout: _Layout
     ) -> tuple[Content, Content | None, CheckpointPlan]:
+        if draft.repeated is not None and draft.repeated.layout is layout and layout.plan is not None:
+            return *self._repeated_content(training, draft, layout, draft.repeated), layout.plan
         optimizer, is_new = training.optimizer, layout.plan is None
         made: list[tuple[Content, Content | None]] = []
 
@@ -518,8 +548,9 @@ class Writer:
                 states = sliced_state(optimizer, layout.described, self._values(optimizer, layout))
             content, optimizer_tree = self._shared_content(training, draft, states, layout)
             entries = content.entries()
-            if layout.plan is None or layout.entries != entries:
-                layout.entries, layout.plan = entries, CheckpointPlan(*entries)
+            digest = digest_of(entries)
+            if layout.plan is None or layout.digest != digest:
+                layout.digest, layout.plan, layout.index = digest, CheckpointPlan(*entries), None
             made.append((content, self._own_content(draft, layout, optimizer_tree)))
             return layout.plan.digest
 
@@ -535,7 +566,21 @@ class Writer:
         else:
             make()
         assert layout.plan is not None
+        self._repeated, self._draft = None, None if gathers or layout.has_values or draft.passing else draft
         return *made[0], layout.plan
+
+    def _repeated_content(
+        self, training: Training, draft: _Draft, layout: _Layout, last: Repeated
+    ) -> tuple[Content, Content | None]:
+        """Return the content with the last save's sources of model and optimizer. Without communication."""
+        rest = Content([], self._staging, ahead=last)
+        _add_rows(rest, layout, tree.dumps(draft.body), draft.tensors)
+        self._add_state(rest, draft, layout)
+        rest.slice_tensors(self._boxes)
+        if self._peers.rank:
+            return rest, None
+        assert draft.state is not None
+        return rest, self._own_files(draft.state, layout, last.optimizer_text(training), draft.found)
 
     def _values(self, optimizer: ShardedOptimizer, layout: _Layout) -> dict[int, dict[str, Any]]:
         """Gather the non-tensor entries of the optimizer's state on rank 0. Collective if the layout has some."""
@@ -557,12 +602,16 @@ class Writer:
             group, optimizer_tree = optimizer_content(training.optimizer, draft.found, self._max_file_bytes, states)
             shared.groups.append(group)
         _add_rows(shared, layout, tree.dumps(draft.body), draft.tensors)
+        self._add_state(shared, draft, layout)
+        shared.slice_tensors(self._boxes)
+        return shared, optimizer_tree
+
+    def _add_state(self, content: Content, draft: _Draft, layout: _Layout) -> None:
+        """Add the tensors of rank 0's state, if some are DTensors."""
         if layout.state is not None:
             held = draft.state[1] if draft.state is not None else {}
             parts = {n: self._part_of_state(held.get(n), dtype, shape) for n, dtype, shape in layout.state}
-            shared.groups.append(Group("state", parts, {"format": "pt"}, eager=frozenset(parts)))
-        shared.slice_tensors(self._boxes)
-        return shared, optimizer_tree
+            content.groups.append(Group("state", parts, {"format": "pt"}, eager=frozenset(parts)))
 
     def _part_of_state(self, tensor: torch.Tensor | None, dtype: str, shape: Sequence[int]) -> Any:
         """Return a DTensor unchanged; of any other tensor, a Sliced that rank 0 holds whole."""
@@ -589,7 +638,12 @@ class Writer:
         if self._peers.rank:
             return None
         assert draft.state is not None
-        optimizer_text = b"" if optimizer_tree is None else tree.dumps(optimizer_tree)
+        optimizer_text, self._entries_text = b"", b""
+        if optimizer_tree is not None and "further" not in optimizer_tree:
+            self._entries_text = tree.dumps(optimizer_tree["state"]).rstrip()
+            optimizer_text = optimizer_json(optimizer_tree["groups"], self._entries_text)
+        elif optimizer_tree is not None:
+            optimizer_text = tree.dumps(optimizer_tree)
         return self._own_files(draft.state, layout, optimizer_text, draft.found)
 
     def _own_files(self, state: Any, layout: _Layout, optimizer_text: bytes, found: ModelTensors) -> Content:
@@ -598,9 +652,10 @@ class Writer:
         own.texts["state.json"] = tree.dumps(body)
         if optimizer_text:
             own.texts["optimizer.json"] = optimizer_text
-        index = model_index(layout.plan, list(found.all()))
-        if index:
-            own.texts["model.safetensors.index.json"] = index
+        if layout.index is None:
+            layout.index = model_index(layout.plan, list(found.all()))
+        if layout.index:
+            own.texts["model.safetensors.index.json"] = layout.index
         return own
 
     # outcome ----------------------------------------------------------------------------------------------------------

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..._engine import CheckpointError
 from ...layout.memory import address_of
+from ...torch_compat.dtensor import held_tensor
 from .. import tree
-from ..slices import is_dtensor
+from ..slices import Sliced, is_dtensor
 from ..state.content import Content, Source, group_options, holds_shards, parameter_names
 from ..state.names import ModelTensors, walk
 from ..state.optimizer_extras import further_state
@@ -26,22 +27,38 @@ class Repeated:
     Attributes
     ----------
     found : ModelTensors
-    sources : list
-        Those of the first `count` numbers of the plan.
+    groups, sources, count
+        The groups of model and optimizer, and their sources: those of the first `count` numbers of the plan.
+    needs_no_agreement : bool
+        True if nothing else may differ between ranks: no buffers, no state in parts.
     """
 
     def __init__(
-        self, training: Any, layout: Any, found: ModelTensors, content: Content, sources: Sequence[Source], groups: int
+        self,
+        training: Any,
+        layout: Any,
+        found: ModelTensors,
+        content: Content,
+        sources: Sequence[Source],
+        entries_text: bytes,
+        released: Mapping[int, Sliced],
     ) -> None:
         self.layout, self.found = layout, found
-        self.count = sum(len(group.tensors) for group in content.groups[:groups])
+        self.groups = content.groups[: 1 + (training.optimizer is not None)]
+        self.count = sum(len(group.tensors) for group in self.groups)
         self.sources = [source for source in sources if source[0] < self.count]
-        self._content = content  # owns memory that sources point to
+        self.needs_no_agreement = not (
+            found.buffers or released or layout.state is not None or holds_shards([training.user_state, training.extra])
+        )
         self._modules = [module for _, module in walk(training.model, "")]
         self._marks = list(self._each_mark(training))
-        self._tensors = [*found.parameters.values(), *_state_of(training.optimizer)]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._entries = b""  # the text of "state" in optimizer.json, on rank 0
+        self._tensors = [
+            *(each for each in found.parameters.values() if id(each) not in released),
+            *found.buffers.values(),
+            *_state_of(training.optimizer),
+        ]
+        self._addresses = self._places(released)
+        self._entries = entries_text  # the text of "state" in optimizer.json, on rank 0
 
     @classmethod
     def of(
@@ -51,57 +68,71 @@ class Repeated:
         found: ModelTensors,
         content: Content,
         sources: Sequence[Source],
-        optimizer_text: bytes,
+        entries_text: bytes,
+        released: Mapping[int, Sliced] = {},
     ) -> Repeated | None:
         """Return what can be repeated; None if something may change between steps without a sign, or is copied before it is saved."""
-        state = list(_state_of(training.optimizer))
-        tensors = [*found.parameters.values(), *state]
-        if (
-            found.buffers
-            or layout.has_values
-            or layout.state is not None
-            or holds_shards([training.user_state, training.extra])
-            or any(not isinstance(each, torch.Tensor) or is_dtensor(each) for each in tensors)
-            or any(each.numel() and not address_of(each) for each in tensors)
-        ):
+        if layout.has_values or any(not isinstance(each, torch.Tensor) for each in _state_of(training.optimizer)):
             return None
-        made = cls(training, layout, found, content, sources, 1 + (training.optimizer is not None))
-        if not _all_inside(made.sources, tensors) or (
-            training.optimizer is not None and further_state(training.optimizer)
-        ):
+        made = cls(training, layout, found, content, sources, entries_text, released)
+        held = [_memory_of(each) for each in made._tensors]
+        if any(each.numel() and not address_of(each) for each in held):
             return None
-        if optimizer_text:
-            made._entries = tree.dumps(tree.loads(optimizer_text)["state"]).rstrip()
-        return made
+        held += [memory for each in released.values() for _, memory in each.parts]
+        return made if made._has_plain_options(training) and _all_inside(made.sources, held) else None
 
-    def fits(self, training: Any) -> bool:
+    def fits(self, training: Any, released: Mapping[int, Sliced] = {}) -> bool:
         """Return True if the training has the same tensors, at the same places. Costs 0.1 us a tensor and module."""
         marks = list(self._each_mark(training))
         return (
             len(marks) == len(self._marks)
             and all(map(operator.is_, marks, self._marks))
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and self._places(released) == self._addresses
+            and self._has_plain_options(training)
         )
 
+    def _places(self, released: Mapping[int, Sliced]) -> list[int]:
+        places = [_memory_of(tensor).data_ptr() for tensor in self._tensors]
+        return places + [memory.data_ptr() for each in released.values() for _, memory in each.parts]
+
+    def _has_plain_options(self, training: Any) -> bool:
+        """Return True if no option of the optimizer is a tensor, and its state_dict() has no further keys."""
+        if training.optimizer is None:
+            return True
+        tensors: dict[str, Any] = {}
+        options = [{k: v for k, v in group.items() if k != "params"} for group in training.optimizer.param_groups]
+        try:
+            tree.encode(options, "options", tensors)
+            return not tensors and not further_state(training.optimizer)
+        except CheckpointError:
+            return False
+
     def optimizer_text(self, training: Any) -> bytes:
-        """Return the text of optimizer.json on rank 0, b"" without an optimizer. Raise CheckpointError if an option is a tensor."""
+        """Return the text of optimizer.json on rank 0, b"" without an optimizer. After fits()."""
         if training.optimizer is None:
             return b""
-        tensors: dict[str, Any] = {}
-        groups = group_options(training.optimizer, parameter_names(training.optimizer, self.found), tensors)
-        if tensors:
-            raise CheckpointError(f"the option {next(iter(tensors))} has become a tensor")
-        return b'{"groups":%s,"state":%s}\n' % (tree.dumps(groups).rstrip(), self._entries)
+        groups = group_options(training.optimizer, parameter_names(training.optimizer, self.found), {})
+        return optimizer_json(groups, self._entries)
 
     def _each_mark(self, training: Any) -> Iterator[Any]:
         for module in self._modules:
-            yield from module._parameters.values()
-            yield from module._buffers.values()
-            yield from module._modules.values()
+            for held in (module._parameters, module._buffers, module._modules):
+                yield from held
+                yield from held.values()
         if training.optimizer is not None:
             for group in training.optimizer.param_groups:
                 yield from group["params"]
             yield from _state_of(training.optimizer)
+
+
+def optimizer_json(groups: list[Any], entries_text: bytes) -> bytes:
+    """Return the text of optimizer.json without further keys, from its groups and the text of its state."""
+    return b'{"groups":%s,"state":%s}\n' % (tree.dumps(groups).rstrip(), entries_text)
+
+
+def _memory_of(tensor: Any) -> Any:
+    """Return the tensor whose memory this rank saves of it."""
+    return held_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def _state_of(optimizer: Any) -> Iterator[Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -67,6 +68,14 @@ class Group:
         return BY_FIRST if name in self.first else BY_ALL
 
 
+class Ahead(Protocol):
+    """The first groups of a content, and their sources: those of the first `count` numbers."""
+
+    groups: list[Group]
+    sources: list[Source]
+    count: int
+
+
 @dataclasses.dataclass
 class Content:
     """Groups and texts of one save.
@@ -81,6 +90,8 @@ class Content:
         Files in parts: bytes of the file, first byte of this rank's part, the part.
     held : list
         The memory that addresses of sources point into. Keep it until the snapshot is taken.
+    ahead : Ahead, optional
+        The groups before `groups`, whose sources are known already.
     """
 
     groups: list[Group]
@@ -88,6 +99,10 @@ class Content:
     texts: dict[str, bytes] = dataclasses.field(default_factory=dict)
     lines: dict[str, tuple[int, int, bytes]] = dataclasses.field(default_factory=dict)
     held: list[Any] = dataclasses.field(default_factory=list)
+    ahead: Ahead | None = None
+
+    def all_groups(self) -> list[Group]:
+        return [*(() if self.ahead is None else self.ahead.groups), *self.groups]
 
     def entries(self) -> Entries:
         """Return the arguments of the plan: equal entries give equal plans."""
@@ -106,12 +121,15 @@ class Content:
                     check_placements(name, tensor)
                     group.tensors[name] = slice_of_dtensor(tensor, boxes, stays=self.staging.takes)
 
-    def sources(self, needed: Sequence[int] | None = None, first: int = 0) -> list[Source]:
-        """Return this rank's sources in ascending order, numbered from `first` on: of content that all ranks hold, the numbers in
-        `needed` (None: all); of content in parts, the parts that this rank has to write."""
+    def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
+        """Return this rank's sources in ascending order: of content that all ranks hold, the numbers in `needed` (None: all); of
+        content in parts, the parts that this rank has to write."""
         wanted = None if needed is None else set(needed)
         found: list[Source] = []
-        number = first - 1
+        number = -1
+        if self.ahead is not None:
+            found, number = list(self.ahead.sources), self.ahead.count - 1
+            self.held.append(self.ahead)
         for group in self.groups:
             for name, tensor in group.tensors.items():
                 number += 1
@@ -151,6 +169,15 @@ class Content:
             there = memory if on_device else memory.cpu()
             self.held.append(there)
             yield first * tensor.dtype.itemsize, there.nbytes, there.data_ptr(), on_device
+
+
+def digest_of(entries: Entries) -> bytes:
+    """Return a digest of the arguments of a plan, which take more memory than the plan."""
+    found = hashlib.blake2b(repr(entries[1]).encode("utf-8", "surrogatepass"), digest_size=16)
+    for *settings, tensors in entries[0]:
+        found.update(repr(settings).encode("utf-8", "surrogatepass"))
+        found.update(repr(tensors).encode("utf-8", "surrogatepass"))
+    return found.digest()
 
 
 # shared ---------------------------------------------------------------------------------------------------------------
