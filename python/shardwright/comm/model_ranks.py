@@ -41,9 +41,19 @@ class ModelRanks:
     def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
         """Return the ranks of the mesh of DTensors among a module's parameters that `group` averages; None without.
 
-        Before anything is checked: a failure of one rank can then be told to all. Collective over the mesh at first use.
+        Before anything is checked: a failure of one rank can then be told to all. Collective over the group, and over the
+        mesh at first use. Ranks of the group of which some have no such mesh, or one of another shape, raise the same error.
         """
-        mesh = first_mesh(parameters, group_ranks(group.torch_group))
+        ranks = group_ranks(group.torch_group)
+        mesh = first_mesh(parameters, ranks)
+        mine = "no DTensor" if mesh is None else f"DTensors on {tuple(mesh.mesh.shape)} ranks of {mesh.dimensions}"
+        said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), "meshes of DTensors")]
+        other = next((at for at, each in enumerate(said) if each != said[0]), None)
+        if other is not None:  # a rank alone would wait for ranks of its mesh that have none
+            raise Error(
+                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {said[0]}, rank {ranks[other]} has {said[other]}; "
+                "parallelize the module on every rank"
+            )
         return None if mesh is None else cls(mesh, group.comm.timeout_s)
 
     def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:
