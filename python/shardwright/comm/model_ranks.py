@@ -13,6 +13,7 @@ import torch
 from .._engine import Error, norm_sum, norm_value
 from ..layout.model_mesh import ModelMesh, first_mesh
 from ..layout.param_table import ParameterTable, verify
+from ..torch_compat.dtensor import is_dtensor
 from .agreement import NORM_SUM_BYTES, added_sums, gather_answers
 from .process_group import HostGroup, group_over, group_ranks, host_group
 
@@ -44,9 +45,10 @@ class ModelRanks:
         Before anything is checked: a failure of one rank can then be told to all. Collective over the group, and over the
         mesh at first use. Ranks of the group of which some have no such mesh, or one of another shape, raise the same error.
         """
-        ranks = group_ranks(group.torch_group)
-        mesh = first_mesh(parameters, ranks)
-        mine = "no DTensor" if mesh is None else f"DTensors on {tuple(mesh.mesh.shape)} ranks of {mesh.dimensions}"
+        ranks, held = group_ranks(group.torch_group), list(parameters)
+        mesh = first_mesh(held, ranks)
+        first: Any = next(filter(is_dtensor, held), None)
+        mine = "no DTensor" if first is None else f"DTensors on {tuple(first.device_mesh.mesh.shape)} ranks"
         said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), "meshes of DTensors")]
         other = next((at for at, each in enumerate(said) if each != said[0]), None)
         if other is not None:  # a rank alone would wait for ranks of its mesh that have none
