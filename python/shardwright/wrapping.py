@@ -292,11 +292,6 @@ def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, z
         raise ValueError(
             f"partition='tensor' steps on whole tensors, and parameter {name!r} is a DTensor, of which ranks hold shards"
         )
-    if name is not None and not zero and has_own_masters(optimizer):
-        raise ValueError(
-            f"sw.optim.{type(optimizer).__name__} steps on DTensors, of which parameter {name!r} is one, at zero=1, 2 and 3; at zero=0 use "
-            f"torch.optim.{type(optimizer).__name__}"
-        )
 
 
 def _is_on_gpu(module: torch.nn.Module) -> bool:

@@ -176,7 +176,10 @@ def beside_tensors(mesh, over, placements, is_parallel=True):
             placed = distribute_tensor(parameter.detach(), mesh[over], placements)
             layer.experts.register_parameter(name, torch.nn.Parameter(placed))
     if is_parallel:
-        plan = {"inlet": ColwiseParallel(output_layouts=Replicate()), "outlet": RowwiseParallel(Replicate())}
+        plan = {
+            "inlet": ColwiseParallel(output_layouts=Replicate()),
+            "outlet": RowwiseParallel(input_layouts=Replicate()),
+        }
         parallelize_module(model, mesh["tp"], plan)
     return model
 

@@ -239,9 +239,19 @@ def test_low_precision_compression_and_accumulation(rank, world_size):
             optimizer.step()
         return sw.full_state_dict(model)
 
-    assert_equal_states(low(3, sw.optim.AdamW), low(0))
-    with pytest.raises(ValueError, match=r"sw\.optim\.AdamW steps on DTensors.*at zero=1, 2 and 3"):
-        low(0, sw.optim.AdamW)
+    def fused(zero):
+        model = parallelized(mesh)
+        optimizer = sw.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = sw.wrap(model, optimizer, zero=zero, device_mesh=mesh["dp"])
+        train(model, optimizer, place, steps=2)
+        return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)
+
+    expected = low(3, sw.optim.AdamW)
+    assert_equal_states(expected, low(0))
+    assert_equal_states(low(0, sw.optim.AdamW), expected)
+    found, expected = fused(0), fused(2)
+    assert_equal_states(found[0], expected[0])
+    assert_equal_optimizers(found[1], expected[1])
     expected = accumulated(0)
     for stage in (1, 2, 3, "private", "by hand") if LONG else (2, "private"):
         assert_equal_states(accumulated(stage), expected)

@@ -13,6 +13,7 @@ import torch
 from .._engine import Error, norm_sum, norm_value
 from ..layout.model_mesh import ModelMesh, first_mesh
 from ..layout.param_table import ParameterTable, verify
+from ..torch_compat.dtensor import is_dtensor
 from .agreement import NORM_SUM_BYTES, added_sums, gather_answers
 from .process_group import HostGroup, group_over, group_ranks, host_group
 
@@ -41,9 +42,20 @@ class ModelRanks:
     def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
         """Return the ranks of the mesh of the DTensors that `group` averages; None without DTensors.
 
-        Call it before any check, so that one rank's failure can reach all. Collective over the mesh at first use.
+        Call it before any check, so that one rank's failure can reach all. Collective over the group, and over the mesh at
+        first use. If ranks of the group have meshes of different shapes, or some have none, all raise the same error.
         """
-        mesh = first_mesh(parameters, group_ranks(group.torch_group))
+        ranks, held = group_ranks(group.torch_group), list(parameters)
+        mesh = first_mesh(held, ranks)
+        first: Any = next(filter(is_dtensor, held), None)
+        mine = "no DTensor" if first is None else f"DTensors on {tuple(first.device_mesh.mesh.shape)} ranks"
+        said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), "meshes of DTensors")]
+        other = next((at for at, each in enumerate(said) if each != said[0]), None)
+        if other is not None:  # a rank alone would wait for ranks of its mesh that have none
+            raise Error(
+                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {said[0]}, rank {ranks[other]} has {said[other]}; "
+                "parallelize the module on every rank"
+            )
         return None if mesh is None else cls(mesh, group.comm.timeout_s)
 
     def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:

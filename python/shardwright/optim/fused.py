@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import _engine
 from ..torch_compat import cuda
+from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_as, waited
 from .master_weights import LOW, Masters, load_in_float32
 from .offload import StateStore
 
@@ -51,6 +52,8 @@ class _Fused(torch.optim.Optimizer):
     _masters: Masters
     #: stores state on another device or in a file; None: on the parameters' device. Copies of the optimizer have none
     store: StateStore | HostStateStore | None = None
+    #: True if parameters are DTensors. Their state is DTensors too; the engine gets the local tensors
+    _has_dtensors = False
     #: the next step's kernels multiply gradients by its factor
     _clip: DeviceClip | None = None
 
@@ -99,6 +102,7 @@ class _Fused(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._masters = Masters()
+        self._note_dtensors()
         for each in self.state.values():  # torch accepts integers too
             step = each.get("step")
             if isinstance(step, Tensor) and not step.is_floating_point():
@@ -114,11 +118,21 @@ class _Fused(torch.optim.Optimizer):
             of the step that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
         """
         super().add_param_group(param_group)
+        self._note_dtensors()
         try:
             self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def _note_dtensors(self) -> None:
+        self._has_dtensors = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+
+    def _plain(self, tensors: list[Tensor] | None, like: list[Tensor]) -> list[Tensor] | None:
+        """Return the tensors for the engine: of DTensors the local ones, placed like the parameters `like`."""
+        if tensors is None or not self._has_dtensors:
+            return tensors
+        return [waited(held_tensor(placed_as(each, p))) if is_dtensor(each) else each for each, p in zip(tensors, like)]
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
@@ -304,19 +318,18 @@ class _AdamStep(_Fused):
         first, second = self._state_like(p), self._state_like(p)  # both, or neither if memory or disk space runs out
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=first, exp_avg_sq=second)
 
-    @staticmethod
-    def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
-        of = lists.lists
+    def _call(self, lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
+        of, like, plain = lists.lists, lists.params, self._plain
         steps = of.pop("step")  # scalars have no layout
         lists.run(
             lambda: _engine.adam_step(
-                lists.targets,
-                lists.grads,
-                of["exp_avg"],
-                of["exp_avg_sq"],
-                of.get("max_exp_avg_sq"),
+                plain(lists.targets, like),
+                plain(lists.grads, like),
+                plain(of["exp_avg"], like),
+                plain(of["exp_avg_sq"], like),
+                plain(of.get("max_exp_avg_sq"), like),
                 steps,
-                copies,
+                plain(copies, like),
                 **options,
             )
         )
@@ -526,10 +539,17 @@ class SGD(_Fused, torch.optim.SGD):
             self._call(lists, copies, {**options, "first": first, **self._where(lists.params[0])})
             self._written(lists, lists.targets if has_master else [])
 
-    @staticmethod
-    def _call(lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
-        buffers = lists.lists.get("momentum_buffer")
-        lists.run(lambda: _engine.sgd_step(lists.targets, lists.grads, buffers, copies, **options))
+    def _call(self, lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
+        buffers, like, plain = lists.lists.get("momentum_buffer"), lists.params, self._plain
+        lists.run(
+            lambda: _engine.sgd_step(
+                plain(lists.targets, like),
+                plain(lists.grads, like),
+                plain(buffers, like),
+                plain(copies, like),
+                **options,
+            )
+        )
         for state, buffer in zip(lists.states, buffers or ()):
             state["momentum_buffer"] = buffer
 

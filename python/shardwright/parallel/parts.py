@@ -156,7 +156,7 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
 
 def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
     """Raise for a part that other ranks than those of the rest hold: a checkpoint of the module would miss some, or write twice."""
-    apart = frozenset[str]().union(*(part.names for part in parts))
+    apart = {name for part in parts for name in part.names}
     rest = first_mesh((p for name, p in named.items() if name not in apart), ranks)
     count = len(ranks) * (1 if rest is None else rest.mesh.size())
     for part in parts:
