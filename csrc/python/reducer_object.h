@@ -36,10 +36,10 @@ typedef struct reducer_object {
     PyObject *bucket_callback; /* owned, or NULL: averages a bucket in place of the engine */
     PyObject *bucket_wait; /* owned, or NULL: waits for operations of bucket_callback, which then
                               gets buckets as soon as they are complete */
-    PyObject *tracer; /* owned, or NULL: in a round that a profiler records, called with a bucket and
-                         "begin" or "wait", and with "end" behind it */
-    bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
-                    gradients */
+    PyObject *tracer; /* owned, or NULL: in a round that a profiler records, called with a bucket
+                         and "begin" or "wait", and with "end" behind it */
+    bool sliced;      /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
+                         gradients */
     PyObject *grad_name;     /* owned: "grad" */
     const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */

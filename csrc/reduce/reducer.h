@@ -191,7 +191,8 @@ SW_MUST_USE sw_status sw_reducer_send(sw_reducer *reducer, size_t bucket, sw_err
  * already. */
 bool sw_reducer_pin(sw_reducer *reducer, size_t param);
 /* Return true if the next bucket can be posted now, and sw_reducer_advance() would: post it alone;
- * wait for the mean of a posted one. They give a caller that measures a bucket its begin and end. */
+ * wait for the mean of a posted one. They give a caller that measures a bucket its begin and end.
+ */
 bool sw_reducer_next_complete(const sw_reducer *reducer, size_t *bucket);
 SW_MUST_USE sw_status sw_reducer_send_complete(sw_reducer *reducer, size_t bucket, sw_error *err);
 SW_MUST_USE sw_status sw_reducer_await(sw_reducer *reducer, size_t bucket, sw_error *err);
