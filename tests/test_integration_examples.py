@@ -33,6 +33,14 @@ def quoted(name):
     return NUMBER.findall(section.partition("```text")[2].partition("```")[0])
 
 
+def in_words(lines):
+    return [re.sub(r"\d+\.\d+", "", line) for line in lines]
+
+
+def in_numbers(lines):
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+
+
 def printed(name, before, behind):
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1", "HF_HUB_OFFLINE": "1"}
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
@@ -56,5 +64,8 @@ def test_an_example_prints_what_its_readme_says_at_every_stage(name):
             pytest.skip(f"{package} is not installed")
     expected = quoted(name)
     assert expected
-    for before, behind in runs:
-        assert printed(name, before, behind) == expected, (before, behind)
+    first = printed(name, *runs[0])  # torch's wrapper, or zero=0
+    assert in_words(first) == in_words(expected)
+    assert in_numbers(first) == pytest.approx(in_numbers(expected), rel=2e-3)  # low precision rounds by the processor
+    for before, behind in runs[1:]:
+        assert printed(name, before, behind) == first, (before, behind)

@@ -67,6 +67,45 @@ def test_it_is_compared_as_the_tensor_that_torchs_wrapper_has(rank, world_size, 
     gather(None)
 
 
+READS = {
+    "isnan": lambda g: torch.isnan(g).any(),
+    "isfinite": lambda g: torch.isfinite(g).all(),
+    "largest": lambda g: g.abs().max().item(),
+    "mean": lambda g: (g.mean(), g.std(), g.sum(), g.var()),
+    "power": lambda g: g.detach().pow(2).sum(),
+    "copies": lambda g: (g.clone(), g.double(), g.cpu().numpy().sum(), g.tolist()),
+    "counts": lambda g: ((g == 0).sum(), (g > 0).float().mean(), torch.count_nonzero(g), g.histc(5)),
+    "order": lambda g: (g.median(), g.topk(2), g.argmax(), g.max(dim=0), torch.sort(g)),
+}
+
+
+def flat(answer):
+    if isinstance(answer, (tuple, list)):
+        return [each for item in answer for each in flat(item)]
+    return [torch.as_tensor(answer)]
+
+
+@sliced_gradients
+@on_every_rank()
+def test_what_is_logged_of_it_is_answered_from_the_whole(rank, world_size, zero):
+    model, optimizer = wrap(zero)
+    plain, _ = wrap(0)
+    for each in (model, plain):
+        backward(each, rank)
+    for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        for name, read in READS.items():
+            for left, right in zip(flat(read(mine.grad)), flat(read(whole.grad)), strict=True):
+                assert type(left) is torch.Tensor and torch.equal(left, right), name
+    first = next(model.parameters()).grad
+    for refused in (
+        lambda: first + 1, lambda: first * 2, lambda: -first, lambda: first[0], lambda: first.view(-1), lambda: first.abs_()
+    ):  # fmt: skip
+        with pytest.raises(engine.Error, match="keeps a slice"):
+            refused()
+    optimizer.step()  # reads change nothing
+    gather(None)
+
+
 @on_every_rank()
 def test_local_sums_on_a_standing_average_agree_to_rounding(rank, world_size):
     found = []

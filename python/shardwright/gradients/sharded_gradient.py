@@ -2,8 +2,9 @@
 
 It has its parameter's shape and dtype and no memory of its own. It supports the operations of training loops: norms
 (torch's clip_grad_norm_), clamping (its clip_grad_value_), scaling by a number, GradScaler's unscaling, zeroing, the
-next backward's accumulation, and comparison with a tensor (torch.allclose, torch.equal; collective). Every other
-operation raises and names sw.full_gradients, so that no code takes a slice for the whole.
+next backward's accumulation, and comparison with a tensor (torch.allclose, torch.equal; collective). Reads of programs
+that log or check (abs, mean, isnan, clone, numpy, ...; _READS) return what the whole gradient gives, which they gather:
+they are collective. Every other operation raises and names sw.full_gradients, so that no code takes a slice for the whole.
 """
 
 from __future__ import annotations
@@ -251,6 +252,14 @@ class ShardedGradient(torch.Tensor):
         """Raise: this and similar methods read memory without the dispatch."""
         raise Error("a gradient of which this rank keeps a slice has no elements to visit: see sw.full_gradients")
 
+    def numpy(self, **options: Any) -> Any:
+        """Return the whole gradient as torch's numpy() does. Collective."""
+        return self.as_on_this_rank().numpy(**options)
+
+    def tolist(self) -> Any:
+        """Return the whole gradient as torch's tolist() does. Collective."""
+        return self.as_on_this_rank().tolist()
+
     def map_(self, tensor: Any, callable: Any) -> Any:
         return self.apply_(callable)
 
@@ -382,12 +391,36 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
         found_inf.fill_(1.0)
 
 
-def _compared(function: Any) -> Callable[..., bool]:
-    def compare(*tensors: Any, **tolerance: Any) -> bool:
-        whole = [each.as_on_this_rank() if isinstance(each, ShardedGradient) else each for each in tensors]
-        return bool(function(*whole, **tolerance))
+def _read(function: Any) -> Callable[..., Any]:
+    """Handle an operation that writes to nothing and whose result shares no memory with a gradient. Collective."""
 
-    return compare
+    def read(*arguments: Any, **options: Any) -> Any:
+        whole: dict[int, torch.Tensor] = {}  # an operand may be there twice
+        for each in arguments:
+            if isinstance(each, ShardedGradient) and id(each) not in whole:
+                whole[id(each)] = each.as_on_this_rank()
+        return function(*(whole.get(id(each), each) for each in arguments), **options)
+
+    return read
+
+
+#: answered by _read(). Arithmetic with other tensors is not among them: `p.grad = p.grad + penalty` would be no average
+_READS = (
+    "abs,clone,isnan,isposinf,isneginf,sign,sqrt,log,log10,log2,histc,median,nanmedian,sort,topk,amax,amin,aminmax,argmax,argmin",
+    "sum,sum.dim_IntList,nansum,mean,mean.dim,std.correction,var.correction,var_mean.correction,max,max.dim,min,min.dim",
+    "pow.Tensor_Scalar,any,any.dim,all,all.dim,count_nonzero,count_nonzero.dim_IntList,_local_scalar_dense,_to_copy,allclose,equal",
+    "eq.Tensor,ne.Tensor,eq.Scalar,ne.Scalar,lt.Scalar,le.Scalar,gt.Scalar,ge.Scalar,histogram.bin_ct",
+)
+
+
+def _reads() -> dict[Any, Callable[..., Any]]:
+    found = {}
+    for name in ",".join(_READS).split(","):
+        packet, _, overload = name.partition(".")
+        function = getattr(getattr(aten, packet, None), overload or "default", None)
+        if function is not None:  # else this torch has none
+            found[function] = _read(function)
+    return found
 
 
 def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
@@ -409,8 +442,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.clamp_max_.default: _clamp_max,
     aten._foreach_clamp_min_.Scalar: _each("clamp_min_"),
     aten._foreach_clamp_max_.Scalar: _each("clamp_max_"),
-    aten.allclose.default: _compared(aten.allclose.default),
-    aten.equal.default: _compared(aten.equal.default),
+    **_reads(),
     aten.zero_.default: _zero,
     aten.fill_.Scalar: _fill,
     aten.linalg_vector_norm.default: _norm,
