@@ -196,7 +196,7 @@ SW_MUST_USE sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *er
 /* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. The
  * ranges go first: their memory and the manifest's are not held at once. */
 SW_MUST_USE sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err);
-/* A carrier, once all have done so of whom it merges tallies: merge them into its host's file. */
+/* A carrier, once all have done so whose tallies it merges: merge them into its host's file. */
 SW_MUST_USE sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err);
 /* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
 SW_MUST_USE sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err);
