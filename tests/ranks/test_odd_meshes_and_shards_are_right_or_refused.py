@@ -246,7 +246,7 @@ def test_experts_in_the_stages_of_a_pipeline(rank, world_size):
             held.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), ep, [Shard(0)])))
         options = {"zero": 3, "share_parameters": False} if stage == "private" else {"zero": stage}
         groups = {"*.moe.experts": mesh["dp_mod_ep"]}
-        module, optimizer = sw.wrap(module, adam(module, stage != 0), device_mesh=ep, groups=groups, **options)
+        module, optimizer = sw.wrap(module, adam(module, not LONG), device_mesh=ep, groups=groups, **options)
         part = sw.PipelineStage(module, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
         schedule = Schedule1F1B(part, n_microbatches=4, loss_fn=loss_of)
         for step in range(STEPS):
