@@ -1,6 +1,8 @@
 """Law: stages of a pipeline, wrapped at any stage of ZeRO, train as the whole model does in one process, under every schedule, with
 one round a step; the norm of all stages is one number on all ranks; tensor parallelism composes with it."""
 
+import contextlib
+import io
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -166,6 +168,12 @@ def test_one_checkpoint_holds_all_stages_and_loads_over_any_number_of_them(rank,
     kept = bytes_of(folder / "two")
     assert {"model.safetensors", "optimizer.json"} <= kept.keys()
 
+    if rank == 0:
+        from shardwright.cli import main as command
+
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert command(["ckpt", "inspect", "--tensors", str(folder / "two")]) == 0
+        assert all(name in shown.getvalue() for name in nn.Sequential(*map(block, range(4))).state_dict())
     model, optimizer = whole(4, 1)  # pp 2 -> 1
     assert sw.load(folder / "two", model, optimizer) == {"epoch": 3}
     found = sw.full_state_dict(model)
