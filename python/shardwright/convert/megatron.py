@@ -24,7 +24,7 @@ _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 #: not behind it: the number of a layer
 _STACK = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
-_KEYS = {"fp32_param": MASTER, "master_param": MASTER}
+_KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
 def is_megatron(path: str) -> bool:

@@ -81,7 +81,7 @@ profiler_enabled: Callable[[], bool] = functools.partial(
 
 def _fast_range() -> Any:
     """Return torch's class of ranges that have values, or None."""
-    made = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
+    made: Any = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
     try:
         made("shardwright", (), {"label": ""})
     except TypeError:
