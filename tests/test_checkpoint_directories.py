@@ -21,7 +21,8 @@ import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
-from shardwright.checkpoint import StorageReader, StorageWriter, directory, retention
+from shardwright.checkpoint import StorageReader, StorageWriter
+from shardwright.checkpoint.folder import directory, retention
 from shardwright.cli import main
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException

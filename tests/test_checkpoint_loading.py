@@ -18,7 +18,8 @@ import shardwright as sw
 import torch
 import torch.distributed.checkpoint
 from shardwright._engine import CheckpointFolder
-from shardwright.checkpoint import StorageWriter, dcp, reading
+from shardwright.checkpoint import StorageWriter, dcp
+from shardwright.checkpoint.restore import reading
 
 BLOCK = 1 << 20
 GUARD = 64

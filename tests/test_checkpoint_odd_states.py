@@ -16,7 +16,8 @@ import numpy
 import pytest
 import shardwright as sw
 import torch
-from shardwright.checkpoint import files, retention, writing
+from shardwright.checkpoint import files, writing
+from shardwright.checkpoint.folder import retention
 from torch import nn
 
 

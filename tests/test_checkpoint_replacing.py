@@ -14,7 +14,8 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
-from shardwright.checkpoint import StorageReader, retention
+from shardwright.checkpoint import StorageReader
+from shardwright.checkpoint.folder import retention
 from shardwright.cli import main
 from test_checkpoint_takes_the_place_of_checkpoints_alone import model_of
 

@@ -15,7 +15,7 @@ import pytest
 import shardwright as sw
 import torch
 from shardwright._engine import CheckpointFolder
-from shardwright.checkpoint.retention import Kept, to_retire
+from shardwright.checkpoint.folder.retention import Kept, to_retire
 from shardwright.cli import main
 from torch import nn
 
@@ -394,7 +394,7 @@ class CountingFolder:
 def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwright.checkpoint import reading
+    from shardwright.checkpoint.restore import reading
     from shardwright.checkpoint.writing import Training
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:

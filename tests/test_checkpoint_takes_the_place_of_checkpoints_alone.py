@@ -14,8 +14,9 @@ import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointFolder, CheckpointPlan
-from shardwright.checkpoint import StorageReader, StorageWriter, partial
-from shardwright.checkpoint.retention import DAMAGED, SOUND, UNKNOWN, Kept, to_retire
+from shardwright.checkpoint import StorageReader, StorageWriter
+from shardwright.checkpoint.folder import partial
+from shardwright.checkpoint.folder.retention import DAMAGED, SOUND, UNKNOWN, Kept, to_retire
 from shardwright.cli import main
 from test_checkpoint_command_line import rewritten
 from torch import nn

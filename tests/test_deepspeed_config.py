@@ -12,8 +12,8 @@ import pytest
 import shardwright as sw
 import torch
 from shardwright.cli import main
-from shardwright.integrations import deepspeed_keys
-from shardwright.integrations.deepspeed_config import fill_auto, load_config, plan
+from shardwright.integrations.deepspeed import keys as deepspeed_keys
+from shardwright.integrations.deepspeed.config import fill_auto, load_config, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = Path(__file__).parent / "deepspeed_configs"

@@ -215,7 +215,7 @@ ADDRESSES = {
             "comm/process_group",
             "layout/param_table",
         ),
-        *("checkpoint/state/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/filling"),
+        *("checkpoint/state/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/restore/filling"),
         *("checkpoint/state/names", "checkpoint/memory/repeated", "checkpoint/samples", "checkpoint/slices"),
         "parallel/agreement/replica_check",
     ],

@@ -105,7 +105,7 @@ def test_any_damage_to_any_file_sends_all_ranks_to_the_older_checkpoint(rank, wo
 
 @on_every_rank(at_least=3)
 def test_one_ranks_bad_block_rejects_the_folder_for_all(rank, world_size):
-    from shardwright.checkpoint import reading
+    from shardwright.checkpoint.restore import reading
 
     folder = shared_folder(rank)
     model, optimizer = build(Small)
@@ -300,7 +300,7 @@ def checksum(data):
 
 @on_every_rank()
 def test_another_process_that_writes_to_the_directory_is_named(rank, world_size):
-    from shardwright.checkpoint.retention import DirectoryLock
+    from shardwright.checkpoint.folder.retention import DirectoryLock
 
     folder = shared_folder(rank)
     model, _ = build(Small)

@@ -17,8 +17,8 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_damage_is_seen_by_all import agreed, checksum
 
 if PEER != "torch":
-    from shardwright.checkpoint import agreeing, reading
     from shardwright.checkpoint.peers import os_error
+    from shardwright.checkpoint.restore import agreeing, reading
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 
@@ -183,7 +183,7 @@ def test_generators_of_more_gpus_than_there_are_here(rank, world_size):
 
 @on_every_rank()
 def test_a_file_system_without_locks_is_not_called_another_writer(rank, world_size):
-    from shardwright.checkpoint import retention
+    from shardwright.checkpoint.folder import retention
     from shardwright.checkpoint.peers import os_error
 
     def refuse(_, path):

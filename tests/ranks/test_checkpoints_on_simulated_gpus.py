@@ -17,7 +17,7 @@ import torch
 from harness import gather, in_turn
 from models import Mlp
 from peer import PEER
-from shardwright.checkpoint.filling import Filler
+from shardwright.checkpoint.restore.filling import Filler
 from shardwright.checkpoint.slices import Sliced
 from shardwright.checkpoint.state.content import Content
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw

@@ -20,18 +20,18 @@ from ..chaos import agent_of
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
 from ..options.name_map import NameMap, Rename
+from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.fully_shard import wrapper_of
-from ..parallel.save_check import SaveCheck
-from .agreeing import agree_on, apply_together
 from .calls import OneCall
-from .directory import Directory
 from .files import MAX_FILE_BYTES, absolute_path, check_options, integer, usable_timeout
+from .folder.directory import Directory
+from .folder.retention import BOARD, STEP_LIMIT, Kept
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
-from .reading import Reader
 from .remote.store import address_of, local_folder
-from .retention import BOARD, STEP_LIMIT, Kept
+from .restore.agreeing import agree_on, apply_together
+from .restore.reading import Reader
 from .state.optimizer_extras import stepping_optimizer
 from .writing import Training, Writer
 

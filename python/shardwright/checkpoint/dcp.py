@@ -48,9 +48,9 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..torch_compat.state_dicts import load_everything
 from . import tree
 from .files import MAX_FILE_BYTES, absolute_path, check_step, why_not_there
-from .partial import of_saves
+from .folder.partial import of_saves
+from .folder.retention import discard, find
 from .peers import os_error
-from .retention import discard, find
 from .slices import Sliced, box_ranges
 from .state.content import IN_PARTS, Group
 from .state.names import check_savable, plain

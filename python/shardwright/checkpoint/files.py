@@ -14,12 +14,12 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..options.name_map import NameMap, Rename
-from .agreeing import agree_on, apply_together
-from .partial import of_saves
+from .folder.partial import of_saves
+from .folder.retention import REPLACED, discard
 from .peers import Peers, os_error
 from .pipeline import Stage, is_pipeline, load_stages, make_writer, peers_of, stages_of
 from .remote.store import Store, address_of, local_folder, on_first
-from .retention import REPLACED, discard
+from .restore.agreeing import agree_on, apply_together
 from .writing import Training, Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000

@@ -21,9 +21,9 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..options.name_map import NameMap
 from ..parallel.fully_shard import wrapper_of
 from . import tree
-from .agreeing import agree_on, apply_together
 from .peers import Peers, averages_gradients, whole_parameters
-from .reading import Reader
+from .restore.agreeing import agree_on, apply_together
+from .restore.reading import Reader
 from .slices import Sliced, released_slices, sliced_state
 from .state.content import Content, Group
 from .state.names import ModelTensors, model_tensors

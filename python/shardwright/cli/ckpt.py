@@ -70,7 +70,7 @@ def _count(text: str) -> int:
 
 
 def _checkpoints(directory: str) -> list[str]:
-    from ..checkpoint.retention import list_checkpoints
+    from ..checkpoint.folder.retention import list_checkpoints
 
     if not os.path.isdir(directory):
         raise Nothing(f"'{directory}' is no directory")
@@ -93,7 +93,7 @@ def _summary(path: str) -> dict[str, Any]:
 
 def run_ls(options: argparse.Namespace) -> int:
     """List the checkpoints of a directory."""
-    from ..checkpoint.retention import all_left_overs, find, replaced_ones
+    from ..checkpoint.folder.retention import all_left_overs, find, replaced_ones
 
     found = [_summary(path) for path in _checkpoints(options.directory)]
     if not found and find(options.directory) is not None:
@@ -148,7 +148,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from .._engine import CheckpointError
-    from ..checkpoint.filling import Filler
+    from ..checkpoint.restore.filling import Filler
 
     try:
         folder = open_checkpoint(path)
@@ -169,7 +169,7 @@ def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Read and check every block."""
-    from ..checkpoint.retention import find
+    from ..checkpoint.folder.retention import find
 
     paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
     if not paths:
@@ -268,7 +268,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 def run_prune(options: argparse.Namespace) -> int:
     """Remove the checkpoints that no rule keeps."""
-    from ..checkpoint.retention import DirectoryLock
+    from ..checkpoint.folder.retention import DirectoryLock
 
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
         raise Nothing("name what to keep: --keep-last, --keep-every or --keep-best")
@@ -296,7 +296,7 @@ def run_prune(options: argparse.Namespace) -> int:
 def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Return checkpoints to remove, left-overs to remove, and damaged or foreign folders that stay, with the reason."""
     from .._engine import CheckpointError, CheckpointFolder
-    from ..checkpoint.retention import (
+    from ..checkpoint.folder.retention import (
         ABANDONED,
         DAMAGED,
         SOUND,
@@ -331,7 +331,7 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
 
 
 def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]) -> None:
-    from ..checkpoint.retention import REPLACED, remove, sync
+    from ..checkpoint.folder.retention import REPLACED, remove, sync
 
     progress = Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
     if any(path.endswith(REPLACED) for path in left):

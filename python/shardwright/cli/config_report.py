@@ -7,9 +7,9 @@ import json
 import types
 from typing import Any
 
-from ..integrations.deepspeed_config import Plan, fill_auto, load_config, plan
-from ..integrations.deepspeed_keys import document
-from ..integrations.deepspeed_schedules import SCHEDULES, LossScale
+from ..integrations.deepspeed.config import Plan, fill_auto, load_config, plan
+from ..integrations.deepspeed.keys import document
+from ..integrations.deepspeed.schedules import SCHEDULES, LossScale
 from ..options.precision import Precision
 
 #: the defaults of transformers' TrainingArguments, for each "auto"

@@ -81,7 +81,7 @@ def size_text(count: int) -> str:
 
 def open_checkpoint(path: str) -> Any:
     from .._engine import CheckpointFolder
-    from ..checkpoint.retention import find
+    from ..checkpoint.folder.retention import find
 
     if find(path) is None:
         raise Nothing(f"'{path}' is no checkpoint: it has no MANIFEST.json")

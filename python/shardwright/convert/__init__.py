@@ -44,7 +44,7 @@ def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Conte
 
 
 def _read(path: str, kind: str | None, tag: str | None) -> Contents:
-    from ..checkpoint.retention import find  # imports torch
+    from ..checkpoint.folder.retention import find  # imports torch
     from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, megatron, model_files
 
     if not os.path.lexists(path):

@@ -379,7 +379,7 @@ def unscale_on_this_rank(grads: Any, found_inf: torch.Tensor, inverse_scale: tor
 
 
 def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Answer torch's GradScaler. Modules with DTensors: parallel/loss_scaling.py."""
+    """Answer torch's GradScaler. Modules with DTensors: parallel/composition/loss_scaling.py."""
 
     def overflowed() -> bool:
         unscale_on_this_rank(grads, found_inf, inverse_scale)

@@ -8,7 +8,7 @@ the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ def _takes_many() -> bool:
 
 
 _TAKES_MANY = _takes_many()
+
+_Tensors = TypeVar("_Tensors", list[Tensor], "list[Tensor] | None")
 
 
 class _Fused(torch.optim.Optimizer):
@@ -128,8 +130,8 @@ class _Fused(torch.optim.Optimizer):
     def _note_dtensors(self) -> None:
         self._has_dtensors = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
 
-    def _plain(self, tensors: list[Tensor] | None, like: list[Tensor]) -> list[Tensor] | None:
-        """Return the tensors for the engine: of DTensors the local ones, placed like the parameters `like`."""
+    def _plain(self, tensors: _Tensors, like: list[Tensor]) -> _Tensors:
+        """Return tensors for the engine: the local tensors of DTensors, placed like the parameters `like`."""
         if tensors is None or not self._has_dtensors:
             return tensors
         return [waited(held_tensor(placed_as(each, p))) if is_dtensor(each) else each for each, p in zip(tensors, like)]

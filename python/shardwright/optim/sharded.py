@@ -39,9 +39,9 @@ from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
-from .sliced_state import MARK, SlicedState
-from .travelling_state import beside, copied, description_of, from_memory_order, small_tensor
-from .whole_state import StateNames, with_state
+from .state.sliced_state import MARK, SlicedState
+from .state.travelling_state import beside, copied, description_of, from_memory_order, small_tensor
+from .state.whole_state import StateNames, with_state
 
 if TYPE_CHECKING:
     from .device_clip import DeviceClip

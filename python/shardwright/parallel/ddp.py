@@ -36,7 +36,9 @@ from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
-from . import loss_scaling
+from .composition import loss_scaling
+from .composition.nested import find_inner, give_back, take
+from .composition.parts import Part, by_name, find_parts
 from .ddp_compat import (
     ReducerFacade,
     apply_mixed_precision,
@@ -48,8 +50,6 @@ from .ddp_compat import (
 )
 from .ddp_logging import DDPLogger
 from .join import ShadowHook
-from .nested import find_inner, give_back, take
-from .parts import Part, by_name, find_parts
 from .replica import Replica, live_replicas
 
 _RANK_LOCAL = (

@@ -72,7 +72,7 @@ class Replica:
     Notes
     -----
     With groups= a wrapper has several replicas, each for some of the parameters. Rounds of one end after those of the
-    replica `before` it, and each gradient from autograd is multiplied by `gradient_factor` (parallel/parts.py).
+    replica `before` it, and each gradient from autograd is multiplied by `gradient_factor` (parallel/composition/parts.py).
     """
 
     def __init__(

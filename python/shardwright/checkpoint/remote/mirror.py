@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
-from ..retention import SOUND, Kept, discard, list_checkpoints, to_retire
+from ..folder.retention import SOUND, Kept, discard, list_checkpoints, to_retire
 from .store import MANIFEST, Store
 
 logger = logging.getLogger("shardwright")

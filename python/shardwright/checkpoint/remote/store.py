@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ..folder.retention import Kept, discard
 from ..peers import Peers
-from ..retention import Kept, discard
 
 MANIFEST = "MANIFEST.json"
 #: an address with a scheme; one slash is enough, since pathlib.Path drops the second

@@ -6,13 +6,13 @@ import errno
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from ..options.name_map import NameMap
-from .memory.restoring import Source
-from .peers import Peers
+from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
+from ...options.name_map import NameMap
+from ..memory.restoring import Source
+from ..peers import Peers
+from ..rows import TENSORS
+from ..writing import Training
 from .reading import Mismatch, Reader
-from .rows import TENSORS
-from .writing import Training
 
 SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
 #: files of a folder that rank 0 reads for all ranks

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .master_weights import LOW, Masters, has_own_masters
+from ..master_weights import LOW, Masters, has_own_masters
 
 
 class StateNames:

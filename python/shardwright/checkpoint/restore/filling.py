@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._engine import CheckpointFolder
-from ..layout.memory import has_memory
-from .slices import Boxes, Sliced, is_dtensor, slice_of_dtensor
-from .state.names import plain
-from .state.stored import Stored
+from ..._engine import CheckpointFolder
+from ...layout.memory import has_memory
+from ..slices import Boxes, Sliced, is_dtensor, slice_of_dtensor
+from ..state.names import plain
+from ..state.stored import Stored
 
 _BLOCK_BYTES = 1 << 20
 Span = tuple[str, int, int]

@@ -10,22 +10,30 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder
-from ..compress.state import reshard_state
-from ..layout.local_parameters import local_of, part_of
-from ..layout.memory import has_memory
-from ..layout.shard_runs import memory_order
-from ..optim.master_weights import kept_by
-from ..optim.sharded import ShardedOptimizer
-from ..options.name_map import NameMap
-from ..parallel.agreement.optimizer_agreement import unlike_saved
-from . import tree
-from .filling import Filler, Span
-from .peers import whole_parameters
-from .rows import TENSORS, has_rows, read_line, rows_of
-from .slices import Sliced, engines_of, is_dtensor, is_row_major, loads_slices, own_parameters, own_slices, placed_parts
-from .state.composed import together
-from .state.content import (
+from ..._engine import CheckpointError, CheckpointFolder
+from ...compress.state import reshard_state
+from ...layout.local_parameters import local_of, part_of
+from ...layout.memory import has_memory
+from ...layout.shard_runs import memory_order
+from ...optim.master_weights import kept_by
+from ...optim.sharded import ShardedOptimizer
+from ...options.name_map import NameMap
+from ...parallel.agreement.optimizer_agreement import unlike_saved
+from .. import tree
+from ..peers import whole_parameters
+from ..rows import TENSORS, has_rows, read_line, rows_of
+from ..slices import (
+    Sliced,
+    engines_of,
+    is_dtensor,
+    is_row_major,
+    loads_slices,
+    own_parameters,
+    own_slices,
+    placed_parts,
+)
+from ..state.composed import together
+from ..state.content import (
     holds_shards,
     load_stateful,
     parameter_names,
@@ -34,10 +42,11 @@ from .state.content import (
     try_random_state,
     unlike_stateful,
 )
-from .state.names import dtype_name, model_tensors, stored_shape
-from .state.optimizer_extras import further_state, give_back, users_optimizer
-from .state.stored import Stored, stored_tensors
-from .writing import Training
+from ..state.names import dtype_name, model_tensors, stored_shape
+from ..state.optimizer_extras import further_state, give_back, users_optimizer
+from ..state.stored import Stored, stored_tensors
+from ..writing import Training
+from .filling import Filler, Span
 
 _logger = logging.getLogger("shardwright")
 _NAMES_SHOWN = 5

@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from .._engine import Error
-from ..checkpoint import load, save
-from ..comm.agreement import gather_answers
-from ..comm.process_group import host_group, resolve_group
-from ..layout.local_parameters import end_local_parameters
-from ..layout.memory import address_of
-from ..optim.clip_grad import clip_grad_norm_
-from ..wrapping import full_state_dict, wrap
-from . import deepspeed_zero as zero
-from .deepspeed_config import Plan, fill_auto, load_config, optimizer_class, plan
-from .deepspeed_schedules import SCHEDULES, LossScale, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from ..._engine import Error
+from ...checkpoint import load, save
+from ...comm.agreement import gather_answers
+from ...comm.process_group import host_group, resolve_group
+from ...layout.local_parameters import end_local_parameters
+from ...layout.memory import address_of
+from ...optim.clip_grad import clip_grad_norm_
+from ...wrapping import full_state_dict, wrap
+from . import zero
+from .config import Plan, fill_auto, load_config, optimizer_class, plan
+from .schedules import SCHEDULES, LossScale, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "DeepSpeedEngine",

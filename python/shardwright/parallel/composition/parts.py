@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from .._engine import Error
-from ..comm.process_group import HostGroup, group_ranks, host_group, resolve_group
-from ..layout.model_mesh import first_mesh, mesh_text
-from ..layout.param_table import verify
-from ..options.options import Options, text_of_group
-from ..torch_compat.dtensor import is_dtensor
+from ..._engine import Error
+from ...comm.process_group import HostGroup, group_ranks, host_group, resolve_group
+from ...layout.model_mesh import first_mesh, mesh_text
+from ...layout.param_table import verify
+from ...options.options import Options, text_of_group
+from ...torch_compat.dtensor import is_dtensor
 
 __all__ = ["Part", "by_name", "find_parts"]
 

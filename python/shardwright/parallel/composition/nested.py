@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from .._engine import Error
+from ..._engine import Error
 
 
 def _check_takeable(wrapper: Any, *, is_whole: bool) -> None:

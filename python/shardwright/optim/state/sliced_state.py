@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any, NoReturn
 
-from .._engine import Error
+from ..._engine import Error
 
 #: the state dict's key for a rank's slices
 MARK = "shardwright_slices"

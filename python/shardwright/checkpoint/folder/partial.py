@@ -10,7 +10,7 @@ import os
 import re
 import time
 
-from .._engine import CheckpointFolder
+from ..._engine import CheckpointFolder
 
 LOCK = "LOCK"
 #: lock a file for one file descriptor; return False if another open file holds the lock

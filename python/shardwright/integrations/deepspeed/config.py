@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from .. import optim
-from ..options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
-from ..options.options import Options
-from ..options.precision import Precision
-from .deepspeed_keys import KEYS, is_harmless, key_of, nearest
-from .deepspeed_schedules import SCHEDULES
+from ... import optim
+from ...options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
+from ...options.options import Options
+from ...options.precision import Precision
+from .keys import KEYS, is_harmless, key_of, nearest
+from .schedules import SCHEDULES
 
 __all__ = ["Plan", "Reading", "fill_auto", "load_config", "plan"]
 

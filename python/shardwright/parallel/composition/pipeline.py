@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 
-from .._engine import Error
-from .fully_shard import wrapper_of
+from ..._engine import Error
+from ..fully_shard import wrapper_of
 
 __all__ = ["PipelineStage"]
 

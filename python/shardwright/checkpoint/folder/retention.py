@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from .._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
+from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from .partial import is_left, lock_file, of_saves
 
 logger = logging.getLogger("shardwright")

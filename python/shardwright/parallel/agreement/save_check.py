@@ -6,9 +6,9 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .._engine import Error
-from .agreement.replica_check import ReplicaCheck
-from .fully_shard import wrapper_of
+from ..._engine import Error
+from ..fully_shard import wrapper_of
+from .replica_check import ReplicaCheck
 
 __all__ = ["SaveCheck"]
 

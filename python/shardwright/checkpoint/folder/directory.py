@@ -11,11 +11,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .._engine import CheckpointError, CheckpointFolder
-from .files import in_words
-from .peers import Peers, os_error
-from .remote.mirror import Mirror
-from .remote.store import Store, is_of_content, on_first
+from ..._engine import CheckpointError, CheckpointFolder
+from ..files import in_words
+from ..peers import Peers, os_error
+from ..remote.mirror import Mirror
+from ..remote.store import Store, is_of_content, on_first
+from ..writing import new_nonce
 from .retention import (
     DAMAGED,
     REPLACED,
@@ -30,7 +31,6 @@ from .retention import (
     replaced_ones,
     to_retire,
 )
-from .writing import new_nonce
 
 logger = logging.getLogger("shardwright")
 _ROUND_S = 0.5

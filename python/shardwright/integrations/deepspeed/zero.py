@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..parallel.replica import live_replicas
-from ..wrapping import full_parameters
+from ...parallel.replica import live_replicas
+from ...wrapping import full_parameters
 
 __all__ = ["GatheredParameters", "Init"]
 
