@@ -375,7 +375,7 @@ def test_names_that_would_meet_and_keys_of_any_kind_come_back_as_they_were(tmp_p
 class CountingFolder:
     """A CheckpointFolder that notes which blocks are read."""
 
-    def __init__(self, folder: sw.checkpoint.reading.CheckpointFolder) -> None:
+    def __init__(self, folder: sw.checkpoint.restore.reading.CheckpointFolder) -> None:
         self._folder, self.blocks, self.files, self.block_count = folder, [], folder.files, folder.block_count
         self._first, count = {}, 0
         for path, nbytes in folder.files.items():

@@ -115,7 +115,7 @@ _HOMES = {
     "local_norms": "optim.clip_grad",
     "materialize": "parameters.materialize",
     "Options": "options.options",
-    "PipelineStage": "parallel.pipeline",
+    "PipelineStage": "parallel.composition.pipeline",
     "PowerSGD": "options.compressors",
     "Precision": "options.precision",
     "save": "checkpoint",

@@ -127,7 +127,7 @@ static void the_first_host_of_a_group_merges_its_tallies(void)
     size_t left;
     int step = 0;
     sw_error err = {0};
-    _Static_assert(HOSTS <= CASE_HOSTS_MAX, "room for the ranks");
+    _Static_assert((int)HOSTS <= (int)CASE_HOSTS_MAX, "room for the ranks");
     for (int h = 0; h < HOSTS; ++h)
         hosts[h] = h;
     case_clear(directory);

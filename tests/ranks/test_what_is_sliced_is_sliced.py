@@ -110,14 +110,11 @@ def test_a_sliced_gradient_answers_norms_and_refuses_the_rest(rank, world_size, 
     first = next(iter(model.parameters())).grad
     for misuse in (
         lambda: first + 1,
-        lambda: first.sum(),
-        lambda: first.clone(),
         lambda: first.view(-1),
         lambda: first[0],
         lambda: first.mul_(torch.ones(first.shape)),
         lambda: first.fill_(1),
         lambda: copy.deepcopy(first),
-        lambda: first.tolist(),
         lambda: first.add_(1),
         lambda: first.apply_(lambda x: x),  # torch's own reads memory that is not there
         lambda: first.map_(first, lambda x, y: x),
@@ -127,7 +124,7 @@ def test_a_sliced_gradient_answers_norms_and_refuses_the_rest(rank, world_size, 
         with pytest.raises((engine.Error, RuntimeError, NotImplementedError)):
             misuse()
     with pytest.raises(engine.Error, match="full_gradients"):
-        first.abs()
+        first.exp()
     assert "elements on this rank" in repr(first)
     before = sw.full_gradients(model)
     first.mul_(2)
