@@ -54,6 +54,7 @@ def test_state_of_every_kind_comes_back(tmp_path: Path) -> None:
 def test_what_changes_between_saves_is_saved(tmp_path: Path) -> None:
     """A save of the tensors of the last one lists nothing anew. Each change of them, and of an option's kind, is noticed."""
     model = nn.Sequential(collections.OrderedDict(first=nn.Linear(3, 2), norm=nn.BatchNorm1d(2)))
+    model.register_buffer("table", torch.arange(9.0).reshape(3, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     weight, group = model.first.weight, optimizer.param_groups[0]
 
@@ -66,9 +67,18 @@ def test_what_changes_between_saves_is_saved(tmp_path: Path) -> None:
     def rename() -> None:
         model._modules = {"other" if name == "first" else name: child for name, child in model._modules.items()}
 
+    def turn() -> None:  # the same address, read in another order
+        model.table.data = model.table.data.t()
+
+    def shorten() -> None:  # the same address, fewer elements
+        model.table.data = model.table.data[:1]
+
+    def convert() -> None:  # the same address and size, other values
+        model.table.data = model.table.data.view(torch.int32)
+
     changes: list[tuple[Callable[[], object], int]] = [
-        (lambda: None, 0), (lambda: group.update(lr=0.5), 0), (lambda: model.norm.running_mean.add_(1), 0), (move, 1), (replace, 1),
-        (lambda: model.register_buffer("count", torch.ones(3)), 1), (rename, 1), (lambda: group.update(lr=torch.tensor(0.25)), 1),
+        (lambda: None, 0), (shorten, 1), (convert, 1), (lambda: group.update(lr=0.5), 0), (lambda: model.norm.running_mean.add_(1), 0), (move, 1), (replace, 1),
+        (lambda: model.register_buffer("count", torch.ones(3)), 1), (rename, 1), (turn, 1), (lambda: group.update(lr=torch.tensor(0.25)), 1),
     ]  # fmt: skip
     with (
         mock.patch.object(writing, "model_tensors", wraps=writing.model_tensors) as listed,
