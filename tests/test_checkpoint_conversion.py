@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from shardwright import convert
 from shardwright.cli import main
+from shardwright.convert.megatron import is_megatron
 from shardwright.options.name_map import NameMap
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -330,6 +331,20 @@ def test_what_megatrons_files_do_not_say_is_named(tmp_path: Path, capsys: pytest
     assert list(contents.model) == ["block.layers.a.weight", "block.layers.b.bias", "other.layers.0.weight"]  # no stack
     assert contents.groups == [{"lr": 0.5, "params": ["other.layers.0.weight"]}] and contents.step == 4
     assert torch.equal(contents.state["other.layers.0.weight"]["master"].read(), weight + 1)
+
+
+def test_what_is_no_small_file_says_nothing_about_megatron(tmp_path: Path) -> None:
+    form = tmp_path / "metadata.json"
+    (tmp_path / ".metadata").touch()
+    text = '{"sharded_backend": "torch_dist"}'
+    for length, expected in ((len(text), True), (1 << 16, True), ((1 << 16) + 1, False)):
+        form.write_text(text.rjust(length))
+        assert is_megatron(str(tmp_path)) is expected
+    form.write_text("[" * 60_000)  # deeper than the interpreter follows
+    assert not is_megatron(str(tmp_path))
+    form.unlink()
+    os.mkfifo(form)
+    assert not is_megatron(str(tmp_path))
 
 
 def test_incomplete_checkpoints_of_deepspeed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

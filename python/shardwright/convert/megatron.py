@@ -24,15 +24,20 @@ _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 #: not behind it: the number of a layer
 _STACK = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
+#: more than any metadata.json of this form has
+_FORM_BYTES = 1 << 16
 _KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
 def is_megatron(path: str) -> bool:
     """Return True for a folder of this form."""
+    place = os.path.join(path, "metadata.json")
+    if not os.path.isfile(place):  # one that cannot end, such as a pipe
+        return False
     try:
-        with open(os.path.join(path, "metadata.json"), encoding="utf-8") as file:
-            form = json.load(file)
-    except (OSError, ValueError):
+        with open(place, "rb") as file:
+            form = json.loads(file.read(_FORM_BYTES))
+    except (OSError, ValueError, RecursionError):
         return False
     return (
         isinstance(form, dict)
