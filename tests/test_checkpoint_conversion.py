@@ -317,7 +317,7 @@ def test_what_megatrons_files_do_not_say_is_named(tmp_path: Path, capsys: pytest
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"block.layers.a.weight": weight, "block.layers.b.bias": weight[0], "other.layers.0.weight": weight}
     state["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param"] = weight
-    state["chained_0.optimizer.state.fp32_param.other.layers.0.weight"] = weight + 1
+    state["optimizer.state.fp32_param.other.layers.0.weight"] = weight + 1
     dcp.save(state, checkpoint_id=source, no_dist=True)
     (source / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     groups = [{"lr": 0.5, "weight_decay": 0.1}, {"lr": 0.5, "weight_decay": 0.0}]
@@ -331,6 +331,51 @@ def test_what_megatrons_files_do_not_say_is_named(tmp_path: Path, capsys: pytest
     assert list(contents.model) == ["block.layers.a.weight", "block.layers.b.bias", "other.layers.0.weight"]  # no stack
     assert contents.groups == [{"lr": 0.5, "params": ["other.layers.0.weight"]}] and contents.step == 4
     assert torch.equal(contents.state["other.layers.0.weight"]["master"].read(), weight + 1)
+
+
+def of_megatron(place: Path, state: dict[str, Any], optimizer: Any = None, **common: Any) -> Path:
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"optimizer": optimizer, **common}, place / "common.pt")
+    return place
+
+
+def test_options_and_step_of_megatrons_chained_optimizers_are_read(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"dense": weight, "expert": weight + 1}
+    state |= {f"chained_{n}.optimizer.state.exp_avg.{name}": weight + 2 for n, name in enumerate(["dense", "expert"])}
+
+    def member(lr: float, step: object) -> dict[str, Any]:
+        group = {"lr": lr, "eps": 1e-8, "params": [0]}
+        return {"optimizer": {"param_groups": [group], "state": {"common_step": step}}, "grad_scaler": {}}
+
+    one, other = member(0.5, torch.tensor(7.0)), member(0.25, torch.tensor(7.0))
+    for number, body in enumerate([{0: one, 1: other}, {"0": one, "1": other["optimizer"]}]):
+        found = convert.read(str(of_megatron(tmp_path / str(number), state, body)))
+        assert found.groups == [{"eps": 1e-8, "params": ["dense", "expert"]}]
+        assert all(each["step"].read() == 7 and len(each) == 2 for each in found.state.values())
+        assert len(found.left_out) == 1 and "which of the optimizer's 2 groups" in found.left_out[0]
+    # the step within the groups, as the distributed optimizer has it
+    body = {n: {"optimizer": {"param_groups": [{"lr": 0.5, "step": 7}]}} for n in range(2)}
+    found = convert.read(str(of_megatron(tmp_path / "groups", state, body)))
+    assert [each["step"] for each in found.state.values()] == [7, 7] and found.groups[0]["lr"] == 0.5
+    # what is not there, or not equal, is named
+    for name, body, words in [
+        (
+            "steps",
+            {0: one, 1: member(0.5, torch.tensor(8.0))},
+            ["step, of which common.pt has unequal values", "2 groups"],
+        ),
+        ("none", {}, ["step, of which common.pt has none", "options, which common.pt does not have"]),
+        (
+            "odd",
+            {0: {"param_groups": 5, "state": [2]}, 1: None},
+            ["step, of which common.pt has none", "options, which"],
+        ),
+    ]:
+        found = convert.read(str(of_megatron(tmp_path / name, state, body)))
+        assert len(found.left_out) == 2 and all(w in each for w, each in zip(words, found.left_out, strict=True))
+        assert all(each.keys() == {"exp_avg"} for each in found.state.values())
 
 
 def test_what_is_no_small_file_says_nothing_about_megatron(tmp_path: Path) -> None:

@@ -116,24 +116,46 @@ def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str,
     return [(f"{found[1]}.{number}.{found[2]}", layer(number)) for number in range(stacks[found[1]])]
 
 
+def _optimizers(body: Any) -> list[dict[Any, Any]]:
+    """Return the bodies of the optimizers in common.pt: several are under their numbers."""
+    body = body if isinstance(body, dict) else {}
+    members = list(body.values()) if all(str(key).isdigit() for key in body) else [body]
+    inner = [each.get("optimizer", each) for each in members if isinstance(each, dict)]  # of an optimizer with masters
+    return [each for each in inner if isinstance(each, dict)]
+
+
 def _take_optimizer(contents: Contents, body: Any) -> None:
     """Read the options of common.pt. They say nothing about which parameters a group has."""
     if not contents.state:
         return
-    body = body if isinstance(body, dict) else {}
-    body = body.get("optimizer", body)  # of an optimizer with masters
-    groups = [each for each in body.get("param_groups", ()) if isinstance(each, dict)]
-    shared = {k: v for k, v in groups[0].items() if all(g.get(k) == v for g in groups[1:])} if groups else {}
-    step = shared.pop("step", body.get("state", {}).get("common_step"))
-    if isinstance(step, torch.Tensor):
-        step = Lazy.of(step)
-    for state in contents.state.values():
-        if step is not None:
-            state.setdefault("step", step)
+    groups, steps = [], []
+    for member in _optimizers(body):
+        own = member.get("param_groups")
+        groups += [dict(each) for each in own if isinstance(each, dict)] if isinstance(own, (list, tuple)) else []
+        state = member.get("state")
+        steps += [state["common_step"]] if isinstance(state, dict) and "common_step" in state else []
+    steps += [each.pop("step") for each in groups if "step" in each]
+    shared = {k: v for k, v in groups[0].items() if all(_same(g.get(k), v) for g in groups[1:])} if groups else {}
+    if steps and all(_same(each, steps[0]) for each in steps):
+        step = Lazy.of(steps[0]) if isinstance(steps[0], torch.Tensor) else steps[0]
+        for each in contents.state.values():
+            each.setdefault("step", step)
+    elif steps or any("exp_avg" in each and "step" not in each for each in contents.state.values()):
+        contents.left_out.append(
+            f"the optimizer's step, of which common.pt has {'unequal values' if steps else 'none'}"
+        )
     shared.pop("params", None)
     contents.groups = [{**shared, "params": [name for name in contents.model if name in contents.state]}]
+    if not groups:
+        contents.left_out.append("the optimizer's options, which common.pt does not have in a known form")
     if len(groups) > 1:
         contents.left_out.append(
             f"which of the optimizer's {len(groups)} groups each parameter had: all are in one, with the options that are "
             "equal in all"
         )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return (one == other) is True  # arrays have no one answer
