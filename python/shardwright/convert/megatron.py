@@ -7,7 +7,7 @@ of the optimizer has names too, unless Megatron's distributed optimizer wrote fl
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import os
 import re
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .contents import MASTER, Contents, Lazy
-from .dcp_format import METADATA, read_values
+from .dcp_format import METADATA, Stored, read_values
 from .unpickle import Placeholder, load_torch_file, without_placeholders
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
@@ -26,6 +26,10 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STACK = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
 #: more than any metadata.json of this form has
 _FORM_BYTES = 1 << 16
+#: more layers than any model has
+_LAYERS = 4096
+#: a layer of a tensor counts as this at least: Megatron's files have a longer header before each
+_LAYER_BYTES = 64
 _KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
@@ -54,7 +58,7 @@ def read_megatron(path: str) -> Contents:
     contents = Contents({}, left_out=left_out)
     flat = [name for name in values if _OPTIMIZER.match(name) and not _STATE.fullmatch(name)]
     tensors = {name: each for name, each in values.items() if isinstance(each, Lazy) and name not in flat}
-    stacks = _stacks(tensors, common.pop("layers", None))
+    stacks = _stacks(path, tensors, common.pop("layers", None), left_out)
     for name, each in tensors.items():
         found = _STATE.fullmatch(name)
         for own, tensor in _layers(found[2] if found else name, each, stacks):
@@ -89,31 +93,52 @@ def _common(path: str, left_out: list[str]) -> dict[str, Any]:
     return {**clean, "layers": layers}
 
 
-def _stacks(tensors: Mapping[str, Lazy], layers: Any) -> dict[str, int]:
-    """Map each block of stacked layers to their number: of all its tensors the first dimension, and the arguments' number
-    where a single tensor would decide it."""
-    lengths: dict[str, set[int]] = {}
+def _stacks(path: str, tensors: Mapping[str, Lazy], layers: Any, left_out: list[str]) -> dict[str, int]:
+    """Map each block of stacked layers to their number, and name each block that stays stacked.
+
+    Two or more tensors of a block that agree in their first dimension decide; a single one needs the arguments' number.
+    An entry of the metadata may have any size, so the bytes of the files bound what is taken apart.
+    """
+    blocks: dict[str, list[tuple[str, Lazy]]] = {}
     for name, each in tensors.items():
         state = _STATE.fullmatch(name)
         found = _STACK.fullmatch(state[2] if state else name)
         if found:
-            lengths.setdefault(found[1], set()).add(each.shape[0] if each.shape else -1)
-    return {block: min(all_) for block, all_ in lengths.items() if len(all_) == 1 and layers in (None, *all_)}
+            blocks.setdefault(found[1], []).append((found[2], each))
+    room = sum(each.stat().st_size for each in os.scandir(path) if each.is_file())
+    stacks = {}
+    for block, members in blocks.items():
+        lengths = [each.shape[0] if each.shape else 0 for _, each in members]
+        shortest, longest = min(lengths), max(lengths)
+        needed = sum(max(each.nbytes, longest * _LAYER_BYTES) for _, each in members)
+        if shortest != longest:
+            why = f"their first dimensions are from {shortest} to {longest}"
+        elif longest < 1:
+            why = "their tensors have no first dimension, or one of 0"
+        elif len({name for name, _ in members}) == 1 and longest != layers:
+            why = f"the one parameter has a first dimension of {longest}, and args.num_layers is {layers}"
+        elif longest > _LAYERS:
+            why = f"a first dimension of {longest} is above {_LAYERS}"
+        elif needed > room:
+            why = f"a first dimension of {longest} needs more bytes than the files have"
+        else:
+            stacks[block] = longest
+            room -= needed
+            continue
+        left_out.append(f"the layers of '{block}' apart: they stay stacked, as {why}")
+    return stacks
 
 
 def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str, Lazy]]:
     """Return a stacked tensor's layers, under their own names, or the tensor."""
     found = _STACK.fullmatch(name)
-    if not found or found[1] not in stacks:
+    if not found or found[1] not in stacks or not isinstance(each.read, Stored):
         return [(name, each)]
-
-    def layer(number: int) -> Lazy:
-        def read() -> torch.Tensor:
-            return each.read()[number].clone()
-
-        return dataclasses.replace(each, shape=each.shape[1:], read=read)
-
-    return [(f"{found[1]}.{number}.{found[2]}", layer(number)) for number in range(stacks[found[1]])]
+    row = each.read.row
+    return [
+        (f"{found[1]}.{n}.{found[2]}", Lazy(each.dtype, each.shape[1:], functools.partial(row, n)))
+        for n in range(stacks[found[1]])
+    ]
 
 
 def _optimizers(body: Any) -> list[dict[Any, Any]]:
