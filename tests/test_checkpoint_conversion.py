@@ -3,6 +3,8 @@ program loads with the same bits. Nothing that a file pickles is executed."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import pickle
@@ -16,6 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from shardwright import convert
 from shardwright.cli import main
+from shardwright.convert.dcp_format import read_dcp
+from shardwright.convert.megatron import is_megatron
 from shardwright.options.name_map import NameMap
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -316,7 +320,7 @@ def test_what_megatrons_files_do_not_say_is_named(tmp_path: Path, capsys: pytest
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"block.layers.a.weight": weight, "block.layers.b.bias": weight[0], "other.layers.0.weight": weight}
     state["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param"] = weight
-    state["chained_0.optimizer.state.fp32_param.other.layers.0.weight"] = weight + 1
+    state["optimizer.state.fp32_param.other.layers.0.weight"] = weight + 1
     dcp.save(state, checkpoint_id=source, no_dist=True)
     (source / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     groups = [{"lr": 0.5, "weight_decay": 0.1}, {"lr": 0.5, "weight_decay": 0.0}]
@@ -330,6 +334,139 @@ def test_what_megatrons_files_do_not_say_is_named(tmp_path: Path, capsys: pytest
     assert list(contents.model) == ["block.layers.a.weight", "block.layers.b.bias", "other.layers.0.weight"]  # no stack
     assert contents.groups == [{"lr": 0.5, "params": ["other.layers.0.weight"]}] and contents.step == 4
     assert torch.equal(contents.state["other.layers.0.weight"]["master"].read(), weight + 1)
+
+
+def of_megatron(place: Path, state: dict[str, Any], optimizer: Any = None, **common: Any) -> Path:
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"optimizer": optimizer, **common}, place / "common.pt")
+    return place
+
+
+def test_each_block_of_megatrons_layers_is_taken_apart_or_named(tmp_path: Path, capsys: Any) -> None:
+    weight = torch.arange(24.0).reshape(4, 2, 3)
+    state = {
+        "two.layers.a": weight, "two.layers.b": weight[:, 0],  # another depth than num_layers
+        "one.layers.a": weight[:3], "optimizer.state.exp_avg.one.layers.a": weight[:3] + 1,
+        "alone.layers.a": weight, "optimizer.state.exp_avg.alone.layers.a": weight + 1,
+        "apart.layers.a": weight, "apart.layers.b": weight[:2],
+        "scalar.layers.a": weight[0, 0, 1], "scalars.layers.a": weight[0, 0, 1], "scalars.layers.b": weight,
+        "empty.layers.a": weight[:0], "empty.layers.b": weight[:0],
+        "long.layers.a": torch.zeros(4097), "long.layers.b": torch.zeros(4097),
+    }  # fmt: skip
+    source = of_megatron(tmp_path / "source", state, args=argparse.Namespace(num_layers=3))
+    assert run("import", source, tmp_path / "ours") == 0
+    found = convert.read(str(tmp_path / "ours"))
+    for block, names, length in (("two", "ab", 4), ("one", "a", 3)):
+        for name, number in itertools.product(names, range(length)):
+            own = f"{block}.layers.{number}.{name}"
+            assert torch.equal(found.model.pop(own).read(), state[f"{block}.layers.{name}"][number])
+            assert block == "two" or torch.equal(found.state[own]["exp_avg"].read(), weight[number] + 1)
+    assert {name: each.shape for name, each in found.model.items()} == {
+        name: tuple(each.shape) for name, each in state.items() if name[:3] not in ("two", "one", "opt")
+    }
+    said = [each for each in convert.read(str(source)).left_out if "stay stacked" in each]
+    assert [each.split("'")[1] for each in said] == [
+        f"{block}.layers" for block in ("alone", "apart", "scalar", "scalars", "empty", "long")
+    ]
+    assert "first dimension of 4, and args.num_layers is 3" in said[0] and "from 2 to 4" in said[1]
+    assert "4097 is above 4096" in said[-1] and "'alone.layers' apart" in capsys.readouterr().out
+
+
+def test_megatrons_layers_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = GOLDEN.with_name("megatron")
+    contents = convert.read(str(golden))
+    read, loads = contents.model["decoder.layers.1.mlp.linear_fc1.weight"].read, []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **kw: loads.append(load(*args, **kw)) or loads[-1])
+    assert read().shape == (16, 4) and [tuple(each.shape) for each in loads] == [(1, 16, 4)]
+
+
+def changed_metadata(folder: Path, change: Any) -> None:
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    change(found.state_dict_metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def test_sizes_that_no_file_holds_cost_nothing(tmp_path: Path) -> None:
+    state = {f"b{n}.layers.{name}": torch.zeros(2, 3) for n in range(40) for name in "ab"}
+    source = of_megatron(tmp_path / "source", state)
+
+    def grow(length: int) -> Any:
+        def change(entries: dict[str, Any]) -> None:
+            for each in entries.values():
+                each.size = torch.Size([length, 3])
+
+        return change
+
+    files = sum(each.stat().st_size for each in source.iterdir())
+    for length in (10**9, 4096, 500):
+        changed_metadata(source, grow(length))
+        contents = convert.read(str(source))
+        assert len(contents.model) < 80 + files // 64
+        stacked = [each for each in contents.left_out if "stay stacked" in each]
+        assert 30 < len(stacked) <= 40 and all(f"first dimension of {length} " in each for each in stacked)
+    changed_metadata(source, grow(3))
+    contents = convert.read(str(source))
+    assert contents.model["b0.layers.1.a"].read().shape == (3,)
+    for name, read in (
+        ("row", contents.model["b0.layers.2.a"].read),
+        ("all", read_dcp(str(source)).model["b0.layers.a"].read),
+    ):
+        with pytest.raises(sw.CheckpointError, match=f"the folder holds {0 if name == 'row' else 6} of the"):
+            read()
+
+
+def test_options_and_step_of_megatrons_chained_optimizers_are_read(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"dense": weight, "expert": weight + 1}
+    state |= {f"chained_{n}.optimizer.state.exp_avg.{name}": weight + 2 for n, name in enumerate(["dense", "expert"])}
+
+    def member(lr: float, step: object) -> dict[str, Any]:
+        group = {"lr": lr, "eps": 1e-8, "params": [0]}
+        return {"optimizer": {"param_groups": [group], "state": {"common_step": step}}, "grad_scaler": {}}
+
+    one, other = member(0.5, torch.tensor(7.0)), member(0.25, torch.tensor(7.0))
+    for number, body in enumerate([{0: one, 1: other}, {"0": one, "1": other["optimizer"]}]):
+        found = convert.read(str(of_megatron(tmp_path / str(number), state, body)))
+        assert found.groups == [{"eps": 1e-8, "params": ["dense", "expert"]}]
+        assert all(each["step"].read() == 7 and len(each) == 2 for each in found.state.values())
+        assert len(found.left_out) == 1 and "which of the optimizer's 2 groups" in found.left_out[0]
+    # the step within the groups, as the distributed optimizer has it
+    body = {n: {"optimizer": {"param_groups": [{"lr": 0.5, "step": 7}]}} for n in range(2)}
+    found = convert.read(str(of_megatron(tmp_path / "groups", state, body)))
+    assert [each["step"] for each in found.state.values()] == [7, 7] and found.groups[0]["lr"] == 0.5
+    # what is not there, or not equal, is named
+    for name, body, words in [
+        (
+            "steps",
+            {0: one, 1: member(0.5, torch.tensor(8.0))},
+            ["step, of which common.pt has unequal values", "2 groups"],
+        ),
+        ("none", {}, ["step, of which common.pt has none", "options, which common.pt does not have"]),
+        (
+            "odd",
+            {0: {"param_groups": 5, "state": [2]}, 1: None},
+            ["step, of which common.pt has none", "options, which"],
+        ),
+    ]:
+        found = convert.read(str(of_megatron(tmp_path / name, state, body)))
+        assert len(found.left_out) == 2 and all(w in each for w, each in zip(words, found.left_out, strict=True))
+        assert all(each.keys() == {"exp_avg"} for each in found.state.values())
+
+
+def test_what_is_no_small_file_says_nothing_about_megatron(tmp_path: Path) -> None:
+    form = tmp_path / "metadata.json"
+    (tmp_path / ".metadata").touch()
+    text = '{"sharded_backend": "torch_dist"}'
+    for length, expected in ((len(text), True), (1 << 16, True), ((1 << 16) + 1, False)):
+        form.write_text(text.rjust(length))
+        assert is_megatron(str(tmp_path)) is expected
+    form.write_text("[" * 60_000)  # deeper than the interpreter follows
+    assert not is_megatron(str(tmp_path))
+    form.unlink()
+    os.mkfifo(form)
+    assert not is_megatron(str(tmp_path))
 
 
 def test_incomplete_checkpoints_of_deepspeed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,28 @@ def test_texts_and_files_stand_for_arguments(tmp_path, monkeypatch):
     assert chosen("zero1", None, **given)["zero"] == 1 and chosen("zero1", 0, **given) == {**given, "zero": 0}
 
 
+def test_run_takes_a_module_with_options_of_the_environment(tmp_path, monkeypatch, capsys):
+    from shardwright.integrations import stock_programs
+
+    given = []
+    monkeypatch.setattr(stock_programs, "run_program", lambda text, command: given.append((text, command)))
+    monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "zero1")
+    module = ["-m", "package.module", "--its", "own", "-m"]
+    for words, expected in [
+        (module, ("zero1", module)),
+        (["zero2", *module], ("zero2", module)),
+        (["-mpackage.module", "own"], ("zero1", ["-m", "package.module", "own"])),
+        (["program.py", "-m", "x"], ("zero1", ["program.py", "-m", "x"])),
+    ]:
+        assert main(["run", *words]) == 0
+        assert given.pop() == expected
+    for words in ([], ["-m"], ["zero2"], ["zero2", "-m"]):
+        assert main(["run", *words]) == 2 and "needs a program" in capsys.readouterr().out
+    monkeypatch.delenv("SHARDWRIGHT_OPTIONS")
+    assert main(["run", *module]) == 2 and "needs options before -m, as" in capsys.readouterr().out
+    assert not given
+
+
 def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkeypatch, capsys):
     import accelerate
     import accelerate.accelerator

@@ -22,9 +22,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "options",
+        nargs="?",
         help="zero2, or zero=3,compress=int8, or a file .yaml or .json of such names; may be left out if SHARDWRIGHT_OPTIONS has them",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="program.py or -m module, and its arguments")
+    # where it is the first word: behind options, `program` takes it
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -33,9 +36,10 @@ def run(options: argparse.Namespace) -> int:
     from ..integrations.settings import VARIABLE
     from ..integrations.stock_programs import run_program
 
-    text, program = options.options, options.program
-    if text.endswith(".py"):  # the program itself: the options are in the environment
-        text, program = os.environ.get(VARIABLE, ""), [text, *program]
+    text, program = options.options or "", options.program
+    if options.module is not None or text.endswith(".py"):  # the program itself: the options are in the environment
+        module = [] if options.module is None else ["-m", *options.module]
+        text, program = os.environ.get(VARIABLE, ""), [*module, *([text] if text else []), *program]
         if not text:
             print(f"shardwright run: needs options before {program[0]}, as zero2, or in {VARIABLE}")
             return 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .._engine import CheckpointError
 from .contents import Contents, Lazy, replaced
@@ -62,14 +69,36 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads one entry. Objects are unpickled without executing anything."""
+    """Reads one entry, or one row of its first dimension. Objects are unpickled without executing anything."""
+
+    def __init__(self, row: int | None = None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._row = row
+
+    def create_local_plan(self) -> LoadPlan:
+        ((name, target),) = self.state_dict.items()
+        plan = super().create_local_plan() if self._row is None else LoadPlan([])
+        entry = self.metadata.state_dict_metadata[name] if self.metadata else None
+        if self._row is not None and isinstance(entry, TensorStorageMetadata):
+            offsets = torch.Size([self._row, *[0] * (target.dim() - 1)])
+            box = ChunkStorageMetadata(offsets, target.size())
+            plan = LoadPlan(create_read_items_for_chunk_list(name, entry, [box]))
+        if isinstance(target, torch.Tensor):
+            held = sum(math.prod(item.lengths) for item in plan.items)
+            if held < target.numel():  # the rest would be what the memory held before
+                raise CheckpointError(f"the folder holds {held} of the {target.numel()} elements of '{name}'")
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found: torch.Tensor = self.state_dict[index.fqn]  # torch's own looks for a shard of this offset
+        return found
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = load_torch_file(value)
 
 
-def _read(reader: FileSystemReader, metadata: Metadata, name: str, target: Any) -> Any:
-    planner: LoadPlanner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def _read(reader: FileSystemReader, metadata: Metadata, name: str, target: Any, row: int | None = None) -> Any:
+    planner = _Planner(row)
     state = {name: target}
     planner.set_up_planner(state, metadata, True)
     reader.set_up_storage_reader(metadata, True)
@@ -114,7 +143,8 @@ def read_values(folder: str, left_out: list[str]) -> dict[tuple[Any, ...], Any]:
     for name, entry in metadata.state_dict_metadata.items():
         path = tuple(paths.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
-            found[path] = _lazy(reader, metadata, name, entry)
+            read = Stored(reader, metadata, name, entry)
+            found[path] = Lazy(entry.properties.dtype, tuple(entry.size), read)
             continue
         try:
             value = without_placeholders(_read(reader, metadata, name, None), name, left_out)
@@ -126,14 +156,20 @@ def read_values(folder: str, left_out: list[str]) -> dict[tuple[Any, ...], Any]:
     return found
 
 
-def _lazy(reader: FileSystemReader, metadata: Metadata, name: str, entry: TensorStorageMetadata) -> Lazy:
-    dtype = entry.properties.dtype
+class Stored:
+    """A function that reads a tensor of a folder, or one row of its first dimension without the rows beside it."""
 
-    def read() -> torch.Tensor:
-        found: torch.Tensor = _read(reader, metadata, name, torch.empty(entry.size, dtype=dtype, device="cpu"))
+    def __init__(self, reader: FileSystemReader, metadata: Metadata, name: str, entry: TensorStorageMetadata) -> None:
+        self._place, self._size, self._dtype = (reader, metadata, name), entry.size, entry.properties.dtype
+
+    def __call__(self) -> torch.Tensor:
+        found: torch.Tensor = _read(*self._place, torch.empty(self._size, dtype=self._dtype, device="cpu"))
         return found
 
-    return Lazy(dtype, tuple(entry.size), read)
+    def row(self, number: int) -> torch.Tensor:
+        target = torch.empty((1, *self._size[1:]), dtype=self._dtype, device="cpu")
+        found: torch.Tensor = _read(*self._place, target, number)[0]
+        return found
 
 
 def _sorted(values: Mapping[tuple[Any, ...], Any]) -> Contents:

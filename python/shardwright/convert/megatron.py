@@ -7,7 +7,7 @@ of the optimizer has names too, unless Megatron's distributed optimizer wrote fl
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import os
 import re
@@ -17,22 +17,31 @@ from typing import Any
 import torch
 
 from .contents import MASTER, Contents, Lazy
-from .dcp_format import METADATA, read_values
+from .dcp_format import METADATA, Stored, read_values
 from .unpickle import Placeholder, load_torch_file, without_placeholders
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 #: not behind it: the number of a layer
 _STACK = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
+#: more than any metadata.json of this form has
+_FORM_BYTES = 1 << 16
+#: more layers than any model has
+_LAYERS = 4096
+#: a layer of a tensor counts as this at least: Megatron's files have a longer header before each
+_LAYER_BYTES = 64
 _KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
 def is_megatron(path: str) -> bool:
     """Return True for a folder of this form."""
+    place = os.path.join(path, "metadata.json")
+    if not os.path.isfile(place):  # one that cannot end, such as a pipe
+        return False
     try:
-        with open(os.path.join(path, "metadata.json"), encoding="utf-8") as file:
-            form = json.load(file)
-    except (OSError, ValueError):
+        with open(place, "rb") as file:
+            form = json.loads(file.read(_FORM_BYTES))
+    except (OSError, ValueError, RecursionError):
         return False
     return (
         isinstance(form, dict)
@@ -49,7 +58,7 @@ def read_megatron(path: str) -> Contents:
     contents = Contents({}, left_out=left_out)
     flat = [name for name in values if _OPTIMIZER.match(name) and not _STATE.fullmatch(name)]
     tensors = {name: each for name, each in values.items() if isinstance(each, Lazy) and name not in flat}
-    stacks = _stacks(tensors, common.pop("layers", None))
+    stacks = _stacks(path, tensors, common.pop("layers", None), left_out)
     for name, each in tensors.items():
         found = _STATE.fullmatch(name)
         for own, tensor in _layers(found[2] if found else name, each, stacks):
@@ -84,51 +93,94 @@ def _common(path: str, left_out: list[str]) -> dict[str, Any]:
     return {**clean, "layers": layers}
 
 
-def _stacks(tensors: Mapping[str, Lazy], layers: Any) -> dict[str, int]:
-    """Map each block of stacked layers to their number: of all its tensors the first dimension, and the arguments' number
-    where a single tensor would decide it."""
-    lengths: dict[str, set[int]] = {}
+def _stacks(path: str, tensors: Mapping[str, Lazy], layers: Any, left_out: list[str]) -> dict[str, int]:
+    """Map each block of stacked layers to their number, and name each block that stays stacked.
+
+    Two or more tensors of a block that agree in their first dimension decide; a single one needs the arguments' number.
+    An entry of the metadata may have any size, so the bytes of the files bound what is taken apart.
+    """
+    blocks: dict[str, list[tuple[str, Lazy]]] = {}
     for name, each in tensors.items():
         state = _STATE.fullmatch(name)
         found = _STACK.fullmatch(state[2] if state else name)
         if found:
-            lengths.setdefault(found[1], set()).add(each.shape[0] if each.shape else -1)
-    return {block: min(all_) for block, all_ in lengths.items() if len(all_) == 1 and layers in (None, *all_)}
+            blocks.setdefault(found[1], []).append((found[2], each))
+    room = sum(each.stat().st_size for each in os.scandir(path) if each.is_file())
+    stacks = {}
+    for block, members in blocks.items():
+        lengths = [each.shape[0] if each.shape else 0 for _, each in members]
+        shortest, longest = min(lengths), max(lengths)
+        needed = sum(max(each.nbytes, longest * _LAYER_BYTES) for _, each in members)
+        if shortest != longest:
+            why = f"their first dimensions are from {shortest} to {longest}"
+        elif longest < 1:
+            why = "their tensors have no first dimension, or one of 0"
+        elif len({name for name, _ in members}) == 1 and longest != layers:
+            why = f"the one parameter has a first dimension of {longest}, and args.num_layers is {layers}"
+        elif longest > _LAYERS:
+            why = f"a first dimension of {longest} is above {_LAYERS}"
+        elif needed > room:
+            why = f"a first dimension of {longest} needs more bytes than the files have"
+        else:
+            stacks[block] = longest
+            room -= needed
+            continue
+        left_out.append(f"the layers of '{block}' apart: they stay stacked, as {why}")
+    return stacks
 
 
 def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str, Lazy]]:
     """Return a stacked tensor's layers, under their own names, or the tensor."""
     found = _STACK.fullmatch(name)
-    if not found or found[1] not in stacks:
+    if not found or found[1] not in stacks or not isinstance(each.read, Stored):
         return [(name, each)]
+    row = each.read.row
+    return [
+        (f"{found[1]}.{n}.{found[2]}", Lazy(each.dtype, each.shape[1:], functools.partial(row, n)))
+        for n in range(stacks[found[1]])
+    ]
 
-    def layer(number: int) -> Lazy:
-        def read() -> torch.Tensor:
-            return each.read()[number].clone()
 
-        return dataclasses.replace(each, shape=each.shape[1:], read=read)
-
-    return [(f"{found[1]}.{number}.{found[2]}", layer(number)) for number in range(stacks[found[1]])]
+def _optimizers(body: Any) -> list[dict[Any, Any]]:
+    """Return the bodies of the optimizers in common.pt: several are under their numbers."""
+    body = body if isinstance(body, dict) else {}
+    members = list(body.values()) if all(str(key).isdigit() for key in body) else [body]
+    inner = [each.get("optimizer", each) for each in members if isinstance(each, dict)]  # of an optimizer with masters
+    return [each for each in inner if isinstance(each, dict)]
 
 
 def _take_optimizer(contents: Contents, body: Any) -> None:
     """Read the options of common.pt. They say nothing about which parameters a group has."""
     if not contents.state:
         return
-    body = body if isinstance(body, dict) else {}
-    body = body.get("optimizer", body)  # of an optimizer with masters
-    groups = [each for each in body.get("param_groups", ()) if isinstance(each, dict)]
-    shared = {k: v for k, v in groups[0].items() if all(g.get(k) == v for g in groups[1:])} if groups else {}
-    step = shared.pop("step", body.get("state", {}).get("common_step"))
-    if isinstance(step, torch.Tensor):
-        step = Lazy.of(step)
-    for state in contents.state.values():
-        if step is not None:
-            state.setdefault("step", step)
+    groups, steps = [], []
+    for member in _optimizers(body):
+        own = member.get("param_groups")
+        groups += [dict(each) for each in own if isinstance(each, dict)] if isinstance(own, (list, tuple)) else []
+        state = member.get("state")
+        steps += [state["common_step"]] if isinstance(state, dict) and "common_step" in state else []
+    steps += [each.pop("step") for each in groups if "step" in each]
+    shared = {k: v for k, v in groups[0].items() if all(_same(g.get(k), v) for g in groups[1:])} if groups else {}
+    if steps and all(_same(each, steps[0]) for each in steps):
+        step = Lazy.of(steps[0]) if isinstance(steps[0], torch.Tensor) else steps[0]
+        for each in contents.state.values():
+            each.setdefault("step", step)
+    elif steps or any("exp_avg" in each and "step" not in each for each in contents.state.values()):
+        contents.left_out.append(
+            f"the optimizer's step, of which common.pt has {'unequal values' if steps else 'none'}"
+        )
     shared.pop("params", None)
     contents.groups = [{**shared, "params": [name for name in contents.model if name in contents.state]}]
+    if not groups:
+        contents.left_out.append("the optimizer's options, which common.pt does not have in a known form")
     if len(groups) > 1:
         contents.left_out.append(
             f"which of the optimizer's {len(groups)} groups each parameter had: all are in one, with the options that are "
             "equal in all"
         )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return (one == other) is True  # arrays have no one answer
