@@ -77,9 +77,10 @@ def save(
     CheckpointError
         On every rank, with the same message; `errno` is the system's error, if any. The failed save leaves no files.
 
-    Notes ----- Collective. Every rank writes 1/W of the bytes. Each job, and each group of ranks that saves by itself,
-    needs its own path. If several save to one path at once, the first commit wins and the others raise on all of their
-    ranks.
+    Notes
+    -----
+    Collective. Every rank writes 1/W of the bytes. Each job, and each group of ranks that saves by itself, needs its
+    own path. If several save to one path at once, the first commit wins and the others raise on all of their ranks.
 
     Examples
     --------

@@ -229,8 +229,7 @@ def _entry(key: str, value: Any, piece: torch.Tensor | None) -> Entry:
 
 
 def compact(described: Mapping[int, Mapping[str, Entry]]) -> list[Any]:
-    """Return JSON [entries, [first, last, first, last, ...]] for each distinct set of entries: most parameters share
-    it."""
+    """Return JSON [entries, [first, last, first, last, ...]] for each distinct set: most parameters share one."""
     kinds: dict[tuple[tuple[str, Entry], ...], list[int]] = {}
     for number, entries in sorted(described.items()):
         runs = kinds.setdefault(tuple(entries.items()), [])

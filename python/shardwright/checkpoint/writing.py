@@ -676,8 +676,7 @@ class Writer:
             self._saver.cancel(_tellable(self._spoiled))  # another thread that is starting the save reads _spoiled
 
     def _cancel_if_changed(self) -> None:
-        """Cancel a lazy save if anything but the optimizer's step wrote to its tensors: it may mix values of two
-        steps."""
+        """Cancel a lazy save if anything but the optimizer's step wrote to its tensors: it may mix old and new."""
         changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
         self._versions = []
         if changed is not None and self.is_busy:
