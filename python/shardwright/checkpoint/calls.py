@@ -18,8 +18,7 @@ class OneCall:
 
     @contextlib.contextmanager
     def of(self, name: str, *, waits: bool = False) -> Iterator[None]:
-        """Enter the call `name`. Raise CheckpointError if another call runs; `waits`: wait for another thread's
-        call."""
+        """Enter the call `name`. Raise CheckpointError if a call runs; with `waits`, wait for another thread's call."""
         is_ours = False
         try:
             is_ours = self._lock.acquire(blocking=waits and self._thread != threading.get_ident())

@@ -353,8 +353,7 @@ class Checkpointer:
             self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
 
     def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
-        """Check that `every` of the first call is equal on all ranks; otherwise some wait for ranks that do not
-        save."""
+        """Check that `every` of the first call is equal on all ranks; else some wait for ranks that do not save."""
 
         def check() -> dict[str, Any]:
             if refusal is not None:
@@ -367,8 +366,8 @@ class Checkpointer:
     def _settle(self, what: str, refusal: Exception | None = None, *, checks: bool = True) -> None:
         """Wait for the previous save. On all ranks, raise its failure, `refusal`, or a mismatch of calls. Collective.
 
-        A rank that could not begin the previous save raised then. Without this exchange it would begin the next one
-        alone."""
+        A rank that could not begin the previous save raised then; without this exchange it would begin the next alone.
+        """
         failure: Exception | None = None
         try:
             self._wait()
@@ -698,8 +697,7 @@ def _protector(writer: Writer) -> Any:
 
 @functools.cache
 def _register_exit() -> None:
-    """Register after the communicators' exit function: atexit runs in reverse, and a save needs its peers to the
-    end."""
+    """Register after the communicators' exit function: atexit runs in reverse order, and a save needs its peers."""
     atexit.register(_finish_all)
 
 

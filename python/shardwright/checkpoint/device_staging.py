@@ -19,8 +19,7 @@ SLOT_BYTES = 8 << 20
 
 
 class DeviceStaging:
-    """Device-to-host staging for one rank's saves, from the first GPU that holds its state. torch copies from
-    others."""
+    """Device-to-host staging for one rank's saves, from the first GPU with its state. torch copies from other GPUs."""
 
     def __init__(self) -> None:
         self._stage: DeviceStage | None = None

@@ -215,8 +215,7 @@ class Peers:
         return [each for _, each in answers]
 
     def raise_first(self, reasons: Sequence[str], own: Exception | None) -> None:
-        """Raise a CheckpointError with the first non-empty one of the ranks' `reasons`. `own`: its cause on this
-        rank."""
+        """Raise a CheckpointError with the first non-empty one of the ranks' `reasons`. `own`: this rank's error."""
         if own is not None and self.world_size == 1:
             raise own
         for rank, why in enumerate(reasons):

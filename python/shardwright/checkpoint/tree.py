@@ -27,7 +27,9 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     CheckpointError
         A value has an unsupported type. The message names its place.
 
-    Notes ----- A value of a subclass of a plain type is restored as the plain type: an IntEnum as an int, a named tuple
+    Notes
+    -----
+    A value of a subclass of a plain type is restored as the plain type: an IntEnum as an int, a named tuple
     as a tuple, a defaultdict or a Counter as a dict.
     """
     if value is None or isinstance(value, (bool, str)):

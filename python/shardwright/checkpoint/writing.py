@@ -303,8 +303,7 @@ class Writer:
 
     def repeat(self, step: int, training: Training) -> Ready | None:
         """Return this rank's content of a step without agreement. Needs the tensors of the last step that keep()
-        copied, and other state that fits the layout; else, or on any error, returns None. Not collective; never
-        raises."""
+        copied, and other state that fits the layout; else, or on any error, returns None. Not collective."""
         last, layout = self._repeated, self._layout
         if (
             last is None
