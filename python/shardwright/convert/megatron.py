@@ -1,8 +1,10 @@
-"""Megatron-Core's distributed checkpoints, form "torch_dist": a folder of torch.distributed.checkpoint beside common.pt.
+"""Megatron-Core's distributed checkpoints in format "torch_dist": a folder of torch.distributed.checkpoint and
+common.pt.
 
-Names are those of sharded tensors. Megatron stacks the layers of a block: `decoder.layers.mlp.linear_fc1.weight` has a
-first dimension of layers, and becomes `decoder.layers.0.mlp.linear_fc1.weight` and so on, the names of its modules. State
-of the optimizer has names too, unless Megatron's distributed optimizer wrote flat buffers.
+Names are those of sharded tensors. Megatron stacks the layers of a block: the first dimension of
+`decoder.layers.mlp.linear_fc1.weight` counts layers. The reader splits it into `decoder.layers.0.mlp.linear_fc1.weight`
+and so on, the names of the modules. Optimizer state has names, too, unless Megatron's distributed optimizer wrote flat
+buffers.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from .unpickle import Placeholder, load_torch_file, without_placeholders
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-#: not behind it: the number of a layer
+#: a stacked tensor: "layers" without the number of a layer after it
 _STACK = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
 _KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
 def is_megatron(path: str) -> bool:
-    """Return True for a folder of this form."""
+    """Return True if `path` is a folder of this format."""
     try:
         with open(os.path.join(path, "metadata.json"), encoding="utf-8") as file:
             form = json.load(file)
@@ -42,7 +44,7 @@ def is_megatron(path: str) -> bool:
 
 
 def read_megatron(path: str) -> Contents:
-    """Return the contents of such a folder."""
+    """Return the contents of a folder of this format."""
     left_out: list[str] = []
     values = {".".join(map(str, key)): value for key, value in read_values(path, left_out).items()}
     common = _common(path, left_out)
@@ -73,7 +75,7 @@ def read_megatron(path: str) -> Contents:
 
 
 def _common(path: str, left_out: list[str]) -> dict[str, Any]:
-    """Return what Megatron keeps once, and under "layers" the number of layers of its arguments."""
+    """Return the contents of common.pt, plus "layers": the number of layers in Megatron's arguments."""
     place = os.path.join(path, "common.pt")
     found = load_torch_file(place) if os.path.isfile(place) else {}
     if not isinstance(found, dict):
@@ -85,8 +87,8 @@ def _common(path: str, left_out: list[str]) -> dict[str, Any]:
 
 
 def _stacks(tensors: Mapping[str, Lazy], layers: Any) -> dict[str, int]:
-    """Map each block of stacked layers to their number: of all its tensors the first dimension, and the arguments' number
-    where a single tensor would decide it."""
+    """Map each block of stacked layers to its number of layers. All tensors of a block must have it as first dimension,
+    and it must equal the arguments' number of layers, if that is known."""
     lengths: dict[str, set[int]] = {}
     for name, each in tensors.items():
         state = _STATE.fullmatch(name)
@@ -97,7 +99,7 @@ def _stacks(tensors: Mapping[str, Lazy], layers: Any) -> dict[str, int]:
 
 
 def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str, Lazy]]:
-    """Return a stacked tensor's layers, under their own names, or the tensor."""
+    """Return (name, tensor) for each layer of a stacked tensor; for any other tensor, return it alone."""
     found = _STACK.fullmatch(name)
     if not found or found[1] not in stacks:
         return [(name, each)]
@@ -112,11 +114,11 @@ def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str,
 
 
 def _take_optimizer(contents: Contents, body: Any) -> None:
-    """Read the options of common.pt. They say nothing about which parameters a group has."""
+    """Read the optimizer's options from common.pt, which does not list the parameters of a group."""
     if not contents.state:
         return
     body = body if isinstance(body, dict) else {}
-    body = body.get("optimizer", body)  # of an optimizer with masters
+    body = body.get("optimizer", body)  # nested in the state of an optimizer with masters
     groups = [each for each in body.get("param_groups", ()) if isinstance(each, dict)]
     shared = {k: v for k, v in groups[0].items() if all(g.get(k) == v for g in groups[1:])} if groups else {}
     step = shared.pop("step", body.get("state", {}).get("common_step"))
