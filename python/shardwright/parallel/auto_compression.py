@@ -66,8 +66,7 @@ class AutoCompression:
         self.steps: list[float] = []
 
     def after_round(self, wait_s: float) -> None:
-        """Count a round, if there was one. All ranks call it, with or without a part in it. Collective if it
-        decides."""
+        """Count a round, if there was one. All ranks call this, even without a part in it. Collective if it decides."""
         wrapped = self._wrapped()
         if wrapped is None or wrapped._engine().reducer.stats()["rounds"] == self._rounds:
             return

@@ -94,8 +94,7 @@ class Mark:
             )
 
     def make(self, module: torch.nn.Module) -> None:
-        """Make the engine with `module` as the outermost, unless an outer module has one. Collective if it makes
-        one."""
+        """Make the engine with `module` as outermost, unless an outer module has one. Collective if it makes one."""
         if not self.places() and self.is_list:
             raise Error(
                 f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "

@@ -209,8 +209,7 @@ class Announcer:
         self._announce_to_joined("unit", unit, None)
 
     def _announce_to_joined(self, kind: str, number: int, groups: Any) -> None:
-        """Announce only if a rank has already joined. One that joins later still takes part in this operation
-        itself."""
+        """Announce only if a rank has already joined; one that joins later still takes part in the operation itself."""
         if self.joined and self.is_on:
             self.announce(kind, number, groups)
 
