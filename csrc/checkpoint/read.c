@@ -1,4 +1,5 @@
-/* read.c - simple reads from a checkpoint: each is a load by the caller's thread alone. */
+/* read.c - simple reads from a checkpoint: each is a load that only the caller's thread performs.
+ */
 #include "checkpoint/read.h"
 
 #include <inttypes.h>
