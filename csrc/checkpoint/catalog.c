@@ -88,8 +88,7 @@ sw_status sw_catalog_read(const char *folder, const sw_manifest *manifest, const
     return SW_OK;
 }
 
-/* Read the entry at *at and advance *at; false: none is left, or it would extend past the catalog.
- */
+/* Read the entry at *at and advance *at; false: none is left, or it would leave the catalog. */
 static bool next_entry(const sw_catalog *catalog, size_t *at, const char **name, size_t *name_bytes,
                        const uint8_t **data, size_t *size_bytes)
 {

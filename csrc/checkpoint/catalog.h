@@ -15,8 +15,7 @@ typedef struct sw_catalog {
 } sw_catalog;
 
 /* Read only the header of each of `paths` that ends in .safetensors, and all other files whole.
- * Check each block. Errors: as sw_checkpoint_read; SW_E_INVALID for a path that the manifest lacks.
- */
+ * Check each block. Errors: as sw_checkpoint_read; SW_E_INVALID for a path not in the manifest. */
 SW_MUST_USE sw_status sw_catalog_read(const char *folder, const sw_manifest *manifest,
                                       const char *const *paths, size_t count, sw_catalog *catalog,
                                       sw_error *err);

@@ -1,5 +1,4 @@
-/* channel.c - words published by a number that is written last, and a file with one slot per host.
- */
+/* channel.c - words published by a number that is written last; a file with one slot per host. */
 #include "checkpoint/channel.h"
 
 #include <errno.h>

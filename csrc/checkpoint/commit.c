@@ -96,8 +96,7 @@ static sw_status fail_changed(const char *folder, sw_error *err)
             folder);
 }
 
-/* `path` is `folder`, or the path to which it was moved. An empty folder passes: a user cleared it.
- */
+/* `path` is `folder`, or the path to which it moved. An empty folder passes: a user cleared it. */
 static sw_status check_identity(const char *path, const char *folder, const char *replaces,
                                 sw_error *err)
 {

@@ -1,5 +1,4 @@
-/* read.c - simple reads from a checkpoint: each is a load that only the caller's thread performs.
- */
+/* read.c - simple reads from a checkpoint: each is a load on the caller's thread alone. */
 #include "checkpoint/read.h"
 
 #include <inttypes.h>

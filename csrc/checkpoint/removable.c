@@ -99,8 +99,7 @@ static bool look_at(void *context, const char *name)
     return l->status == SW_OK && !*l->stranger;
 }
 
-/* True if a failure to read a manifest may be temporary, so it proves nothing about the manifest.
- */
+/* True if a failure to read a manifest may be temporary: it proves nothing about the manifest. */
 static bool is_of_a_moment(const sw_error *why)
 {
     return why->status == SW_E_MEMORY ||

@@ -12,8 +12,7 @@
 
 enum { SW_SAMPLE_BYTES = 64 };
 
-/* Compute the checksum. Memory of equal size is sampled at equal offsets. `stride_bytes`: above 0.
- */
+/* Compute the checksum. Equal sizes are sampled at equal offsets. `stride_bytes`: above 0. */
 uint32_t sw_sample_crc32c(const void *data, size_t size_bytes, size_t stride_bytes);
 
 #endif

@@ -177,8 +177,8 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
     long pause_ns = LOOK_FIRST_NS;
     sw_error mine = *own, stop = {0};
     int64_t cancelled_ns = 0;
-    int64_t until_ns = saver->deadline_ns + (int64_t)VERDICT_GRACE_S *
-                                                1000000000; /* rank 0's wait ends slightly later */
+    int64_t until_ns = saver->deadline_ns +
+                       (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's wait ends a bit later */
     if (mine.status != SW_OK)
         sw_channel_fail(channel, saver->number, &mine);
     while (!sw_channel_is_decided(channel, saver->number, outcome)) {

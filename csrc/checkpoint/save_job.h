@@ -133,8 +133,7 @@ void sw_save_forget_ranges(sw_saver *saver);
 /* Call `visit` with the spans of a chunk in order, headers included. */
 void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_save_span span),
                   void *context);
-/* Call `take` with this rank's tally of each block: first the shared part, then its own, ascending.
- */
+/* Call `take` with this rank's tally of each block, ascending: the shared part, then its own. */
 SW_MUST_USE sw_status sw_save_each_tally(const sw_saver *saver,
                                          sw_status (*take)(void *context, uint64_t block,
                                                            sw_tally tally, sw_error *err),
@@ -200,8 +199,7 @@ SW_MUST_USE sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *er
 /* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. Frees
  * the ranges first, so that their memory and the manifest's are never held together. */
 SW_MUST_USE sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err);
-/* On a carrier: merge tallies into its host's file, after all ranks concerned have appended theirs.
- */
+/* On a carrier: merge tallies into its host's file, after all ranks concerned appended theirs. */
 SW_MUST_USE sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err);
 /* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
 SW_MUST_USE sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err);

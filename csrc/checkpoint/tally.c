@@ -9,8 +9,7 @@
 
 enum { TALLY_BYTES = 6, ENTRY_BYTES_MAX = 10 + TALLY_BYTES, FIRST_CAPACITY = 4096 };
 
-/* Hash an offset in a block. With a linear hash a hole and a byte written twice could cancel out.
- */
+/* Hash an offset in a block. With a linear hash a hole and a byte written twice could cancel. */
 static uint16_t hash(uint32_t place)
 {
     place ^= place >> 16;

@@ -44,9 +44,7 @@ typedef struct sw_tally_list {
 void sw_tally_list_append(sw_tally_list *list, uint64_t block, sw_tally tally);
 void sw_tally_list_fini(sw_tally_list *list);
 
-/* Add the entries of another list; both ascend. SW_E_INVALID: the bytes are not a list.
- * SW_E_MEMORY.
- */
+/* Add the entries of another list; both ascend. SW_E_INVALID: bytes are not a list. SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_tally_list_merge(sw_tally_list *list, const uint8_t *data,
                                           size_t size_bytes, sw_error *err);
 
