@@ -1,5 +1,4 @@
-/* save_late.c - files of other ranks, which a network file system may show with a delay.
- */
+/* save_late.c - files of other ranks, which a network file system may show with a delay. */
 #include <errno.h>
 #include <inttypes.h>
 #include <unistd.h>
