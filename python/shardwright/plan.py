@@ -24,8 +24,7 @@ _Held = tuple[Mapping[str, Any], int, torch.dtype, bool]
 
 
 def memory_plan(replica: Replica) -> dict[str, Any]:
-    """Return `optimizer_state_bytes` and `planned_bytes` of this rank, for describe(). None: unknown before a first
-    step."""
+    """Return `optimizer_state_bytes` and `planned_bytes` of this rank for describe(); None if not yet known."""
     optimizers = [optimizer for optimizer in replica.steppers.all() if optimizer is not None]
     states = [_state_bytes(replica, optimizer) for optimizer in optimizers]
     known = [each for each in states if each is not None]
