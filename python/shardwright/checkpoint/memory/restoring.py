@@ -126,8 +126,7 @@ class Source:
     # the files --------------------------------------------------------------------------------------------------------
 
     def meet(self) -> str:
-        """Exchange which rank wrote what. If a host lacks bytes, connect the carriers. Return "" or a reason.
-        Collective."""
+        """Exchange which rank wrote what; connect carriers if hosts lack bytes. Return "" or a reason. Collective."""
         label, of_host = "tables of a step in memory", [b""]
         if self.is_whole:
             self._tables = {table.head["rank"]: table for table in self._tables_in(self._image)}
@@ -207,8 +206,7 @@ class Source:
     def bring(self, ranges: Iterable[tuple[str, int, int]]) -> str:
         """Fetch the blocks of ranges (path, begin, bytes) to this host's image. Return "" or a reason. Collective.
 
-        Each rank passes the ranges that it reads. A block is fetched once per host, however many of its ranks read
-        it."""
+        Each rank passes the ranges that it reads. A host fetches each block once, however many ranks read it."""
         if self.is_whole:
             return ""
         begins = self._begins()
