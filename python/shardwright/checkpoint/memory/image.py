@@ -14,8 +14,8 @@ A table is a prefix, a head (JSON), runs and tallies:
     tallies  checksums of the blocks, as in csrc/checkpoint/tally.h
 
 A rank clears its prefix, writes its runs, then the table, then the prefix. A table is valid if and only if its checksum
-is right, so a rank that is killed at any moment leaves a valid table of complete data, or none. Only one thread of a
-rank writes at a time.
+is right, so a rank that is killed at any moment leaves a valid table of complete data, or none. Writing calls of one
+rank must not overlap.
 """
 
 from __future__ import annotations
