@@ -1,5 +1,5 @@
-/* catalog.c - entries of (bytes of the name, bytes of the data, name, data), the manifest's
- * first. */
+/* catalog.c - entries of (bytes of the name, bytes of the data, name, data); the first is the
+ * manifest. */
 #include "checkpoint/catalog.h"
 
 #include <stdlib.h>
@@ -25,7 +25,7 @@ static void append_head(sw_text *text, const char *path, uint64_t size_bytes)
     sw_text_append(text, path, strlen(path));
 }
 
-/* Compute how many bytes of a file go into a catalog. */
+/* Compute the number of bytes of a file that a catalog stores. */
 static sw_status wanted_bytes(const char *folder, const sw_manifest *manifest,
                               const sw_manifest_file *file, size_t *size_bytes, sw_error *err)
 {
@@ -88,7 +88,7 @@ sw_status sw_catalog_read(const char *folder, const sw_manifest *manifest, const
     return SW_OK;
 }
 
-/* Read the entry at *at and advance *at; false: none is left, or it leaves the catalog. */
+/* Read the entry at *at and advance *at; false: none is left, or it would leave the catalog. */
 static bool next_entry(const sw_catalog *catalog, size_t *at, const char **name, size_t *name_bytes,
                        const uint8_t **data, size_t *size_bytes)
 {

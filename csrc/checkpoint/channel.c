@@ -1,4 +1,4 @@
-/* channel.c - words published by a number that is written last, and one slot a host in a file. */
+/* channel.c - words published by a number that is written last; a file with one slot per host. */
 #include "checkpoint/channel.h"
 
 #include <errno.h>
@@ -139,7 +139,7 @@ static bool collect(sw_channel *channel, uint64_t number)
     return is_news;
 }
 
-/* Write this host's slot to the file; a failure is retried at the next look. */
+/* Write this host's slot to the file; the next look retries a failure. */
 static void tell(sw_channel *channel)
 {
     uint8_t bytes[SW_CHANNEL_PAGE_BYTES] = {0};
@@ -158,7 +158,7 @@ static void tell(sw_channel *channel)
     channel->is_told = status == SW_OK && closed == SW_OK;
 }
 
-/* Read a slot from the file; a slot that is incomplete, or was never written, is not replaced. */
+/* Read a slot from the file. Keep the old one if the new one is incomplete or was never written. */
 static void take(sw_channel *channel, int fd, int host)
 {
     uint8_t bytes[SW_CHANNEL_PAGE_BYTES];
@@ -187,8 +187,8 @@ static bool reads(const sw_channel *channel, int host)
             host < sw_channel_merges_until(channel));
 }
 
-/* Read other hosts' slots from the file: rank 0 reads all of them, the others rank 0's and those
- * that they wait for. */
+/* Read other hosts' slots from the file. Rank 0 reads all of them; other ranks read rank 0's slot
+ * and the slots that they wait for. */
 static void look(sw_channel *channel)
 {
     int fd = -1;
@@ -214,14 +214,15 @@ static void look(sw_channel *channel)
     (void)status;
 }
 
-/* True if this rank reads the file: a carrier, or a rank whose carrier is not in this save. */
+/* True if this rank reads the file: it is a carrier, or its carrier does not take part in this
+ * save. */
 static bool carries(const sw_channel *channel, uint64_t number)
 {
     return channel->slots && (sw_channel_is_carrier(channel) ||
                               get(&channel->pages[channel->carrier]->failed) >= number);
 }
 
-/* Copy rank 0's verdicts to this carrier's page, where its host's ranks look. */
+/* Copy rank 0's verdicts to this carrier's page, which its host's ranks read. */
 static void mirror(sw_channel *channel)
 {
     sw_channel_page *own = channel->pages[channel->rank];
@@ -248,7 +249,7 @@ void sw_channel_relay(sw_channel *channel, uint64_t number)
         mirror(channel);
 }
 
-/* Relay until the file has this host's slot: the rank's save may not call again. */
+/* Relay until the file has this host's slot, because the save may never call again. */
 static void relay_until_told(sw_channel *channel, uint64_t number)
 {
     int64_t until_ns = sw_clock_now_ns() + TELL_S * INT64_C(1000000000);
@@ -342,8 +343,8 @@ void sw_channel_fail(sw_channel *channel, uint64_t number, const sw_error *reaso
     relay_until_told(channel, number);
 }
 
-/* Without the file no verdict can come. Rank 0 creates it before it begins a save; other ranks may
- * look a moment earlier. */
+/* Without the file no verdict can arrive. Rank 0 creates it before it begins a save; other ranks
+ * may look slightly earlier. */
 bool sw_channel_is_gone(const sw_channel *channel, sw_error *why)
 {
     bool is_gone =

@@ -11,8 +11,8 @@
 #include "checkpoint/removable.h"
 #include "platform/file.h"
 
-/* Sync files again that their writers have synced. This costs nothing where no page is dirty, and
- * covers a writer on another client of a network file system. It also checks the files' sizes. */
+/* Sync files again after their writers synced them. This costs nothing if no page is dirty, and
+ * covers a writer on another client of a network file system. Also check the files' sizes. */
 static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw_error *err)
 {
     char path[SW_PATH_BYTES];
@@ -96,7 +96,7 @@ static sw_status fail_changed(const char *folder, sw_error *err)
             folder);
 }
 
-/* `path` is `folder`, or where it was moved to. An empty place passes: it was cleared by hand. */
+/* `path` is `folder`, or the path to which it moved. An empty folder passes: a user cleared it. */
 static sw_status check_identity(const char *path, const char *folder, const char *replaces,
                                 sw_error *err)
 {
@@ -114,8 +114,8 @@ static sw_status trash_name(char trash[SW_PATH_BYTES], const char *folder, const
     return SW_OK;
 }
 
-/* A network file system may lose the answer of a rename and repeat it. The repetition finds nothing
- * to rename; the rename was done if `to` exists with this nonce (NULL: any). */
+/* A network file system may lose the reply to a rename and repeat the request. The repetition finds
+ * nothing to rename; the rename succeeded if `to` exists with this nonce (NULL: any). */
 static sw_status rename_once(const char *from, const char *to, const char *nonce, sw_error *err)
 {
     sw_error found = {0};
@@ -128,8 +128,8 @@ static sw_status rename_once(const char *from, const char *to, const char *nonce
     return status;
 }
 
-/* Clear the replaced name of a dead save's left-over, which is unlinked after the verdict. If
- * `folder` is missing, a live save has moved it to that name a moment ago. */
+/* Move the remains of a dead save away from the replaced name; they are unlinked after the verdict.
+ * If `folder` is missing, a live save has just moved it to that name. */
 static sw_status clear_replaced(const char *replaced, const char *folder, const char *nonce,
                                 sw_error *err)
 {
@@ -147,8 +147,8 @@ static sw_status clear_replaced(const char *replaced, const char *folder, const 
     return fail_changed(folder, err);
 }
 
-/* Replace where two names cannot be exchanged: the old folder takes the name under which readers
- * look while `folder` is missing. It keeps that name until the new folder's name is durable. */
+/* Replace on a file system that cannot exchange two names. The old folder takes the name that
+ * readers try while `folder` is missing, and keeps it until the new folder's name is durable. */
 static sw_status replace_in_two_steps(const char *partial, const char *folder, const char *replaces,
                                       const char *nonce, sw_error *err)
 {
@@ -178,9 +178,9 @@ static void take_back(const char *partial, const char *folder, const char *paren
     (void)!sw_folder_sync(parent, NULL);
 }
 
-/* Replace an existing folder, in one step where the system can. The folder that came out may have
- * changed since the check. After an error every rank removes `partial`, which is the old checkpoint
- * now. So an error takes the exchange back, and a durable exchange returns no error. */
+/* Replace an existing folder, in one step if the system can. The replaced folder may have changed
+ * since the check. After an error every rank removes `partial`, which now names the old checkpoint.
+ * So an error reverts the exchange, and a durable exchange returns no error. */
 static sw_status replace(const char *partial, const char *folder, const char *replaces,
                          const char *nonce, sw_error *err)
 {
@@ -205,7 +205,7 @@ static sw_status replace(const char *partial, const char *folder, const char *re
     return status;
 }
 
-/* Publish under a new name: rename() fails if a folder with entries has taken it meanwhile. */
+/* Publish under a new name: rename() fails if a folder with entries has this name by now. */
 static sw_status publish_new(const char *partial, const char *folder, const char *nonce,
                              sw_error *err)
 {
@@ -254,7 +254,7 @@ void sw_commit_clean(const char *partial, const char *folder, const char *nonce)
         return;
     if (trash_name(trash, replaced, nonce, NULL) == SW_OK)
         (void)!sw_folder_remove(trash, NULL);
-    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else another's replaced folder */
+    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else it belongs to another save */
         sw_retire(&old, 1, nonce);
 }
 

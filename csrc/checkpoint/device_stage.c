@@ -53,7 +53,7 @@ static sw_status open_all(sw_device_stage *stage, sw_error *err)
     return SW_OK;
 }
 
-/* A failure leaves the device unopened, for another attempt. */
+/* After a failure the device is unopened, so a later call can try again. */
 static sw_status open_once(sw_device_stage *stage, sw_error *err)
 {
     if (stage->device)
@@ -164,7 +164,7 @@ static sw_status run_pass(const stage_pass *pass, sw_stream *user, sw_error *err
     return SW_OK;
 }
 
-/* After a failed work nothing may read the caller's memory or write to a slot any more. */
+/* Wait until no copy of a failed work reads the caller's memory or writes to a slot. */
 static void drain(sw_device_stage *stage, int64_t timeout_ns)
 {
     sw_device *device = stage->device;

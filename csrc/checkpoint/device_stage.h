@@ -1,7 +1,7 @@
-/* device_stage.h - copy GPU memory to the host in batches, through slots of pinned memory on a
- * stream of its own.
+/* device_stage.h - copy GPU memory to the host in batches, through slots of pinned memory, on a
+ * separate stream.
  *
- * Idea: copies of the next batches run while the host consumes one.
+ * Idea: copies of the next batches run while the host consumes the present one.
  *
  *   user --> down              copies follow the writes of their sources
  *   down --fetched[slot]--> host    a batch has arrived: the only wait of the host, once a batch
@@ -32,14 +32,14 @@ typedef struct sw_device_stage_copy {
 } sw_device_stage_copy;
 
 typedef struct sw_device_stage_batch {
-    size_t first, count; /* of the copies; none: nothing is copied, and no wait is needed */
+    size_t first, count; /* range of copies; count 0: no copy and no wait */
 } sw_device_stage_batch;
 
 typedef struct sw_device_stage_work {
     const sw_device_stage_copy *copies;
     const sw_device_stage_batch *batches;
     size_t batch_count;
-    /* Batch `number` lies in `memory` until this returns; NULL: the batch has no copies. */
+    /* Batch `number` is in `memory` until this returns; NULL: the batch has no copies. */
     void (*consume)(void *context, size_t number, const uint8_t *memory);
     void *context;
 } sw_device_stage_work;
@@ -59,7 +59,7 @@ void sw_device_stage_destroy(sw_device_stage *stage);
 /* Copy every batch to the host, in order; consume each on this thread, then return. Ordered after
  * the work on `user`; the work is borrowed for the call. Copies of a batch lie inside the slot and
  * do not overlap. Errors: the driver's, or SW_E_TIMEOUT (a batch did not arrive within
- * `timeout_ns`). After an error batches from some number on were not consumed. */
+ * `timeout_ns`). After an error, batches from some number on have not been consumed. */
 SW_MUST_USE sw_status sw_device_stage_run(sw_device_stage *stage, const sw_device_stage_work *work,
                                           sw_stream *user, int64_t timeout_ns, sw_error *err);
 

@@ -189,8 +189,8 @@ static size_t count_digits(reader *r)
     return (size_t)(r->at - begin);
 }
 
-/* printf and strtod follow the process's locale, whose decimal point may be a comma. Give this
- * thread the plain locale until the other call. 0: no memory. */
+/* printf and strtod follow the process's locale, whose decimal point may be a comma. Switch this
+ * thread to the plain locale until the matching call. 0: no memory. */
 static locale_t enter_plain_locale(locale_t *made)
 {
     *made = newlocale(LC_ALL_MASK, "C", (locale_t)0);

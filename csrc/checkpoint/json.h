@@ -1,10 +1,10 @@
-/* json.h - strict JSON in, compact JSON out: for manifests and safetensors headers, which are not
- * trusted.
+/* json.h - a strict JSON reader and a compact writer, for manifests and safetensors headers, which
+ * are untrusted.
  *
  * Idea: a document is one array of nodes in reading order. A node counts the nodes of its value, so
  * the next sibling is `node + node->span` and no links are needed. Strings are decoded into one
- * buffer and end with a zero byte (a zero byte inside a string is refused). Also refused: duplicate
- * keys, depth beyond 64, bytes after the value, broken UTF-8.
+ * buffer and end with a zero byte. The reader rejects a zero byte inside a string, duplicate keys,
+ * depth beyond 64, bytes after the value, and invalid UTF-8.
  *
  * Thread rule: owner only. */
 #ifndef SW_CHECKPOINT_JSON_H
@@ -42,13 +42,13 @@ typedef struct sw_json {
     char *strings; /* owned */
 } sw_json;
 
-/* Parse a text. SW_E_INVALID gives the fault and its byte; `label` names the document in errors. On
- * success, fini it. */
+/* Parse a text. SW_E_INVALID states the fault and its byte offset; `label` names the document in
+ * errors. On success, fini it. */
 SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label,
                                     sw_json *json, sw_error *err);
 void sw_json_fini(sw_json *json);
 
-/* Return the first child, valid when count > 0; and the sibling after `node`. */
+/* Return the first child, valid if count > 0; and the sibling after `node`. */
 static inline const sw_json_node *sw_json_first(const sw_json_node *node)
 {
     return node + 1;
@@ -69,11 +69,11 @@ typedef struct sw_text {
     bool is_out_of_memory;
 } sw_text;
 
-/* Reserve `more` bytes and a zero byte behind the text; false: no memory. */
+/* Reserve `more` bytes and a zero byte after the text; false: no memory. */
 bool sw_text_reserve(sw_text *text, size_t more);
 void sw_text_append(sw_text *text, const char *bytes, size_t size_bytes);
 void sw_text_print(sw_text *text, const char *format, ...) SW_PRINTF(2, 3);
-/* Append a finite number with all its bits, and with a point whatever the process's locale. */
+/* Append a finite number with full precision. The decimal separator is a point in every locale. */
 void sw_text_number(sw_text *text, double value);
 /* Append `value` in quotes, escaped. */
 void sw_text_quote(sw_text *text, const char *value);

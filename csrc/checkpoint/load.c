@@ -1,16 +1,16 @@
-/* load.c - ranges of a checkpoint into memory, by several threads.
+/* load.c - read ranges of a checkpoint into memory with several threads.
  *
  * The work is cut into units: the wanted blocks of one window of 1 MiB of a file. Threads take
  * units in order, so that some wait for the disk while others checksum and copy, and the disk sees
  * one ascending stream. No two units read the same block.
  *
- * A unit is read into a huge page of its thread, checked in the cache and copied from there. A read
- * past the page cache costs one request a page: many into small pages, one into a huge page (0.41 s
- * against 0.5 to 1.3 s a GiB on a virtual disk). The page cache copies anyway: through it, a block
- * that is wanted whole is read to its destination and checked there.
+ * A thread reads a unit into its huge page, checks it in the CPU cache and copies it from there. A
+ * read that bypasses the page cache costs one request per page of memory: many for small pages, one
+ * for a huge page (0.41 s against 0.5 to 1.3 s a GiB on a virtual disk). The page cache copies
+ * anyway, so a block that is wanted whole is read through it to its destination and checked there.
  *
- * Where ranges have `undo`, a unit is placed only after all of it was checked, and the bytes that
- * it replaces are kept. */
+ * If ranges have `undo`, a unit is copied to its destinations only after all of it was checked, and
+ * the bytes that it replaces are saved. */
 #include <fcntl.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -26,7 +26,7 @@
 #include "platform/thread.h"
 
 enum {
-    UNIT_BLOCKS = 1, /* fewer bytes under way at once, so that they stay in the cache */
+    UNIT_BLOCKS = 1, /* few bytes in flight, so that they stay in the CPU cache */
     UNIT_BYTES = UNIT_BLOCKS * SW_BLOCK_BYTES,
     BUFFER_BYTES = 2 << 20 /* a huge page */
 };
@@ -89,7 +89,7 @@ static void keep_unit(const loader *job, load_unit *unit)
     unit->is_kept = true;
 }
 
-/* Return the destination to which a block may be read directly: all of it is wanted, in one place.
+/* Return the destination to which a block can be read directly, because one range wants all of it.
  * NULL: none. */
 static uint8_t *own_place(const loader *job, const load_unit *unit, uint64_t begin, size_t size)
 {
@@ -143,7 +143,7 @@ static sw_status check_block(const worker *w, const uint8_t *data, uint64_t numb
     return SW_OK;
 }
 
-/* Read past the page cache; the last bytes of a file, less than a page, through it. */
+/* Read without the page cache, except the last bytes of a file that fill no page. */
 static sw_status read_direct(worker *w, uint8_t *data, uint64_t offset, size_t size, sw_error *err)
 {
     size_t tail = size % SW_FILE_ALIGNMENT_BYTES;
@@ -220,8 +220,8 @@ static bool take_unit(loader *job, size_t *turn)
     return found;
 }
 
-/* Of several failures the first one in order counts: earlier units were taken, and their threads
- * finish them. */
+/* Record the first of several failures in unit order. Threads finish the earlier units that they
+ * have taken. */
 static void record_failure(loader *job, size_t turn, const sw_error *why)
 {
     pthread_mutex_lock(&job->mutex);
@@ -312,7 +312,7 @@ static sw_status run(loader *job, sw_error *err)
     return job->failure.status;
 }
 
-/* Fill `undo` with all replaced bytes, however far the load came. */
+/* Fill `undo` with all replaced bytes, regardless of how much was loaded. */
 static void keep_the_rest(loader *job)
 {
     for (size_t u = 0; u < job->unit_count; ++u)

@@ -376,7 +376,7 @@ sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *lab
     return status;
 }
 
-typedef struct weight { /* what a folder holds: bounds the length of its manifest */
+typedef struct weight { /* upper bound of a manifest's length, from a folder's contents */
     const char *folder;
     uint64_t limit_bytes;
     bool is_inner;
@@ -400,14 +400,14 @@ static bool weigh(void *context, const char *name)
     return true;
 }
 
-/* A text of 256 MiB can hold values that take 7 GiB once parsed. A short text is parsed at once; a
- * long one must belong to a folder with enough files and bytes. */
+/* A text of 256 MiB can hold values that take 7 GiB after parsing. Accept a short text; a long one
+ * must belong to a folder with enough files and bytes. */
 static sw_status check_length(const char *folder, const char *path, sw_error *err)
 {
     struct stat info;
     weight w = {.folder = folder, .limit_bytes = SHORT_BYTES};
     if (lstat(path, &info) != 0 || info.st_size <= SHORT_BYTES ||
-        info.st_size > SW_MANIFEST_MAX_BYTES) /* more than any folder warrants */
+        info.st_size > SW_MANIFEST_MAX_BYTES) /* longer than any manifest; refused later */
         return SW_OK;
     SW_TRY(sw_folder_list(folder, weigh, &w, err));
     if ((uint64_t)info.st_size > w.limit_bytes)

@@ -1,7 +1,7 @@
-/* manifest.h - MANIFEST.json, which alone makes a folder a checkpoint: built from tallies, printed,
- * and read.
+/* manifest.h - MANIFEST.json, the file that makes a folder a checkpoint: built from tallies,
+ * printed, and read.
  *
- * It is JSON closed by its own checksum. docs/format.md gives the bytes.
+ * It is JSON that ends with its own checksum. docs/format.md defines the bytes.
  *
  * Thread rule: owner only. */
 #ifndef SW_CHECKPOINT_MANIFEST_H
@@ -25,7 +25,7 @@ typedef struct sw_manifest_file {
     uint64_t first_block, block_count; /* counted through all files of this manifest */
     uint32_t *crcs;                    /* owned; one a block */
     uint16_t *covers;                  /* owned; one a block: tally.h. NULL once read or complete */
-    bool is_in_memory; /* its bytes lie in `memory_fd` (borrowed) from `memory_begin` on */
+    bool is_in_memory; /* its bytes are in `memory_fd` (borrowed) from `memory_begin` on */
     int memory_fd;
     uint64_t memory_begin;
 } sw_manifest_file;
@@ -38,7 +38,7 @@ typedef struct sw_manifest {
     double metric;
     sw_manifest_file *files; /* owned */
     size_t file_count, file_capacity;
-    size_t last_file; /* to which a tally was added */
+    size_t last_file; /* the file of the last added tally */
     uint64_t block_count;
 } sw_manifest;
 
@@ -47,7 +47,7 @@ void sw_manifest_fini(sw_manifest *manifest);
 /* True for 1 to 64 characters of [0-9a-z]. */
 bool sw_manifest_is_nonce(const char *nonce);
 
-/* Add a file of `size_bytes` with nothing written yet. Its blocks get the next numbers. */
+/* Add a file of `size_bytes` of which nothing is written yet. Its blocks get the next numbers. */
 SW_MUST_USE sw_status sw_manifest_add_file(sw_manifest *manifest, const char *path,
                                            uint64_t size_bytes, sw_error *err);
 
@@ -56,17 +56,17 @@ SW_MUST_USE sw_status sw_manifest_add_file(sw_manifest *manifest, const char *pa
 SW_MUST_USE sw_status sw_manifest_add_tally(void *manifest, uint64_t block, sw_tally tally,
                                             sw_error *err);
 
-/* Check that every byte was written once and that a reader would accept it; sort the files.
- * SW_E_STATE names a block that fails this. */
+/* Check that every byte was written once and that a reader would accept the manifest; sort the
+ * files. SW_E_STATE names a block that fails. */
 SW_MUST_USE sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err);
 
-/* Print a complete manifest, in parts of about 64 KiB to `write`. */
+/* Print a complete manifest: call `write` with parts of about 64 KiB. */
 SW_MUST_USE sw_status sw_manifest_print(const sw_manifest *manifest,
                                         sw_status (*write)(void *context, const char *part,
                                                            size_t size_bytes, sw_error *err),
                                         void *context, sw_error *err);
 
-/* Read and check a text. SW_E_INVALID gives the fault; on success, fini it. */
+/* Read and check a text. SW_E_INVALID states the fault; on success, the caller must fini it. */
 SW_MUST_USE sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *label,
                                         sw_manifest *manifest, sw_error *err);
 

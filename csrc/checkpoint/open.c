@@ -30,7 +30,7 @@ static sw_status check_folders(const char *folder, const char *path, sw_error *e
     return SW_OK;
 }
 
-/* Return the other name of a checkpoint while it is replaced. */
+/* Return the other name that a checkpoint has while it is replaced. */
 static bool other_name(const char *folder, char other[SW_PATH_BYTES])
 {
     size_t length = strlen(folder), suffix = strlen(REPLACED);
@@ -111,7 +111,8 @@ sw_status sw_checkpoint_locate(const char *folder, char found[SW_PATH_BYTES], sw
 }
 
 /* A writer replaces in three steps (`folder` becomes the replaced name, the new one becomes
- * `folder`, the replaced one goes). The first step, or the last two, may each end one look. */
+ * `folder`, the replaced one goes). The first step, and the last two together, may each make one
+ * look fail. */
 enum { LOOKS = 3 };
 
 bool sw_checkpoint_stands(const char *folder, char found[SW_PATH_BYTES])

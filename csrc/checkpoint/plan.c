@@ -113,8 +113,8 @@ static sw_status finish_header(draft *d, sw_plan_file *file, sw_text *text)
     return SW_OK;
 }
 
-/* Add wider elements first, so that every tensor is aligned to its element; otherwise in
- * registration order. */
+/* Add wider elements first, so that every tensor is aligned to its element size; keep registration
+ * order among equals. */
 static sw_status add_pieces(draft *d, sw_plan_file *file, const sw_plan_group *group, size_t first,
                             size_t end, sw_text *text)
 {
@@ -235,8 +235,7 @@ static void number_blocks(draft *d)
     }
 }
 
-/* Add bytes [begin, end) of a file that all ranks hold; extend the last range if they continue
- * it. */
+/* Add bytes [begin, end) of a file that all ranks hold. Extend the last range if they follow it. */
 static void add_common(sw_plan *plan, size_t file, uint64_t begin, uint64_t end)
 {
     sw_plan_common *last = plan->common_count ? &plan->common[plan->common_count - 1] : NULL;
@@ -331,7 +330,8 @@ void sw_plan_destroy(sw_plan *plan)
 }
 
 /* Return where a rank's part of the common blocks begins. Rank 0 also writes the bytes of
- * SW_HELD_BY_FIRST and takes less by as much; the others take equal parts of the rest. */
+ * SW_HELD_BY_FIRST, so its part is smaller by as many bytes; the others take equal parts of the
+ * rest. */
 static uint64_t part_begin(const sw_plan *plan, int rank, int world_size)
 {
     uint64_t all = plan->common_blocks, first = plan->first_bytes / SW_BLOCK_BYTES;

@@ -1,13 +1,14 @@
-/* plan.h - which bytes stand where in which file, and which of them a rank writes. Arithmetic only.
+/* plan.h - the position of all bytes in the files of a checkpoint, and which of them a rank writes.
+ * Arithmetic only.
  *
  * Idea: a file is a header and pieces; it is cut into blocks of 1 MiB. Names, shapes, dtypes and
- * max_file_bytes alone decide the bytes. A source is held in one of three ways, so a rank knows its
- * ranges without a table of the other ranks'. Bytes that all ranks hold, headers among them, are
- * divided by blocks. The blocks that touch them are numbered through all files, and rank r writes
- * the common bytes of the r-th part of the numbers. Example: all ranks hold 2 files of 5 and 3
- * blocks, W = 3. Rank 0 writes blocks 0 1 2, rank 1 blocks 3 4, rank 2 blocks 5 6 7.
+ * max_file_bytes alone decide the bytes. A source is held in one of three ways, so a rank computes
+ * its ranges without a table of other ranks' ranges. Bytes that all ranks hold, including headers,
+ * are divided by blocks. The blocks that contain such bytes are numbered through all files, and
+ * rank r writes the common bytes of the r-th part of the numbers. Example: all ranks hold 2 files
+ * of 5 and 3 blocks, W = 3. Rank 0 writes blocks 0 1 2, rank 1 blocks 3 4, rank 2 blocks 5 6 7.
  *
- * Thread rule: any; a plan does not change, but for sw_plan_trim. */
+ * Thread rule: any; only sw_plan_trim changes a plan. */
 #ifndef SW_CHECKPOINT_PLAN_H
 #define SW_CHECKPOINT_PLAN_H
 
@@ -19,13 +20,13 @@
 
 enum {
     SW_BLOCK_BYTES = 1 << 20,
-    SW_VALUES_MAX_BYTES = 256 << 20, /* of a file of values, or of a rank's line of them */
+    SW_VALUES_MAX_BYTES = 256 << 20, /* limit of a file of values, or of a rank's line of them */
 };
 
 typedef enum sw_plan_holder {
     SW_HELD_BY_ALL = 0,   /* every rank holds the same bytes: each writes a part */
     SW_HELD_BY_FIRST = 1, /* ranks may hold different bytes: rank 0 writes its copy */
-    SW_HELD_IN_PARTS = 2, /* each rank writes all that it passes as a source of a save */
+    SW_HELD_IN_PARTS = 2, /* each rank writes all bytes that it passes as sources of a save */
 } sw_plan_holder;
 
 typedef struct sw_plan_tensor {
@@ -92,28 +93,28 @@ typedef struct sw_plan {
     uint32_t digest; /* of paths, headers and sizes: equal plans have equal digests */
 } sw_plan;
 
-/* Create a plan. SW_E_INVALID: a dtype that safetensors does not have, a name twice in one group, a
- * header beyond 100 MB, 2^32 tensors, a text beyond SW_VALUES_MAX_BYTES (but for those of all
- * ranks), a bad path.
+/* Create a plan. SW_E_INVALID: a dtype unknown to safetensors, a name twice in one group, a header
+ * beyond 100 MB, 2^32 tensors, a text beyond SW_VALUES_MAX_BYTES (except texts of all ranks), a bad
+ * path.
  */
 SW_MUST_USE sw_status sw_plan_create(const sw_plan_group *groups, size_t group_count,
                                      const sw_plan_text *texts, size_t text_count, sw_plan **plan,
                                      sw_error *err);
 void sw_plan_destroy(sw_plan *plan);
 
-/* Compare two ranges by their places in the files; for qsort. */
+/* Compare two ranges by file and offset; for qsort. */
 int sw_plan_compare_ranges(const void *a, const void *b);
 
-/* List what `rank` of `world_size` writes of sources not held in parts: ranges in file order
- * (*ranges is malloc'ed). The ranges of all ranks cover these bytes once. Cost: the logarithm of
- * the pieces, plus the ranges; on rank 0 also the pieces. */
+/* List the ranges, in file order, that `rank` of `world_size` writes of sources not held in parts
+ * (*ranges is malloc'ed). The ranges of all ranks cover these bytes once. Cost: O(log pieces +
+ * ranges); on rank 0 O(pieces + ranges). */
 SW_MUST_USE sw_status sw_plan_own_ranges(const sw_plan *plan, int rank, int world_size,
                                          sw_plan_range **ranges, size_t *count, sw_error *err);
 
 /* Free the text of the headers that other ranks write, 140 bytes a tensor and most of a plan, if
- * all headers take more than `keep_bytes`. Only `rank` of `world_size` may then save with this
- * plan, and no save knows tensors by name. Threads may use the plan for a save meanwhile. A failure
- * leaves it as it is. */
+ * all headers take more than `keep_bytes`. Afterwards only `rank` of `world_size` may save with
+ * this plan, and saves cannot name tensors. Threads may use the plan for a save meanwhile. A
+ * failure leaves it unchanged. */
 void sw_plan_trim(sw_plan *plan, int rank, int world_size, uint64_t keep_bytes);
 
 /* Return the file of a piece. */

@@ -1,4 +1,4 @@
-/* read.c - simple reads from a checkpoint: each is a load by the caller's thread alone. */
+/* read.c - simple reads from a checkpoint: each is a load on the caller's thread alone. */
 #include "checkpoint/read.h"
 
 #include <inttypes.h>

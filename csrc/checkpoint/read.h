@@ -29,24 +29,25 @@ typedef struct sw_load_range {
 
 typedef struct sw_load_options {
     int thread_count; /* 1: only the caller's thread */
-    bool is_direct;   /* bytes outside the page cache are read past it, where the system allows */
-    size_t turn, turn_count; /* start at this part of the work, of so many; 0 of 0: at the first */
+    bool is_direct;   /* bypass the page cache for bytes outside it, where the system allows */
+    size_t turn, turn_count; /* start at part `turn` of so many; 0 of 0: at the first */
 } sw_load_options;
 
-/* Fill ranges (ascending, no overlap; of neither `destination` nor `undo`); read and check each
- * block once. Memory: 2 MiB a thread. The error is that of the first bad block in order. After it
- * destinations hold anything, but those with an `undo` can be restored: whatever the outcome,
- * `undo` holds all of the replaced bytes. */
+/* Fill ranges; read and check each block once. Ranges ascend without overlap; neither `destination`
+ * nor `undo` memory overlaps. Memory: 2 MiB a thread. The error is that of the first bad block in
+ * order. After an error the contents of destinations are undefined, but those with an `undo` can be
+ * restored: `undo` always holds all replaced bytes. */
 SW_MUST_USE sw_status sw_checkpoint_load(const char *folder, const sw_manifest *manifest,
                                          const sw_load_range *ranges, size_t count,
                                          const sw_load_options *options, sw_error *err);
 
-/* Check a file before all of it is read: values of 256 MiB may take many times as much once parsed.
- * SW_E_INVALID: it has more than SW_VALUES_MAX_BYTES. */
+/* Check the size of a file before it is read whole, because parsed values may take many times their
+ * 256 MiB of text. SW_E_INVALID: it has more than SW_VALUES_MAX_BYTES. */
 SW_MUST_USE sw_status sw_checkpoint_check_values(const char *folder, const sw_manifest_file *file,
                                                  sw_error *err);
 
-/* Fill `ranges` (ascending, no overlap) from file `path`. After an error they hold anything. */
+/* Fill `ranges` (ascending, no overlap) from file `path`. After an error their contents are
+ * undefined. */
 SW_MUST_USE sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest,
                                          const char *path, const sw_read_range *ranges,
                                          size_t range_count, sw_error *err);

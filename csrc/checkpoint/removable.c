@@ -1,7 +1,7 @@
 /* removable.c - see removable.h for the rule and docs/design/checkpoint.md for why.
  *
- * Folders in the folder may be empty, or hold files that are listed: removing them loses nothing. A
- * link or a pipe in place of a file counts as damage; the target of a link stays. */
+ * An inner folder may be empty or hold listed files: removing it loses nothing. A link or a pipe in
+ * place of a file counts as damage; the target of a link stays. */
 #include "checkpoint/removable.h"
 
 #include <ctype.h>
@@ -39,7 +39,7 @@ typedef struct look {
     const char *folder;           /* of the checkpoint, or a folder in it */
     const char *prefix;           /* prefix of names in this folder: "", or "ranks/" */
     const sw_manifest *listed;    /* NULL: the manifest is damaged, and names alone decide */
-    char stranger[SW_PATH_BYTES]; /* the first that does not belong; "": none */
+    char stranger[SW_PATH_BYTES]; /* first name that does not belong; "": none */
     bool is_empty, has_state;
     sw_status status;
     sw_error *err; /* of an inner folder that cannot be listed */
@@ -99,7 +99,7 @@ static bool look_at(void *context, const char *name)
     return l->status == SW_OK && !*l->stranger;
 }
 
-/* True if a failure to read a manifest may pass: it proves nothing about the manifest. */
+/* True if a failure to read a manifest may be temporary: it proves nothing about the manifest. */
 static bool is_of_a_moment(const sw_error *why)
 {
     return why->status == SW_E_MEMORY ||

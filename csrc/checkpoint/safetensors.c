@@ -1,5 +1,5 @@
-/* safetensors.c - see docs/format.md. Sizes are checked for overflow, ranges for holes and
- * overlaps. */
+/* safetensors.c - see docs/format.md. The reader checks sizes for overflow, and ranges for holes
+ * and overlaps. */
 #include "checkpoint/safetensors.h"
 
 #include <inttypes.h>

@@ -1,6 +1,6 @@
-/* safetensors.h - the header of a safetensors file: written with data on a page boundary, read
- * without trust. docs/format.md gives the bytes; the format is huggingface/safetensors. Thread
- * rule: any. */
+/* safetensors.h - the header of a safetensors file. Written headers place data on a page boundary;
+ * headers that are read are not trusted. docs/format.md defines the bytes; the format is
+ * huggingface/safetensors. Thread rule: any. */
 #ifndef SW_CHECKPOINT_SAFETENSORS_H
 #define SW_CHECKPOINT_SAFETENSORS_H
 
@@ -33,8 +33,8 @@ typedef struct sw_safetensors {
     const sw_json_node *metadata; /* borrowed from json; NULL: none */
 } sw_safetensors;
 
-/* Compute the bytes of the header from the first 8 bytes of the file. SW_E_INVALID: it leaves the
- * file. */
+/* Compute the bytes of the header from the first 8 bytes of the file. SW_E_INVALID: the header
+ * would extend past the end of the file. */
 SW_MUST_USE sw_status sw_safetensors_header_size(const uint8_t first[8], uint64_t file_bytes,
                                                  const char *path, size_t *header_bytes,
                                                  sw_error *err);

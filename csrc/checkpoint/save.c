@@ -1,8 +1,8 @@
 /* save.c - the saver: one save at a time, and the life of its threads.
  *
- * Thread 0 coordinates: it starts the others, opens the folder, writes too, acknowledges and
- * concludes. The others help the caller's thread to copy, and write. Threads live as long as their
- * save: an idle saver has none, so a fork between saves meets none. */
+ * Thread 0 coordinates: it starts the others, opens the folder, writes, acknowledges and concludes.
+ * The other threads help the caller's thread to copy, then write. Threads live only during a save,
+ * so an idle saver has none and a process may fork between saves. */
 #include "checkpoint/save.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
 
-enum { HEADING_BYTES = 1024 }; /* of a manifest, without its files */
+enum { HEADING_BYTES = 1024 }; /* bytes of a manifest without its files */
 
 sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, sw_saver **saver,
                           sw_error *err)

@@ -1,11 +1,10 @@
-/* save.h - one save at a time: a snapshot on the caller's thread, everything else on threads of our
- * own.
+/* save.h - one save at a time: the caller's thread takes a snapshot, our own threads do all else.
  *
  * Idea: the job is a list of ranges that this rank writes (plan.h), in chunks of 1 MiB. A chunk is
- * live (its bytes are still the caller's), staged (copied), or written. begin() copies what may
- * change at once. protect() copies all that is still live, so it must precede any change by the
- * caller. "copy" is begin and protect in one call; "lazy" leaves protect to the next optimizer
- * step. begin() copies GPU memory in either form.
+ * live (its bytes are still the caller's), staged (copied), or written. begin() copies chunks that
+ * may change immediately. protect() copies all chunks that are still live, so the caller must call
+ * it before any change. "copy" is begin and protect in one call; "lazy" leaves protect to the next
+ * optimizer step. begin() copies GPU memory in both forms.
  *
  * Thread rule: begin, protect, wait, fail, spare, destroy: one thread at a time, which the caller
  * ensures. progress, cancel: any. */
@@ -47,7 +46,7 @@ typedef struct sw_save_request {
     bool has_metric;
     double metric;
     sw_save_part shared;  /* equal plans on all ranks; this rank writes its ranges */
-    sw_save_part own;     /* rank 0: files that the others do not know; plan NULL: none */
+    sw_save_part own;     /* rank 0: files that the other ranks do not know; plan NULL: none */
     const bool *is_eager; /* a flag for each of shared.sources: copy at begin() even when lazy;
                            * NULL: none */
     bool is_lazy;
@@ -57,12 +56,12 @@ typedef struct sw_save_request {
     size_t retired_count;
     int64_t timeout_ns;     /* from begin() to the verdict */
     sw_device_stage *stage; /* borrowed until begin() returns; NULL: no source is on a device */
-    sw_stream *user;        /* memory on the device is read after the work that it holds */
+    sw_stream *user;        /* device memory is read after the work on this stream */
 } sw_save_request;
 
 typedef struct sw_saver_options {
     int thread_count; /* writing threads, in [1, 16] */
-    bool use_direct;  /* past the page cache, where the file system allows it */
+    bool use_direct;  /* bypass the page cache, where the file system allows it */
     bool is_idle_io;  /* write only while no other process uses the disk, if the I/O scheduler
                        * supports priorities: a busy disk may delay a save past its deadline */
     uint64_t bandwidth_bytes_per_second; /* 0: no limit */
@@ -81,14 +80,14 @@ typedef struct sw_saver sw_saver;
 SW_MUST_USE sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options,
                                       sw_saver **saver, sw_error *err);
 
-/* Warm staging for a save of `bytes` in a thread of its own, at any time. A hint; on SW_E_MEMORY or
- * SW_E_OS saves take memory themselves. */
+/* Touch staging for a save of `bytes` ahead of time, in a separate thread. A hint: after
+ * SW_E_MEMORY or SW_E_OS, saves allocate memory themselves. */
 SW_MUST_USE sw_status sw_saver_warm(sw_saver *saver, uint64_t bytes, sw_error *err);
 
-/* Take the snapshot and start the rest. SW_E_STATE while a save runs or wait() has not taken its
- * outcome. The other ranks are told of an error here; a device's error fails the save, as a
- * thread's does. Cost: one read of the ranges, one write of staging; device memory passes through
- * its stage first. */
+/* Take the snapshot and start the save. SW_E_STATE while a save runs or before wait() has returned
+ * its outcome. Errors are reported to the other ranks; a device error fails the save, as a thread's
+ * error does. Cost: one read of the ranges, one write of staging; device memory passes through its
+ * stage first. */
 SW_MUST_USE sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request,
                                      sw_error *err);
 
@@ -96,34 +95,35 @@ typedef struct sw_save_run { /* bytes of an image that one rank wrote */
     uint64_t begin, size_bytes;
 } sw_save_run;
 
-typedef struct sw_save_kept { /* what a rank wrote into an image */
+typedef struct sw_save_kept { /* the bytes that a rank wrote into an image */
     sw_tally_list tallies;
-    sw_save_run *runs; /* owned; ascending, as long as possible */
+    sw_save_run *runs; /* owned; ascending and maximal */
     size_t run_count;
     uint64_t size_bytes; /* of all runs */
 } sw_save_kept;
 
-/* Write this rank's part of a save into memory, and return when it is there. `image` holds the
- * files of both parts, each from a block's boundary on: a block lies at its number times
- * SW_BLOCK_BYTES, those of the own part behind those of the shared part. No message, no file, no
- * commit: the request's folder, deadline (but a device's) and flags are not read. Cost: one read
- * and one write of the ranges. On success, fini `kept`. */
+/* Write this rank's part of a save into memory; return when it is complete. `image` holds the files
+ * of both parts, each at a block boundary: a block is at its number times SW_BLOCK_BYTES, and
+ * blocks of the own part follow those of the shared part. Sends no message, writes no file and
+ * commits nothing: the request's folder and flags are ignored, and its deadline limits only device
+ * copies. Cost: one read and one write of the ranges. On success, the caller must fini `kept`. */
 SW_MUST_USE sw_status sw_saver_keep(sw_saver *saver, const sw_save_request *request, uint8_t *image,
                                     uint64_t image_bytes, sw_save_kept *kept, sw_error *err);
 void sw_save_kept_fini(sw_save_kept *kept);
 
-/* Copy what is still live. If there is nothing to copy it costs a mutex. */
+/* Copy all chunks that are still live. Cost without such chunks: one mutex. */
 SW_MUST_USE sw_status sw_saver_protect(sw_saver *saver, sw_error *err);
 
-/* Wait at most `timeout_ns` for the verdict. *is_over: no verdict is outstanding any more. The
- * outcome of a save is returned once. */
+/* Wait at most `timeout_ns` for the verdict. *is_over: no verdict is outstanding. Returns the
+ * outcome of a save once. */
 SW_MUST_USE sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over,
                                     sw_error *err);
 
-/* Tell the others that this rank cannot begin save `number`. Not while a save runs. */
+/* Report to the other ranks that this rank cannot begin save `number`. Must not be called while a
+ * save runs. */
 void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason);
 
-/* Make a running save fail soon, with this reason. */
+/* Make a running save fail soon, for this reason. */
 void sw_saver_cancel(sw_saver *saver, const sw_error *reason);
 
 void sw_saver_progress(sw_saver *saver, sw_save_progress *progress);

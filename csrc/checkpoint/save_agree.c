@@ -1,11 +1,11 @@
 /* save_agree.c - how ranks finish one save together with only a shared file system and a channel.
  *
  * Rank 0 creates the files and announces them. Each rank writes its ranges, adds its tallies of
- * each block to its host's file, and announces that. Carriers merge their hosts' tallies, rank 0
- * all of them, and commits. No name is looked up before the channel has announced it: a client of a
- * network file system caches for a while that a name is missing. Rank 0 locks LOCK, so that a
- * process that finds the folder knows whether its save is alive. A wait is a look repeated after 1
- * to 20 ms. */
+ * each block to its host's file, and announces that. Carriers merge their hosts' tallies; rank 0
+ * merges all of them and commits. No rank looks up a name before the channel has announced it,
+ * because a client of a network file system caches for a while that a name is missing. Rank 0 locks
+ * LOCK, so that a process that finds the folder knows whether its save is alive. A wait is a look
+ * repeated after 1 to 20 ms. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -21,7 +21,7 @@
 
 enum { LOOK_FIRST_NS = 1000000, VERDICT_GRACE_S = 10 };
 enum { CANCEL_GRACE_NS = 1000000000 }; /* for rank 0's earlier words to arrive */
-enum { COMMIT_S = 600 };               /* a cancelled rank's limit for a commit */
+enum { COMMIT_S = 600 };               /* longest wait of a cancelled rank for a commit */
 
 static sw_status check_time(sw_saver *saver, const char *awaited, sw_error *err)
 {
@@ -52,7 +52,7 @@ static sw_status open_folder(sw_saver *saver, sw_error *err)
     return saver->channel->world_size > 1 ? sw_save_create_tallies(saver, err) : SW_OK;
 }
 
-/* Wait until rank 0, and on another host the carrier too, has created the files. */
+/* Wait until rank 0, and on another host also the carrier, has created the files. */
 static sw_status await_folder(sw_saver *saver, sw_error *err)
 {
     sw_channel *channel = saver->channel;
@@ -78,8 +78,8 @@ sw_status sw_save_open(sw_saver *saver, sw_error *err)
     return SW_OK;
 }
 
-/* A carrier waits until the other ranks of its host have written. False: the save ends before that;
- * sw_save_conclude finds out how. */
+/* On a carrier: wait until the other ranks of its host have written. False: the save ended before;
+ * sw_save_conclude reports how. */
 static bool await_host(sw_saver *saver)
 {
     sw_error ignored;
@@ -118,8 +118,8 @@ static sw_status await_written(sw_saver *saver, sw_error *err)
     return SW_OK;
 }
 
-/* The deadline ends here: once the others read this word they wait for the verdict. A rank that
- * gave up before has reported a failure. */
+/* The deadline ends here: ranks that read this word wait for the verdict. A rank that gave up
+ * before has reported a failure. */
 static sw_status begin_commit(sw_saver *saver, sw_error *err)
 {
     SW_TRY(check_time(saver, "the tallies of all ranks", err));
@@ -136,7 +136,7 @@ static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
     return sw_commit(saver->partial, saver->folder, saver->replaces, &saver->manifest, err);
 }
 
-/* Publish the verdict before removing anything, which may outlast the others' waits. */
+/* Publish the verdict before removing anything: removal may take longer than the others wait. */
 static void conclude_first(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
     *outcome = *own;
@@ -162,15 +162,15 @@ static bool is_first_alive(const sw_saver *saver)
            sw_save_lock_look(saver->folder) == SW_SAVE_ALIVE;
 }
 
-/* The time for rank 0's earlier words to arrive: none from a dead rank of this host, whose words
- * are in the memory that this one reads. */
+/* Return the time for rank 0's earlier words to arrive: 0 for a dead rank 0 on this host, because
+ * this rank reads its words from shared memory. */
 static int64_t grace_ns(const sw_saver *saver)
 {
     return saver->channel->host_count <= 1 && !is_first_alive(saver) ? 0 : CANCEL_GRACE_NS;
 }
 
-/* Every rank reports rank 0's sentence; without one, its own. A rank that is cancelled while rank 0
- * commits waits as long as rank 0 lives: its own report could be wrong. */
+/* Every rank reports rank 0's message, or its own if there is none. A rank that is cancelled during
+ * rank 0's commit waits while rank 0 is alive, because its own report could be wrong. */
 static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outcome)
 {
     sw_channel *channel = saver->channel;
@@ -178,7 +178,7 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
     sw_error mine = *own, stop = {0};
     int64_t cancelled_ns = 0;
     int64_t until_ns = saver->deadline_ns +
-                       (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's own ends a moment later */
+                       (int64_t)VERDICT_GRACE_S * 1000000000; /* rank 0's wait ends a bit later */
     if (mine.status != SW_OK)
         sw_channel_fail(channel, saver->number, &mine);
     while (!sw_channel_is_decided(channel, saver->number, outcome)) {
@@ -193,7 +193,7 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
         }
         /* No verdict: rank 0 may be about to publish the folder, so it alone may remove it. */
         if (sw_channel_is_gone(channel, &stop)) {
-            sw_channel_fail(channel, saver->number, &stop); /* its host's ranks still look */
+            sw_channel_fail(channel, saver->number, &stop); /* its host's ranks still read it */
             *outcome = mine.status == SW_OK ? stop : mine;
             return;
         }
@@ -213,8 +213,8 @@ static void conclude_other(sw_saver *saver, const sw_error *own, sw_error *outco
         sw_thread_sleep_ns(pause_ns);
         pause_ns = pause_ns * 2 < SW_SAVE_LOOK_NS ? pause_ns * 2 : SW_SAVE_LOOK_NS;
     }
-    /* Rank 0 abandoned the save: every rank removes once it has stopped writing, so the last one
-     * leaves nothing. */
+    /* Rank 0 abandoned the save. Every rank removes the folder after it stopped writing, so the
+     * last one leaves no files. */
     if (outcome->status != SW_OK)
         (void)!sw_folder_remove(saver->partial, NULL);
 }

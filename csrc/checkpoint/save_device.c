@@ -1,5 +1,5 @@
 /* save_device.c - the caller's thread copies chunks from a GPU, one slot of the device stage at a
- * time. It copies each slot as sw_save_copy does, with the helping threads.
+ * time. Helping threads copy from each slot, as in sw_save_copy.
  *
  * A slot is an image of its chunks: a chunk's bytes on the device go to their place in the image,
  * so that filling the chunk needs no second list. */
@@ -39,7 +39,8 @@ static void list_span(void *context, sw_save_span span)
         (sw_device_stage_copy){span.data, list->at + span.at, span.size_bytes};
 }
 
-/* Return the chunks of batch `number` as a claim of its own that borrows the lists of the whole. */
+/* Return the chunks of batch `number` as a separate claim that borrows the lists of the whole
+ * claim. */
 static sw_save_claim chunks_of(const down_pass *pass, size_t number)
 {
     const sw_save_claim *whole = pass->claim;

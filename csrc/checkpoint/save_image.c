@@ -1,9 +1,9 @@
-/* save_image.c - a save into memory that outlives this process: an image of the files in a memfd
- * that its caller has mapped.
+/* save_image.c - a save into memory that outlives this process: an image of the files, in a memfd
+ * that the caller has mapped.
  *
- * The staging of a save to disk is private memory, which a thread then writes to files. Here the
- * place of each range in the image is its staging, so one pass makes the copy and its checksum, and
- * nothing is left to write. Tallies and runs say what this rank wrote, as for a save to disk. */
+ * A save to disk stages in private memory, which a thread then writes to files. Here each range is
+ * staged at its place in the image, so one pass makes the copy and its checksum, and no write
+ * follows. Tallies and runs describe what this rank wrote, as for a save to disk. */
 #include <stdlib.h>
 
 #include "checkpoint/save_job.h"

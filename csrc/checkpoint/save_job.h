@@ -1,4 +1,4 @@
-/* save_job.h - what the files of a save share. Included by save*.c alone.
+/* save_job.h - declarations that the files of a save share. Only save*.c include it.
  *
  * save.c           the saver and the life of its threads
  * save_state.c     whether the save continues
@@ -26,7 +26,7 @@
 #include "platform/thread.h"
 
 enum { SW_SAVER_THREADS_MAX = 16, SW_SAVE_RUN_CHUNKS = 8, SW_SAVE_COPY_CHUNKS = 4 };
-enum { SW_SAVE_LOOK_NS = 20000000 }; /* the longest pause of a repeated look */
+enum { SW_SAVE_LOOK_NS = 20000000 }; /* the longest pause between two looks */
 
 typedef enum sw_chunk_state {
     SW_CHUNK_LIVE = 0, /* its bytes are the caller's memory */
@@ -42,21 +42,21 @@ typedef struct sw_save_range { /* bytes of one block of a file that this rank wr
     const sw_plan_file *file;
     uint64_t offset; /* in the file */
     uint32_t size_bytes;
-    uint32_t at;   /* in its slot; if the range has a whole page: as `offset`, modulo a page */
+    uint32_t at;   /* in its slot; equals `offset` modulo a page if the range has a whole page */
     uint32_t crc;  /* valid once copied */
-    bool is_eager; /* of a lazy save: begin() copies it nevertheless */
+    bool is_eager; /* begin() copies it, also in a lazy save */
 } sw_save_range;
 
-typedef struct sw_save_chunk { /* ranges that share a slot of staging, all eager or none */
+typedef struct sw_save_chunk { /* ranges that share a slot of staging; all are eager, or none */
     const sw_save_part *part;
-    sw_save_range *ranges; /* part of the saver's, which are in file order */
+    sw_save_range *ranges; /* part of the saver's ranges, which are in file order */
     uint32_t range_count, size_bytes;
     uint32_t sample_count; /* of the saver's samples, from sample_base on; 0: none were taken */
     sw_chunk_state state;
     size_t sample_base;
     uint8_t *slot; /* of the stage; NULL: none */
     const uint8_t
-        *image; /* bytes on a device, at their places in the slot; valid while it is copied */
+        *image; /* device bytes at their offsets in the slot; valid while the chunk is copied */
 } sw_save_chunk;
 
 struct sw_saver {
@@ -66,7 +66,7 @@ struct sw_saver {
     /* one save */
     char folder[SW_PATH_BYTES], partial[SW_PATH_BYTES];
     char replaces[SW_IDENTITY_BYTES];
-    int lock_fd; /* rank 0: of the file that shows others that this save is alive; -1: none */
+    int lock_fd;             /* rank 0: file that shows that this save is alive; -1: none */
     char **stale, **retired; /* owned copies */
     size_t stale_count, retired_count;
     uint64_t number;
@@ -79,7 +79,7 @@ struct sw_saver {
     size_t chunk_count;
     uint32_t *samples; /* owned; kept for the next save */
     size_t sample_count, sample_room;
-    sw_manifest manifest; /* the heading; on rank 0 also the files, once its ranges are written */
+    sw_manifest manifest; /* the heading; on rank 0 also the files, after its ranges are written */
     sw_thread threads[SW_SAVER_THREADS_MAX], warm_thread;
     uint8_t *image; /* borrowed; destination of a save into memory. NULL: slots of the stage */
 
@@ -91,13 +91,14 @@ struct sw_saver {
     size_t copying_count;
     int64_t next_write_ns; /* for the bandwidth limit */
     uint64_t bytes_total, bytes_written, direct_bytes;
-    sw_error failure; /* of the first of this rank's threads to fail; status SW_OK: none */
+    sw_error failure; /* first failure of this rank's threads; status SW_OK: none */
     sw_error outcome;
-    sw_save_claim *claim; /* what the caller's thread is copying; NULL: nothing */
+    sw_save_claim *claim; /* chunks that the caller's thread is copying; NULL: none */
     bool is_running, is_open, is_over, warm_is_over;
 };
 
-/* save_state.c: SW_OK, or why this rank must stop: another thread's failure or a cancel. */
+/* save_state.c: return SW_OK, or the reason why this rank must stop: another thread's failure or a
+ * cancel. */
 SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
 /* Stop this rank; the first reason stays. */
 void sw_save_record_failure(sw_saver *saver, const sw_error *why);
@@ -105,15 +106,16 @@ void sw_save_record_failure(sw_saver *saver, const sw_error *why);
 /* save.c */
 SW_MUST_USE sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *request,
                                             sw_error *err);
-/* Help the caller's thread to copy until there are files to write to; false: a thread failed. */
+/* Help the caller's thread to copy until the files exist; false: a thread failed. */
 bool sw_save_await_open(sw_saver *saver);
-/* Copy the claim's chunks. The save runs already: a device error fails it, as a thread's does. */
+/* Copy the claim's chunks. The save already runs: a device error fails it, as a thread's error
+ * does. */
 void sw_save_copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request);
 /* Clear the state of one save: return slots, keep memory. */
 void sw_save_clear(sw_saver *saver);
 
 /* save_ranges.c: list this rank's ranges. SW_E_STATE names a byte that this rank would write but
- * does not hold; later calls cannot fail for that. */
+ * does not hold; later calls cannot fail for this reason. */
 SW_MUST_USE sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request,
                                           sw_error *err);
 typedef struct sw_save_span { /* bytes of a chunk that are contiguous in memory and in a file */
@@ -131,7 +133,7 @@ void sw_save_forget_ranges(sw_saver *saver);
 /* Call `visit` with the spans of a chunk in order, headers included. */
 void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_save_span span),
                   void *context);
-/* List what this rank wrote of each block: the shared part, then its own, in ascending order. */
+/* Call `take` with this rank's tally of each block, ascending: the shared part, then its own. */
 SW_MUST_USE sw_status sw_save_each_tally(const sw_saver *saver,
                                          sw_status (*take)(void *context, uint64_t block,
                                                            sw_tally tally, sw_error *err),
@@ -150,10 +152,11 @@ struct sw_save_claim { /* live chunks that the caller's thread will copy, and th
 /* Mark the live chunks, or only the eager ones. */
 SW_MUST_USE sw_status sw_save_claim_live(sw_saver *saver, bool eager_only, sw_save_claim *claim,
                                          sw_error *err);
-/* Copy them, together with helping threads; each may be written as soon as it is copied. */
+/* Copy the claimed chunks, together with helping threads. Each may be written as soon as it is
+ * copied. */
 void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
-/* Copy some of what the caller's thread is copying, the only work that training waits for. False:
- * none is left. Releases the mutex meanwhile. */
+/* Copy some of the caller's chunks, the only work that training waits for. False: none is left.
+ * Releases the mutex during the copy. */
 bool sw_save_help_copy_locked(sw_saver *saver);
 void sw_save_claim_fini(sw_save_claim *claim);
 
@@ -163,41 +166,40 @@ SW_MUST_USE sw_status sw_save_take_samples(sw_saver *saver, sw_error *err);
 SW_MUST_USE sw_status sw_save_compare_sample(const sw_saver *saver, const sw_save_chunk *chunk,
                                              const uint8_t *copy, sw_error *err);
 
-/* save_device.c: sw_save_copy of a claim whose chunks have bytes on a device. After an error the
- * chunks not copied stay marked, without a slot. */
+/* save_device.c: sw_save_copy for a claim with bytes on a device. After an error, chunks that were
+ * not copied stay marked and have no slot. */
 SW_MUST_USE sw_status sw_save_copy_down(sw_saver *saver, sw_save_claim *claim,
                                         const sw_save_request *request, sw_error *err);
 /* Wait until no writing thread reads the caller's memory. */
 void sw_save_await_copies(sw_saver *saver);
 
-/* save_warm.c: returns once no thread touches staging any more. */
+/* save_warm.c: wait until no thread touches staging. */
 void sw_save_end_warming(sw_saver *saver);
 
-/* save_write.c: the work of one writing thread, until no chunk is left or a thread failed. A helper
- * copies first, whenever the caller's thread does. */
+/* save_write.c: run one writing thread until no chunk is left or a thread failed. While the
+ * caller's thread copies, a helper copies first. */
 SW_MUST_USE sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err);
 
-/* save_late.c: open a file that rank 0 has created, for writing. Retry for some seconds where a
- * network file system does not show it yet; the first thread also looks for a verdict. */
+/* save_late.c: open a file for writing that rank 0 has created. Retry for some seconds, because a
+ * network file system may not show it yet; the first thread also looks for a verdict. */
 SW_MUST_USE sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct,
                                         bool is_first_thread, int *fd, sw_error *err);
-typedef struct sw_save_late_file { /* of which its writers have announced the size */
+typedef struct sw_save_late_file { /* a file of which its writers have announced the size */
     const char *path;              /* borrowed */
     uint64_t size_bytes;
     int fd; /* -1: the next read opens it */
 } sw_save_late_file;
-/* Read a part of such a file; retry until it is here. */
+/* Read a part of such a file; retry until its data have arrived. */
 SW_MUST_USE sw_status sw_save_read_late(sw_saver *saver, sw_save_late_file *file, void *data,
                                         size_t size_bytes, uint64_t offset, sw_error *err);
 void sw_save_close_late(sw_save_late_file *file);
 
 /* save_tally.c: a carrier creates its host's file of tallies. */
 SW_MUST_USE sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err);
-/* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. The
- * ranges go first: their memory and the manifest's are not held at once. */
+/* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. Frees
+ * the ranges first, so that their memory and the manifest's are never held together. */
 SW_MUST_USE sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err);
-/* On a carrier, after every rank whose tallies it merges has appended them: merge them into its
- * host's file. */
+/* On a carrier: merge tallies into its host's file, after all ranks concerned appended theirs. */
 SW_MUST_USE sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err);
 /* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
 SW_MUST_USE sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err);

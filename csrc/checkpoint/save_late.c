@@ -1,5 +1,4 @@
-/* save_late.c - files of other ranks, which a client of a network file system may not show at once.
- */
+/* save_late.c - files of other ranks, which a network file system may show with a delay. */
 #include <errno.h>
 #include <inttypes.h>
 #include <unistd.h>
@@ -9,7 +8,7 @@
 
 enum { LATE_S = 10 };
 
-/* True if an existing name may be missing for a moment: a network file system's caches. */
+/* True if the name may exist but be hidden for a moment by a network file system's caches. */
 static bool is_of_a_moment(const sw_error *why)
 {
     return why->status == SW_E_OS &&

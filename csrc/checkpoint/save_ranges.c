@@ -1,9 +1,9 @@
-/* save_ranges.c - from a plan and this rank's sources to ranges of one block or less, and to chunks
- * of them.
+/* save_ranges.c - cut a plan and this rank's sources into ranges of at most one block, and group
+ * these into chunks.
  *
- * A chunk fills one slot of staging. Blocks that this rank writes whole have a slot each; smaller
- * ranges share one. Each lies at its file offset modulo a page, so that its whole pages can be
- * written past the page cache. */
+ * A chunk fills one slot of staging. A block that this rank writes whole has its own slot; smaller
+ * ranges share slots. Each range is stored at its file offset modulo a page, so that its whole
+ * pages can be written without the page cache. */
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,7 +44,7 @@ static const sw_save_source *find_source(const sw_save_part *part, size_t source
     return &part->sources[low];
 }
 
-/* Check that bytes [begin, begin + size) of `source` are held here. */
+/* Check that this rank holds bytes [begin, begin + size) of `source`. */
 static sw_status check_held(const sw_save_part *part, size_t source, uint64_t begin, uint64_t size,
                             int rank, sw_error *err)
 {
@@ -63,7 +63,7 @@ static sw_status check_held(const sw_save_part *part, size_t source, uint64_t be
     return SW_OK;
 }
 
-/* Check that the pieces of a range that this rank was given are held here. */
+/* Check that this rank holds the pieces of a range assigned to it. */
 static sw_status check_range(const sw_save_part *part, const sw_plan_range *range, int rank,
                              sw_error *err)
 {
@@ -86,8 +86,8 @@ static sw_status check_range(const sw_save_part *part, const sw_plan_range *rang
     return SW_OK;
 }
 
-/* Add the ranges that this rank holds in parts to those that it was given; `file`: of the source
- * before, since sources mostly ascend as pieces do. */
+/* Add the ranges that this rank holds in parts to those assigned to it. `file` starts at the
+ * previous source's file, since sources mostly ascend in file order. */
 static sw_status add_held(const sw_save_part *part, range_list *list, sw_error *err)
 {
     const sw_plan *plan = part->plan;
@@ -117,7 +117,7 @@ static void sort_ranges(range_list *list)
         }
 }
 
-/* Join ranges that continue one another. */
+/* Merge adjacent ranges. */
 static sw_status join_ranges(const sw_plan *plan, range_list *list, sw_error *err)
 {
     size_t used = 0;
@@ -135,8 +135,8 @@ static sw_status join_ranges(const sw_plan *plan, range_list *list, sw_error *er
     return SW_OK;
 }
 
-/* List the ranges of `part` that `rank` writes, ascending and as long as possible. What is held in
- * parts is held here by definition; `speaker` is named if something else is not. */
+/* List the ranges of `part` that `rank` writes, ascending and maximal. Ranges held in parts are
+ * held here by definition; if another one is missing, the error names rank `speaker`. */
 static sw_status list_files_ranges(const sw_save_part *part, int rank, int world_size, int speaker,
                                    range_list *list, sw_error *err)
 {
@@ -184,7 +184,7 @@ static bool has_whole_page(const sw_save_range *range)
     return first + page <= range->offset + range->size_bytes;
 }
 
-/* Return the place of a range in a slot of which `used` bytes are taken. */
+/* Return the offset of a range in a slot that has `used` bytes in use. */
 static uint32_t place_after(const sw_save_range *range, uint32_t used)
 {
     uint32_t page = SW_FILE_ALIGNMENT_BYTES, wanted = (uint32_t)(range->offset % page);
@@ -242,7 +242,7 @@ static bool touches_eager(const sw_plan *plan, const sw_save_range *range, const
     return false;
 }
 
-/* `is_eager`: a flag a source; NULL: all are, or the save is not lazy. */
+/* `is_eager`: one flag per source; NULL: all are eager, or the save is not lazy. */
 static sw_status list_part(sw_saver *saver, const sw_save_part *part, int rank, int world_size,
                            const bool *is_eager, sw_error *err)
 {
@@ -276,8 +276,8 @@ static sw_status copy_sources(sw_saver *saver, const sw_save_request *request, s
     return SW_OK;
 }
 
-/* Convert flags of memory sources to flags of the shared plan's sources. Device memory cannot be
- * left for later: the threads of a save know no stream. */
+/* Convert flags of memory sources to flags of the shared plan's sources. Device memory is always
+ * eager, because the threads of a save have no stream. */
 static sw_status list_eager(const sw_save_request *request, bool **is_eager, sw_error *err)
 {
     size_t count = request->shared.plan->source_count;

@@ -1,9 +1,9 @@
 /* save_sample.c - detect whether a chunk's bytes have changed since a lazy save began.
  *
- * Idea: begin() samples (sample.h) each live chunk's part of each tensor; the copy of the chunk is
- * sampled again. If the samples differ, memory was written to without protect(), and chunks copied
- * earlier hold the old bytes. The save fails with the tensor's name. What begin() copies itself
- * needs no sample. */
+ * Idea: begin() samples (sample.h) each live chunk's part of each tensor; save_snapshot.c samples
+ * the copy again. If the samples differ, memory was written to without protect(), and chunks copied
+ * earlier hold the old bytes. The save then fails and names the tensor. Chunks that begin() copies
+ * need no sample. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -74,7 +74,8 @@ static void compare_span(void *context, sw_save_span span)
     pass->changed_at = span.range->offset + (span.at - span.range->at);
 }
 
-/* Record the name of the tensor at `at` of a file; without the header, the place. */
+/* Fail with the name of the tensor at offset `at` of a file, or with the offset if the header is
+ * gone. */
 static void fail_with_name(const sw_plan_file *file, uint64_t at, sw_error *err)
 {
     sw_safetensors header = {0};

@@ -10,7 +10,7 @@ typedef struct chunk_filling {
     uint8_t *destination; /* a slot; NULL: the saver's image */
 } chunk_filling;
 
-/* Return the place of a span: in its slot, or in the image at its place in the file. */
+/* Return the address of a span: in its slot, or in the image at its file offset. */
 static uint8_t *place_of(const chunk_filling *filling, const sw_save_span *span)
 {
     if (filling->destination)
@@ -79,7 +79,7 @@ sw_status sw_save_claim_live(sw_saver *saver, bool eager_only, sw_save_claim *cl
     return status;
 }
 
-/* Copy the claim's next chunks, without the mutex; false: none is left to begin. */
+/* Copy the claim's next chunks, releasing the mutex meanwhile; false: none is left to begin. */
 static bool copy_some_locked(sw_saver *saver, sw_save_claim *claim)
 {
     size_t begin = claim->next, left = claim->count - begin;

@@ -1,4 +1,4 @@
-/* save_state.c - whether a save continues: this rank's first failure ends it. */
+/* save_state.c - decide if a save continues: this rank's first failure ends it. */
 #include "checkpoint/save_job.h"
 
 void sw_save_record_failure(sw_saver *saver, const sw_error *why)

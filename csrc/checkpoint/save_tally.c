@@ -1,16 +1,16 @@
-/* save_tally.c - how rank 0 learns what each rank wrote of each block.
+/* save_tally.c - collect on rank 0 what each rank wrote of each block.
  *
- * The ranks of a host append their lists to one file, each behind a head (tally.h) at a place that
- * the channel reserves. The carrier of another host than rank 0's merges the lists of its host, and
- * the first carrier of a group of hosts those of the group. Neighbouring ranks hold neighbouring
- * rows of a tensor, which share blocks, so rank 0 reads few entries a block. */
+ * The ranks of a host append their lists to one file, each after a head (tally.h), at an offset
+ * that the channel reserves. Except on rank 0's host, the carrier merges the lists of its host; the
+ * first carrier of a group of hosts merges those of the group. Adjacent ranks hold adjacent rows of
+ * a tensor, which share blocks, so rank 0 reads few entries per block. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "checkpoint/save_job.h"
 
-enum { WINDOW_BYTES = 1 << 20 }; /* that rank 0 reads at once */
+enum { WINDOW_BYTES = 1 << 20 }; /* bytes that rank 0 reads at once */
 
 static sw_status tallies_path(const sw_saver *saver, int host, char path[SW_PATH_BYTES],
                               sw_error *err)
@@ -29,8 +29,8 @@ sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err)
     return sw_file_close(&fd, path, err);
 }
 
-/* Write a list to the host's file: behind the others; or in place of them, if it has the tallies of
- * `merged` hosts (0: a rank's). */
+/* Write a list to the host's file. Append a rank's list (`merged` 0); a list of `merged` hosts
+ * replaces all others. */
 static sw_status write_list(sw_saver *saver, const sw_tally_list *list, int merged, sw_error *err)
 {
     char path[SW_PATH_BYTES];
@@ -61,7 +61,7 @@ static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error 
     return SW_OK;
 }
 
-/* The manifest lists files in the order of the plans, whose blocks are numbered likewise. */
+/* Add a plan's files to the manifest in the order of the plan, which also numbers the blocks. */
 static sw_status add_files(sw_saver *saver, const sw_plan *plan, sw_error *err)
 {
     for (size_t i = 0; plan && i < plan->file_count; ++i)
@@ -121,7 +121,7 @@ static sw_status merge_list(sw_saver *saver, sw_save_late_file *file, uint64_t a
     return status;
 }
 
-/* A list of another plan stays as it is: rank 0 names its rank. */
+/* Leave a list of another plan unmerged, so that rank 0 can name its rank. */
 static sw_status merge_file(sw_saver *saver, int host, sw_tally_list *sum, bool *is_alike,
                             sw_error *err)
 {
@@ -179,7 +179,7 @@ static sw_status take_list(sw_saver *saver, sw_save_late_file *file, uint64_t at
     return SW_OK;
 }
 
-/* *host_count: the hosts whose tallies the file has. */
+/* *host_count: number of hosts with tallies in the file. */
 static sw_status take_file(sw_saver *saver, sw_save_late_file *file, int host, uint8_t *window,
                            int *host_count, sw_error *err)
 {

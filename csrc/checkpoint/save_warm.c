@@ -1,9 +1,9 @@
 /* save_warm.c - touch staging before the first save needs it.
  *
  * The first touch of new memory costs 0.1 to 0.3 s a GiB here, and seconds on a virtual machine
- * whose host must find it. A thread of low priority touches 2 MiB at a time, in the order in which
- * saves take slots. (With the lowest it starved beside training that uses all cores.) An earlier
- * save takes what is there and touches the rest. */
+ * with a host that must provide it. A thread of low priority touches 2 MiB at a time, in the order
+ * in which saves take slots. (With the lowest priority it starved while training used all cores.) A
+ * save that comes earlier uses the touched memory and touches the rest. */
 #include "checkpoint/save_job.h"
 #include "platform/memory.h"
 

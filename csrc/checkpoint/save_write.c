@@ -1,11 +1,11 @@
-/* save_write.c - threads take runs of chunks and write each range at its place.
+/* save_write.c - threads take runs of chunks and write each range at its file offset.
  *
- * Live chunks are copied on the way, through slots of the stage. Those are warm; newly mapped
- * memory costs a fault a page, and on a virtual machine another on its host. A write has up to 8
- * MiB, so that two threads keep a disk busy. Whole pages of a range go past the page cache. Its
- * edges, less than a page each, go through it: a host's page cache merges what its ranks write of
- * one page. Each thread syncs its writes before it turns to another file. A failed fsync ends the
- * save, and is never retried on the same file. */
+ * Live chunks are first copied to slots of the stage. These are warm; newly mapped memory costs a
+ * fault per page, and on a virtual machine another fault on its host. A write has up to 8 MiB, so
+ * that two threads keep a disk busy. Whole pages of a range bypass the page cache. The edges of a
+ * range, less than a page each, use it: a host's page cache merges what its ranks write of one
+ * page. Each thread syncs its writes before it opens another file. A failed fsync ends the save,
+ * and is never retried on the same file. */
 #include <inttypes.h>
 #include <string.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ typedef struct writer {
     size_t bounce_count;
     const sw_plan_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
-    int fd, edge_fd; /* edge_fd: through the page cache, opened at the first edge; -1: not yet */
+    int fd, edge_fd; /* edge_fd: uses the page cache, opened at the first edge; -1: not yet */
     bool is_direct;
     struct iovec batch[SW_SAVE_RUN_CHUNKS]; /* neighbours in the file, still to be written */
     int batch_count;
@@ -45,7 +45,7 @@ static sw_status close_file(writer *w, sw_error *err)
     SW_TRY(flush_batch(w, err));
     sw_status status = sw_file_close(&w->edge_fd, w->path, err);
     if (status == SW_OK)
-        status = sw_file_sync(w->fd, w->path, err); /* syncs both ways of writing */
+        status = sw_file_sync(w->fd, w->path, err); /* also syncs writes of edge_fd */
     sw_status closed = sw_file_close(&w->fd, w->path, status == SW_OK ? err : NULL);
     w->file = NULL;
     return status == SW_OK ? closed : status;
@@ -69,7 +69,7 @@ static size_t take_run_locked(sw_saver *saver, sw_save_chunk **first, bool *is_l
 {
     size_t begin = saver->next_chunk, count = 0;
     while (begin < saver->chunk_count && saver->failure.status == SW_OK &&
-           saver->chunks[begin].state == SW_CHUNK_COPYING) { /* the caller copies it: soon staged */
+           saver->chunks[begin].state == SW_CHUNK_COPYING) { /* the caller is copying it */
         if (!sw_save_help_copy_locked(saver))
             pthread_cond_wait(&saver->changed, &saver->mutex);
         begin = saver->next_chunk;
@@ -89,7 +89,7 @@ static size_t take_run_locked(sw_saver *saver, sw_save_chunk **first, bool *is_l
     return count;
 }
 
-/* Take as many slots as a run of `count` chunks needs: small saves take few. */
+/* Take the slots that a run of `count` chunks needs, so that small saves take few. */
 static sw_status take_bounce(writer *w, size_t count, sw_error *err)
 {
     sw_status status = SW_OK;
@@ -126,7 +126,7 @@ static sw_status copy_live(writer *w, sw_save_chunk *first, size_t count, sw_err
     return status;
 }
 
-/* Write later, together with its neighbours in the file. */
+/* Queue a write, to merge it with adjacent writes in the file. */
 static sw_status write_later(writer *w, uint8_t *data, size_t size, uint64_t offset, sw_error *err)
 {
     if (w->batch_count == SW_SAVE_RUN_CHUNKS || (w->batch_count && w->batch_end != offset))
@@ -177,7 +177,7 @@ static sw_status write_run(writer *w, const sw_save_chunk *first, size_t count, 
     return flush_batch(w, err); /* the caller returns the slots */
 }
 
-/* Return when the next run may follow this one, under the bandwidth limit. */
+/* Return the time at which the next run may start under the bandwidth limit. */
 static int64_t book_locked(sw_saver *saver, uint64_t bytes)
 {
     uint64_t limit = saver->options.bandwidth_bytes_per_second;

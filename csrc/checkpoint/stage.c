@@ -48,7 +48,7 @@ sw_status sw_stage_take(sw_stage *stage, size_t count, uint8_t **slots, sw_error
         sw_stage_region *made = &stage->regions[stage->region_count - 1];
         made->touched = made->slot_count;
     }
-    /* Slots come back in write order: sort them, so that neighbours in memory are consecutive
+    /* Slots return in write order. Sort them, so that slots adjacent in memory are consecutive
      * again. */
     if (stage->free_count > 1)
         qsort(stage->free_slots, stage->free_count, sizeof *stage->free_slots, compare_down);

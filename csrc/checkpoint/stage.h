@@ -1,7 +1,7 @@
 /* stage.h - warm memory for snapshots: slots of 1 MiB, kept between saves.
  *
- * A save that needs more memory than is there touches it first itself; later saves do not. Another
- * thread can touch memory that was added before the save (save_warm.c). Slots of one request are
+ * A save that needs more memory than the stage has adds and touches it; later saves reuse it.
+ * Another thread can touch added memory before a save (save_warm.c). Slots of one request are
  * contiguous as far as possible, so that a run of blocks is one write. Slots begin on a page, as
  * O_DIRECT requires.
  *
@@ -17,7 +17,7 @@
 typedef struct sw_stage_region {
     uint8_t *base; /* owned */
     size_t slot_count;
-    size_t touched; /* leading slots that have their pages */
+    size_t touched; /* leading slots with allocated pages */
 } sw_stage_region;
 
 typedef struct sw_stage {

@@ -1,5 +1,5 @@
-/* tally.c - entries of (blocks left out since the last entry, checksum, cover). The first number
- * has 7 bits a byte, lowest first, so an entry takes 7 bytes where few blocks are left out. */
+/* tally.c - entries of (blocks skipped since the last entry, checksum, cover). The first number has
+ * 7 bits a byte, lowest first, so an entry takes 7 bytes if few blocks are skipped. */
 #include "checkpoint/tally.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 
 enum { TALLY_BYTES = 6, ENTRY_BYTES_MAX = 10 + TALLY_BYTES, FIRST_CAPACITY = 4096 };
 
-/* Hash a place in a block. With a linear hash a hole and a byte written twice could cancel. */
+/* Hash an offset in a block. With a linear hash a hole and a byte written twice could cancel. */
 static uint16_t hash(uint32_t place)
 {
     place ^= place >> 16;
@@ -70,9 +70,9 @@ void sw_tally_list_fini(sw_tally_list *list)
 
 typedef struct reader {
     const uint8_t *at, *end;
-    uint64_t block; /* of the last entry, then the tally of it */
+    uint64_t block; /* block of the last entry, followed by its tally */
     sw_tally tally;
-    bool has_entry; /* false: the list is over */
+    bool has_entry; /* false: the list has ended */
 } reader;
 
 static reader read_list(const uint8_t *data, size_t size_bytes)

@@ -7,7 +7,7 @@
 #include "kernels/crc32c.h"
 #include "platform/file.h"
 
-/* Create the folder that a path of a plan names, unless a path before it did. */
+/* Create the folder in a path of a plan, unless it was created for an earlier path. */
 static sw_status make_parent(const char *path, sw_error *err)
 {
     char parent[SW_PATH_BYTES];
@@ -41,7 +41,7 @@ void sw_partial_abandon(const char *partial, int *lock_fd)
 sw_status sw_partial_create(const sw_plan *plan, const char *partial, int *lock_fd, sw_error *err)
 {
     int fd = -1;
-    SW_TRY(sw_folder_create(partial, err)); /* a folder of that name is another's */
+    SW_TRY(sw_folder_create(partial, err)); /* an existing folder belongs to another save */
     sw_status status = sw_save_lock_take(partial, &fd, err);
     if (status == SW_OK)
         status = sw_plan_create_files(plan, partial, err);

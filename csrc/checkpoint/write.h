@@ -1,7 +1,7 @@
-/* write.h - simple writes into a folder that will become a checkpoint: for a program that plans its
- * own writes. Our saves write with save_write.c.
+/* write.h - simple writes into a folder that will become a checkpoint: for programs that plan their
+ * own writes. Our own saves use save_write.c.
  *
- * Thread rule: any; of one file, ranges that do not overlap. */
+ * Thread rule: any; threads that write one file need ranges without overlap. */
 #ifndef SW_CHECKPOINT_WRITE_H
 #define SW_CHECKPOINT_WRITE_H
 
@@ -10,12 +10,12 @@
 #include "checkpoint/plan.h"
 #include "checkpoint/tally.h"
 
-/* Create every file of `plan` in `folder`, and a folder that a path names, with whole size and disk
- * space. */
+/* Create every file of `plan` in `folder`, at full size and with its disk space allocated; also the
+ * inner folders of paths. */
 SW_MUST_USE sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error *err);
 
-/* Create the folder `partial` with LOCK (save_lock.h), which *lock_fd holds, and every file of
- * `plan`. After an error nothing is left. */
+/* Create the folder `partial` with LOCK (save_lock.h), held by *lock_fd, and every file of `plan`.
+ * An error leaves no files. */
 SW_MUST_USE sw_status sw_partial_create(const sw_plan *plan, const char *partial, int *lock_fd,
                                         sw_error *err);
 
@@ -31,8 +31,8 @@ typedef struct sw_write_range {
     uint64_t begin, size_bytes; /* in the file */
 } sw_write_range;
 
-/* Write `ranges` (ascending, no overlap), contiguous at `data`, through the page cache, and add
- * what was written of each block to `tallies`. Not durable. */
+/* Write `ranges` (ascending, no overlap), contiguous at `data`, through the page cache, and add a
+ * tally of each block to `tallies`. Not durable. */
 SW_MUST_USE sw_status sw_checkpoint_write(const sw_write_file *file, const sw_write_range *ranges,
                                           size_t count, const void *data, sw_tally_list *tallies,
                                           sw_error *err);

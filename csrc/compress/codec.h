@@ -1,8 +1,8 @@
-/* codec.h - encode gradients to wire bytes and decode them. Transport is elsewhere.
+/* codec.h - encode gradients to wire bytes and decode them. Transport is not part of this file.
  *
- * One exchange serves every codec. Each rank encodes its array. The owner of a slice folds the W
- * encodings of it in rank order in float32, scales once and encodes the result once. Every rank
- * decodes the owners' slices. A value is therefore rounded twice, for any W.
+ * All codecs use the same exchange. Each rank encodes its array. The owner of a slice folds its W
+ * encodings in rank order in float32, scales once and encodes the result once. Every rank decodes
+ * the owners' slices. So each value is rounded twice, for any W.
  *
  * Thread rule: any. Nothing is allocated.
  */
@@ -21,15 +21,15 @@ typedef struct sw_block_codec {
     int bits;     /* 8 or 4 */
 } sw_block_codec;
 
-/* Return SW_E_INVALID with a sentence if a field is out of range. */
+/* Return SW_E_INVALID, with a message, if a field is out of range. */
 SW_MUST_USE sw_status sw_block_codec_check(const sw_block_codec *codec, sw_error *err);
 /* Return the bytes of one record of a valid codec. */
 size_t sw_block_codec_record_bytes(const sw_block_codec *codec);
-/* Return the records that `numel` elements take. */
+/* Return the number of records of `numel` elements. */
 size_t sw_block_codec_record_count(const sw_block_codec *codec, size_t numel);
 
-/* records = quantized source (+ error, unless NULL). A record never spans two arrays. Cost: 4 (with
- * an error 8) bytes read an element. */
+/* records = quantized source (+ error, unless NULL). A record never spans two arrays. Cost: reads 4
+ * bytes an element, 8 with an error. */
 void sw_block_encode(const sw_block_codec *codec, unsigned char *records, const float *source,
                      const float *error, size_t numel);
 
@@ -40,12 +40,12 @@ void sw_block_fold(const sw_block_codec *codec, unsigned char *out,
                    const unsigned char *const *wires, size_t wire_count, size_t count, float scale,
                    float *residual);
 
-/* Return false if one of `count` records has the scale NaN. */
+/* Return false if the scale of one of `count` records is NaN. */
 bool sw_block_is_finite(const sw_block_codec *codec, const unsigned char *records, size_t count);
 
 /* out = the decoded records. With an error: first error = (out + error) - decoded own, where `own`
- * has the records that sw_block_encode() wrote for the same out and error. Cost: 4 (12) bytes read
- * and 4 (8) written an element. */
+ * has the records that sw_block_encode() wrote for the same out and error. Cost: reads 4 and writes
+ * 4 bytes an element; with an error, 12 and 8. */
 void sw_block_decode(const sw_block_codec *codec, float *out, const unsigned char *records,
                      float *error, const unsigned char *own, size_t numel);
 

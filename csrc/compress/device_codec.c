@@ -10,7 +10,7 @@ static sw_status launch(const sw_device_blocks *b, sw_kernel kernel, const void 
     return sw_kernel_launch(b->kernels, kernel, args, b->stream, err);
 }
 
-/* Return how many of the parts from `begin` on one launch takes. */
+/* Return the number of parts, from `begin` on, that one launch takes. */
 static size_t few(size_t begin, size_t count)
 {
     size_t left = count - begin;

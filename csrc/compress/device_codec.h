@@ -1,13 +1,13 @@
-/* device_codec.h - codec.h's blocks on a device, for all parts of a message. Each function enqueues
- * on a stream and does not wait.
+/* device_codec.h - the block codecs of codec.h on a device, for all parts of a message. Each
+ * function enqueues on a stream and does not wait.
  *
  * Each pass launches one kernel for SW_BLOCK_PARTS_MAX parts. After a fold on the host, the caller
- * looks at the records to decide if errors are kept. On a device the host does not wait to look: a
- * verdict in device memory tells the kernels that would keep the errors.
+ * reads the records to decide whether to keep errors. On a device the host does not wait for them:
+ * a verdict in device memory tells the kernels whether to keep errors.
  *
  * Memory is device memory and must live until the stream has passed the call; tables of parts are
- * read before return. Parts of one call write to disjoint memory. The bits are codec.h's. Records
- * lie on 4-byte boundaries.
+ * read before the call returns. Parts of one call write to disjoint memory. The results are bitwise
+ * those of codec.h. Records are aligned to 4 bytes.
  *
  * Thread rule: any.
  */
@@ -48,8 +48,8 @@ SW_MUST_USE sw_status sw_device_block_fold(const sw_device_blocks *blocks, void 
 SW_MUST_USE sw_status sw_device_block_verdict(const sw_device_blocks *blocks, void *verdict,
                                               const void *records, size_t count, sw_error *err);
 
-/* Each part's values = the decoded records, if it has any. With an error: first, if *verdict is 0
- * (NULL stands for 0), error = (values + error) - decoded own. */
+/* Each part's values = the decoded records, if it has any. A part with an error first computes
+ * error = (values + error) - decoded own, if *verdict is 0 (NULL means 0). */
 SW_MUST_USE sw_status sw_device_block_decode(const sw_device_blocks *blocks,
                                              const sw_decode_part *parts, size_t count,
                                              const void *verdict, sw_error *err);

@@ -8,8 +8,8 @@
  *     ... the ranks' own Q are averaged ...
  *   sw_powersgd_decompress   gradient = P̂ Qᵀ; the next step's basis = orthonormal Q
  *
- * The state does not change before absorb. If the averaged P is not finite, the caller stops there
- * and the step's gradient is lost.
+ * The state does not change before absorb. If the averaged P is not finite, the caller stops before
+ * absorb, and the step's gradient is lost.
  *
  * Thread rule: one at a time for one matrix. Nothing is allocated; all memory is the caller's.
  */
@@ -38,7 +38,7 @@ typedef struct sw_powersgd {
     sw_dtype memory_dtype; /* float32 or bfloat16 */
 } sw_powersgd;
 
-/* Return the elements between two rows of a factor. */
+/* Return the number of elements from one row of a factor to the next. */
 size_t sw_powersgd_stride(size_t count);
 /* Return SW_E_INVALID unless rank is in [1, min(rows, cols, 256)] and memory_dtype is legal. */
 SW_MUST_USE sw_status sw_powersgd_check(const sw_powersgd *matrix, sw_error *err);
@@ -46,8 +46,8 @@ SW_MUST_USE sw_status sw_powersgd_check(const sw_powersgd *matrix, sw_error *err
 void sw_powersgd_init_basis(const sw_powersgd *matrix);
 /* Write p (rank x rows) and gradient. */
 void sw_powersgd_project(const sw_powersgd *matrix, float *p);
-/* Take p, the ranks' average, and make it P̂ in place; write q (rank x cols), left, right and
- * memory. */
+/* Take p, the ranks' average, and orthonormalise it to P̂ in place; write q (rank x cols), left,
+ * right and memory. */
 void sw_powersgd_absorb(const sw_powersgd *matrix, float *p, float *q);
 /* Take q, the ranks' average; write gradient and basis. */
 void sw_powersgd_decompress(const sw_powersgd *matrix, const float *q);

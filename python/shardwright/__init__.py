@@ -3,7 +3,7 @@
     import shardwright as sw
     model, optimizer = sw.wrap(model, optimizer)
 
-Importing starts no thread, opens no connection and does not import torch. Submodules are loaded at first use.
+The import starts no thread, opens no connection and does not import torch. Submodules load at first use.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ __all__ = [
     "wrap",
 ]
 
-#: name -> its submodule
+#: public name -> submodule that defines it
 _HOMES = {
     "__version__": "_version",
     "average_gradients": "wrapping",

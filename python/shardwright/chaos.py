@@ -1,9 +1,9 @@
-"""Faults on purpose, in a rank of `shardwright chaos`: the plan, and the agent that carries it out and reports.
+"""Fault injection in a rank of `shardwright chaos`: the plan, and the agent that executes it and reports.
 
-The runner (cli/chaos.py) starts the command with VARIABLE set to a folder, which has the plan and a socket. The first
-Checkpointer of each rank makes an agent. It learns from save() and restore() which step runs, so that "rank 1 in step 7"
-is the same moment in each run. A fault happens once, also where its step is repeated after a restart. Without the variable
-nothing here runs.
+The runner (cli/chaos.py) starts the command with VARIABLE set to a folder with the plan and a socket. The first
+Checkpointer of each rank makes an agent. save() and restore() tell the agent which step runs, so "rank 1 in step 7" is
+the same moment in each run. A fault happens once, even if a restart repeats its step. Without the variable no code here
+runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 __all__ = ["KINDS", "PLAN_NAME", "SOCKET_NAME", "VARIABLE", "Fault", "Plan", "agent_of", "mark_of", "read_plan"]
 
 VARIABLE = "SHARDWRIGHT_CHAOS"
-#: kind -> what happens to the rank
+#: kind of fault -> its effect on the rank
 KINDS = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP, and SIGCONT after `seconds`",
@@ -41,7 +41,7 @@ KINDS = {
 _KEYS = {"kind", "rank", "step", "seconds"}
 _RANDOM_KEYS = {"count", "kinds", "ranks", "steps", "seconds"}
 _PLAN_KEYS = {"seed", "fault", "random", "link"}
-_BIT = 1 << 22  # the highest of a float32's fraction
+_BIT = 1 << 22  # the highest bit of a float32's fraction
 SOCKET_NAME, PLAN_NAME = "socket", "plan.json"
 
 
@@ -55,7 +55,7 @@ class Fault:
     rank, step : int
     seconds : float
     at : float
-        The moment inside the step, in [0, 1) of the time of the step before; for kill and stop.
+        For kill and stop: the moment inside the step, in [0, 1) of the duration of the previous step.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Faults in order of their steps, and the commands that cut and mend the link of the host of "{rank}"."""
+    """Faults in order of steps, and the commands that cut and restore the network link of the host of "{rank}"."""
 
     faults: tuple[Fault, ...]
     link: tuple[str, str] = ("", "")
@@ -82,7 +82,7 @@ def read_plan(path: str) -> Plan:
     Raises
     ------
     ValueError
-        One sentence with the path: no such file, another format, an unknown fault or key, a value out of range.
+        One sentence with the path: missing file, other format, unknown fault or key, or value out of range.
     """
     try:
         with open(path, "rb") as file:
@@ -177,7 +177,7 @@ def _seconds(entry: Mapping[str, Any], where: str) -> float:
 
 
 def mark_of(folder: str, number: int) -> str:
-    """Return the folder that exists once a fault has happened."""
+    """Return the path of the folder that marks a fault as done."""
     return os.path.join(folder, f"fired-{number}")
 
 
@@ -190,7 +190,7 @@ def _agent(folder: str, pid: int) -> Agent:
 
 
 def agent_of(model: Any) -> Agent | None:
-    """Return this process's agent, which now watches `model`; None outside of `shardwright chaos`."""
+    """Return this process's agent and let it watch `model`; None outside of `shardwright chaos`."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
@@ -200,7 +200,7 @@ def agent_of(model: Any) -> Agent | None:
 
 
 class Agent:
-    """The faults of one rank, and its reports: datagrams, which a full disk does not stop."""
+    """The faults of one rank, and its reports, sent as datagrams because the disk may be full."""
 
     def __init__(self, folder: str) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -222,7 +222,7 @@ class Agent:
         sys.excepthook = functools.partial(self._failed, sys.excepthook)
 
     def watch(self, model: Any) -> None:
-        """Report the digest of this model's parameters at the end."""
+        """Choose the model; ended() reports the digest of its parameters."""
         self._model = weakref.ref(model)
 
     def tell(self, event: str, **facts: Any) -> None:
@@ -231,13 +231,13 @@ class Agent:
             self._socket.sendto(json.dumps(message).encode(), os.path.join(self._folder, SOCKET_NAME))
 
     def restored(self, step: int) -> None:
-        """Step `step` comes next."""
+        """Report a restore; the next step is `step`."""
         self.tell("restored", step=step)
         self._begin(step)
 
     def passed(self, step: int) -> None:
-        """Step `step` has ended, and is about to be saved."""
-        for timer, number, fault in self._timers:  # a step that was shorter than the one before
+        """Report the end of step `step`, just before it is saved."""
+        for timer, number, fault in self._timers:  # the step was shorter than the previous one: fire now
             timer.cancel()
             self._signal(number, fault)
         self.tell("step", step=step)
@@ -258,7 +258,7 @@ class Agent:
             timer.start()
 
     def _limit_disk(self, step: int) -> None:
-        """Set or lift the limit. The next save waits for the end of this one, so it holds until the one behind that."""
+        """Set or lift the limit. It lasts for two saves, because the next save waits for the end of this one."""
         for number, fault in self._due("disk"):
             self._fire(number, fault)
             self._limit = resource.getrlimit(resource.RLIMIT_FSIZE) if self._limit is None else self._limit
@@ -279,7 +279,7 @@ class Agent:
     def _signal(self, number: int, fault: Fault) -> None:
         try:
             self._fire(number, fault)
-        except FileExistsError:  # by its timer
+        except FileExistsError:  # the fault's timer was first
             return
         os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
@@ -301,7 +301,7 @@ class Agent:
         before(kind, error, trace)
 
     def ended(self) -> None:
-        """Report this rank's parameters: the training is about to end."""
+        """Report the digest of this rank's parameters, just before the training ends."""
         from ._engine import Error
         from .parallel.agreement.replica_check import digests
         from .parallel.fully_shard import wrapper_of
@@ -316,7 +316,7 @@ class Agent:
 
 
 def _flip(optimizer: Any, at: float) -> None:
-    """Flip one bit of a gradient, which lies in this rank's memory alone at zero=0."""
+    """Flip one bit of a gradient. At zero=0 only this rank's memory holds it."""
     import torch
 
     held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -10,9 +10,9 @@
             optimizer.zero_grad()
             sampler.step()
 
-Samples are one stream: a permutation for each epoch, one behind the other. Step s trains samples s * global_batch to
-(s + 1) * global_batch of it, at any world size; ranks have consecutive parts of it. So a position in the stream is all that a
-restart needs. A step at the end of an epoch has samples of the next one.
+Samples form one stream: the permutations of all epochs, one after another. At any world size, step s trains samples s *
+global_batch to (s + 1) * global_batch of the stream, and ranks take consecutive parts. A restart therefore needs only a
+position in the stream. The last step of an epoch may include samples of the next one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Batches:
     world_size: int
 
     def scale(self, samples: int) -> float:
-        """Return the factor for the mean loss of a micro-batch, with which averaged gradients are those of the global mean.
+        """Return the factor for the mean loss of a micro-batch that makes averaged gradients those of the global mean.
 
-        It is 1 / accumulation where all micro-batches are equal.
+        The factor is 1 / accumulation if all micro-batches have equal size.
         """
         return samples * self.world_size / self.global_batch
 
@@ -65,16 +65,16 @@ def _part(count: int, number: int, parts: int) -> tuple[int, int]:
 
 
 def batches(global_batch: int, micro_batch: int | None = None, *, process_group: Any = None) -> Batches:
-    """Cut global batches for this world size: what a rank cannot compute at once it accumulates.
+    """Cut global batches for this world size. A rank accumulates over micro-batches that it cannot compute at once.
 
     Parameters
     ----------
     global_batch : int
         Samples in one step, at any world size.
     micro_batch : int, optional
-        The most samples of one backward. Default: this rank's part of a global batch.
+        Largest number of samples in one backward. Default: this rank's part of a global batch.
     process_group : ProcessGroup, optional
-        Default: the default group; without one, that of the launcher's variables; without those one rank.
+        Default: the default group, else the ranks in the launcher's variables, else one rank.
 
     Raises
     ------
@@ -115,13 +115,13 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     Attributes
     ----------
     position : int
-        Samples that all ranks together have trained since the beginning. step() counts them, not the iteration, because a
-        DataLoader's workers read ahead.
+        Samples that all ranks together have trained since the beginning. step() advances it, not iteration, because
+        DataLoader workers read ahead.
 
     Notes
     -----
-    Give it to a Checkpointer as `user_state`, or in a list with the scheduler: rank 0's state is every rank's. Memory: 8 bytes a
-    sample of the data set.
+    Pass it to a Checkpointer as `user_state`, or in a list with the scheduler: its state is equal on all ranks. Memory:
+    8 bytes per sample of the data set.
     """
 
     def __init__(self, size: int, batches: Batches, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -134,7 +134,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """Return the number of whole epochs that were trained."""
+        """Return the number of completed epochs."""
         return self.position // self._size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -152,7 +152,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         return -(-left // self.batches.global_batch) * self.batches.accumulation
 
     def _samples(self, begin: int, end: int) -> list[int]:
-        """Return the samples at positions of the stream."""
+        """Return the samples at positions [begin, end) of the stream."""
         found: list[int] = []
         while begin < end:
             epoch, index = divmod(begin, self._size)
@@ -191,7 +191,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         Raises
         ------
         ValueError
-            The state is of another order of samples: another size, seed or shuffle.
+            The state belongs to another order of samples: another size, seed or shuffle.
         """
         for name, own in (("size", self._size), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state_dict[name] != own:

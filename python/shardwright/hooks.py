@@ -3,7 +3,7 @@
     from shardwright.hooks import PowerSGDState, powerSGD_hook
     ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4), powerSGD_hook)
 
-They run in torch's DistributedDataParallel on CPU tensors and in shardwright's. The folder compress/ has the code.
+They run in torch's DistributedDataParallel on CPU tensors, and in shardwright's. The code is in the folder compress/.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The bytes that a wrapped model takes of a rank's memory, known before its first step.
+"""The memory that a wrapped model uses on a rank, in bytes, before its first step.
 
-Parameters and gradients are laid out when the module is wrapped. The bytes of optimizer state are found by letting a
-copy of the optimizer step on one small tensor. For an elementwise optimizer the bytes an element follow from that.
+Wrapping lays out parameters and gradients. A copy of the optimizer steps on one small tensor to measure its state. For
+an elementwise optimizer this gives the bytes per element.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from .parallel.replica import Replica
 
 _PROBE_NUMEL = 32
-#: (its group, elements that this rank steps on, their dtype, whether a master stands before them)
+#: (group of the parameter, elements that this rank steps on, their dtype, True if they are masters)
 _Held = tuple[Mapping[str, Any], int, torch.dtype, bool]
 
 
 def memory_plan(replica: Replica) -> dict[str, Any]:
-    """`optimizer_state_bytes` and `planned_bytes` of this rank, for describe(). None: not known before the first step."""
+    """Return `optimizer_state_bytes` and `planned_bytes` of this rank for describe(); None if not yet known."""
     optimizers = [optimizer for optimizer in replica.steppers.all() if optimizer is not None]
     states = [_state_bytes(replica, optimizer) for optimizer in optimizers]
     known = [each for each in states if each is not None]
@@ -37,7 +37,7 @@ def memory_plan(replica: Replica) -> dict[str, Any]:
 
 
 def _parameter_bytes(replica: Replica) -> int:
-    """Return the bytes of parameters; for a host's one copy, this rank's part of it."""
+    """Return the bytes of parameters; if a host shares one copy, this rank's part of it."""
     sizes = [p.numel() * p.element_size() for p in replica.table.parameters]
     if not replica.zero:
         return sum(sizes)
@@ -57,7 +57,7 @@ def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
         and optimizer.partition == "tensor"
         and f"{type(inner).__module__}.{type(inner).__name__}" not in ELEMENTWISE
     ):
-        return None  # the state depends on shapes
+        return None  # the size of the state depends on shapes
     total, rates = 0, {}
     for group, numel, dtype, has_master in _held(replica, optimizer):
         key = (id(group), dtype, has_master)
@@ -76,7 +76,7 @@ def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
             if not p.requires_grad:
                 continue
             if not replica.zero:
-                if not replica.holds(p):  # of another engine of the wrapper, which counts it
+                if not replica.holds(p):  # another engine of the wrapper holds and counts it
                     continue
                 yield group, p.numel(), p.dtype, isinstance(optimizer, MasterOptimizer) and optimizer.has_master(p)
             elif (piece := optimizer.piece_of(p)) is not None:
@@ -84,8 +84,8 @@ def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
 
 
 def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """Return the bytes of state an element. None where the class steps neither on a copy of itself nor on another with
-    its defaults.
+    """Return the bytes of state per element. None if neither a copy of the optimizer nor a new instance of its class
+    can make a step.
     """
     tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, device="cpu", requires_grad=True)
     tensor.grad = torch.zeros_like(tensor)
@@ -109,5 +109,5 @@ def _emptied(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: tor
 
 
 def _made_anew(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> torch.optim.Optimizer:
-    """Some classes make their state in the constructor, and count on it (Adagrad in torch 2.4)."""
+    """Construct a new optimizer, for classes that need state from their constructor (Adagrad in torch 2.4)."""
     return type(inner)([tensor], **inner.defaults)

@@ -1,4 +1,4 @@
-"""wrap: the one verb, and its inverse."""
+"""wrap(), its inverse unwrap(), and access to the whole state of a wrapped module."""
 
 from __future__ import annotations
 
@@ -60,52 +60,53 @@ def wrap(
     partition: str = "auto",
     **options: Any,
 ) -> Any:
-    """Make `module` train together with the other ranks.
+    """Wrap `module` to train together with the other ranks.
 
     Parameters
     ----------
     module : Module
-        A module on the CPU, or on one GPU a rank. It is not changed; its parameters keep their identity.
+        A module on the CPU, or on one GPU per rank. It is not changed; its parameters keep their identity.
     optimizer : Optimizer, optional
-        An optimizer, returned unchanged at zero=0. At the other stages one that steps on this rank's slices takes its
-        place. For bfloat16 or float16 parameters it steps on their float32 masters, `state[p]["master"]`, at every
-        stage, also at 0.
+        An optimizer. At zero=0 it is returned unchanged; at other stages an optimizer that steps on this rank's slices
+        replaces it. For bfloat16 or float16 parameters it steps on their float32 masters, `state[p]["master"]`, at
+        every stage, including 0.
     zero : {0, 1, 2, 3}
-        The stage. Sliced over ranks is nothing at 0; the optimizer's state at 1; averaged gradients too at 2;
-        parameters too at 3, where a host has one copy, or each rank gathers units.
+        The stage. 0 slices nothing over ranks; 1 slices the optimizer's state; 2 also averaged gradients; 3 also
+        parameters, where a host shares one copy, or each rank gathers units.
     clip_grad_norm : float, optional
-        Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
+        Call sw.clip_grad_norm_(module, clip_grad_norm) at the start of each optimizer.step(). Needs `optimizer`.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        The form in which gradients travel; a communication hook then cannot be registered. "auto" compresses only where
-        that pays, which is not inside one host, nor between GPUs. Between hosts (at zero=0) it times five plain rounds,
-        and then all ranks choose alike.
+        Compression of gradients in transit; it excludes a communication hook. "auto" compresses only where that pays
+        off: never inside one host or between GPUs. Between hosts (at zero=0) it times five plain rounds, then all ranks
+        make the same choice.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
-        The precision in which the module computes. Parameters are then float32 (low-precision ones are converted), are
-        their own masters, and are cast for the time of the wrapper's forward. None: nothing is cast. See
+        The precision in which the module computes. Parameters are then float32 (low-precision ones are converted),
+        serve as their own masters, and are cast during the wrapper's forward. None: no casts. See
         docs/design/precision.md.
     offload : {"cpu", "nvme:<folder>"}, optional
-        The place of the optimizer's state and masters. "nvme:<folder>": an unnamed file a rank in that folder, which a
-        step moves through three buffers of 16 MiB. "cpu": the host's memory; no effect for parameters on the CPU. For
-        parameters on a GPU a step then runs on the host in batches, while gradients are copied down and new parameters
-        up. Both need an optimizer of sw.optim, and have the bits of no offload. See docs/design/zero_offload.md and gpu.md.
+        Where the optimizer's state and masters are stored. "nvme:<folder>": in an unnamed file per rank in that folder;
+        a step streams it through three buffers of 16 MiB. "cpu": in host memory; no effect for parameters on the CPU.
+        For parameters on a GPU the step then runs on the host in batches, overlapped with copies of gradients to the
+        host and of new parameters back. Both need an optimizer of sw.optim and give the same bits as no offload. See
+        docs/design/zero_offload.md and gpu.md.
     partition : {"auto", "flat", "tensor"}
-        The way an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers that are known
-        to be elementwise. "flat": flat slices for any optimizer; the caller vouches for it. "tensor": whole tensors,
-        balanced over ranks.
+        How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers known to be
+        elementwise. "flat": flat slices for any optimizer; the caller guarantees that it is elementwise. "tensor":
+        whole tensors, balanced over ranks.
     **options
         Fields of Options.
 
     Returns
     -------
     DistributedDataParallel or (DistributedDataParallel, Optimizer)
-        The module alone when no optimizer was given.
+        Only the module if no optimizer was given.
 
     Raises
     ------
     Error
-        If the module is wrapped already, or ranks disagree about it.
+        If the module is already wrapped, or ranks disagree about it.
     TypeError
-        For an unknown option; the nearest known one is offered.
+        For an unknown option; the message suggests the nearest known one.
     ValueError
         If a launcher's variable is missing or contradicts another.
     NotImplementedError
@@ -113,8 +114,8 @@ def wrap(
 
     Notes
     -----
-    Collective. Without a process group wrap reads the variables of torchrun, Open MPI or SLURM and makes a group over
-    Gloo (docs/launch.md). Without those variables there is one rank.
+    Collective. Without a process group, wrap reads the variables of torchrun, Open MPI or SLURM and makes a Gloo group
+    (docs/launch.md). Without those variables it trains with one rank.
 
     Examples
     --------
@@ -139,7 +140,7 @@ def wrap(
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     own = {
         ("_" if name == "broadcast_buffers" else "") + name: value for name, value in options.items()
-    }  # torch's is deprecated
+    }  # torch's argument is deprecated
     wrapped = DistributedDataParallel(module, **stage, **own)
     wrapped._options = dataclasses.replace(wrapped._options, partition=partition, clip_grad_norm=clip_grad_norm)
     if optimizer is None:
@@ -151,7 +152,7 @@ def wrap(
 
 
 class _Clip:
-    """The protocol of a listener that an optimizer calls before it steps."""
+    """A listener that an optimizer calls before it steps: clips by the global norm."""
 
     def __init__(self, wrapped: DistributedDataParallel, max_norm: float) -> None:
         self._wrapped, self._max_norm = wrapped, max_norm
@@ -175,7 +176,7 @@ class _Clip:
         clip_in_step(self._wrapped, max_norm, functools.partial(self._leave_to, optimizer))
 
     def _leave_to(self, optimizer: torch.optim.Optimizer, clip: DeviceClip) -> bool:
-        """Return True if the step multiplies by the factor itself. A later hook of the program's reads clipped gradients."""
+        """Return True if the step itself applies the factor. A later hook forbids it: hooks read clipped gradients."""
         take = getattr(optimizer, "take_clip", None)
         return take is not None and step_hooks(optimizer)[-1] is self and bool(take(clip))
 
@@ -183,15 +184,14 @@ class _Clip:
 def shard_optimizer(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partition: str = "auto"
 ) -> torch.optim.Optimizer:
-    """Return the sliced optimizer of a module that was wrapped with zero >= 1, or given to fully_shard. Collective.
+    """Return the sliced optimizer for a module wrapped with zero >= 1 or by fully_shard. Collective.
 
     Raises
     ------
     Error
         If the module is not wrapped with zero >= 1.
     ValueError
-        If the optimizer holds a parameter that is not the module's, or is not known to be elementwise (see
-        `partition`).
+        If the optimizer holds a parameter of another module, or is not known to be elementwise (see `partition`).
     """
     wrapped = wrapper_of(module)
     if wrapped is None or not wrapped._zero:
@@ -229,7 +229,7 @@ def _agree_on_optimizer(
 ) -> None:
     """Raise for an optimizer that cannot step on the module, or that differs between ranks. Collective.
 
-    The sentence is the same on every rank, also over the mesh of the module's DTensors.
+    The message is the same on every rank, also over the mesh of the module's DTensors.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     refusal: Exception | None = None
@@ -243,7 +243,7 @@ def _agree_on_optimizer(
             _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer)
-    except (TypeError, ValueError, Error) as error:  # the peers get the error before they wait for this rank
+    except (TypeError, ValueError, Error) as error:  # reported to the peers before they wait for this rank
         refusal = error
     rows = [] if refusal else given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
     label = type(module).__name__
@@ -286,7 +286,7 @@ def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim
 
 
 def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, zero: int, partition: str) -> None:
-    """Raise ValueError for an optimizer that cannot step on DTensors, if the module has some."""
+    """Raise ValueError if the module has DTensors and the optimizer cannot step on them."""
     name = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
     if name is not None and zero and partition == "tensor":
         raise ValueError(
@@ -299,15 +299,15 @@ def _is_on_gpu(module: torch.nn.Module) -> bool:
 
 
 def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
-    """Move the state of `inner`, which steps for `optimizer`, to the place that offload= names. Collective then."""
+    """Move the state of `inner`, which steps for `optimizer`, to where offload= says. Collective if it moves."""
     folder, replica = offload_folder(wrapped._options.offload), wrapped._engine()
     earlier = getattr(inner, "store", None)
-    in_file = getattr(earlier, "file", None) is not None  # an earlier wrapping put the state into a file
+    in_file = getattr(earlier, "file", None) is not None  # an earlier wrapper put the state into a file
     moves = not replica.backend.capabilities.state_is_there and (
         wrapped._options.offload is not None or earlier is not None
     )
     if folder is None and not moves and not in_file:
-        if earlier is not None:  # the module has left its GPU, and the state stays
+        if earlier is not None:  # the module has left its GPU; its state stays on the host
             inner.keep_in(None)
         return
     store: Any
@@ -316,7 +316,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
         link = replica.backend.link
         route = (
             None if link is None else make_route(replica.group, link, replica.label)
-        )  # made anew: an earlier wrapping's link may have ended
+        )  # a new one: an earlier wrapper's link may have ended
         if in_file:
             store = earlier
         elif folder is not None:
@@ -335,7 +335,7 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
             raise failure
     except (OSError, MemoryError, ValueError, Error):
         for each in wrapped._engines():
-            each.retire(together=True)  # the module is as it was
+            each.retire(together=True)  # leave the module as it was
         raise
     finally:
         failure = None  # its traceback holds this frame
@@ -350,7 +350,7 @@ def _exact_bytes(numel: int, dtype: torch.dtype) -> int:
 def _state_bytes(
     replica: Replica, optimizer: Any, inner: Any, nbytes_of: Callable[[int, torch.dtype], int] = _exact_bytes
 ) -> int:
-    """Return the bytes of state of `inner` once each parameter that trains was stepped on."""
+    """Return the bytes of state of `inner` after a step on each parameter that trains."""
     nbytes = 0
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -363,8 +363,9 @@ def _state_bytes(
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that steps at zero=0. Collective.
 
-    That is the optimizer itself, or one on float32 masters if some parameters are low-precision, it keeps no masters
-    and no policy forbids them. At zero >= 1 the same holds for slices. Its state lies where offload= says.
+    This is the optimizer itself. If parameters are low-precision, the optimizer keeps no masters and no policy forbids
+    them, it is an optimizer on float32 masters. At zero >= 1 the same holds for slices. Its state is stored where
+    offload= says.
     """
     engine = wrapped._engine()
     _agree_on_optimizer(engine.group, engine.model_ranks, wrapped.module, optimizer, 0, "", wrapped._options.offload)
@@ -389,8 +390,8 @@ def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the whole optimizer's state in torch's format, copied, on every rank, at any stage. Collective at zero
-    >= 1."""
+    """Return a copy of the optimizer's whole state in torch's format, on every rank, at any stage. Collective at
+    zero >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
     made: dict[str, Any] = _copied(optimizer.state_dict(), {})
@@ -398,9 +399,9 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
 
 
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return whole averaged gradients by the bare module's names, None where there is none. Collective at zero >= 2.
+    """Return whole averaged gradients by the bare module's names; None for no gradient. Collective at zero >= 2.
 
-    Cost at zero >= 2: the gradients' bytes to every rank.
+    Cost at zero >= 2: every rank receives the bytes of all gradients.
     """
     wrapped = wrapper_of(module)
     if wrapped is None:
@@ -410,12 +411,12 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def average_gradients(module: torch.nn.Module) -> None:
-    """Average `.grad` over ranks, for gradients that no backward of the module brings. Collective.
+    """Average `.grad` over ranks, for gradients that no backward of the module produces. Collective.
 
     Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a
-    synchronised backward. It serves gradients of torch.autograd.grad that are set by hand, and pipelines that add to
-    weight.grad past all hooks (zero-bubble schedules). Run their forwards inside no_sync(), or not, and call this once
-    before the step. A gradient that is averaged already is averaged again.
+    synchronised backward. Use it for gradients of torch.autograd.grad that are set by hand, and for pipelines that add
+    to weight.grad without running hooks (zero-bubble schedules). Their forwards may run inside or outside no_sync();
+    call this once before the step. A gradient that is already averaged is averaged again.
 
     Raises
     ------
@@ -433,15 +434,15 @@ def average_gradients(module: torch.nn.Module) -> None:
 def full_parameters(
     module: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], *, writable: bool = False
 ) -> Iterator[None]:
-    """Give every rank whole parameters inside. Collective.
+    """Return a context in which every rank has whole parameters. Collective.
 
     Parameters
     ----------
     module : Module, Parameter or iterable of Parameter
-        A wrapped module, at any stage; or parameters of wrapped modules, which are then whole with all of their
-        module's.
+        A wrapped module, at any stage; or parameters of wrapped modules. Then all parameters of their modules are
+        whole.
     writable : bool
-        True if they may be written. Each rank writes to its own; afterwards all ranks have rank 0's.
+        True to allow writes. Each rank writes to its own copy; afterwards all ranks have rank 0's values.
     """
     with contextlib.ExitStack() as stack:
         for engine in _engines_of(module):
@@ -465,9 +466,9 @@ def _engines_of(module: Any) -> list[Replica]:
 
 
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the bare module's state_dict, copied, on every rank, at any stage. Collective at zero=3.
+    """Return a copy of the bare module's state_dict, on every rank, at any stage. Collective at zero=3.
 
-    Cost: the parameters' bytes a rank.
+    Cost: the bytes of all parameters on each rank.
     """
     with full_parameters(module):
         made, memo = unwrap(module).state_dict(), dict[int, Any]()
@@ -477,7 +478,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a value; of a DTensor, also inside dictionaries, the whole tensor. Collective over its mesh."""
+    """Copy a value, and gather DTensors, also inside dictionaries, to whole tensors. Collective over their mesh."""
     if type(value) is dict:
         return {key: _copied(each, memo) for key, each in value.items()}
     if is_dtensor(value):
@@ -500,17 +501,17 @@ class UnmatchedNames(NamedTuple):
 def load_full_state_dict(
     module: torch.nn.Module, state: Mapping[str, Any] | None, *, strict: bool = True
 ) -> UnmatchedNames:
-    """Load a result of full_state_dict(), or a bare module's state_dict, at any stage and world size. Collective.
+    """Load a result of full_state_dict() or a bare module's state_dict, at any stage and world size. Collective.
 
     Parameters
     ----------
     module : Module
         A wrapped module, at any stage.
     state : mapping of str to Tensor
-        Tensors by the bare module's names. All ranks get rank 0's; other ranks may pass None, except for the first
-        ranks of `groups`.
+        Tensors by the bare module's names. All ranks load rank 0's; other ranks may pass None, except the first ranks
+        of `groups`.
     strict : bool
-        True if a name on one side alone is an error.
+        True if a name that only one side has is an error.
 
     Returns
     -------
@@ -520,12 +521,12 @@ def load_full_state_dict(
     Raises
     ------
     Error
-        For names on one side alone, or another shape: the same sentence on every rank. As with torch's load_state_dict,
-        tensors that fit are loaded nevertheless.
+        For names on one side only, or another shape. Every rank raises the same message. As with torch's
+        load_state_dict, matching tensors are loaded anyway.
 
     Notes
     -----
-    Cost: at zero=3 the parameters' bytes a rank for the time; a broadcast of them.
+    Cost: a broadcast of all parameters; at zero=3 also, during the call, memory for them on each rank.
     """
     wrapped = wrapper_of(module)
     if wrapped is None:
@@ -567,7 +568,7 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> t
         )
     try:
         found = bare.load_state_dict(as_dtensors(state, bare.state_dict(keep_vars=True)), strict=False)
-    except Exception as error:  # any error: the peers wait for the answer
+    except Exception as error:  # any error must be reported: the peers wait for the answer
         return str(error) or type(error).__name__, [], []
     missing, unexpected = list(found.missing_keys), list(found.unexpected_keys)
     sentences = [
@@ -581,7 +582,7 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> t
 def load_full_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Load a result of full_optimizer_state_dict(), at any stage and world size; `state` is the same on every rank."""
+    """Load a result of full_optimizer_state_dict(), at any stage and world size; all ranks pass the same `state`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not isinstance(optimizer, ShardedOptimizer) and any(map(is_dtensor, parameters)):
         numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -592,8 +593,7 @@ def load_full_optimizer_state_dict(
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module inside a wrapper (also inside torch.compile(wrapper)); return a bare module
-    unchanged."""
+    """Return the user's module from a wrapper, or from torch.compile(wrapper); return a bare module unchanged."""
     inner = _original(module)
     return inner.module if isinstance(inner, TorchDDP) else module
 

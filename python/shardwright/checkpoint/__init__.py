@@ -1,7 +1,7 @@
 """Checkpoints: asynchronous, crash-proof, the same bytes at any world size.
 
-docs/format.md describes the bytes, docs/design/checkpoint.md how a save writes them. This folder decides what a model's
-state consists of and names it; the engine reads and writes the disk.
+docs/format.md describes the bytes; docs/design/checkpoint.md describes how a save writes them. This folder collects and
+names the state of a training; the engine reads and writes the disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-#: imported when asked for: few programs need torch.distributed.checkpoint
+#: imported at first use: few programs need torch.distributed.checkpoint
 _OF_DCP = ("StorageReader", "StorageWriter", "dcp_to_torch_save", "torch_save_to_dcp")
 
 

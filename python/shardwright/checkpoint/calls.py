@@ -1,4 +1,4 @@
-"""OneCall: the calls of a Checkpointer do not overlap."""
+"""OneCall: a lock that keeps the calls of a Checkpointer from overlapping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._engine import CheckpointError
 
 
 class OneCall:
-    """A lock that refuses a second call: two threads cannot keep the one order of collective calls on all ranks."""
+    """A lock that refuses an overlapping call: two threads cannot issue collectives in the same order on all ranks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class OneCall:
 
     @contextlib.contextmanager
     def of(self, name: str, *, waits: bool = False) -> Iterator[None]:
-        """Enter the call `name`. Raise CheckpointError if another call runs; with `waits`, wait for another thread's."""
+        """Enter the call `name`. Raise CheckpointError if a call runs; with `waits`, wait for another thread's call."""
         is_ours = False
         try:
             is_ours = self._lock.acquire(blocking=waits and self._thread != threading.get_ident())

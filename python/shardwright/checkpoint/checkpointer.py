@@ -45,14 +45,15 @@ class Checkpointer:
     Parameters
     ----------
     directory : path-like, or an address of fsspec such as s3://bucket/run
-        Created if it does not exist. One Checkpointer writes to it at a time. A read-only directory serves restore() alone.
-        An address: a save writes to `local_directory`; rank 0 uploads in the background, and goes on after a restart. wait()
-        and close() return when the upload is complete. restore() downloads what only the address has.
+        Created if it does not exist. One Checkpointer writes to it at a time. A read-only directory allows restore()
+        only. With an address, a save writes to `local_directory` and rank 0 uploads in the background, resuming after a
+        restart. wait() and close() return when the upload is complete. restore() downloads what exists only at the
+        address.
     model : Module
-        Plain, or wrapped by torch or shardwright. Or this rank's sw.PipelineStage, or a list of them, as in sw.save():
-        then with snapshot="copy", without `memory_every`, and `process_group` holds the ranks of all stages.
+        Plain, or wrapped by torch or shardwright. Or this rank's sw.PipelineStage, or a list of them, as in sw.save().
+        Stages need snapshot="copy", no `memory_every`, and a `process_group` with the ranks of all stages.
     optimizer : Optimizer, optional
-        Of stages a list, one for each.
+        For stages: a list with one optimizer per stage.
     scheduler, scaler : object with state_dict() and load_state_dict(), or a list or dict of such, optional
         The checkpoint stores rank 0's state.
     dataloader : object with state_dict() and load_state_dict(), optional
@@ -61,20 +62,20 @@ class Checkpointer:
         The checkpoint stores rank 0's. restore() updates a dict in place.
     keep_last, keep_every, keep_best : int, optional
         Retention keeps the newest `keep_last`, every step that is a multiple of `keep_every`, the `keep_best` best metrics, and
-        always the newest. With no rule it keeps everything. Rules count sound checkpoints of steps up to the one being saved.
+        always the newest. Without a rule it keeps all. Rules count only sound checkpoints up to the step being saved.
         Retention never removes a later step (after ``restore(step=...)``), a checkpoint of a newer version, or a folder that
         holds anything else.
     best : {"min", "max"}
-        The better metric.
+        Which metric is better.
     snapshot : {"copy", "lazy"}
-        "copy": save() copies this rank's share of the state. "lazy": save() copies almost nothing; the next optimizer.step()
-        copies what is not written yet. Only optimizer.step() and full_parameters(writable=True) may then write to parameters
-        and optimizer state. Any other write fails a running save, and is logged after its end. A write that torch does not
-        count (`p.data`, `.numpy()`) is detected if it changes the first 64 bytes of a tensor, its last 64, or 64 at every
-        256 KiB. So writes to a whole tensor are detected; before a write to a few values call wait(), or use "copy".
-        In both forms save() copies GPU state before it returns.
+        "copy": save() copies this rank's share of the state. "lazy": save() copies almost nothing; the next
+        optimizer.step() copies what is not written yet. Only optimizer.step() and full_parameters(writable=True) may
+        then write to parameters and optimizer state. Any other write fails a running save; after the save it is logged.
+        A write that bypasses torch's version counter (`p.data`, `.numpy()`) is detected only in samples: the first and
+        last 64 bytes of a tensor, and 64 bytes every 256 KiB. Samples reveal writes to a whole tensor; before writing a
+        few values call wait(), or use "copy". In both forms save() copies GPU state before it returns.
     on_busy : {"wait", "skip", "raise"}
-        The action of save() while the previous save is still being written; the same on all ranks.
+        What save() does while the previous save is still being written; must be equal on all ranks.
     process_group : ProcessGroup, optional
         Default: the model's, else the default group, else this rank alone.
     max_file_bytes : int
@@ -87,29 +88,29 @@ class Checkpointer:
         Write only while no other program uses the disk, where its I/O scheduler has priorities (bfq, cfq). On a disk that is
         always busy a save may not end before `timeout_s`.
     bandwidth_bytes_per_s : int
-        Limit of this rank's writing; 0: none.
+        Write bandwidth limit of this rank; 0: unlimited.
     verify : bool
         Make restore() check every block before it changes anything.
     timeout_s : float
         Seconds after which a save() fails if a rank is missing.
     save_on : collection of signal.Signals
-        After such a signal on any rank the next save() saves, whatever its `every`, waits, and raises SystemExit(0) on all ranks.
-        A launcher counts that as success. Call save() after each step. Needs the main thread.
+        After such a signal on any rank the next save() ignores `every`, saves, waits, and raises SystemExit(0) on all
+        ranks. A launcher counts that as success. Call save() after each step. Needs the main thread.
     local_directory : path-like, optional
-        The local directory of an address, shared by the hosts. Default: one below ~/.cache/shardwright.
+        The local directory for an address, shared by the hosts. Default: one below ~/.cache/shardwright.
     memory_every : int, optional
-        save() also copies each multiple of it into memory that outlives killed ranks, whether or not the step goes to disk.
-        restore() takes the newest complete step of both. The memory is twice this host's share of a checkpoint, and twice that
-        of another host for each replica. If it does not fit, the disk alone is used, and the log says why. close() frees it, so
-        save the last step to disk. Default: the disk alone.
+        save() also copies every step that is a multiple of it into memory that survives killed ranks, independent of
+        saves to disk. restore() takes the newest complete step of both. Uses twice the bytes of this host's share of a
+        checkpoint, plus twice another host's share per replica. If memory is short, saves go to disk only, and the log
+        gives the reason. close() frees the memory, so save the last step to disk. Default: disk only.
     memory_replicas : int, optional
-        Other hosts that get a copy of each host's share; a step survives the loss of as many neighbouring hosts. Default: 1
-        where the next host is another machine, else 0.
+        Number of other hosts that hold a copy of each host's share; a step survives the loss of that many adjacent
+        hosts. Default: 1 if the next host is another machine, else 0.
 
     Notes
     -----
     The constructor, save(), restore(), wait() and close() are collective. Ranks on several hosts need a shared `directory`.
-    A call from a second thread or a signal handler during another call raises CheckpointError; `progress` never does.
+    A call from a second thread or a signal handler during another call raises CheckpointError, except `progress`.
     The random generators of torch, Python, numpy and CUDA are stored for each rank; restore() needs the same world size.
 
     Examples
@@ -249,7 +250,7 @@ class Checkpointer:
         self._retire = weakref.finalize(
             self, _finish, self._writer, self._place, self._memory, self._signals, self._owner_pid
         )
-        self._retire.atexit = False  # _finish_all does it
+        self._retire.atexit = False  # _finish_all() finishes all saves at exit
         self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
@@ -263,7 +264,7 @@ class Checkpointer:
         if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
             with contextlib.suppress(
                 TypeError
-            ):  # an optimizer with hooks in a plain dict: the first save allocates staging
+            ):  # an optimizer that keeps its hooks in a plain dict: the first save allocates staging
                 self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
 
     # saving -----------------------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ class Checkpointer:
         Raises
         ------
         CheckpointError
-            The previous save failed on some rank, and this one did not begin; or this one cannot begin.
+            This save did not begin: the previous one failed on some rank, or this one cannot begin.
         """
         if self._chaos is not None:
             self._chaos.passed(step)
@@ -298,18 +299,18 @@ class Checkpointer:
             self._wait()
             self._place.upload()
         self.close()
-        gc.freeze()  # the interpreter ends 0.7 s earlier, and the launcher does not wait for long
+        gc.freeze()  # saves 0.7 s at the interpreter's exit: a launcher soon kills ranks that are slow to end
         logger.warning("step %d is saved after a signal: this rank ends", step + 1)
         raise SystemExit(0)
 
     def _must_stop(self) -> bool:
-        """Return True on all ranks once some rank has a signal of `save_on`."""
+        """Return True on all ranks once any rank received a signal of `save_on`."""
         if self._signals is not None and self._is_told:
             return any(self._peers.exchange(self._stop.is_asked, "was a rank asked to stop"))
         return self._stop.is_agreed
 
     def _save(self, step: int, every: int, metric: float | None, *, is_last: bool = False) -> bool:
-        """Save as save() does. `is_last`: wait for the save before it, whatever `on_busy` is."""
+        """Save as save() does. `is_last`: wait for the previous save, regardless of `on_busy`."""
         self._check_open()
         if self._place.read_only:
             raise CheckpointError(self._place.read_only)
@@ -321,7 +322,7 @@ class Checkpointer:
             refusal = error
         if self._every is None:
             self._agree_on_first(every, refusal)
-        if refusal is not None and every != 1:  # without `step` this rank cannot tell if its peers save now
+        if refusal is not None and every != 1:  # without a valid `step` this rank cannot know if its peers save now
             raise refusal
         if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
             self._keep(step + 1, self._memory)
@@ -352,7 +353,7 @@ class Checkpointer:
             self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
 
     def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
-        """Check that `every` of the first call is equal on all ranks: otherwise some wait for ranks that train on."""
+        """Check that `every` of the first call is equal on all ranks; else some wait for ranks that do not save."""
 
         def check() -> dict[str, Any]:
             if refusal is not None:
@@ -363,9 +364,10 @@ class Checkpointer:
         self._every = every
 
     def _settle(self, what: str, refusal: Exception | None = None, *, checks: bool = True) -> None:
-        """Wait for the previous save. Raise its failure, or `refusal`, or a mismatch of calls, on all ranks. Collective.
+        """Wait for the previous save. On all ranks, raise its failure, `refusal`, or a mismatch of calls. Collective.
 
-        A rank that could not begin has raised at that save already: without this exchange it would begin the next one alone."""
+        A rank that could not begin the previous save raised then; without this exchange it would begin the next alone.
+        """
         failure: Exception | None = None
         try:
             self._wait()
@@ -377,7 +379,7 @@ class Checkpointer:
         try:
             rows = self._check.rows() if checks else []
             heard = self._peers.exchange([told, what, rows], "how the save before ended")
-        except Error:  # a rank died, or made another collective call
+        except Error:  # a rank died, or made a different collective call
             if failure is None:
                 raise
             heard = []
@@ -414,7 +416,7 @@ class Checkpointer:
         Raises
         ------
         CheckpointError
-            The save failed on some rank. All ranks raise the same sentence, once; `errno` is the system's error, if it has one.
+            The save failed on some rank. All ranks raise the same message, once; `errno` is the system's error, if any.
         """
         with self._call.of("wait()"):
             self._wait()
@@ -426,12 +428,12 @@ class Checkpointer:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Return counts of this rank, without communication: bytes_total, bytes_written, staging_bytes (memory held),
+        """Return this rank's counts, without communication: bytes_total, bytes_written, staging_bytes (memory held),
         direct_bytes, device_bytes (copied from a GPU in all saves), busy.
 
         A memory tier adds memory_step (the newest step that this rank has copied), memory_bytes (of its share), and memory_skipped
-        (steps that found the copy before still under way to another host). On the first rank of a host memory_fetched counts bytes
-        that the last restore brought from other hosts."""
+        (steps skipped because the previous copy was still in transfer to another host). On the first rank of a host,
+        memory_fetched counts the bytes that the last restore fetched from other hosts."""
         self._check_open()
         return self._writer.progress() | ({} if self._memory is None else self._memory.progress())
 
@@ -445,26 +447,26 @@ class Checkpointer:
         include: str | Iterable[str] = (),
         rename: Rename = None,
     ) -> int:
-        """Restore everything from the newest checkpoint that every rank finds sound.
+        """Restore all state from the newest checkpoint that every rank finds sound.
 
         Parameters
         ----------
         step : int, optional
-            Restore the checkpoint of that many completed steps, and no other. Later checkpoints stay, marked as abandoned:
-            restore() takes one of them only if its step is asked for, or if no other can be read.
+            Restore only the checkpoint with this count of completed steps. Later checkpoints stay but are marked as
+            abandoned: restore() takes one only if its step is requested, or if no other can be read.
         strict, include, rename
             As in load(), for the model and the optimizer.
 
         Returns
         -------
         int
-            The count of completed steps, which is the number of the next step; 0 if there is no checkpoint.
+            The count of completed steps, which is the number of the next step; 0 if no checkpoint exists.
 
         Raises
         ------
         CheckpointError
-            On every rank: no checkpoint can be read, or none has `step`; or the newest sound one has another model or a format
-            newer than this program's.
+            On every rank: no checkpoint can be read, or none has `step`; or the newest sound one belongs to another
+            model or has a newer format than this program supports.
         """
         with self._call.of("restore()"):
             completed = self._restore(step, include, rename, strict)
@@ -530,7 +532,7 @@ class Checkpointer:
         return 0
 
     def _fill_stages(self, reader: Reader, path: str, names: NameMap) -> None:
-        """Fill the stages of a pipeline, if there are some, from a folder that `reader` has verified. Collective."""
+        """Fill the stages of a pipeline, if any, from a folder that `reader` has verified. Collective."""
         if not self._stages:
             return
         try:
@@ -542,9 +544,9 @@ class Checkpointer:
     def _agree_on(
         self, place: str | Candidate, names: NameMap, opened: contextlib.ExitStack
     ) -> tuple[Reader | None, str, str]:
-        """Return (reader, "", path), or (None, the reason to pass over it, path), of a checkpoint on disk or in memory. Collective.
+        """Open a checkpoint on disk or in memory: (reader, "", path), or (None, reason to skip it, path). Collective.
 
-        The reader can be used until `opened` ends."""
+        The reader is valid until `opened` ends."""
         source, path = None, place.label if isinstance(place, Candidate) else place
         if isinstance(place, Candidate):
             assert self._memory is not None
@@ -557,7 +559,7 @@ class Checkpointer:
             if why:
                 return None, why, path
         spare = self._writer.spare()
-        if self._stages:  # the reader takes what is beside the model: see _fill_stages()
+        if self._stages:  # the reader restores all but the model: see _fill_stages()
             names = NameMap(include="(?!)", strict=False)
         found = agree_on(
             path, self._training, self._peers, verify=self._verify, spare=spare, names=names, source=source
@@ -583,7 +585,7 @@ class Checkpointer:
             raise CheckpointError("this Checkpointer was closed: make a new one")
 
     def close(self) -> None:
-        """Wait for the running save and release the directory. Idempotent. Raise what wait() raises."""
+        """Wait for the running save and release the directory. Idempotent. Raises the errors of wait()."""
         with self._call.of("close()", waits=True):
             if not self._closed:
                 if self._chaos is not None:
@@ -622,7 +624,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        try:  # the block's own error goes on, and other ranks may not come here: wait alone
+        try:  # the block's own error propagates, and other ranks may not exit the block: wait without communication
             with self._call.of("close()", waits=True):
                 self._close(functools.partial(self._writer.wait_alone, lambda: self._stop.is_asked))
         except CheckpointError as failure:
@@ -645,7 +647,7 @@ def _asker(stop: StopRequest) -> Callable[[], None]:
 
 
 def _merged(listed: list[tuple[int, str]], kept: list[Candidate]) -> list[tuple[int, str | Candidate]]:
-    """Return checkpoints on disk and in memory in the order of preference, best last. Of one step, that in memory is better."""
+    """Return checkpoints on disk and in memory in order of preference, best last. Memory is better at equal steps."""
     found: list[tuple[int, str | Candidate]] = [*listed]
     for each in kept:
         at = len(found)
@@ -673,7 +675,7 @@ def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
 
 
 def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:
-    """Register `protect` before each optimizer step and before each other write of the engine. Return the hooks' handles."""
+    """Call `protect` before each optimizer step and each other write of the engine. Return the hooks' handles."""
     wrapped = wrapper_of(model)
     replicas = [] if wrapped is None or wrapped._replica is None else wrapped._engines()
     return [
@@ -695,7 +697,7 @@ def _protector(writer: Writer) -> Any:
 
 @functools.cache
 def _register_exit() -> None:
-    """Register after the communicators' exit function: atexit runs in reverse, and a save needs its peers until the verdict."""
+    """Register after the communicators' exit function: atexit runs in reverse order, and a save needs its peers."""
     atexit.register(_finish_all)
 
 

@@ -2,7 +2,7 @@
 
 torch plans which rank writes which box of a tensor, and sends the results to its coordinator. This file maps each box to ranges
 of our files. Two ranks may write into one block: each reports a tally of its part (csrc/checkpoint/tally.h), and the
-coordinator joins them. The ranks need no exchange and no process group. The engine writes and commits.
+coordinator merges the tallies. Our code adds no exchange and needs no process group. The engine writes and commits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _logger = logging.getLogger("shardwright")
 _BLOCK_BYTES = 1 << 20
 _THREADS_MAX = 256
 _READERS = 2
-#: arguments of FileSystemWriter that change nothing here: its default, and the reason
+#: arguments of FileSystemWriter that have no effect here: default and reason
 _WITHOUT_EFFECT = {
     "single_file_per_rank": (True, "files hold whole tensors, of any rank"),
     "sync_files": (True, "a checkpoint is durable before it has its name"),
@@ -89,24 +89,24 @@ def _each_tensor(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
-    """A storage writer for dcp.save and dcp.async_save that makes a checkpoint of this format.
+    """A storage writer for dcp.save and dcp.async_save that writes a checkpoint of this format.
 
     Parameters
     ----------
     path : path-like
-        The folder. The writer removes left-overs of killed saves to it.
+        The folder. The writer removes remains of killed saves to it.
     thread_count : int
         Threads that write this rank's tensors. Each may hold a copy of one.
     cache_staged_state_dict : bool
         As in torch's FileSystemWriter: async_save stages into the same memory each time.
     overwrite : bool
-        Replace a checkpoint at `path`, as save(overwrite=True) does. As there, a folder is replaced only if it is empty, or
-        holds nothing but a checkpoint. torch raises its CheckpointException around our CheckpointError.
+        Replace a checkpoint at `path`, as save(overwrite=True) does: only a folder that is empty or holds nothing but a
+        checkpoint is replaced. torch wraps our CheckpointError in its CheckpointException.
     single_file_per_rank, sync_files, per_thread_copy_ahead, enable_consolidation, serialization_format
-        FileSystemWriter's, without effect: files are safetensors with whole tensors. The log has the reason for a value
-        other than the default.
+        Arguments of FileSystemWriter without effect: files are safetensors with whole tensors. A value other than the
+        default is logged with the reason.
     _extensions : sequence
-        FileSystemWriter's. Must be empty.
+        Argument of FileSystemWriter. Must be empty.
     model : str or None
         The key of the model's tensors in the state dict; they become model.safetensors. None: all tensors are the model's.
     optimizer : str
@@ -121,7 +121,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     Attributes
     ----------
     save_id : str
-        The nonce of the next save, or of the last one once it is over.
+        The nonce of the next save, or of the last one after it ended.
 
     Notes
     -----
@@ -179,7 +179,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     @property
     def path(self) -> str | os.PathLike[str]:
-        """The folder, under the name that FileSystemWriter has for it."""
+        """The folder. FileSystemWriter has an attribute of this name."""
         return self.checkpoint_id
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         self.save_id, self._is_saved = _new_id(), False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._layout = None  # drops the layout and the folder of a save that failed on another rank
+        self._layout = None  # drops the layout and the partial folder of a save that failed on another rank
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
                 "StorageWriter: use_collectives=False would make a checkpoint a rank: all ranks write one, which needs "
@@ -216,7 +216,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
     def _refusal(self) -> str:
         taken = None if self.overwrite else find(self._folder())
-        if taken is not None:  # torch's words, which programs look for
+        if taken is not None:  # torch's wording, which programs match
             return f"Checkpoint already exists and self.overwrite=False: '{taken}'"
         return why_not_there(self._folder(), overwrite=True)
 
@@ -234,7 +234,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Allocate every file with its header on the coordinator; return plans with the places of all boxes."""
+        """Create every file with its header on the coordinator; return plans with the file ranges of all boxes."""
         self._layout = _Layout(self._folder(), self.save_id, plans, self._keys, self._max_file_bytes)
         self._layout.create()
         return [dataclasses.replace(plan, storage_data=(self._layout.partial, self._layout.places)) for plan in plans]
@@ -259,7 +259,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Join the tallies, write the objects and commit, on the coordinator."""
+        """Merge the tallies, write the objects and commit, on the coordinator."""
         assert self._layout is not None
         tallies: list[bytes] = []
         objects: dict[str, Any] = {}
@@ -276,13 +276,13 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
 
 
 class StorageReader(TorchStorageReader):
-    """A storage reader for dcp.load: reads checkpoints of this format, of any writer, at any world size and sharding.
+    """A storage reader for dcp.load. Reads checkpoints of this format from any writer, at any world size and sharding.
 
     Parameters
     ----------
     path : path-like
     _extension_registry : ExtensionRegistry, optional
-        FileSystemReader's, without effect.
+        Argument of FileSystemReader without effect.
     model, optimizer : str or None
         As in StorageWriter: the keys of the state dict, for a folder that save() or a Checkpointer wrote.
     verify : bool
@@ -309,7 +309,7 @@ class StorageReader(TorchStorageReader):
 
     @property
     def path(self) -> str | os.PathLike[str]:
-        """The folder, under the name that FileSystemReader has for it."""
+        """The folder. FileSystemReader has an attribute of this name."""
         return self.checkpoint_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -323,7 +323,7 @@ class StorageReader(TorchStorageReader):
         return find(os.fspath(checkpoint_id)) is not None
 
     def read_metadata(self, *args: Any) -> Metadata:
-        self._folder = None  # another checkpoint may be there now
+        self._folder = None  # the checkpoint may have been replaced
         folder = self._open()
         found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._found.objects}
         for name, stored in self._found.tensors.items():
@@ -459,7 +459,7 @@ class _Layout:
         return "state", name
 
     def create(self) -> None:
-        """Create the partial folder with every file of tensors, at full size and with its header."""
+        """Create the partial folder with all tensor files at full size, each with its header."""
         CheckpointFolder.make(os.path.dirname(self.folder))
         for path in of_saves(*os.path.split(self.folder)):
             discard(path)
@@ -478,7 +478,7 @@ class _Layout:
         world_size: int,
         replaces: str,
     ) -> None:
-        """Write the texts and rename the partial folder. `tallies`: the ranks' reports of the bytes they wrote."""
+        """Write the texts and rename the partial folder. `tallies`: one report per rank of the bytes that it wrote."""
         texts = {"state.json": tree.dumps(self._state(objects, streams, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
@@ -519,7 +519,7 @@ class _Layout:
         return self._paths.get(name, (name,))
 
     def _optimizer(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tree of optimizer.json, from the flat names of torch's optimizer state."""
+        """Build the tree of optimizer.json from the flat names of torch's optimizer state."""
         groups: dict[int, dict[str, Any]] = collections.defaultdict(dict)
         state: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         for name in self._paths:
@@ -536,7 +536,7 @@ class _Layout:
 
 
 def _abandon(plan: CheckpointPlan, pid: int) -> None:
-    """Remove the partial folder of an unfinished save, which torch does not report. A committed save has none."""
+    """Remove the partial folder of a save that torch gave up without notice. A committed save has none."""
     if os.getpid() == pid:
         plan.abandon()
 
@@ -586,7 +586,7 @@ def _write_box(planner: SavePlanner, partial: str, places: Mapping[str, Place], 
 
 
 def _encoded(value: Any, name: str) -> tuple[Any, bool]:
-    """Return (the tree of an object, True if it is a stream, whose bytes the tree holds)."""
+    """Return (tree of an object, True if it is a stream). The tree of a stream holds its bytes."""
     tensors: dict[str, torch.Tensor] = {}
     is_stream = isinstance(value, io.BytesIO)
     node = tree.encode(value.getvalue() if is_stream else value, name, tensors)
@@ -604,7 +604,7 @@ def _object(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 class _Found(NamedTuple):
-    """The content of a folder, by torch's names."""
+    """The content of a folder, keyed by torch's names."""
 
     tensors: dict[str, Stored]
     objects: dict[str, Any]
@@ -655,17 +655,17 @@ def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> _Found:
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint of this format as one file of torch.save: torch's function of this name, for our folders.
+    """Convert a checkpoint of this format to one file of torch.save, as torch's function of this name does for its own.
 
-    Not collective: one process reads everything.
+    Not collective: one process reads all tensors.
     """
     torch.save(load_everything(StorageReader(dcp_checkpoint_dir)), torch_save_path)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write a file of torch.save as a checkpoint of this format: torch's function of this name, for our folders.
+    """Convert a file of torch.save to a checkpoint of this format, as torch's function of this name does for its own.
 
-    Not collective. The file is loaded with weights_only=True, which runs none of its code.
+    Not collective. The file is loaded with weights_only=True, which executes no code from it.
     """
     state = torch.load(torch_save_path, weights_only=True, map_location="cpu")
     torch.distributed.checkpoint.save(state, storage_writer=StorageWriter(dcp_checkpoint_dir), no_dist=True)

@@ -1,4 +1,4 @@
-"""Staging of GPU state: saves read it in place through pinned memory, in order with torch's stream.
+"""Staging of GPU state: saves copy it through pinned memory without a device copy, ordered with torch's stream.
 
 See csrc/checkpoint/device_stage.h.
 """
@@ -19,7 +19,7 @@ SLOT_BYTES = 8 << 20
 
 
 class DeviceStaging:
-    """Device-to-host staging for one rank's saves, from the first GPU that holds its state. Torch copies from other GPUs."""
+    """Device-to-host staging for one rank's saves, from the first GPU with its state. torch copies from other GPUs."""
 
     def __init__(self) -> None:
         self._stage: DeviceStage | None = None
@@ -35,14 +35,14 @@ class DeviceStaging:
         return bool(self._ordinal == cuda.runtime.ordinal(tensor))
 
     def memory_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return (a real, row-major tensor with the values of `tensor`, whether it is on the GPU)."""
+        """Return (tensor, is_on_gpu): a real, row-major tensor with the values of `tensor`."""
         found = real(tensor)
         if has_memory(found) and found.is_contiguous() and self.takes(found):
             return found, True
         return plain(tensor), False
 
     def checksums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Return the CRC-32C of each tensor's bytes. One copy brings down all tensors on the GPU."""
+        """Return the CRC-32C of each tensor's bytes. GPU tensors reach the host in one copy."""
         found = {name: self.memory_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
         flat = [memory.reshape(-1).view(torch.uint8) for memory, on_gpu in found.values() if on_gpu]
         together = iter(torch.cat(flat).cpu().split([each.numel() for each in flat]) if flat else ())

@@ -23,7 +23,7 @@ from .restore.agreeing import agree_on, apply_together
 from .writing import Training, Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
-#: an address with a scheme; one slash is enough, since pathlib.Path drops the second
+#: an address with a scheme; one slash suffices, since pathlib.Path drops the second
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -45,40 +45,42 @@ def save(
     Parameters
     ----------
     path : path-like, or an address of fsspec such as s3://bucket/run/a
-        For an address the folder is written locally, uploaded by rank 0, manifest last, and removed here. A path that does not exist, and neither does `path`.replaced, which readers try next. save() creates its parent folders
-        and removes the left-overs of killed saves to it.
+        Neither `path` nor `path`.replaced, which readers try next, may exist. save() creates parent folders and removes
+        remains of killed saves to `path`. For an address, save() writes a local folder; rank 0 uploads it, manifest
+        last, and the local folder is removed.
     module : Module, PipelineStage or list of PipelineStage
-        Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model. Or this rank's
-        stages of a pipeline: one save holds the stages of all ranks, whose modules must have the whole model's names.
+        Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model. Or this
+        rank's stages of a pipeline: one save holds the stages of all ranks, and their modules must have the whole
+        model's names.
     optimizer : Optimizer, or list of Optimizer, optional
-        Of stages: one each.
+        For stages: one optimizer per stage.
     step : int
         Completed steps, recorded in the manifest.
     extra : tree of plain values and tensors, optional
         Rank 0's value, which load() returns.
     process_group : ProcessGroup, optional
-        Default: the module's, else the default group, else this rank alone. Of stages: the ranks of all of them; default:
-        the default group.
+        Default: the module's, else the default group, else this rank alone. For stages: the ranks of all stages;
+        default: the default group.
     max_file_bytes : int
-        Bytes of tensors in one file; a larger tensor has a file of its own.
+        Bytes of tensors in one file; a larger tensor gets its own file.
     timeout_s : float
         Seconds after which the save fails if a rank is missing.
     overwrite : bool
-        Replace a checkpoint at `path` once the new one is durable, in one step where the file system can exchange names.
-        Only an empty folder, or one that holds nothing but a checkpoint of no newer version, is ever replaced. At an address
-        there is no checkpoint while the new one is uploaded.
+        Replace a checkpoint at `path` once the new one is durable, in one step where the file system can exchange
+        names. Only a folder that is empty, or holds nothing but a checkpoint of no newer version, is replaced. An
+        address has no checkpoint while the new one is uploaded.
     local_directory : path-like, optional
         The folder to write for an address, shared by the hosts. Default: one below ~/.cache/shardwright.
 
     Raises
     ------
     CheckpointError
-        On every rank, with the same sentence; `errno` is the system's error, if it has one. The save leaves nothing behind.
+        On every rank, with the same message; `errno` is the system's error, if any. The failed save leaves no files.
 
     Notes
     -----
-    Collective. Every rank writes 1/W of the bytes. Each job, and each group of ranks that saves by itself, needs a path of its
-    own. Of concurrent saves to one path the first commit wins, and the others raise on all of their ranks.
+    Collective. Every rank writes 1/W of the bytes. Each job, and each group of ranks that saves by itself, needs its
+    own path. If several save to one path at once, the first commit wins and the others raise on all of their ranks.
 
     Examples
     --------
@@ -110,14 +112,14 @@ def save(
     try:
         try:
             saver.begin(path, make, step=step, overwrite=overwrite)
-        finally:  # over several hosts the others wait for a rank that could not begin
+        finally:  # across hosts the other ranks wait for a rank that could not begin
             saver.wait()
     finally:
         saver.close()
 
 
 class PathSaver:
-    """Saves to paths of the caller's choice, one at a time, written behind training. Collective.
+    """Saves to paths that the caller chooses, one at a time, written in the background of training. Collective.
 
     Parameters
     ----------
@@ -125,7 +127,7 @@ class PathSaver:
     max_file_bytes, timeout_s
         As in save(), checked by the first begin().
     writer : callable
-        Make the writer: Writer, or what takes the same arguments.
+        Constructs the writer: Writer, or a callable with the same arguments.
     """
 
     def __init__(
@@ -149,9 +151,9 @@ class PathSaver:
         overwrite: bool = False,
         replaces_file: bool = False,
     ) -> None:
-        """Take the snapshot of make() and start to write it to `path`. The caller has waited for the save before.
+        """Snapshot make() and start to write it to `path`. The caller must have waited for the previous save.
 
-        `replaces_file`: a file or a link at `path` is removed first.
+        `replaces_file`: remove a file or a link at `path` first.
         """
         checked: list[tuple[str, Training]] = []
 
@@ -172,7 +174,7 @@ class PathSaver:
                 replaces = CheckpointFolder.identity(folder)  # before the check: a later folder is another save's
                 refusal = why_not_there(folder, overwrite)
                 stale = of_saves(*os.path.split(folder))
-            except Exception as error:  # every failure goes to the other ranks, which wait for it
+            except Exception as error:  # report every failure to the other ranks, which wait for it
                 refusal = f"the folder for '{folder}' cannot be made: {in_words(error)}"
                 code = getattr(error, "errno", None)
         refusal, code, nonce = self._peers.exchange([refusal, code, new_nonce()], f"save to {folder}")[0]
@@ -180,7 +182,7 @@ class PathSaver:
             raise os_error(refusal, code)
         if self._writer is None:
             file_bytes, timeout_s = check_options(*self._options)
-            # not by the path alone: another save to it would read what these ranks say
+            # the nonce keeps another save to the same path from reading these ranks' reports
             self._board = f"{folder}.{nonce}.board"
             self._writer = self._make_writer(
                 self._peers, nonce, self._board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s,
@@ -229,13 +231,13 @@ def load(
     verify : bool
         Check every block of the folder before anything changes. False: check only the blocks that are read, as they are read.
     strict : bool
-        False: tensors that only the checkpoint or only `module` has are no error; they are logged and stay unchanged. Shapes and
-        dtypes must agree in any case.
+        False: log tensors that only the checkpoint or only `module` has, and leave them unchanged. Shapes and dtypes
+        must always agree.
     include : regular expression or several, optional
-        Load the tensors in whose names, those of `module`, one of them is found. All others stay unchanged.
+        Load only the tensors of `module` with a name in which one of them matches. All others stay unchanged.
     rename : dict of str to str, or callable, optional
-        From names in the checkpoint to names in `module`: the first regular expression that is found in a name is replaced. Or
-        a function of the name. Optimizer state follows its parameter.
+        Maps names in the checkpoint to names in `module`. In a dict, the first regular expression found in a name is
+        replaced by its value; a callable takes the name. Optimizer state follows its parameter.
     local_directory : path-like, optional
         The folder for downloads from an address, shared by the hosts. Default: one below ~/.cache/shardwright.
 
@@ -246,7 +248,8 @@ def load(
     Raises
     ------
     CheckpointError
-        On every rank: some rank read a bad block, or a tensor is missing, left over or of another shape; the message names it.
+        On every rank: a rank read a bad block, or a tensor is missing, unexpected or of another shape; the message
+        names it.
 
     Notes
     -----
@@ -325,7 +328,7 @@ def _load_remote(peers: Peers, address: str, chosen: str | os.PathLike[str] | No
 
 
 def in_words(error: Exception) -> str:
-    """Return the error's text, or its class if it has none."""
+    """Return the error's text, or the name of its class if it has none."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -345,7 +348,7 @@ def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def why_not_there(folder: str, overwrite: bool) -> str:
-    """Return the reason why `folder` cannot be saved to; "" if it can."""
+    """Return the reason why a save to `folder` is refused; "" if it is allowed."""
     if overwrite:
         try:
             CheckpointFolder.check_replaceable(folder)
@@ -380,7 +383,7 @@ def check_options(max_file_bytes: Any, timeout_s: Any) -> tuple[int, float]:
 
 
 def usable_timeout(timeout_s: Any) -> float:
-    """Return timeout_s, or the default if it is invalid: ranks still need one to report the error to each other."""
+    """Return timeout_s, or the default if it is invalid: ranks need a timeout to report the error to each other."""
     try:
         return check_timeout(timeout_s)
     except ValueError:

@@ -51,7 +51,7 @@ class Peers:
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
         wrapped = wrapper_of(model)
         replica = None if wrapped is None else wrapped._replica
-        #: by the mesh of DTensors: this rank's number among those that hold equal shards of them, and their count
+        #: mesh of DTensors -> (this rank's number among the ranks that hold equal shards of them, count of these ranks)
         self.replicas: dict[Any, tuple[int, int]] = {}
         for each in () if wrapped is None or replica is None else wrapped._engines():
             if each.table.model_mesh is not None:
@@ -63,7 +63,7 @@ class Peers:
         options = getattr(model, "_options", None)
         timeout_s = getattr(options, "timeout_s", timeout_s)
         self._group = host_group(resolve_group(process_group, None), timeout_s)
-        #: deadline of an exchange: a rank that does something alone before one must take less
+        #: deadline of an exchange; a rank's own work before an exchange must take less
         self.timeout_s = float(timeout_s)
         self.rank = self._group.rank
         self.world_size = self._group.world_size
@@ -105,7 +105,8 @@ class Peers:
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
         """Make the channel on which ranks report during a save. Collective.
 
-        It has control pages that the ranks of a host map. Over several hosts it also has each rank's host and a file at `path`.
+        It consists of control pages that the ranks of a host map and, across hosts, each rank's host and a file at
+        `path`.
 
         Raises
         ------
@@ -129,7 +130,7 @@ class Peers:
             self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
 
     def make_board(self, path: str, nonce: str) -> None:
-        """Make the file of a channel on rank 0 with all of its disk space, and replace an older one."""
+        """Create the file of a channel on rank 0, with its disk space allocated. Replaces an older file."""
         if self.rank:
             return
         try:
@@ -140,7 +141,7 @@ class Peers:
             raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
 
     def renew_board(self, path: str, nonce: str) -> None:
-        """Make the file again on rank 0 if it was removed."""
+        """Recreate the file on rank 0 if it was removed."""
         if self.rank == 0 and self.has_hosts and not os.path.exists(path):
             self.make_board(path, nonce)
 
@@ -148,7 +149,7 @@ class Peers:
         """Remove the file on rank 0 once every rank has called this. Collective over hosts."""
         if not self.has_hosts:
             return
-        with contextlib.suppress(CommError):  # the failure was reported already
+        with contextlib.suppress(CommError):  # the failure has already been reported
             self.exchange("", f"leaving {path}")
         if self.rank == 0:
             with contextlib.suppress(OSError):
@@ -176,7 +177,7 @@ class Peers:
         return [data] if self.world_size == 1 else list(self._group.comm.all_gather_bytes(data, label))
 
     def agreement(self, value: Any, label: str) -> list[Any] | None:
-        """Return None if all ranks gave the same `value` (of JSON), the fast case; else all values in rank order. Collective."""
+        """Return None if all ranks gave the same `value` (of JSON), the fast path; else all values. Collective."""
         mine = json.dumps(value).encode()
         answers = [mine] if self.world_size == 1 else self._group.comm.all_gather_bytes(mine, label)
         return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
@@ -198,8 +199,9 @@ class Peers:
         return data if self.rank == 0 else memory.numpy().tobytes()
 
     def together(self, make: Callable[[], Any], label: str) -> list[Any]:
-        """Return every rank's make() (of JSON). Collective: if make() raises on one rank, the exchange completes, and all raise the
-        same CheckpointError. A rank with a wrong argument raises its own ValueError or TypeError."""
+        """Return the result of make() (of JSON) on every rank. Collective. If make() raises on one rank, the exchange
+        still completes and all raise the same CheckpointError. A rank with a wrong argument raises its own ValueError
+        or TypeError."""
         value, failure = None, None
         try:
             value = make()
@@ -213,7 +215,7 @@ class Peers:
         return [each for _, each in answers]
 
     def raise_first(self, reasons: Sequence[str], own: Exception | None) -> None:
-        """Raise a CheckpointError with the first of the ranks' `reasons`, if there is one. `own`: this rank's, its cause."""
+        """Raise a CheckpointError with the first non-empty one of the ranks' `reasons`. `own`: this rank's error."""
         if own is not None and self.world_size == 1:
             raise own
         for rank, why in enumerate(reasons):

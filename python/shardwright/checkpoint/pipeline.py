@@ -1,8 +1,8 @@
 """One checkpoint of all stages of a pipeline: save() and load() with a list of stages.
 
-The ranks of a stage agree on its content as for a module of their own. Then all ranks exchange the names of all stages, and
-plan one folder: a tensor that this rank does not have is one of which it writes no part. Stages follow one another in their
-order, so the folder is that of the whole model.
+The ranks of a stage first agree on its content, as for a separate module. Then all ranks exchange the names of all
+stages and plan one folder; a rank writes no part of a tensor that it does not have. Stages keep their order, so the
+folder equals that of the whole model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of this rank. `index`: its place in the pipeline."""
+    """A stage of this rank. `index`: its position in the pipeline."""
 
     index: int
     training: Training
@@ -57,7 +57,7 @@ def is_pipeline(module: Any) -> bool:
 
 
 def peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
-    """Return the ranks of a module, or of all stages of a pipeline."""
+    """Return the Peers of a module, or of all stages of a pipeline."""
     return Peers(torch.nn.Module() if is_pipeline(module) else module, process_group, timeout_s)
 
 
@@ -67,7 +67,7 @@ def make_writer(stages: Sequence[Stage], peers: Peers, nonce: str, board: str | 
 
 
 def check_options_of_stages(snapshot: str, memory_every: int | None) -> None:
-    """Raise ValueError for an option that a Checkpointer of stages does not have."""
+    """Raise ValueError for an option that a Checkpointer of stages does not support."""
     if snapshot != "copy":
         raise ValueError(f"snapshot={snapshot!r} is not there for stages of a pipeline: it must be 'copy'")
     if memory_every is not None:
@@ -75,7 +75,7 @@ def check_options_of_stages(snapshot: str, memory_every: int | None) -> None:
 
 
 def stages_of(module: Any, optimizer: Any) -> list[Stage]:
-    """Return the stages of this rank in their order. Raise ValueError for stages and optimizers that do not fit."""
+    """Return this rank's stages in pipeline order. Raise ValueError if stages and optimizers do not match."""
     stages = list(module) if isinstance(module, (list, tuple)) else [module]
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if optimizer is None:
@@ -91,7 +91,7 @@ def stages_of(module: Any, optimizer: Any) -> list[Stage]:
 
 @dataclasses.dataclass
 class _Held:
-    """What this rank has of a stage, and what all its ranks have of it together."""
+    """The tensors of a stage on this rank, and the description of the whole stage, equal on its ranks."""
 
     told: dict[str, Any]
     tensors: dict[str, Any]
@@ -99,7 +99,7 @@ class _Held:
 
 @dataclasses.dataclass
 class _Opened:
-    """A stage with the ranks that have it."""
+    """A stage with its ranks and this rank's writer and slices."""
 
     stage: Stage
     peers: Peers
@@ -123,7 +123,7 @@ class PipelineWriter(Writer):
     def _agree(self, training: Training, step: int, *released: Any) -> tuple[Content, Content | None, CheckpointPlan]:
         held: list[_Held] = []
         opened: list[_Opened] = []
-        # a rank that fails before its stage's ranks exchange anything is heard by all
+        # report a failure here to all ranks, before the ranks of a stage exchange anything
         self._peers.together(lambda: opened.extend(map(self._open, self._stages)), "modules of a pipeline")
 
         def describe() -> list[Any]:
@@ -132,7 +132,7 @@ class PipelineWriter(Writer):
 
         told: dict[int, Any] = {}
         for each in itertools.chain(*self._peers.together(describe, "stages of a pipeline")):
-            if each["is_first"]:  # the rank that has the values that are no tensors
+            if each["is_first"]:  # the rank that has the non-tensor values
                 told.setdefault(each["index"], each)
         in_order = [told[index] for index in sorted(told)]
         made: list[Any] = []
@@ -173,7 +173,7 @@ class PipelineWriter(Writer):
         return _Opened(stage, peers, writer, *released_slices(stage.training.model))
 
     def _hold(self, opened: _Opened, step: int) -> _Held:
-        """Return what this rank has of a stage. Collective over the stage's ranks, which raise together."""
+        """Return this rank's part of a stage. Collective over the stage's ranks, which raise together."""
         training, optimizer = opened.stage.training, opened.stage.training.optimizer
         peers, writer, slices, passing = opened.peers, opened.writer, opened.slices, opened.passing
         if passing:
@@ -185,7 +185,7 @@ class PipelineWriter(Writer):
                 raise CheckpointError(
                     f"'{next(iter(draft.found.extras))}' is extra state, which a pipeline cannot save"
                 )
-        except Exception as error:  # the stage's ranks get it before they wait for this one
+        except Exception as error:  # sent to the stage's ranks before they wait for this one
             failure = error
         writer._hear(draft, failure, averages_gradients(training.model))
         assert draft is not None
@@ -223,7 +223,7 @@ class PipelineWriter(Writer):
 
 
 def _check_apart(in_order: Sequence[Any]) -> None:
-    """Raise CheckpointError for a name of the model in two stages, of which one checkpoint would keep one tensor."""
+    """Raise CheckpointError if two stages use one name for different tensors: a checkpoint has one tensor per name."""
     seen: dict[str, Any] = {}
     for told in in_order:
         for name in [*(each[0] for each in told["model"]), *told["tied"]]:
@@ -236,12 +236,12 @@ def _check_apart(in_order: Sequence[Any]) -> None:
 
 
 def _is_alike(name: str, first: Any, other: Any) -> bool:
-    """Return whether a tensor that both stages hold whole, a buffer or one of a group's options, has equal bits."""
+    """Return whether a tensor that both stages hold whole (a buffer, or an option of a group) has equal bits."""
     return name in first["checksums"] and first["checksums"][name] == other["checksums"].get(name)
 
 
 def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
-    """Return a tensor as parts, of which one of the ranks that have equal ones writes it."""
+    """Return a tensor as a Sliced that one of the ranks with equal tensors writes."""
     if isinstance(tensor, Sliced):
         return tensor
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -253,7 +253,7 @@ def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
 def _join(
     in_order: Sequence[Any], owned: Mapping[int, Any], stem: str, takes: Callable[[Any, str], bool]
 ) -> dict[str, Any]:
-    """Return the tensors of all stages; of a name in several stages, whose tensors are alike, the first one's."""
+    """Return the tensors of all stages. For a name in several stages, with equal tensors, take the first stage's."""
     found: dict[str, Any] = {}
     first: dict[str, Any] = {}
     kinds: dict[str, Any] = {}
@@ -283,7 +283,7 @@ def _joined_model(in_order: Sequence[Any], owned: Mapping[int, Any]) -> ModelTen
 
 
 def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tuple[dict[str, Any] | None, Any]:
-    """Return the tensors and the tree of the optimizers of all stages, as one."""
+    """Merge the optimizers of all stages; return the tensors and the tree."""
     trees = [told.get("tree") for told in in_order]
     if all(each is None for each in trees):
         return None, None

@@ -1,10 +1,10 @@
-"""Rows: each rank's own content in two files, a line of JSON for each rank and tensors stacked in rank order.
+"""Rows: each rank's own content in two files, one line of JSON per rank and tensors stacked in rank order.
 
     ranks/all.jsonl          line r is rank r's tree, padded with spaces: all lines have equal length
     ranks/all.safetensors    `name`: [world_size, *shape], row r is rank r's, where all ranks have such a tensor;
                              `00003.name`: rank 3's, where they differ
 
-While its line fits and its tensors match the layout, a rank writes its line and rows without communication.
+A rank writes its line and rows without communication while its line fits and its tensors match the layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .state.stored import Stored
 
 LINES, TENSORS = "ranks/all.jsonl", "ranks/all"
 _LINE_ALIGNMENT = 4096
-#: bytes of a rank's line at most, as of a file of values (csrc/checkpoint/plan.h)
+#: largest number of bytes of a rank's line; the limit of a file of values, too (csrc/checkpoint/plan.h)
 VALUES_MAX_BYTES = 256 << 20
 
 #: (name, dtype, shape) of a rank's tensors
@@ -85,7 +85,7 @@ class Rows:
         return self.world_size * self.line_bytes, self.rank * self.line_bytes, line
 
     def tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, Sliced]:
-        """Return the tensors of the file with this rank's parts. `own`: its row-major tensors."""
+        """Return the tensors of the file, each with this rank's parts. `own`: its row-major tensors."""
         found = {}
         for name, (dtype, shape, rank) in self.entries.items():
             kind, row = getattr(torch, dtype), 0 if rank is not None else self.rank
@@ -107,7 +107,7 @@ def has_rows(folder: CheckpointFolder) -> bool:
 
 
 def read_line(folder: CheckpointFolder, rank: int) -> Any:
-    """Return a rank's tree from a folder that has_rows()."""
+    """Return a rank's tree from a folder for which has_rows() is true."""
     nbytes, rest = divmod(folder.files[LINES], folder.world_size)
     if rest or nbytes > VALUES_MAX_BYTES:
         raise CheckpointError(f"'{folder.path}/{LINES}' has {folder.files[LINES]} bytes for {folder.world_size} lines")
@@ -120,7 +120,7 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
 
 
 def rows_of(stored: Mapping[str, Stored], rank: int, names: Sequence[str]) -> dict[str, Stored]:
-    """Return the places of the tensors `names` of a rank's tree."""
+    """Return where the tensors `names` of a rank's tree are stored."""
     found = {}
     for name in names:
         own, every = stored.get(_of(rank, name)), stored.get(name)

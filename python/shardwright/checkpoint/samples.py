@@ -1,7 +1,7 @@
-"""A check that replicated tensors are equal on all ranks, by a few cache lines of each.
+"""A check that replicated tensors are equal on all ranks, which compares a few cache lines of each.
 
-One rank writes each block, so a checkpoint of ranks that drifted apart (gradients are not averaged) would mix their values.
-Reading all values costs a pass over memory. Training apart changes whole tensors, and so the sampled lines too.
+One rank writes each block, so a checkpoint of ranks that diverged (gradients not averaged) would mix their values.
+Reading all values would cost a pass over memory. Divergent training changes whole tensors, so samples suffice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _STRIDE = 1 << 20
 
 
 def take_samples(found: ModelTensors, optimizer: Any) -> Samples:
-    """Map names of parameters and of `optimizer`'s state (None: no state) to checksums. Skips buffers, since rank 0's are
-    saved, and tensors that are sharded, on a GPU, not row-major, or of a subclass."""
+    """Map names of parameters and of `optimizer`'s state (None: no state) to checksums. Skips buffers, which rank 0
+    saves, and tensors that are sharded, on a GPU, not row-major, or of a subclass."""
     return {
         name: sample_crc32c(t.data_ptr(), t.nbytes, _STRIDE) for name, t in _named(found, optimizer) if _is_plain(t)
     }
@@ -59,7 +59,7 @@ def digest(samples: Samples) -> int:
 
 
 def first_apart(samples_of_all: Sequence[Samples]) -> str:
-    """Return a sentence that names the first tensor whose samples differ between ranks; "" if none does."""
+    """Describe the first tensor with different samples on two ranks; "" if all are equal."""
     seen: dict[str, tuple[int, int]] = {}
     for rank, samples in enumerate(samples_of_all):
         for name, crc in samples.items():
@@ -70,8 +70,8 @@ def first_apart(samples_of_all: Sequence[Samples]) -> str:
 
 
 def check_alike(samples_of_all: Sequence[Samples], *, is_averaged: bool) -> None:
-    """Raise CheckpointError for a tensor whose samples differ between ranks. Log instead if a wrapper averages gradients:
-    ranks then differ by rounding alone, as on processors of different kinds."""
+    """Raise CheckpointError if the samples of a tensor differ between ranks. Only log it if a wrapper averages
+    gradients: then ranks differ by rounding alone, as on different processor models."""
     apart = first_apart(samples_of_all)
     if apart and is_averaged:
         _logger.warning("%s: the checkpoint mixes blocks of both", apart)

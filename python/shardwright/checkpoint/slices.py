@@ -1,7 +1,7 @@
-"""Byte ranges of sharded tensors: the ones that this rank holds.
+"""Byte ranges of sharded tensors that this rank holds.
 
-A part is a run of elements in row-major order, and so a range of bytes in the file. A save writes that range and a load reads
-it; neither needs to know the parts of other ranks.
+A part is a run of elements in row-major order, hence a range of bytes in the file. A save writes that range and a load
+reads it; neither needs to know the parts of other ranks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Sliced:
     live : tuple of Tensor
         The tensors that `parts` alias or were copied from. Their version counters reveal writes.
     copy : Tensor, optional
-        The copy that `parts` point into if they do not alias live[0]; of its shape.
+        The copy of live[0], in its shape, that `parts` alias if they do not alias live[0] itself.
     turn : (int, int)
-        This rank's number among the ranks that hold the same parts, and their count. One of them writes.
+        (this rank's number among the ranks that hold the same parts, count of these ranks). One of them writes.
     """
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class Sliced:
 
 
 def box_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first element, elements) of the row-major runs that make up the box `sizes` at `offsets` of an array.
+    """Return (first element, count) of each row-major run of the box of `sizes` at `offsets` in an array.
 
     >>> box_ranges((4, 6), (1, 0), (2, 6))
     [(6, 12)]
@@ -98,7 +98,7 @@ def box_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int
 def parts_of_box(
     shape: Sequence[int], offsets: Sequence[int], memory: torch.Tensor
 ) -> tuple[tuple[int, torch.Tensor], ...]:
-    """Split `memory`, row-major with the box's shape, into runs of the whole array."""
+    """Split `memory`, a row-major tensor of the box's shape, into runs of the whole array."""
     flat, done, parts = memory.reshape(-1), 0, []
     for first, numel in box_ranges(shape, offsets, memory.shape):
         parts.append((first, flat[done : done + numel]))
@@ -114,7 +114,7 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def check_placements(name: str, tensor: Any) -> None:
-    """Raise CheckpointError for a DTensor whose local part is not a box of the whole."""
+    """Raise CheckpointError if the local part of a DTensor is not a box of the whole tensor."""
     known = {"Shard", "Replicate"}
     other = [p for p in tensor.placements if type(p).__name__ not in known]
     if other:
@@ -133,14 +133,14 @@ class _Box:
 
 
 class Boxes:
-    """A cache of boxes of DTensors: models repeat a few shapes many times.
+    """A cache of boxes of DTensors: a model has few distinct shapes.
 
     Parameters
     ----------
     members : sequence of int
         The ranks that save together, as ranks of torch's default group.
     replicas : mapping of DeviceMesh to (int, int)
-        This rank's number among ranks outside a DTensor's mesh that hold the same part, and their count. Default: (0, 1).
+        (this rank's number among ranks outside a DTensor's mesh that hold the same part, their count). Default: (0, 1).
     """
 
     def __init__(self, members: Sequence[int], replicas: Mapping[Any, tuple[int, int]] = {}) -> None:
@@ -158,9 +158,9 @@ class Boxes:
 
 
 def placed_parts(parameter: Any, first: int, memory: torch.Tensor) -> tuple[tuple[int, torch.Tensor], ...]:
-    """Return a run of this rank's elements of a parameter as runs of the whole tensor: of a DTensor, through its box.
+    """Convert a run of this rank's elements of a parameter to runs of the whole tensor; a DTensor's box cuts it up.
 
-    `first` is the run's first element, in row-major order, of what the rank has of the parameter.
+    `first` is the run's first element, counted in row-major order in the rank's part of the parameter.
     """
     if not is_dtensor(parameter):
         return ((first, memory),)
@@ -175,7 +175,7 @@ def placed_parts(parameter: Any, first: int, memory: torch.Tensor) -> tuple[tupl
 
 
 def _turn_of(tensor: Any, members: frozenset[int]) -> tuple[int, int]:
-    """Return this rank's number among those of `members` that hold the same part of a DTensor, and their count."""
+    """Return (this rank's number, count) among the `members` that hold the same part of a DTensor."""
     mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if place is None or all(type(p).__name__ == "Shard" for p in tensor.placements):
         return 0, 1
@@ -186,7 +186,7 @@ def _turn_of(tensor: Any, members: frozenset[int]) -> tuple[int, int]:
 
 
 def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], bool] = lambda _: False) -> Sliced:
-    """Return this rank's part of a DTensor, copied unless it is plain memory on the CPU or stays(memory)."""
+    """Return this rank's part of a DTensor. Copies it unless it is plain CPU memory or stays(memory) is true."""
     with torch.no_grad():
         local = tensor.to_local().detach()
     box = boxes.of(tensor)
@@ -198,7 +198,7 @@ def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], 
 
 
 def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:
-    """Return whether ranks hold slices of model or optimizer. The result is equal on all ranks."""
+    """Return whether ranks hold slices of the model or the optimizer. The result is equal on all ranks."""
     return isinstance(optimizer, ShardedOptimizer) or any(is_dtensor(p) for p in model.parameters())
 
 
@@ -206,7 +206,7 @@ def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:
 
 
 def describe_state(optimizer: ShardedOptimizer) -> dict[int, dict[str, Entry]]:
-    """Map numbers of parameters to the entries of their state, for parameters of which this rank holds some."""
+    """Map numbers of parameters to the entries of their state. Covers the parameters with elements on this rank."""
     described = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         state, piece, _ = optimizer.held_state(parameter)
@@ -229,7 +229,7 @@ def _entry(key: str, value: Any, piece: torch.Tensor | None) -> Entry:
 
 
 def compact(described: Mapping[int, Mapping[str, Entry]]) -> list[Any]:
-    """Return JSON [entries, [first, last, first, last, ...]] for each set of entries: most parameters share one."""
+    """Return JSON [entries, [first, last, first, last, ...]] for each distinct set: most parameters share one."""
     kinds: dict[tuple[tuple[str, Entry], ...], list[int]] = {}
     for number, entries in sorted(described.items()):
         runs = kinds.setdefault(tuple(entries.items()), [])
@@ -251,7 +251,7 @@ def expand(kinds: Sequence[Any]) -> dict[int, dict[str, Entry]]:
 
 
 def held_values(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
-    """Map numbers of parameters to their non-tensor entries, if this rank reports them: it has the first element."""
+    """Map numbers of parameters to their non-tensor entries, if this rank has the first element and so reports them."""
     found = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         state, piece, first = optimizer.held_state(parameter)
@@ -266,7 +266,7 @@ def sliced_state(
     described: Mapping[int, Mapping[str, Entry]],
     values: Mapping[int, Mapping[str, Any]],
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Map each parameter to its state, as far as this rank holds it.
+    """Map each parameter to the part of its state that this rank holds.
 
     Collective if a parameter is not row-major: its state is gathered whole, one parameter at a time.
 
@@ -308,7 +308,7 @@ def sliced_state(
 
 
 def _turn_among_owners(slicing: Slicing) -> tuple[int, int]:
-    """Return this rank's number among the owners of its slice, and their count."""
+    """Return (this rank's number, count) among the owners of its slice."""
     return slicing.replica_of_rank[slicing.rank], max(slicing.replica_of_rank) + 1
 
 
@@ -317,7 +317,7 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Return whether a run of the tensor's memory is a run of its bytes in the file."""
+    """Return whether memory order equals file order, so that a run of memory is a run of bytes in the file."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -331,7 +331,7 @@ def engines_of(model: Any) -> list[Any]:
 
 
 def fills_slices(replica: Any) -> bool:
-    """Return whether a load can write slices of parameters: all released parameters must be row-major."""
+    """Return whether a load can write slices of parameters, which requires released parameters to be row-major."""
     memory = replica.parameters() if replica.zero else None
     if not isinstance(memory, ReleasedParameters):
         return bool(replica.zero)
@@ -339,7 +339,7 @@ def fills_slices(replica: Any) -> bool:
 
 
 def loads_slices(model: Any) -> bool:
-    """Return True if a load writes this rank's slices of the model alone."""
+    """Return True if a load writes only this rank's slices of the model."""
     replicas = engines_of(model)
     return bool(replicas) and all(map(fills_slices, replicas))
 
@@ -352,13 +352,13 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
     with replica.access.writing():
         try:
             yield slices
-        finally:  # after a failed load too: the other ranks publish
+        finally:  # after a failed load, too: the other ranks call the same collective
             memory.publish_all()
             replica.access.count_writes(replica.table.module_parameters)
 
 
 def own_slices(replica: Any) -> dict[int, Sliced]:
-    """Return id(parameter) -> the slice that this rank may write where fills_slices(). Each rank writes the others itself, whole."""
+    """Map id(parameter) to the slice that this rank writes; publishing completes it. Ranks write all others whole."""
     memory = replica.parameters()
     slices = {}
     for index, parameter in enumerate(replica.table.parameters):
@@ -376,7 +376,7 @@ def own_slices(replica: Any) -> dict[int, Sliced]:
 
 
 def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
-    """Estimate the bytes of model and optimizer that this rank writes: its slices, and 1/W of the rest."""
+    """Estimate the bytes of model and optimizer that this rank writes: its slices and 1/W of the rest."""
     slices, _ = released_slices(model)
     whole = sum(p.nbytes for p in model.parameters() if id(p) not in slices and not is_dtensor(p))
     own = sum(memory.nbytes for each in slices.values() for _, memory in each.parts)
@@ -393,8 +393,8 @@ def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
 
 
 def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
-    """Return (id(parameter) -> this rank's slice, ids of the others) for released parameters. The others are not row-major,
-    and a save gathers them."""
+    """Return (id(parameter) -> this rank's slice, ids of the others) for released parameters. A save gathers the
+    others, which are not row-major."""
     found: dict[int, Sliced] = {}
     others: set[int] = set()
     for replica in engines_of(model):

@@ -1,6 +1,6 @@
-"""Trees of plain values as JSON, with their tensors by name beside them. Reading a tree executes nothing.
+"""Trees of plain values as JSON, with tensors stored separately by name. Reading a tree executes no code.
 
-A value that JSON lacks is an object with one key that begins with `$` (docs/format.md).
+A value that JSON cannot express is an object with one key that begins with `$` (docs/format.md).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
     Notes
     -----
-    A value of a subclass of a plain type comes back plain: an IntEnum as its int, a named tuple as a tuple, a defaultdict or a
-    Counter as a dict.
+    A value of a subclass of a plain type is restored as the plain type: an IntEnum as an int, a named tuple
+    as a tuple, a defaultdict or a Counter as a dict.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -67,7 +67,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _add(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Add a tensor and return its name, made unique: {"a": {"b": x}} and {"a.b": y} would both be a.b."""
+    """Add a tensor and return its name, made unique: x in {"a": {"b": x}} and y in {"a.b": y} would share a.b."""
     number, free = 1, name
     while free in tensors:
         number += 1
@@ -81,7 +81,7 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, torc
 
 
 def mapping(nodes: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the tree of a dict whose values are trees already."""
+    """Return the tree of a dict with values that are already trees."""
     if all(isinstance(key, str) and not key.startswith("$") for key in nodes):
         return dict(nodes)
     return {"$dict": [[encode(key, name, tensors), node] for key, node in nodes.items()]}
@@ -147,14 +147,14 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _hashable(value: Any) -> Any:
-    """Return a set as a frozenset, inside tuples too: only a frozenset can be in a set or a key."""
+    """Convert a set to a frozenset, also inside tuples: members of sets and keys must be hashable."""
     if isinstance(value, set):
         return frozenset(value)
     return tuple(_hashable(item) for item in value) if isinstance(value, tuple) else value
 
 
 def tensor_names(node: Any) -> list[str]:
-    """Return the names of the tensors that a tree refers to, in its order."""
+    """Return the names of the tensors that a tree refers to, in tree order."""
     names: list[str] = []
     _add_names([node], names)
     return names
@@ -162,7 +162,7 @@ def tensor_names(node: Any) -> list[str]:
 
 def _add_names(nodes: Iterable[Any], names: list[str]) -> None:
     for node in nodes:
-        kind = type(node)  # no call a leaf: the state of a generator has hundreds
+        kind = type(node)  # leaves are handled without a call: the state of a generator has hundreds
         if kind is list:
             _add_names(node, names)
         elif kind is dict:

@@ -1,4 +1,4 @@
-"""Writer: one rank's part in a series of saves, from the agreement on the content to the outcome."""
+"""Writer: one rank's part in a series of saves, from agreement on the content to the outcome."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.1, 0.5
 _GRACE_S, _HURRIED_S = 5.0, 0.2
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
-#: of the names in a plan: beyond it a lazy save names a change by its place in a file
+#: limit of the names kept for messages; beyond it a lazy save reports a changed tensor by its position in a file
 _NAMES_KEPT_BYTES = 4 << 20
 
 
@@ -111,13 +111,13 @@ class _Draft:
     body, tensors
         The tree and the tensors of the rank's own state.
     samples, checksums
-        Checksums of tensors that all ranks hold alike, and of buffers.
+        Checksums of replicated tensors, and of buffers.
     released, passing
-        Slices of released parameters, and the released parameters that are saved whole; both by id().
+        Slices of released parameters, and the released parameters that are saved whole; both keyed by id().
     state : (tree, tensors), optional
         The content of state.json, on rank 0 and on ranks that hold DTensors of it.
     repeated : Repeated, optional
-        The last save's sources of model and optimizer, if the training still has the same tensors.
+        The sources of model and optimizer from the last save, if the training still has the same tensors.
     """
 
     found: ModelTensors
@@ -141,13 +141,13 @@ class _Draft:
         return {n: t for n, t in self.state[1].items() if is_dtensor(t)} if self.state is not None else {}
 
     def state_structure(self) -> list[tuple[str, str, list[int]]] | None:
-        """Describe all tensors in the state, if some are DTensors."""
+        """Describe all tensors in the state; None unless some are DTensors."""
         return structure_of(self.state[1]) if self.shards else None  # type: ignore[index]
 
 
 @dataclasses.dataclass
 class _Layout:
-    """The layout that all saves share until some rank's training no longer fits it.
+    """The layout that saves share until the training of some rank no longer fits it.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class _Layout:
     own : dict
         This rank's part of `described`.
     digest : bytes
-        Of the plan's arguments, which take more memory than the plan.
+        Digest of the plan's arguments, which take more memory than the plan.
     index : bytes, optional
         The text of model.safetensors.index.json on rank 0.
     """
@@ -190,7 +190,7 @@ class _Layout:
 
 @dataclasses.dataclass
 class Ready:
-    """What a rank keeps of one step: its sources, rank 0's own files, and the owner of their memory."""
+    """The content of one step on a rank: its sources, rank 0's own files, and the owner of their memory."""
 
     sources: list[Source]
     own: Content | None
@@ -200,8 +200,8 @@ class Ready:
 class Writer:
     """A rank's part in saves, one save at a time. The constructor is collective: ranks agree on nonce and channel.
 
-    Collective. `nonce`: new_nonce() of rank 0, with which the nonces of its saves begin. `board`: path of the file through which
-    ranks of several hosts report failures, which no other Writer may use. None: nothing can be saved.
+    `nonce`: new_nonce() of rank 0, the prefix of the nonces of all saves. `board`: path of the file through which ranks
+    of several hosts report failures; each Writer needs its own. None: this Writer cannot save.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ class Writer:
         self._nonce_prefix = nonce
         self._number = self._kept = 0
         self._repeated: Repeated | None = None
-        self._draft: _Draft | None = None  # of the content that is not in _repeated yet
-        self._entries_text = b""  # of "state" in optimizer.json, on rank 0
-        self._random: dict[str, Any] = {}  # of the last step: content.random_state
+        self._draft: _Draft | None = None  # the draft of content that is not yet in _repeated
+        self._entries_text = b""  # the text of "state" in optimizer.json, on rank 0
+        self._random: dict[str, Any] = {}  # content.random_state of the last step
         self._held: Content | None = None
         self._spoiled = ""  # the reason why the beginning save must be cancelled
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -264,13 +264,14 @@ class Writer:
         Parameters
         ----------
         replaces : str
-            On rank 0: CheckpointFolder.identity(folder) at the start of the save. The commit fails if the folder has another
-            identity by then.
+            On rank 0: CheckpointFolder.identity(folder) at the start of the save. The commit fails if the identity has
+            changed.
 
         Raises
         ------
         CheckpointError
-            On all ranks for a failure before the agreement. Other ranks raise a later failure at their next save() or wait().
+            On all ranks, for a failure before the agreement. Other ranks raise a later failure in their next save() or
+            wait().
         """
         assert self._board is not None
         try:
@@ -294,15 +295,15 @@ class Writer:
             self._give_up(_tellable(sentence))
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            if has_agreed and self._peers.world_size > 1:  # as the others hear of it at their next call
+            if has_agreed and self._peers.world_size > 1:  # the others raise the same message later
                 sentence = f"rank {self._peers.rank}: {sentence}"
             elif isinstance(error, CheckpointError):
                 raise
             raise os_error(sentence, getattr(error, "errno", None)) from error
 
     def repeat(self, step: int, training: Training) -> Ready | None:
-        """Return this rank's content of a step, if the training has the tensors of the last step that keep() copied and its other
-        state fits the layout. None: it has not, or that cannot be told. Not collective; raises nothing."""
+        """Return this rank's content of a step without agreement. Needs the tensors of the last step that keep()
+        copied, and other state that fits the layout; else, or on any error, returns None. Not collective."""
         last, layout = self._repeated, self._layout
         if (
             last is None
@@ -324,21 +325,21 @@ class Writer:
                 optimizer_text = last.optimizer_text(training)
                 own = self._own_files(_state_tree(training, last.found, step), layout, optimizer_text, last.found)
             return Ready(rest.sources(), own, rest)
-        except Exception:  # the agreement of keep() raises it on all ranks
+        except Exception:  # keep() then meets the same error, and its agreement raises it on all ranks
             return None
 
     def keep(self, step: int, training: Training, tier: MemoryTier, ready: Ready | None) -> None:
-        """Copy this rank's share into memory that outlives it. After tier.is_due(), on all ranks.
+        """Copy this rank's share into memory that outlives the rank. Call on all ranks, after tier.is_due().
 
         Parameters
         ----------
         ready : Ready, optional
-            The result of repeat(), if all ranks have one: then the ranks need not agree again.
+            The result of repeat(), if all ranks have one; it makes the agreement unnecessary.
 
         Raises
         ------
         CheckpointError
-            On all ranks for a failure before the agreement. A later one ends the tier.
+            On all ranks, for a failure before the agreement. A later failure ends the tier.
         """
         self._kept += 1
         nonce = f"{self._nonce_prefix}m{_base36(self._kept)}"
@@ -362,7 +363,7 @@ class Writer:
         tier.put(step, nonce, self._layout, self._layout.plan, ready.sources, own, share, self._staging.for_saver())
 
     def _give_up(self, reason: str) -> None:
-        """Abandon the beginning save. Its threads may already read memory that this writer holds for them."""
+        """Abandon a save that is being started. Its threads may already read memory that this writer keeps alive."""
         if self.is_busy:
             self._saver.cancel(reason)
             with contextlib.suppress(CheckpointError, MemoryError):  # the caller raises the first error
@@ -372,12 +373,12 @@ class Writer:
         self._held, self._versions = None, []
 
     def warm(self, training: Training, *, lazy: bool) -> None:
-        """Fault in staging memory for the first save in the background, without communication."""
+        """Fault in the staging memory of the first save, in the background and without communication."""
         nbytes = held_bytes(training.model, training.optimizer, self._peers.world_size)
         self._saver.warm(nbytes // 2 if lazy else nbytes)  # a lazy save writes most chunks from live memory
 
     def skip(self, reason: str) -> None:
-        """Take part in the agreement with a failure, so that no other rank begins this save."""
+        """Report a failure in the agreement, so that no other rank begins this save."""
         self._number += 1
         with contextlib.suppress(Exception):  # the caller raises its own error
             self._hear(None, CheckpointError(reason))
@@ -423,7 +424,7 @@ class Writer:
             self._versions = [(n, each, each._version) for n, each in watched if not self._staging.takes(each)]
 
     def _sources(self, training: Training, content: Content, plan: CheckpointPlan) -> list[Source]:
-        """Return this rank's sources, and keep those of model and optimizer for the next save."""
+        """Return this rank's sources, and cache those of model and optimizer for the next save."""
         sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
         draft, self._draft = self._draft, None
         if draft is not None:
@@ -437,10 +438,10 @@ class Writer:
     def _agree(
         self, training: Training, step: int, released: dict[int, Sliced], passing: set[int]
     ) -> tuple[Content, Content | None, CheckpointPlan]:
-        """Return the shared content, rank 0's own content, and the plan of the shared one. Collective.
+        """Return the shared content, rank 0's own content, and the plan of the shared content. Collective.
 
-        Costs one exchange while the layout fits all ranks, and 1 us a tensor while this rank has the same tensors. Otherwise
-        ranks exchange descriptions of what they hold.
+        Costs one exchange while the layout fits all ranks, and 1 us per tensor while this rank has the same tensors.
+        Otherwise ranks exchange descriptions of the state that they hold.
         """
         draft, failure = None, None
         try:
@@ -473,14 +474,14 @@ class Writer:
         return _Draft(found, described, body, tensors, samples, checksums, released, passing, state, last)
 
     def _last_fitting(self, training: Training, released: dict[int, Sliced], passing: set[int]) -> Repeated | None:
-        """Return the last save's sources if they are those of this one, as far as this rank can tell."""
+        """Return the last save's sources if, judging by this rank alone, they fit this save; else None."""
         last = self._repeated
         if last is None or last.layout is not self._layout or passing or not last.fits(training, released):
             self._repeated = last = None
         return last
 
     def _own_tree(self, training: Training) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the tree of this rank's own state and its tensors, without buffers."""
+        """Return the tree and the tensors of this rank's own state, without buffers."""
         tensors: dict[str, torch.Tensor] = {}
         body = {
             "random": random_state(tensors, self._random),
@@ -491,9 +492,9 @@ class Writer:
         return body, tensors
 
     def _hear(self, draft: _Draft | None, failure: Exception | None, is_averaged: bool = False) -> bool:
-        """Return True if some rank's training does not fit the layout. Collective.
-        A failure on one rank raises on all, and so does drift between ranks unless `is_averaged`. Buffers that differ from
-        rank 0's become part of the rank's own content."""
+        """Return True if the training of some rank does not fit the layout. Collective.
+        A failure on one rank raises on all; so do replicated tensors that differ between ranks, unless `is_averaged`.
+        Buffers that differ from rank 0's become part of the rank's own content."""
         reason = "" if failure is None else str(failure) or type(failure).__name__
         mine = [reason, False, 0, 0]
         if draft is not None:
@@ -554,7 +555,7 @@ class Writer:
             made.append((content, self._own_content(draft, layout, optimizer_tree)))
             return layout.plan.digest
 
-        # with the same layout make() gathers nothing, so a failure here leaves no other rank waiting
+        # with an unchanged layout make() gathers nothing, so a failure here leaves no other rank waiting
         gathers = isinstance(optimizer, ShardedOptimizer) and not all(map(is_row_major, optimizer.layouts()))
         if is_new or gathers or layout.has_values:
             digests = self._peers.together(make, "plan of a checkpoint")
@@ -572,7 +573,7 @@ class Writer:
     def _repeated_content(
         self, training: Training, draft: _Draft, layout: _Layout, last: Repeated
     ) -> tuple[Content, Content | None]:
-        """Return the content with the last save's sources of model and optimizer. Without communication."""
+        """Build the content from the last save's sources of model and optimizer, without communication."""
         rest = Content([], self._staging, ahead=last)
         _add_rows(rest, layout, tree.dumps(draft.body), draft.tensors)
         self._add_state(rest, draft, layout)
@@ -583,7 +584,7 @@ class Writer:
         return rest, self._own_files(draft.state, layout, last.optimizer_text(training), draft.found)
 
     def _values(self, optimizer: ShardedOptimizer, layout: _Layout) -> dict[int, dict[str, Any]]:
-        """Gather the non-tensor entries of the optimizer's state on rank 0. Collective if the layout has some."""
+        """Gather the non-tensor entries of the optimizer's state on rank 0. Collective if the layout has any."""
         if not layout.has_values:
             return {}
         told = self._peers.gather(list(held_values(optimizer).items()), "values of the optimizer's state")
@@ -607,14 +608,14 @@ class Writer:
         return shared, optimizer_tree
 
     def _add_state(self, content: Content, draft: _Draft, layout: _Layout) -> None:
-        """Add the tensors of rank 0's state, if some are DTensors."""
+        """Add the tensors of rank 0's state to the shared content, if some are DTensors."""
         if layout.state is not None:
             held = draft.state[1] if draft.state is not None else {}
             parts = {n: self._part_of_state(held.get(n), dtype, shape) for n, dtype, shape in layout.state}
             content.groups.append(Group("state", parts, {"format": "pt"}, eager=frozenset(parts)))
 
     def _part_of_state(self, tensor: torch.Tensor | None, dtype: str, shape: Sequence[int]) -> Any:
-        """Return a DTensor unchanged; of any other tensor, a Sliced that rank 0 holds whole."""
+        """Return a DTensor unchanged; for any other tensor return a Sliced that rank 0 holds whole."""
         if tensor is not None and is_dtensor(tensor):
             return tensor
         mine = tensor is not None and self._peers.rank == 0
@@ -661,7 +662,7 @@ class Writer:
     # outcome ----------------------------------------------------------------------------------------------------------
 
     def protect(self) -> None:
-        """Copy what a lazy snapshot has not read yet, before a write to it. Raise nothing: wait() reports a failure."""
+        """Copy what a lazy snapshot has not read yet, before a write to it. Never raises: wait() reports a failure."""
         if self._held is None:
             return
         try:
@@ -671,10 +672,10 @@ class Writer:
         except (CheckpointError, MemoryError) as error:
             logger.warning("the save under way failed: %s", error)
             self._spoiled = f"the state that optimizer.step() overwrites could not be copied: {error}"
-            self._saver.cancel(_tellable(self._spoiled))  # another thread that is beginning the save reads _spoiled
+            self._saver.cancel(_tellable(self._spoiled))  # another thread that is starting the save reads _spoiled
 
     def _cancel_if_changed(self) -> None:
-        """Cancel a lazy save if anything but the optimizer's step wrote to its tensors: it may hold values of two moments."""
+        """Cancel a lazy save if anything but the optimizer's step wrote to its tensors: it may mix old and new."""
         changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
         self._versions = []
         if changed is not None and self.is_busy:
@@ -712,20 +713,21 @@ class Writer:
                 over, failure = True, error
             try:
                 of_all = self._peers.exchange(over, "waiting for a checkpoint")
-            except Error:  # a rank died, or made another collective call: the verdict may be on its way
+            except Error:  # a rank died or made a different collective call; the outcome may still arrive
                 break
         if failure is not None:
             raise failure
         self.wait_alone(is_hurried)
 
     def wait_alone(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Wait as wait() does, without communication. `is_hurried`: a launcher wants this rank to end, once a peer has died."""
+        """Wait as wait() does, without communication. `is_hurried`: returns True if a launcher is ending this rank;
+        shortens the wait for an outcome after a peer has died."""
         lost_at: float | None = None
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
                 lost_at = time.monotonic()
             grace_s = _HURRIED_S if is_hurried() else _GRACE_S
-            if lost_at is not None and time.monotonic() - lost_at > grace_s:  # a verdict on its way may still come
+            if lost_at is not None and time.monotonic() - lost_at > grace_s:  # until then the outcome may still arrive
                 self._saver.cancel(f"{PEER_LOST} while the checkpoint was written")
         self._held = None
 
@@ -775,14 +777,14 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _add_rows(content: Content, layout: _Layout, text: bytes, tensors: dict[str, torch.Tensor]) -> None:
-    """Add the text of a rank's own tree and its tensors to what all ranks write."""
+    """Add the text and the tensors of a rank's own tree to the shared content."""
     each_ranks = layout.rows.tensors({name: _dense(each) for name, each in tensors.items()})
     content.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
     content.lines[rows.LINES] = layout.rows.line(text)
 
 
 def _tellable(reason: str) -> str:
-    """Return the reason as valid UTF-8 for the engine: it may quote a name that is not."""
+    """Return the reason as valid UTF-8 for the engine: it may quote a name that is not valid UTF-8."""
     return reason.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from .contents import Contents
     from .folders import Tell
 
-#: forms that read() knows, by --from
+#: formats that read() knows, by their names for --from
 READERS = ("shardwright", "dcp", "megatron", "deepspeed", "hf", "torch")
-#: forms that write() knows, by --to
+#: formats that write() knows, by their names for --to
 WRITERS = ("shardwright", "hf", "dcp", "torch", "deepspeed-universal")
 
 
 @contextlib.contextmanager
 def _one_sentence(path: str) -> Iterator[None]:
-    """Raise errors of files with a valid outer form and other contents as CheckpointError."""
+    """Convert errors from files with a valid outer form but unexpected contents to CheckpointError."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError) as error:
@@ -32,7 +32,7 @@ def _one_sentence(path: str) -> Iterator[None]:
 
 
 def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Contents:
-    """Return the contents of the checkpoint at `path`, of a form in READERS. None: look at the files.
+    """Return the contents of the checkpoint at `path`. `kind`: a format in READERS; None: detect it from the files.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def _read(path: str, kind: str | None, tag: str | None) -> Contents:
 
 
 def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
-    """Write a checkpoint of a form in WRITERS to the new path `output`: all of it, durable, or nothing.
+    """Write a checkpoint of a format in WRITERS to the new path `output`: either all of it, durably, or nothing.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Contents: a checkpoint as names, shapes and functions that read one tensor each. Every reader makes one, every writer takes one."""
+"""Contents: a checkpoint as names, shapes and one read function per tensor. Readers produce it, writers consume it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MASTER = "master"
 
 @dataclasses.dataclass(frozen=True)
 class Lazy:
-    """A tensor that is read when a writer asks for it.
+    """A tensor that is read only when a writer needs it.
 
     Attributes
     ----------
     read : callable
-        Return a row-major CPU tensor of `dtype` and `shape`, which the caller does not write to.
+        Returns a row-major CPU tensor of `dtype` and `shape`. The caller must not write to it.
     file : str
-        The file that the source has it in; "" if that says nothing about files to write.
+        The source file of the tensor, a hint for the files to write; "" for no hint.
     """
 
     dtype: torch.dtype
@@ -52,23 +52,23 @@ class Lazy:
 
 @dataclasses.dataclass
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes
     ----------
     model : dict of str to Lazy
     tied : dict of str to str
-        Further names of a tensor -> its name in `model`.
+        Additional name of a tensor -> its name in `model`.
     groups : list of dict, or None
-        Options of the optimizer's parameter groups, each with `params`, a list of names. None: there is no optimizer.
+        Options of each parameter group of the optimizer, with `params`, a list of names. None: no optimizer.
     state : dict of str to dict
         Parameter -> key -> Lazy or plain value.
     extra : dict
-        All else: plain values, containers and Lazy.
+        All other state: plain values, containers and Lazy.
     beside : list of str
-        Paths of files that from_pretrained reads beside the tensors.
+        Paths of further files that from_pretrained reads, such as a configuration.
     left_out : list of str
-        Sentences about what the source holds and this does not.
+        Sentences about state of the source that these contents lack.
     """
 
     model: dict[str, Lazy]
@@ -81,11 +81,11 @@ class Contents:
     left_out: list[str] = dataclasses.field(default_factory=list)
 
     def under(self, names: NameMap) -> Contents:
-        """Return the contents that `names` takes, renamed."""
+        """Return the contents that `names` selects, renamed."""
         model = {name: each for name, each in names.renamed(self.model).items() if names.takes(name)}
         tied = {new: names.new(kept) for new, kept in names.renamed(self.tied).items() if names.takes(new)}
         for name, kept in list(tied.items()):
-            if kept not in model:  # the tied name alone is taken
+            if kept not in model:  # `names` selects only the tied name
                 model[name] = self.model[self.tied[next(n for n in self.tied if names.new(n) == name)]]
                 del tied[name]
         state = {name: each for name, each in names.renamed(self.state).items() if names.takes(name)}
@@ -117,12 +117,12 @@ class Contents:
         return dataclasses.replace(self, model=model, state=state)
 
     def with_extra(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return what a writer made of model, optimizer and step, with `extra` beside it.
+        """Return `body`, a writer's model, optimizer and step, merged with `extra`.
 
         Raises
         ------
         CheckpointError
-            A key of `extra` is one of `body`: it would take the place of the model, the optimizer or the step.
+            A key of `extra` is also in `body`: it would replace the model, the optimizer or the step.
         """
         taken = [key for key in self.extra if key in body]
         if taken:
@@ -132,7 +132,7 @@ class Contents:
         return {**body, **self.extra}
 
     def take_step(self) -> None:
-        """Take the count of completed steps from `extra`, where a program keeps it as the plain number `step`."""
+        """Move the count of completed steps out of `extra`, if a program stored it there as the plain number `step`."""
         step = self.extra.get("step")
         if isinstance(step, Lazy) and math.prod(step.shape) == 1 and not step.dtype.is_floating_point:
             step = step.read().item()

@@ -1,6 +1,7 @@
-"""Folders of torch.distributed.checkpoint: torch's own reader and writer, one tensor at a time, and metadata unpickled safely.
+"""Folders of torch.distributed.checkpoint. torch's own reader and writer handle one tensor at a time; metadata is
+unpickled without executing code.
 
-FSDP's and FSDP2's sharded state and torchtitan's are this format. Megatron's `torch_dist` is it too: see megatron.py.
+FSDP, FSDP2 and torchtitan save sharded state in this format. Megatron's `torch_dist` uses it, too: see megatron.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .folders import Tell
 from .unpickle import Placeholder, Unpickler, load_torch_file, without_placeholders
 
 METADATA = ".metadata"
-#: components of a name under which programs keep the model and the optimizer
+#: components of names under which programs store the model and the optimizer
 _MODEL_KEYS, _OPTIMIZER_KEYS = ("model", "module", "state_dict"), ("optim", "optimizer")
-#: accelerate's folders of FSDP
+#: names of the folders that accelerate writes for FSDP
 _OF_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)\Z")
 
 
@@ -47,7 +48,7 @@ class _MetadataUnpickler(Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with metadata that executes nothing."""
+    """torch's reader, which unpickles metadata without executing code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         place = os.path.join(self.path, METADATA)
@@ -69,7 +70,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads one entry, or one row of its first dimension. Objects are unpickled without executing anything."""
+    """A planner that reads one entry, or one row of its first dimension. It unpickles objects without executing code."""
 
     def __init__(self, row: int | None = None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -107,12 +108,12 @@ def _read(reader: FileSystemReader, metadata: Metadata, name: str, target: Any, 
 
 
 def is_dcp(path: str) -> bool:
-    """Return whether `path` is such a folder, or accelerate's of FSDP with one for the model."""
+    """Return whether `path` is a folder of this format, or an FSDP folder of accelerate that contains such folders."""
     return os.path.isfile(os.path.join(path, METADATA)) or bool(_parts(path))
 
 
 def _parts(path: str) -> dict[str, str]:
-    """Return accelerate's folders by what they hold."""
+    """Map "model" and "optimizer" to the folders that accelerate wrote for FSDP."""
     found: dict[str, str] = {}
     for name in sorted(os.listdir(path)) if os.path.isdir(path) else ():
         match = _OF_ACCELERATE.match(name)
@@ -196,7 +197,7 @@ def _sorted(values: Mapping[tuple[Any, ...], Any]) -> Contents:
 
 
 def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Return ("model" | "optimizer" | "other", the rest of the path)."""
+    """Return ("model" | "optimizer" | "other", rest of the path)."""
     parts: list[Any] = list(path)
     if len(parts) == 1 and isinstance(parts[0], str) and "." in parts[0]:  # written without torch's planner
         first, _, rest = parts[0].partition(".")
@@ -212,7 +213,7 @@ def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
 
 
 def _take_optimizer(contents: Contents, entries: Mapping[tuple[Any, ...], Any]) -> None:
-    """Read the optimizer's entries: nested as get_optimizer_state_dict() has them, or flattened with names in one key."""
+    """Read the optimizer's entries: nested, in the form of get_optimizer_state_dict(), or flattened to one key each."""
     groups: dict[int, dict[str, Any]] = collections.defaultdict(dict)
     flat_options: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     unknown: dict[str, Any] = {}
@@ -264,7 +265,7 @@ def _grouped(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans tensors without data, and reads each when it is written."""
+    """A planner that plans tensors without data and reads each one when it is written."""
 
     def __init__(self, lazy: Mapping[int, Lazy], tell: Tell) -> None:
         super().__init__()
@@ -280,7 +281,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def write_dcp(contents: Contents, output: str, tell: Tell) -> None:
-    """Write a folder for dcp.load of {"model": ..., "optim": ..., "step": ...} and the rest under its own keys."""
+    """Write a folder for dcp.load with "model", "optim" and "step"; other state has keys of its own."""
     lazy: dict[int, Lazy] = {}
     held = []
 

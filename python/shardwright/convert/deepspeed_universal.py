@@ -1,7 +1,7 @@
 """DeepSpeed's universal checkpoints: a folder for each parameter, `zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt`.
 
-The reader takes any names of state. The writer makes what DeepSpeed's engine loads with `{"checkpoint": {"load_universal":
-true}}`: the folders, a model's file, and the flat options of the optimizer.
+The reader accepts any names of state. The writer produces the files that DeepSpeed's engine loads with `{"checkpoint":
+{"load_universal": true}}`: the folders, a model file, and the optimizer's options for flat groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .folders import Tell
 from .unpickle import load_torch_file
 
 _FP32, _PARAM, _STEP = "fp32", "param", "step"
-#: names of parameters and of their state, which become names of folders and files
+#: allowed names of parameters and of their state, which become names of folders and files
 _NAME = re.compile(r"[\w-][\w.-]*")
 _OPTIMIZER_STATE = "optimizer_state.pt"
 #: the release of DeepSpeed that these files follow
@@ -70,7 +70,7 @@ def _take_parameter(contents: Contents, folder: str, name: str, shape: tuple[int
 
 
 def write_universal(contents: Contents, output: str, tell: Tell) -> None:
-    """Write a folder with one tag and the file `latest_universal`, as DeepSpeed's engine loads it."""
+    """Write a folder with one tag and the file `latest_universal`, in the form that DeepSpeed's engine loads."""
     if contents.groups is None:
         raise CheckpointError("the checkpoint has no optimizer, which DeepSpeed's universal form needs")
     tag = f"global_step{contents.step}"
@@ -89,7 +89,7 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
         for number, group in enumerate(contents.groups)
     ]
     steps = [values.get(_STEP, 0) for values in contents.state.values()] or [0]
-    state = {0: {_STEP: replaced(steps[0], lambda each: each.read())}}  # stage 3 takes it from here
+    state = {0: {_STEP: replaced(steps[0], lambda each: each.read())}}  # stage 3 reads the step here
     options = {
         "ds_version": _VERSION,
         "param_groups": groups,
@@ -104,7 +104,7 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
 
 
 def _check_name(kind: str, name: Any) -> None:
-    """Raise CheckpointError unless `name` can be the name of a folder or file, inside its own folder."""
+    """Raise CheckpointError unless `name` is a valid file name that cannot leave its folder."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(f"the {kind} {name!r} cannot be the name of a file: use letters, digits, _, - and .")
 
@@ -133,8 +133,8 @@ def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> 
 
 
 def _write_model(contents: Contents, folder: str, shapes: list[Any]) -> None:
-    """Write the model's file, under the names of stages 1 and 2 and of stage 3. Its parameters that are trained are hollow:
-    DeepSpeed takes them from their folders."""
+    """Write the model file, under the names of stages 1 and 2 and of stage 3. Trained parameters are placeholders in
+    it: DeepSpeed reads them from their folders."""
     trained = {name for names in shapes for name in names}
     module = OrderedDict(
         (name, torch.empty(0, dtype=each.dtype, device="cpu") if name in trained else each.read())

@@ -1,8 +1,8 @@
-"""DeepSpeed's checkpoints of ZeRO-1, 2 and 3, read without DeepSpeed: flat groups cut into parameters.
+"""Readers of DeepSpeed's checkpoints of ZeRO-1, 2 and 3, without DeepSpeed: they cut flat groups into parameters.
 
-Stages 1 and 2: `param_slice_mappings` says which elements of which parameter each rank's flat tensor has. Files without it:
-the flat tensors of all ranks, concatenated, hold the parameters in the order of `param_shapes`. Stage 3: rank r holds elements
-[r * c, (r + 1) * c) of each parameter, c = ceil(numel / ranks), one parameter after another.
+Stages 1 and 2: `param_slice_mappings` names the elements of each parameter in a rank's flat tensor. Without it, the
+flat tensors of all ranks, concatenated, hold the parameters in the order of `param_shapes`. Stage 3: rank r holds
+elements [r * c, (r + 1) * c) of each parameter, one parameter after another, with c = ceil(numel / ranks).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .unpickle import Placeholder, load_torch_file, without_placeholders
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
-#: of the model's file: not the user's, and not needed
+#: keys in the model file that DeepSpeed adds and no reader needs
 _OWN_KEYS = frozenset(
     ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
     + ("data_sampler", "random_ltd", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "ds_config", "ds_version")
@@ -30,7 +30,7 @@ _OWN_KEYS = frozenset(
 
 
 def deepspeed_folder(path: str, tag: str | None = None) -> str | None:
-    """Return the folder of one DeepSpeed checkpoint at `path`: itself, or the one that `tag` or a file `latest` names."""
+    """Return the folder of one DeepSpeed checkpoint: `path`, or the subfolder that `tag` or the file `latest` names."""
     if not os.path.isdir(path):
         return None
     if tag is None and any(MODEL.match(name) for name in os.listdir(path)):
@@ -46,7 +46,7 @@ def deepspeed_folder(path: str, tag: str | None = None) -> str | None:
 
 
 def read_zero(folder: str) -> Contents:
-    """Return the contents of a checkpoint of DeepSpeed's engine, of any ZeRO stage."""
+    """Return the contents of a checkpoint that DeepSpeed's engine wrote at any ZeRO stage."""
     models, optimizers = files_of(folder, MODEL), files_of(folder, _OPTIMIZER)
     first = load_torch_file(models[0])
     contents = model_of(first, models[0])
@@ -103,7 +103,7 @@ def read_zero(folder: str) -> Contents:
 
 
 def files_of(folder: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the files of all ranks in rank order. Raise CheckpointError if model parallelism has cut them further."""
+    """Return the files of all ranks in rank order. Raise CheckpointError if model parallelism has split them, too."""
     found = {match: os.path.join(folder, match[0]) for match in map(pattern.match, os.listdir(folder)) if match}
     if any(int(match[2]) for match in found) or any(name.startswith("layer_") for name in os.listdir(folder)):
         raise CheckpointError(
@@ -117,7 +117,7 @@ def files_of(folder: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 def model_of(first: Mapping[str, Any], path: str) -> Contents:
-    """Return the contents of a model's file, without optimizer."""
+    """Return the contents of a model file, without the optimizer."""
     if not isinstance(first, dict) or not isinstance(first.get("module"), Mapping) or "param_shapes" not in first:
         raise CheckpointError(
             f"'{path}' is not a model's file of DeepSpeed with ZeRO: it lacks `module` or `param_shapes`"
@@ -139,7 +139,7 @@ def model_of(first: Mapping[str, Any], path: str) -> Contents:
 
 
 def without_optimizer(first: Mapping[str, Any]) -> list[str]:
-    """Return a sentence about optimizer state that no file of ZeRO holds."""
+    """Return a list with a sentence about optimizer state in the model file that is not read; [] if it has none."""
     return ["the optimizer's state: only ZeRO's files are read"] if first.get("optimizer") else []
 
 
@@ -148,7 +148,7 @@ _Places = Mapping[str, Sequence[tuple[int, int, int]]]
 
 
 def _fragments(mappings: Any, group: int) -> dict[str, tuple[int, int]] | None:
-    """Return (first element, elements) of the parameters in a rank's flat tensor; None if the file does not say it."""
+    """Return (first element, count) of each parameter in a rank's flat tensor; None if the file lacks the mapping."""
     if not isinstance(mappings, list) or group >= len(mappings):
         return None
     found = {}
@@ -239,7 +239,7 @@ def _take_group(
 def groups_of(
     groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]], contents: Contents
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with names for the numbers of flat groups. A group's own step becomes its parameters'."""
+    """Return the optimizer's groups with parameter names for flat group numbers. Parameters inherit a group's step."""
     found = []
     for number, group in enumerate(groups):
         flat = [n for n in group.get("params", ()) if isinstance(n, int) and n < len(shapes)] or [number]
@@ -253,7 +253,7 @@ def groups_of(
 
 
 def _take_frozen(contents: Contents, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Join the parts of stage 3's frozen parameters."""
+    """Concatenate the parts of stage 3's frozen parameters."""
     for name, shape in (of_ranks[0].get("frozen_param_shapes") or {}).items():
         parts = [each["frozen_param_fragments"][name] for each in of_ranks]
         numel, shape = math.prod(shape), tuple(shape)

@@ -1,4 +1,4 @@
-"""Our own folder: the reader checks every block that it reads; the writer commits as a save does."""
+"""Reader and writer of our own format. The reader checks every block that it reads; the writer commits like a save."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..checkpoint.state.names import plain
 from ..checkpoint.state.stored import Stored, stored_tensors
 from .contents import Contents, Lazy, replaced
 
-#: told the bytes that were written
+#: callback that takes the number of bytes just written
 Tell = Callable[[int], None]
-#: files that from_pretrained reads beside the tensors
+#: further files that from_pretrained reads
 BESIDE_A_MODEL = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
@@ -70,13 +70,13 @@ def _tree(folder: CheckpointFolder, path: str) -> Any:
 
 
 def files_beside(folder: str) -> list[str]:
-    """Return the paths of plain files in `folder` that from_pretrained reads beside the tensors."""
+    """Return the paths of the plain files in `folder` that from_pretrained reads in addition to the tensors."""
     paths = [os.path.join(folder, name) for name in BESIDE_A_MODEL]
     return [p for p in paths if not os.path.islink(p) and os.path.isfile(p) and os.path.getsize(p) <= _BESIDE_BYTES]
 
 
 def copy_beside(contents: Contents, output: str) -> None:
-    """Copy the files beside the model to the folder `output`, durably."""
+    """Copy the additional files of the model to the folder `output`, durably."""
     for path in contents.beside:
         with open(path, "rb") as source, open(os.path.join(output, os.path.basename(path)), "xb") as file:
             shutil.copyfileobj(source, file)
@@ -117,7 +117,7 @@ def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes:
 
 
 def plan_of(groups: list[Group], texts: Mapping[str, bytes]) -> tuple[CheckpointPlan, list[Lazy]]:
-    """Return the plan of groups whose tensors are Lazy, and these tensors in the plan's order."""
+    """Return the plan of groups of Lazy tensors, and these tensors in the order of the plan."""
     lazy = [each for group in groups for each in group.tensors.values()]
     planned = [
         dataclasses.replace(g, tensors={n: Sliced(each.dtype, each.shape, ()) for n, each in g.tensors.items()})
@@ -130,7 +130,7 @@ def plan_of(groups: list[Group], texts: Mapping[str, bytes]) -> tuple[Checkpoint
 def write_all(
     plan: CheckpointPlan, partial: str, lazy: list[Lazy], texts: Mapping[str, bytes], tell: Tell
 ) -> list[bytes]:
-    """Write every tensor and text to files that the plan has created, durably, one in memory at a time. Return the tallies."""
+    """Write tensors and texts durably to the plan's files, with one tensor in memory at a time. Return the tallies."""
     tallies = []
     in_order = list(texts.values())
     for path, nbytes, first_block, pieces in plan.files():
@@ -148,7 +148,7 @@ def write_all(
 
 
 def _layout(contents: Contents, max_file_bytes: int) -> tuple[list[Group], dict[str, bytes]]:
-    """Return groups whose tensors are Lazy, and the texts."""
+    """Return the groups, with Lazy tensors, and the texts."""
     extra = dict(contents.extra)
     kept = {key: extra.pop(key, None) for key in ("scheduler", "scaler", "user_state", "model_extra_state")}
     kept["model_extra_state"] = kept["model_extra_state"] or {}
@@ -193,7 +193,7 @@ def _optimizer(contents: Contents, further: Any) -> tuple[dict[str, Lazy], dict[
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, Lazy]) -> Any:
-    """Encode as tree.encode() does, with Lazy for tensors."""
+    """Encode a value like tree.encode(), with Lazy in place of tensors."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return tree.encode(value, name, {})
     lazy: dict[int, Lazy] = {}

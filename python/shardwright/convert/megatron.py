@@ -1,8 +1,10 @@
-"""Megatron-Core's distributed checkpoints, form "torch_dist": a folder of torch.distributed.checkpoint beside common.pt.
+"""Megatron-Core's distributed checkpoints in format "torch_dist": a folder of torch.distributed.checkpoint and
+common.pt.
 
-Names are those of sharded tensors. Megatron stacks the layers of a block: `decoder.layers.mlp.linear_fc1.weight` has a
-first dimension of layers, and becomes `decoder.layers.0.mlp.linear_fc1.weight` and so on, the names of its modules. State
-of the optimizer has names too, unless Megatron's distributed optimizer wrote flat buffers.
+Names are those of sharded tensors. Megatron stacks the layers of a block: the first dimension of
+`decoder.layers.mlp.linear_fc1.weight` counts layers. The reader splits it into `decoder.layers.0.mlp.linear_fc1.weight`
+and so on, the names of the modules. Optimizer state has names, too, unless Megatron's distributed optimizer wrote flat
+buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .unpickle import Placeholder, load_torch_file, without_placeholders
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-#: not behind it: the number of a layer
+#: a stacked tensor: "layers" without the number of a layer after it
 _STACK = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
 #: more than any metadata.json of this form has
 _FORM_BYTES = 1 << 16
@@ -34,7 +36,7 @@ _KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
 def is_megatron(path: str) -> bool:
-    """Return True for a folder of this form."""
+    """Return True if `path` is a folder of this format."""
     place = os.path.join(path, "metadata.json")
     if not os.path.isfile(place):  # one that cannot end, such as a pipe
         return False
@@ -51,7 +53,7 @@ def is_megatron(path: str) -> bool:
 
 
 def read_megatron(path: str) -> Contents:
-    """Return the contents of such a folder."""
+    """Return the contents of a folder of this format."""
     left_out: list[str] = []
     values = {".".join(map(str, key)): value for key, value in read_values(path, left_out).items()}
     common = _common(path, left_out)
@@ -82,7 +84,7 @@ def read_megatron(path: str) -> Contents:
 
 
 def _common(path: str, left_out: list[str]) -> dict[str, Any]:
-    """Return what Megatron keeps once, and under "layers" the number of layers of its arguments."""
+    """Return the contents of common.pt, plus "layers": the number of layers in Megatron's arguments."""
     place = os.path.join(path, "common.pt")
     found = load_torch_file(place) if os.path.isfile(place) else {}
     if not isinstance(found, dict):
@@ -94,10 +96,10 @@ def _common(path: str, left_out: list[str]) -> dict[str, Any]:
 
 
 def _stacks(path: str, tensors: Mapping[str, Lazy], layers: Any, left_out: list[str]) -> dict[str, int]:
-    """Map each block of stacked layers to their number, and name each block that stays stacked.
+    """Map each block of stacked layers to its number of layers, and name each block that stays stacked.
 
     Two or more tensors of a block that agree in their first dimension decide; a single one needs the arguments' number.
-    An entry of the metadata may have any size, so the bytes of the files bound what is taken apart.
+    The metadata may claim any size, so the bytes of the files bound the number of layers.
     """
     blocks: dict[str, list[tuple[str, Lazy]]] = {}
     for name, each in tensors.items():
@@ -130,7 +132,7 @@ def _stacks(path: str, tensors: Mapping[str, Lazy], layers: Any, left_out: list[
 
 
 def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str, Lazy]]:
-    """Return a stacked tensor's layers, under their own names, or the tensor."""
+    """Return (name, tensor) for each layer of a stacked tensor; for any other tensor, return it alone."""
     found = _STACK.fullmatch(name)
     if not found or found[1] not in stacks or not isinstance(each.read, Stored):
         return [(name, each)]
@@ -142,7 +144,7 @@ def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str,
 
 
 def _optimizers(body: Any) -> list[dict[Any, Any]]:
-    """Return the bodies of the optimizers in common.pt: several are under their numbers."""
+    """Return the bodies of the optimizers in common.pt, which stores several by number."""
     body = body if isinstance(body, dict) else {}
     members = list(body.values()) if all(str(key).isdigit() for key in body) else [body]
     inner = [each.get("optimizer", each) for each in members if isinstance(each, dict)]  # of an optimizer with masters
@@ -150,7 +152,7 @@ def _optimizers(body: Any) -> list[dict[Any, Any]]:
 
 
 def _take_optimizer(contents: Contents, body: Any) -> None:
-    """Read the options of common.pt. They say nothing about which parameters a group has."""
+    """Read the optimizer's options from common.pt, which does not list the parameters of a group."""
     if not contents.state:
         return
     groups, steps = [], []

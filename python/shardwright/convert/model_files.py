@@ -1,4 +1,4 @@
-"""Files of a model alone: safetensors and torch.save, one file or several with an index, and their writers."""
+"""Readers and writers of model files: safetensors and torch.save, as one file or several with an index."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .contents import Contents, Lazy, leaves, replaced
 from .folders import Tell, copy_beside, files_beside, plan_of, write_all
 from .unpickle import load_torch_file
 
-#: in order of preference
+#: names of index files, in order of preference
 _INDEXES = (
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
     "diffusion_pytorch_model.safetensors.index.json",
 )
 _SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
-#: keys under which programs keep a model in one file of torch.save
+#: keys under which programs store a model in a file of torch.save
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _ALIGNMENT = 64
 
@@ -56,7 +56,7 @@ def _of_index(path: str) -> list[str]:
 
 
 def read_model(path: str) -> Contents:
-    """Return the model in the files at `path`. The optimizer in a file of torch.save is left out: it has no names."""
+    """Return the model in the files at `path`. Skips an optimizer in a file of torch.save: its state has no names."""
     contents = Contents({})
     places: dict[tuple[int, Any, Any, Any], str] = {}
     for each in model_files(path):
@@ -86,7 +86,7 @@ def read_safetensors(path: str) -> dict[str, Lazy]:
 
 
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
-    """Return the tensor whose bytes begin at `at` in a file."""
+    """Return the tensor at byte offset `at` of a file."""
 
     def read() -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
@@ -102,7 +102,7 @@ def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
 
 
 def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dict[str, Lazy]:
-    """Return the tensors of a state dict. Tensors that share memory are stored once."""
+    """Return the tensors of a state dict. Takes tensors that share memory once."""
     body = load_torch_file(path)
     key = next((k for k in _MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), None)
     state = body if key is None else body[key]
@@ -131,7 +131,7 @@ def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dic
 
 
 def write_model(contents: Contents, output: str, tell: Tell) -> None:
-    """Write the model to the new folder `output`, as from_pretrained reads it."""
+    """Write the model to the new folder `output`, in the form that from_pretrained reads."""
     os.mkdir(output)
     metadata = MODEL_METADATA | contents.tied | MODEL_METADATA
     groups = [
@@ -151,7 +151,7 @@ def write_model(contents: Contents, output: str, tell: Tell) -> None:
 
 
 def _files(model: Mapping[str, Lazy]) -> dict[str, list[str]]:
-    """Distribute tensors over files: as the source has them, else in order, up to MAX_FILE_BYTES each."""
+    """Distribute tensors over files: as in a source of safetensors, else in order, up to MAX_FILE_BYTES each."""
     names_of: dict[str, list[str]] = {}
     if all(each.file.startswith("model") and each.file.endswith(".safetensors") for each in model.values()):
         for name, each in model.items():
@@ -172,9 +172,9 @@ def _files(model: Mapping[str, Lazy]) -> dict[str, list[str]]:
 
 
 def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
-    """Write one file of torch.save: model, optimizer by position, step, and the rest.
+    """Write one file of torch.save with model, optimizer keyed by position, step, and other state.
 
-    Tensors go through a temporary file that is mapped: torch.save needs all of them at once.
+    Tensors pass through a mapped temporary file, because torch.save needs all of them at once.
     """
     body: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
     if contents.groups is not None:
@@ -205,7 +205,7 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
 
 
 def by_position(contents: Contents) -> dict[str, Any]:
-    """Return the optimizer's state as torch's state_dict() has it: keyed by position."""
+    """Return the optimizer's state in the form of torch's state_dict(): keyed by position."""
     numbers = {name: n for n, name in enumerate(dict.fromkeys(n for g in contents.groups or () for n in g["params"]))}
     groups = [
         {**{k: v for k, v in g.items() if k != "params"}, "params": [numbers[n] for n in g["params"]]}

@@ -1,11 +1,11 @@
-"""Unpickling that executes nothing: tensors, plain containers and numbers are made, any other class becomes a placeholder.
+"""Safe unpickling: it creates tensors, plain containers and numbers; any other class becomes a placeholder.
 
-A pickle is a program. It calls what find_class() returns, and it sets attributes of any object by its opcode BUILD. So
-find_class() returns functions without side effects alone, and BUILD is refused on classes, functions and members of an
-enumeration, which outlive the file. Constructors of torch trust their arguments, of which some are addresses: classes of
-tensors and storages can be named, not called, and no call has keywords. Numpy's functions trust theirs too (a forged
-dtype makes bytes into pointers), so arrays are made here from a numeric dtype and bytes of the right count. No opcode
-allocates what the file does not hold.
+A pickle is a program. It calls what find_class() returns, and its opcode BUILD sets attributes of any object. So
+find_class() returns only functions without side effects, and BUILD is refused on classes, functions and members of an
+enumeration, which outlive the file. Constructors of torch trust their arguments, some of which are addresses: a pickle
+may name classes of tensors and storages but not call them, and no call has keywords. Numpy's functions also trust their
+arguments (a forged dtype turns bytes into pointers), so this module builds arrays from a numeric dtype and the right
+number of bytes. No opcode allocates more than the file holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..torch_compat.archives import records_of
 
 
 class Placeholder:
-    """An object of a class that is not made. It keeps its state and ignores arguments and items."""
+    """A stand-in for an object of an unsupported class. It keeps its state and ignores arguments and items."""
 
     name = "?"
     state: Any = None
@@ -67,16 +67,16 @@ _PLAIN = {
     "torch.serialization": ("_get_layout",),
     "torch.storage": ("UntypedStorage", "TypedStorage"),
 }  # fmt: skip
-#: modules by their names in protocol 2
+#: protocol 2's name of a module -> its name
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-#: may be named, as the type of a tensor or storage, and are never called
+#: classes that a pickle may name as the type of a tensor or storage, but never call
 _NAMED_ALONE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
-#: numpy's names of booleans, integers, floats and complex numbers that torch has too
+#: numpy's names of the boolean, integer, float and complex dtypes that torch supports
 _NUMERIC = re.compile(r"b1|\?|[iu][1248]|f[248]|c8|c16")
 
 
 class _NumpyDtype(Placeholder):
-    """A dtype of numpy as a pickle makes it: a name, and the byte order as its state. `dtype`: None unless numeric."""
+    """A numpy dtype from a pickle: a name, with the byte order as state. `dtype`: None unless numeric."""
 
     name = "numpy.dtype"
 
@@ -92,7 +92,7 @@ class _NumpyDtype(Placeholder):
         self.dtype = self.dtype.newbyteorder(state[1]) if is_plain and self.dtype is not None else None
 
     def read(self, data: Any, count: int) -> Any:
-        """Return `count` numbers of this dtype in native byte order; None unless `data` is exactly their bytes."""
+        """Return `count` numbers of this dtype in native byte order; None unless `data` has exactly their size."""
         import numpy
 
         if self.dtype is None or type(data) is not bytes or len(data) != count * self.dtype.itemsize:
@@ -101,7 +101,7 @@ class _NumpyDtype(Placeholder):
 
 
 class _NumpyArray(Placeholder):
-    """An array of numpy as a pickle makes it: empty, then shape, dtype and bytes as its state. `array`: None unless numeric."""
+    """A numpy array from a pickle: created empty, then given shape, dtype and bytes. `array`: None unless numeric."""
 
     name = "numpy.ndarray"
     array: Any = None
@@ -120,20 +120,20 @@ def _numpy_array(*_: Any) -> _NumpyArray:
 
 
 def _numpy_scalar(dtype: Any = None, data: Any = None) -> Any:
-    """Return a number of numpy; a placeholder for any but plain ones."""
+    """Return a numpy number; a placeholder if its dtype is not numeric."""
     numbers = dtype.read(data, 1) if isinstance(dtype, _NumpyDtype) else None
     return _placeholder("numpy.scalar")() if numbers is None else numbers[0]
 
 
 def _tensor_of_numpy(data: Any, dtype: Any, *_: Any) -> Any:
-    """Return a tensor of a device without storages, which torch.save writes as an array of numpy."""
+    """Return a tensor that torch.save wrote as a numpy array, as it does for devices without storages."""
     if not isinstance(data, _NumpyArray) or data.array is None:
         return _placeholder("numpy.ndarray")()
     return torch.from_numpy(data.array).to(dtype)
 
 
 def _bytes(data: Any = b"", encoding: str = "latin-1", *_: Any) -> bytes:
-    """Return bytes(data, encoding), of what the file holds: bytes(n) would take memory for n."""
+    """Return bytes(data, encoding) for text of the file. bytes(n) is refused: it would allocate n bytes."""
     return data.encode(encoding) if isinstance(data, str) else bytes(memoryview(data))
 
 
@@ -142,12 +142,12 @@ def _bytearray(*arguments: Any) -> bytearray:
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *_: Any) -> torch.Tensor:
-    """Return a parameter without attributes of its own."""
+    """Return a parameter without extra attributes."""
     return torch.nn.Parameter(data, bool(requires_grad))
 
 
 def _without_attributes(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
-    """Return a tensor that was saved with attributes of its own, without them."""
+    """Return a tensor without the extra attributes with which it was saved."""
     if isinstance(rebuild, type) and issubclass(rebuild, _NAMED_ALONE):
         raise pickle.UnpicklingError(f"the pickle calls {rebuild!r}, which trusts its arguments")
     return rebuild(*arguments)
@@ -165,16 +165,16 @@ _NUMPY = {"_reconstruct": _numpy_array, "scalar": _numpy_scalar, "dtype": _Numpy
 
 
 class Unpickler(pickle._Unpickler):
-    """An unpickler for torch.load and for DCP's metadata. `known`: further modules, of which classes alone are made.
+    """An unpickler for torch.load and for DCP's metadata. `known`: further modules from which only classes are created.
 
-    It is pickle's form in Python: the one in C cannot refuse an opcode.
+    It extends pickle's Python implementation, because the C implementation cannot refuse an opcode.
     """
 
     known: Iterable[str] = ()
 
     def find_class(self, module: str, name: str) -> Any:
         module = _RENAMED.get(module, module)
-        if "." in name:  # a dotted name would reach what the module imports
+        if "." in name:  # a dotted name could reach objects that the module imports
             return _placeholder(f"{module}.{name}")
         if name in _PLAIN.get(module, ()) or (module == "torch" and _is_torch_value(name)):
             return super().find_class(module, name)
@@ -220,7 +220,7 @@ class Unpickler(pickle._Unpickler):
         pickle.REDUCE[0]: _reduce,
         pickle.NEWOBJ[0]: _newobj,
         pickle.NEWOBJ_EX[0]: _refuse,  # a call with keywords
-        pickle.BYTEARRAY8[0]: _refuse,  # memory of a size that the file names
+        pickle.BYTEARRAY8[0]: _refuse,  # allocates a size that the file names
         **dict.fromkeys((pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]), _refuse),  # the process's own registry
     }
 
@@ -243,7 +243,7 @@ _MODULE = types.SimpleNamespace(Unpickler=Unpickler, load=_load, __name__="shard
 
 
 def load_torch_file(path: str | IO[bytes]) -> Any:
-    """Return the value of a file of torch.save, by path or open. Tensors of a zip file on disk are mapped, not read.
+    """Return the value of a file of torch.save, given by path or open. Maps the tensors of a zip file on disk.
 
     Raises
     ------
@@ -268,7 +268,7 @@ def load_torch_file(path: str | IO[bytes]) -> Any:
 
 
 def without_placeholders(value: Any, name: str, left_out: list[str]) -> Any:
-    """Return a value of plain types without placeholders, and add a sentence for each to `left_out`."""
+    """Return a value of plain types without its placeholders. Adds a sentence about each to `left_out`."""
     if isinstance(value, _NumpyArray) and value.array is not None:
         return value.array
     if isinstance(value, dict):

@@ -2,13 +2,13 @@
 
 | file | content |
 |---|---|
-| plan.py | the parts, the runs of each, their limits and the rows that each must give |
+| plan.py | the parts: their runs, limits and expected rows |
 | runner.py | starts the processes of a run under the part's limit and collects their rows |
-| report.py | the rows as a table, as gpu-report.json and as gpu-report.html |
+| report.py | prints the rows as a table and writes gpu-report.json and gpu-report.html |
 | child.py | one process of a run |
-| place.py | a GPU as the bodies use it; a test puts a simulated one in its place |
+| place.py | the GPU interface of the bodies; tests replace it by a simulated GPU |
 | correct.py, faults.py, speed.py, train.py | the bodies |
 
-A body runs in processes of its own and yields rows. Rows are on disk before the body goes on, so a run that is cut
-at its limit loses nothing that it has found, and a GPU that hangs ends one run only.
+A body runs in separate processes and yields rows. Each row is on disk before the body continues, so a run that is cut
+at its limit keeps its findings, and a GPU that hangs ends one run only.
 """

@@ -1,4 +1,4 @@
-"""One process of a run: a rank. Its only argument is a JSON object that the runner makes."""
+"""One process of a run: a rank. Its only argument is a JSON object from the runner."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main() -> None:
                 for found in load(spec["body"])(place, rank, world_size, **spec["arguments"]):
                     file.write(json.dumps(found) + "\n")
                     file.flush()
-    except NotImplementedError as error:  # the machine cannot do it
+    except NotImplementedError as error:  # the machine lacks the feature
         if rank == 0:
             (Path(folder) / "skipped").write_text(str(error))
         raise SystemExit(0) from None

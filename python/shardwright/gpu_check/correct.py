@@ -1,4 +1,4 @@
-"""Checks of bits and versions, which come before speeds."""
+"""Checks of bits and versions, which run before speeds are measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .report import Row, row
 
 STEPS = 3
 _SHAPES = ((40, 24), (17, 30), (33, 16), (9,))
-#: cases of each kernel; under a sanitizer, which makes each launch some hundred times slower
+#: cases of each kernel; the last number is for sanitizers, under which a launch takes some hundred times longer
 _CASES, _CASES_QUICK, _CASES_SANITIZED = 400, 4, 6
 
 
@@ -55,15 +55,15 @@ def _library(place: Any) -> str | None:
 
 
 def kernels(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
-    """Each kernel against its reference, over cases spread evenly through its table, on three grids each."""
+    """Compare each kernel with its reference, on cases spread evenly through its table, with three grids each."""
     comm = place.open()
     for name, count in _engine.device_kernel_cases().items():
-        step = max(1, count // (_CASES_QUICK if is_quick else _CASES)) | 1  # odd, so that every size comes
+        step = max(1, count // (_CASES_QUICK if is_quick else _CASES)) | 1  # odd, so that every size occurs
         yield _compared(name, _engine.device_kernel_check(comm, name, 1, step))
 
 
 def sanitized(place: Any, rank: int, world_size: int, *, tool: str, is_quick: bool) -> Iterator[Row]:
-    """A few cases of every kernel, each over memory that holds only what it may touch. The sanitizer judges at the end."""
+    """Run a few cases of every kernel, each on memory with only the bytes that it may touch, under a sanitizer."""
     comm, launches = place.open(), 0
     for name, count in _engine.device_kernel_cases().items():
         step = max(1, count if is_quick else count // _CASES_SANITIZED) | 1
@@ -97,9 +97,9 @@ class Product(nn.Module):
 
 
 class Given(nn.Module):
-    """A module whose gradients are its inputs, so that no library of the device's computes them.
+    """A module with its inputs as gradients, so that no device library computes them.
 
-    `used` is the number of parts that take part in the loss.
+    `used` is the number of `parts` in the loss.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def _differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
 
 
 def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterator[Row]:
-    """Compare each stage with the bits of the same ranks' CPUs. The ranks' counts of differing tensors are added."""
+    """Compare each stage's bits with CPU training by the same ranks. Sums the ranks' counts of differing tensors."""
     cpu = torch.device("cpu")
     with place.aside():
         expected = _train(Given(), rank, cpu)

@@ -1,4 +1,4 @@
-"""Checks with peers that die, are missing or are interrupted: a rank raises within its deadline, also behind a full
+"""Checks with peers that die, are missing or are interrupted: a rank raises within its deadline, even with a full GPU
 queue."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .correct import Given, gradients
 from .report import Row, row
 
 DEADLINE_S = 4.0
-#: beyond the deadline: a second look, and the end of the communicator
+#: allowed time after the deadline: a second check, and the end of the communicator
 _SLACK_S = 8.0
 
 
 def _wrapped(place: Any, rank: int) -> Any:
-    """Return a model that has trained a step with its peers."""
+    """Return a model that has trained one step with its peers."""
     place.watch()
     model = sw.wrap(place.put(Given()), timeout_s=DEADLINE_S)
     model(gradients(rank, 0, place.device)).backward()
@@ -33,7 +33,7 @@ def _wrapped(place: Any, rank: int) -> Any:
 
 
 def _fill_queue(place: Any, model: Any) -> None:
-    """Enqueue collectives, and copies behind them, as a host that is far ahead of its GPU; it ends with an exception."""
+    """Enqueue collectives and copies until an exception ends the loop, like a host that is far ahead of its GPU."""
     link = model._engine().link
     size = 8 * link.world_size
     memory = [place.memory(torch.zeros(size, dtype=torch.float32, device="cpu")) for _ in range(2)]
@@ -45,7 +45,7 @@ def _fill_queue(place: Any, model: Any) -> None:
             for _ in range(8):
                 link.comm.pack([(to, source, 32)], link.comm.stream)
             link.comm.watch()
-        while True:  # the queue took all of it
+        while True:  # the queue had room for everything
             link.comm.watch()
             time.sleep(0.05)
 
@@ -69,7 +69,7 @@ def full_queue(place: Any, rank: int, world_size: int) -> Iterator[Row]:
 
 
 def killed_peer(place: Any, rank: int, world_size: int) -> Iterator[Row]:
-    """A peer that is killed is named by the others, whose queues are full."""
+    """Check that ranks with full queues name a peer that was killed."""
     model = _wrapped(place, rank)
     dist.barrier()
     begun = time.monotonic()
@@ -90,7 +90,7 @@ def interrupt(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     if rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:  # a rank that left a parameter unused waits for the others' use
+        try:  # a rank with an unused parameter waits until it knows if its peers used it
             model(gradients(rank, 1, place.device), 1).backward()
         except KeyboardInterrupt as error:
             yield _timed("Ctrl-C", begun, error, "")

@@ -1,4 +1,4 @@
-"""The GPU of a check's body."""
+"""The GPU interface that a check's body uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..torch_compat import cuda
 
 
 class Gpu:
-    """A GPU of torch's. By default its first one, which all ranks of a run share."""
+    """A GPU of torch, by default the first one. All ranks of a run share it."""
 
     backend = "cpu:gloo,cuda:nccl"
 
@@ -30,7 +30,7 @@ class Gpu:
         return tensor.to(self.device)
 
     def aside(self) -> Any:
-        """Inside, tensors on the CPU are on the CPU."""
+        """Return a context in which CPU tensors belong to the CPU; elsewhere a simulated GPU uses them as its own."""
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
@@ -41,14 +41,14 @@ class Gpu:
         return cuda.open_gpu(self.device.index, cuda.runtime.libraries())
 
     def watch(self) -> None:
-        """Communicators from now on are watched by a thread: they always are."""
+        """Let a thread watch communicators that are made from now on. Does nothing: on a real GPU it always does."""
 
     def short_queue(self) -> Any:
-        """Inside, a stream takes few operations before a call blocks, where that can be arranged: a driver's takes about a thousand."""
+        """Return a context in which a stream's queue is short, if possible; a driver's holds about 1000 operations."""
         return contextlib.nullcontext()
 
     def torchs(self) -> Any:
-        """Inside, the place of a program that is torch's alone."""
+        """Return a context that gives the place for a program that uses torch alone."""
         return contextlib.nullcontext(self)
 
     def as_it_is(self) -> Any:
@@ -59,7 +59,7 @@ class Gpu:
         return torch.empty(size_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=True)
 
     def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
-        """Return the milliseconds of one `work`, as the GPU sees it."""
+        """Return the milliseconds of one `work`, measured on the GPU."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeat):
@@ -76,7 +76,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def profile(self, path: str) -> Iterator[None]:
-        """Write a trace of the block's work."""
+        """Write a profiler's trace of the block."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
@@ -86,12 +86,12 @@ class Gpu:
 
 @contextlib.contextmanager
 def gpu(rank: int, world_size: int, folder: str) -> Iterator[Gpu]:
-    """The default of --place."""
+    """The GPU that --place uses by default."""
     yield Gpu()
 
 
 def wall_milliseconds(work: Callable[[], Any], finish: Callable[[], None], repeat: int) -> float:
-    """Return the milliseconds of one `work` by the host's clock, with all that it enqueues."""
+    """Return the milliseconds of one `work` by the host's clock, including all work that it enqueues."""
     begin = time.perf_counter()
     for _ in range(repeat):
         work()

@@ -17,20 +17,20 @@ _TRANSPORT = "SHARDWRIGHT_GPU_TRANSPORT"
 
 @dataclass(frozen=True)
 class Run:
-    """Processes that run one body.
+    """A run: processes that execute one body.
 
     Attributes
     ----------
     body : str
         "file:function" of this package.
     cases : tuple of str
-        The rows that it must give, by name.
+        Names of the rows that it must produce.
     ranks : int
     arguments, environment : mapping
     prefix : tuple of str
-        A program that runs the process, such as a sanitizer. The run is skipped where it is not installed.
+        A program that starts the process, such as a sanitizer. The run is skipped if it is not installed.
     dying : int or None
-        The rank that ends by a signal.
+        The rank that a signal will kill.
     """
 
     body: str
@@ -44,7 +44,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """Runs that share a limit, in seconds. `comparisons`: (case, peer, goal): the case's value over its peer's is to reach the goal."""
+    """Runs that share a limit, in seconds. `comparisons`: (case, peer, goal); the ratio of the values of case and peer
+    should reach the goal."""
 
     name: str
     limit_s: float
@@ -53,7 +54,7 @@ class Part:
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """Return all rows that the part must give."""
+        """Return the names of all rows that the part must produce."""
         own = tuple(case for run in self.runs for case in run.cases)
         return own + tuple(f"{case} beside {peer}" for case, peer, _ in self.comparisons)
 
@@ -69,7 +70,7 @@ def _shared(ranks: int, way: str) -> Run:
 
 
 def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
-    """Return all parts, in order. `is_quick`: sizes at which a simulated GPU runs them in seconds."""
+    """Return all parts, in order. `is_quick`: use sizes that a simulated GPU runs in seconds."""
     size = {"is_quick": is_quick}
     kernels = tuple(_engine.device_kernel_cases())
     slots = {_TRANSPORT: "shm"}

@@ -1,13 +1,13 @@
-"""Rows and the report that is made of them.
+"""Rows, and the report made from them.
 
 A row is one finding: part, case, status, value, unit, goal, note. Statuses:
 
-    ok       as it should be
-    wrong    bits, a count or a sentence is not as it should be
+    ok       as expected
+    wrong    bits, a count or a message differ from what was expected
     slow     a goal was missed
-    skipped  the machine cannot do it; the note says why
-    failed   the process ended with an error, which is the note
-    cut      the part's limit came first
+    skipped  the machine lacks a feature; the note says which
+    failed   the process ended with an error; the note quotes it
+    cut      the part's time limit passed first
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def row(
     goal: float | None = None,
     note: str = "",
 ) -> Row:
-    """Return a finding of a body. The runner adds the part."""
+    """Return one finding of a body. The runner adds the part's name."""
     return {"case": case, "status": status, "value": value, "unit": unit, "goal": goal, "note": note[:_NOTE]}
 
 
 def least(case: str, value: float, unit: str, goal: float, note: str = "") -> Row:
-    """Return a row for a figure that should reach `goal`."""
+    """Return a row for a value that should be at least `goal`."""
     return row(case, "ok" if value >= goal else "slow", value, unit, goal, note)
 
 
@@ -50,7 +50,7 @@ def _cells(found: Row) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the rows as text, one a line, in columns."""
+    """Return the rows as text in columns, one row a line."""
     cells = [list(_COLUMNS), *map(_cells, rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS) - 1)]
     return "\n".join(

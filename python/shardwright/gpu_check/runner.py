@@ -1,4 +1,4 @@
-"""Runs the parts one after the other, each under its limit, and writes the report after each run."""
+"""Runs the parts in order, each under its time limit, and writes the report after each run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .plan import Part, Run, parts
 from .report import BAD, Row, least, row, table, write
 
 _POLL_S = 0.05
-#: processes that are asked to end get so long before they are killed
+#: seconds between the request to end a process and its kill
 _GRACE_S = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check. Exit code 0: nothing is wrong (rows may be slow or skipped); 1: something is; 2: wrong usage."""
+    """Run the check. Exit code 0: no row is wrong (rows may be slow or skipped); 1: a row is wrong; 2: wrong usage."""
     names = [part.name for part in parts()]
     parser = argparse.ArgumentParser(prog="python -m shardwright.gpu_check", description=__doc__)
     parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where gpu-report.json and .html go")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, of which no speed is to be read")
     parser.add_argument("--place", default="place:gpu", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends started processes, as Ctrl-C does
     options.to.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts(is_quick=options.quick) if part.name in options.only]
     rows = run_parts(chosen, options.to, options.place)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_parts(chosen: Sequence[Part], to: Path, place: str = "place:gpu") -> list[Row]:
-    """Run the parts and return all rows; gpu-report.json and .html in `to` have those that are there, at any moment."""
+    """Run the parts and return all rows. gpu-report.json and .html in `to` always contain the rows found so far."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     about = {"begun": now, "host": platform.node(), "system": platform.platform(), "python": platform.python_version()}
     rows: list[Row] = []
@@ -66,7 +66,7 @@ def run_parts(chosen: Sequence[Part], to: Path, place: str = "place:gpu") -> lis
 
 
 def compare(part: Part, rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the part's comparisons."""
+    """Return one row for each of the part's comparisons."""
     values = {each["case"]: each["value"] for each in rows if each["part"] == part.name}
     made = []
     for case, peer, goal in part.comparisons:
@@ -79,7 +79,7 @@ def compare(part: Part, rows: Sequence[Row]) -> list[Row]:
 
 
 def _read(folder: Path) -> list[Row]:
-    """Return the rows that a run has written; the last line may still be on its way."""
+    """Return the rows that a run has written. Ignores a last line that is incomplete."""
     file = folder / "rows.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -104,7 +104,7 @@ def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list
         there = {each["case"] for each in found}
         missing = [row(case, status, note=note) for case in run.cases if case not in there]
         expected = [-signal.SIGKILL if rank == run.dying else 0 for rank in range(run.ranks)]
-        if not missing and not is_cut and codes != expected:  # it failed behind its last row
+        if not missing and not is_cut and codes != expected:  # it failed after its last row
             missing = [row(f"end of {run.cases[-1]}", "failed", note=_last_words(folder, codes, run))]
     return [*found, *missing]
 
@@ -152,7 +152,7 @@ def _end(started: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _last_words(folder: Path, codes: Sequence[int], run: Run) -> str:
-    """Return how the first failed rank ended, and its last line of output with text."""
+    """Return how the first failed rank ended, and the last non-empty line of its output."""
     for rank, code in enumerate(codes):
         if code == 0 or (rank == run.dying and code == -signal.SIGKILL):
             continue

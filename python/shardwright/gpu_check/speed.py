@@ -1,7 +1,7 @@
-"""Bandwidths of kernels against a copy that moves as many bytes, the card's own ceiling, and against torch's optimizer.
+"""Bandwidths of kernels, compared with a copy that moves equally many bytes (the card's ceiling) and torch's optimizer.
 
-An element of AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes of float32. A copy of n bytes moves
-2 n. The figure is the copy's time over the kernel's; each row has its goal.
+For each element AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes of float32. A copy
+of n bytes moves 2 n. The figure is the copy's time divided by the kernel's; each row has its goal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOST_GB_S = 45.0
 
 
 def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
-    """Run each arm and its copy in turns and compare medians."""
+    """Run each arm alternately with its copy and compare medians."""
     numel = 1 << 10 if is_quick else 64 << 20
     link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine().link
     assert link is not None
@@ -45,7 +45,7 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
     decoded = [(back.data_ptr(), 0, records.data_ptr(), 0, numel)]
 
     def measure(work: Callable[[], Any], moved_bytes: int) -> tuple[float, float]:
-        """Return the median milliseconds of it and of a copy that moves as many bytes."""
+        """Return the median milliseconds of `work` and of a copy that moves `moved_bytes`."""
         left, right = (each[: moved_bytes // 8] for each in room)
         arms = (work, lambda: left.copy_(right))
         for arm in arms:

@@ -1,7 +1,8 @@
-"""A model of a billion parameters in bfloat16, on one rank: torch's DDP and FSDP2, and ours at zero=0 and zero=3.
+"""Training of a bfloat16 model with a billion parameters on one rank: torch's DDP and FSDP2, ours at zero=0 and zero=3.
 
-Each arm has a process of its own, so that its peak memory is its own. One rank exchanges nothing: the figures are those of the
-copies, launches and waits that a stage adds to a step. Ours keeps masters in float32, torch's arms keep none: 4 bytes a parameter more.
+Each arm runs in its own process, so peak memory is measured per arm. One rank exchanges no data: the figures show the
+copies, launches and waits that a stage adds to a step. Our arms keep float32 masters, 4 bytes per parameter; torch's
+arms keep none.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _QUICK = Size(16, 2, 2, 32, 8, 2, 1)
 
 
 class Block(nn.Module):
-    """Causal attention and two linear layers, each behind a norm."""
+    """Causal attention and two linear layers, each preceded by a norm."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ def arm(place: Any, rank: int, world_size: int, *, name: str, is_quick: bool) ->
             step()
             where.synchronize()
         found = [float(each) for each in losses]
-        # the same tokens again and again: each arm must learn them
+        # every step trains on the same tokens, so the loss of each arm must fall
         status = "ok" if found[-1] < found[0] else "wrong"
         note = f"{numel:,} parameters, {milliseconds:.1f} ms a step, peak {peak / 2**30:.2f} GiB, "
         note += f"loss {found[0]:.4f} to {found[-1]:.4f}"

@@ -1,1 +1,1 @@
-"""Integrations with other libraries, one module each, imported by name. None is needed at run time."""
+"""Integrations with other libraries, one module each. Import them by name; no other module needs them."""

@@ -4,7 +4,7 @@
     accelerator = Accelerator(zero=2)                      # the rest of the program stays unchanged
 
 `Accelerator` wraps models with shardwright instead of torch's DistributedDataParallel. It slices each optimizer once
-both the optimizer and its model are prepared. save_state() writes what the stock class writes, at every stage.
+both the optimizer and its model are prepared. save_state() writes the files of the stock class, at every stage.
 
 Needs the optional extra: pip install shardwright[accelerate].
 """
@@ -40,7 +40,7 @@ from .whole import whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
 
-#: launches of several processes whose gradients are averaged
+#: launches of several processes that average gradients
 _TOGETHER = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -61,7 +61,7 @@ class CompressionHandler(DistributedDataParallelKwargs):
 
     Notes
     -----
-    Over torch's wrapper the bytes travel through its process group; see shardwright.hooks.
+    With torch's wrapper, compressed gradients travel through its process group; see shardwright.hooks.
     """
 
     compress: Compressor | None = None
@@ -95,21 +95,21 @@ class Accelerator(accelerate.Accelerator):
     *args, **kwargs
         Arguments of accelerate's Accelerator. `kwargs_handlers` may hold a CompressionHandler.
     zero : {0, 1, 2, 3}, optional
-        The stage: the parts of the training state that are sliced over ranks; see wrap. None: this and what is not
-        given of the rest are those of the variable SHARDWRIGHT_OPTIONS (see settings.py), or 0.
+        The stage: the parts of the training state that are sliced over ranks; see wrap. None: this and the options that
+        are not given are read from the variable SHARDWRIGHT_OPTIONS (see settings.py); without it the stage is 0.
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
         See wrap.
     partition : {"auto", "flat", "tensor"}
-        The way optimizers are sliced; see wrap.
+        How optimizers are sliced; see wrap.
     wrap_options : mapping, optional
         Fields of Options. They override the same fields of a DistributedDataParallelKwargs.
 
     Raises
     ------
     NotImplementedError
-        If the launch is neither one process nor several on CPUs or on CUDA GPUs. Also if several ranks were launched but
-        accelerate would train each by itself, as it does under torchrun on a host without GPUs: set ACCELERATE_USE_CPU=1, or pass
-        cpu=True.
+        If the launch is neither one process nor several on CPUs or on CUDA GPUs. Also if accelerate would train each of
+        several ranks by itself, as it does under torchrun on a host without GPUs: then set ACCELERATE_USE_CPU=1, or
+        pass cpu=True.
 
     Notes
     -----
@@ -166,8 +166,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> Accelerator:
         """Turn an accelerator of the stock class into one of this class, in place.
 
-        For programs that create the accelerator themselves. Raises ValueError if it has prepared a model or an
-        optimizer already, and otherwise as Accelerator().
+        For programs that create the accelerator themselves. Raises ValueError if it has already prepared a model or an
+        optimizer, and else the errors of Accelerator().
         """
         _check_stage(zero, partition)
         if accelerator._models or accelerator._optimizers:
@@ -207,7 +207,7 @@ class Accelerator(accelerate.Accelerator):
         return self.compress or getattr(self.ddp_handler, "compress", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out models, optimizers and schedulers: a copy for another process has the settings and has prepared none."""
+        """Leave out models, optimizers and schedulers: a copy for another process has the settings only."""
         prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers", "_references")}
         return {**self.__dict__, **prepared}
 
@@ -219,18 +219,18 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a model like accelerate. Collective, unless `evaluation_mode` is set or no parameter is trained."""
         prepared = evaluation_mode or getattr(model, "_is_accelerate_prepared", False)
         if prepared and self._wrapper_of(model) is not None:
-            return model  # accelerate would note it twice, and move the wrapped parameters to another "cpu:0"
+            return model  # accelerate would register it twice, and move the wrapped parameters to another "cpu:0"
         if evaluation_mode or not self._wraps(model):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         plugin = self.state.dynamo_plugin
         backend, whole = plugin.backend, not plugin.use_regional_compilation
         if whole:
-            plugin.backend = DynamoBackend.NO  # compile the wrapper, as accelerate does with torch's
+            plugin.backend = DynamoBackend.NO  # compile the wrapper, as accelerate does with torch's wrapper
         try:
             module = super().prepare_model(model, device_placement, evaluation_mode=True)
         finally:
             plugin.backend = backend
-        module.__dict__.pop("_is_accelerate_prepared", None)  # the result of unwrap_model is not prepared
+        module.__dict__.pop("_is_accelerate_prepared", None)  # unwrap_model must return a module that is not prepared
         wrapper = self._wrap(module)
         self._references.append(weakref.ref(wrapper))
         for optimizer in self._optimizers:
@@ -264,7 +264,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _slice(self, optimizer: AcceleratedOptimizer) -> None:
-        """Replace the optimizer that accelerate steps, once the model of its parameters is wrapped."""
+        """Replace the optimizer that accelerate steps, if the model with its parameters is wrapped."""
         inner = optimizer.optimizer
         if isinstance(inner, (ShardedOptimizer, MasterOptimizer)):
             return
@@ -283,7 +283,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler like accelerate.
 
-        It keeps the user's optimizer, which shares its groups with the sliced one.
+        The scheduler keeps the user's optimizer, which shares parameter groups with the sliced one.
         """
         prepared = super().prepare_scheduler(scheduler)
         driven = getattr(scheduler, "optimizer", None)
@@ -295,7 +295,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _wrappers(self) -> list[DistributedDataParallel]:
-        """Return the live wrappers in the order of their preparation, which all ranks share."""
+        """Return the live wrappers in order of preparation, which is equal on all ranks."""
         return [wrapper for reference in self._references if (wrapper := reference()) is not None]
 
     def _wrapper_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -310,7 +310,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> torch.Tensor | None:
         """Clip like accelerate.
 
-        With all parameters of one model and the 2-norm, the bits are the same at every stage.
+        With all parameters of one model and the 2-norm, every stage gives the same bits.
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         members = {id(parameter) for parameter in parameters}
@@ -322,7 +322,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Allow ranks to run out of inputs, on the CPU too, where accelerate's method has no effect."""
+        """Allow ranks to run out of inputs. Works on CPUs, too, where accelerate's method has no effect."""
         if self.distributed_type != DistributedType.MULTI_CPU:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
@@ -331,7 +331,7 @@ class Accelerator(accelerate.Accelerator):
         samplers = [each for each in found if even_batches is not None and hasattr(each, "even_batches")]
         before = [sampler.even_batches for sampler in samplers]
         if even_batches is not None and len(samplers) < len(self._dataloaders):
-            warnings.warn(  # accelerate's, on GPUs
+            warnings.warn(  # as accelerate does on GPUs
                 "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable",
                 stacklevel=3,
             )
@@ -350,7 +350,7 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state dict like accelerate.
 
-        At zero=3 it is collective, and the tensors are copies of the shared memory.
+        At zero=3 it is collective and returns copies of the shared memory.
         """
         wrapper = self._wrapper_of(model)
         if wrapper is None or self.zero < 3:
@@ -378,7 +378,7 @@ class Accelerator(accelerate.Accelerator):
                 optimizer.optimizer = sliced
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load a state of any stage and number of processes, the stock class's included. Collective."""
+        """Load a state of any stage and number of processes, also one of the stock class. Collective."""
         with contextlib.ExitStack() as stack:
             for wrapper in self._wrappers:
                 stack.enter_context(whole_parameters(wrapper, writable=True))

@@ -1,7 +1,8 @@
-"""Lightning's checkpoints as folders of shardwright: every rank writes its slices, the Trainer's behind training.
+"""Lightning's checkpoints as folders of shardwright. Every rank writes its slices; for the Trainer in the background.
 
-A folder holds the module and the optimizer as sw.save() writes them. What else the Trainer or a program of Fabric puts into a
-checkpoint (loops, callbacks, schedules) is the folder's `extra`, of plain values and tensors: reading it executes nothing.
+A folder holds the module and the optimizer as sw.save() writes them. All else that the Trainer or a Fabric program puts
+into a checkpoint (loops, callbacks, schedules) becomes the folder's `extra`: plain values and tensors, which load
+without executing code.
 """
 
 from __future__ import annotations
@@ -24,41 +25,41 @@ __all__ = ["Folders", "check_kind", "folder_at", "load_folder", "load_state", "s
 
 _logger = logging.getLogger("shardwright")
 _WEIGHTS, _OPTIMIZERS, _HPARAMS = "state_dict", "optimizer_states", "hyper_parameters"
-#: in the extra of a folder that Fabric saved: the program's state without module and optimizer
+#: key in the `extra` of a folder of Fabric: the program's state without module and optimizer
 _REST = "fabric"
 
 
 def check_kind(state_dict_type: str) -> None:
-    """Raise ValueError unless it is "full" or "sharded"."""
+    """Raise ValueError unless `state_dict_type` is "full" or "sharded"."""
     if state_dict_type not in ("full", "sharded"):
         raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
 
 
 class Folders:
-    """The saves of one fit, one at a time.
+    """The saves of one fit, which do not overlap.
 
     Parameters
     ----------
     wrapper : DistributedDataParallel
     remove : callable
-        Remove the checkpoint at a path, of any form.
+        Removes the checkpoint at a path, of any form.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, remove: Callable[[str], None]) -> None:
         self._wrapper, self._remove = wrapper, remove
         self._saver = PathSaver(Peers(wrapper), timeout_s=wrapper._options.timeout_s)
-        self._later: list[str] = []  # to remove once the running save is durable
+        self._later: list[str] = []  # paths to remove once the running save is durable
         self._told = False
         #: absolute path of the folder that is being written; "" for none
         self.writing = ""
 
     def begin(self, path: str, checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-        """Wait for the save before, and begin to write `checkpoint` to `path`. Collective.
+        """Wait for the previous save, then begin to write `checkpoint` to `path`. Collective.
 
         Raises
         ------
         CheckpointError
-            On every rank: the save before failed, or this one cannot begin.
+            On every rank: the previous save failed, or this one cannot begin.
         """
         self.wait()
         rest = dict(checkpoint)
@@ -78,7 +79,7 @@ class Folders:
         self.writing = os.path.abspath(path)
 
     def _without_objects(self, rest: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint with those hyper-parameters alone that are plain values. A resumed run has its own."""
+        """Return the checkpoint without hyper-parameters that are no plain values. A resumed run has its own."""
         if not isinstance(rest.get(_HPARAMS), dict):
             return rest
         plain, left = {}, []
@@ -101,7 +102,7 @@ class Folders:
             self._remove(path)
 
     def wait(self, *, together: bool = True) -> None:
-        """Wait for the running save, and remove what waited for it. `together`: all ranks call it.
+        """Wait for the running save, then remove the checkpoints that waited for it. `together`: all ranks call it.
 
         Raises
         ------
@@ -117,7 +118,7 @@ class Folders:
             self._remove(path)
 
     def close(self, *, together: bool = True) -> None:
-        """Wait, and free all memory."""
+        """Wait for the running save and free all memory."""
         try:
             self.wait(together=together)
         finally:
@@ -125,13 +126,13 @@ class Folders:
 
 
 def folder_at(path: Any) -> str | None:
-    """Return the path of the folder of shardwright at `path`, which may be a link; None for anything else."""
+    """Return the path of a shardwright checkpoint folder at `path`, which may be a link; None for anything else."""
     found = os.path.realpath(os.fspath(path))
     return found if CheckpointFolder.find(found) is not None else None
 
 
 def load_folder(folder: str, module: torch.nn.Module, optimizer: Any, *, strict: bool) -> dict[str, Any]:
-    """Fill module and optimizer, and return the Trainer's checkpoint without their states. Collective."""
+    """Fill module and optimizer; return the rest of the Trainer's checkpoint. Collective."""
     extra = load(folder, module, optimizer, strict=strict)
     if not isinstance(extra, dict) or "loops" not in extra:
         raise CheckpointError(f"'{folder}' was not written by Lightning's Trainer: load it with sw.load()")
@@ -144,12 +145,12 @@ _Find = Callable[[Any], DistributedDataParallel | None]
 
 
 def _split(state: Mapping[str, Any], wrapper_of: _Find) -> tuple[str, str]:
-    """Return the keys of the module and of the optimizer in the state of a program; "" for none.
+    """Return the keys of the module and of the optimizer in a program's state; "" if there is none.
 
     Raises
     ------
     TypeError
-        If there is no module or there are several of either. A module counts if it is wrapped, or if none is.
+        If the state has no module, several modules or several optimizers. Bare modules count only if none is wrapped.
     """
     modules = [key for key, each in state.items() if isinstance(each, torch.nn.Module)]
     modules = [key for key in modules if wrapper_of(state[key]) is not None] or modules
@@ -164,7 +165,7 @@ def _split(state: Mapping[str, Any], wrapper_of: _Find) -> tuple[str, str]:
 
 
 def save_state(path: str, state: Mapping[str, Any], wrapper_of: _Find) -> None:
-    """Write the state of a program of Fabric to the folder `path`, which may hold a checkpoint. Collective."""
+    """Write the state of a Fabric program to the folder `path`, which may hold an older checkpoint. Collective."""
     keys = _split(state, wrapper_of)
     rest = {key: each for key, each in state.items() if key not in keys}
     rest = {key: each.state_dict() if hasattr(each, "state_dict") else each for key, each in rest.items()}
@@ -173,14 +174,16 @@ def save_state(path: str, state: Mapping[str, Any], wrapper_of: _Find) -> None:
 
 
 def load_state(folder: str, state: Any, wrapper_of: _Find, *, strict: bool) -> dict[str, Any]:
-    """Fill the state of a program of Fabric, or one module, and return what it does not name. Collective.
+    """Fill the state of a Fabric program, or one module; return the entries that the state does not name. Collective.
 
     Raises
     ------
     KeyError
-        If `strict` and the folder has not all keys of the state. Module and optimizer are filled by then.
-    CheckpointError, TypeError
-        If Fabric did not write the folder; if there is no one module to fill.
+        If `strict` and the folder lacks keys of the state. Module and optimizer are already filled then.
+    CheckpointError
+        If Fabric did not write the folder.
+    TypeError
+        If the state has not exactly one module to fill.
     """
     if isinstance(state, torch.nn.Module):
         load(folder, wrapper_of(state) or state, strict=strict)

@@ -1,8 +1,8 @@
-"""Strategies of Lightning's Trainer and of Fabric, as mixins: each of Lightning's two packages has classes of its own.
+"""Strategies for Lightning's Trainer and Fabric, as mixins: each of Lightning's two packages has its own base classes.
 
-A strategy wraps the module with shardwright instead of torch's DistributedDataParallel and slices each optimizer. What
-Lightning saves, loads and averages are whole parameters and full optimizer states, so its files are those of
-DDPStrategy at every stage. With state_dict_type="sharded" the Trainer's checkpoints are folders (lightning_folders).
+A strategy wraps the module with shardwright instead of torch's DistributedDataParallel and slices each optimizer.
+Lightning saves, loads and averages whole parameters and full optimizer states, so its files equal those of DDPStrategy
+at every stage. With state_dict_type="sharded", checkpoints are folders (lightning_folders).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .lightning_folders import Folders, check_kind, folder_at, load_folder, load
 from .whole import whole_parameters
 
 _logger = logging.getLogger("shardwright")
-#: hooks in which callbacks that average weights read parameters, and those in which they write them
+#: hooks in which weight-averaging callbacks read parameters, and hooks in which they write them
 _READING = ("on_train_batch_end", "on_train_epoch_end")
 _WRITING = (
     "on_train_epoch_start",
@@ -55,7 +55,7 @@ class _Wraps:
         options |= {"zero": zero, "precision": precision, "compress": compress}
         Options.from_keywords(options, also_known=names)
         super().__init__(**theirs)
-        self._ddp_kwargs = given  # programs read DDPStrategy's
+        self._ddp_kwargs = given  # programs read this attribute of DDPStrategy
         self._partition = options.pop("partition", "auto")
         self._wrap_options = options
         self._references: list[weakref.ref[DistributedDataParallel]] = []
@@ -83,7 +83,7 @@ class _Wraps:
         """Return the optimizer that steps in place of the user's. Collective."""
         if hasattr(optimizer, "toggle_model"):  # a module may return a LightningOptimizer
             optimizer = optimizer.optimizer
-        if type(optimizer).__name__ == "_MockOptimizer":  # stands for none
+        if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's placeholder for no optimizer
             return cast(torch.optim.Optimizer, optimizer)
         members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         holds = (each for each in self._wrappers if any(id(p) in members for p in each.parameters()))
@@ -103,7 +103,7 @@ def _clips_all_of(wrapper: DistributedDataParallel, parameters: Iterable[torch.T
 
 
 def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return read(), a state dict, with whole parameters: copies of those that are released afterwards."""
+    """Return the state dict of read() with whole parameters. Those that are released afterwards are copied."""
     with whole_parameters(wrapper):
         state = read()
         return (
@@ -112,23 +112,23 @@ def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[s
 
 
 class TrainerMixin(_Wraps):
-    """A strategy of the Trainer, named before Lightning's DDPStrategy.
+    """A strategy of the Trainer. Name this mixin before Lightning's DDPStrategy.
 
     Parameters
     ----------
     zero : {0, 1, 2, 3}
         The stage; see wrap.
     state_dict_type : {"full", "sharded"}
-        "full": checkpoints are DDPStrategy's files, which rank 0 writes. "sharded": checkpoints of a fit are folders of
-        shardwright. Each rank writes its slices behind training. A folder appears when it is complete, at the latest when
-        the next save begins or the fit ends; until then a checkpoint that ModelCheckpoint removes stays. Both forms
-        resume at any stage and number of ranks, whichever is set here.
+        "full": checkpoints are DDPStrategy's files, which rank 0 writes. "sharded": checkpoints of a fit are
+        shardwright folders. Each rank writes its slices in the background. A folder appears when it is complete, at the
+        latest when the next save begins or the fit ends; removals by ModelCheckpoint wait for that. With either value a
+        fit resumes from both forms, at any stage and number of ranks.
     precision, compress, partition, offload, **options
-        Further options of wrap, and arguments of DDPStrategy. `clip_grad_norm` is refused: Lightning clips.
+        Further options of wrap, and arguments of DDPStrategy. `clip_grad_norm` raises: Lightning clips.
 
     Notes
     -----
-    The module is wrapped while it is fitted. Afterwards every rank has whole parameters of its own.
+    The module is wrapped during a fit. Afterwards every rank has its own whole parameters.
     """
 
     model: Any
@@ -143,7 +143,7 @@ class TrainerMixin(_Wraps):
     _failed: bool
     _replaced: list[tuple[Any, str]]
     _folders: Folders | None = None
-    _loaded: tuple[str, bool] | None = None  # the folder that was loaded, and True if its optimizer still waits
+    _loaded: tuple[str, bool] | None = None  # (folder that was loaded, True if the optimizer is not yet filled)
 
     def __init__(self, *, state_dict_type: str = "full", **options: Any) -> None:
         check_kind(state_dict_type)
@@ -154,7 +154,7 @@ class TrainerMixin(_Wraps):
         return self._wrap(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Register ddp_comm_hook, which DDPStrategy leaves out on CPUs."""
+        """Register ddp_comm_hook, which DDPStrategy ignores on CPUs."""
         hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:
             self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
@@ -169,7 +169,7 @@ class TrainerMixin(_Wraps):
                 self.model = _InPrecision(self.model, self._wrap_options["precision"])
             return
         clips = type(self.precision_plugin).clip_grad_by_norm
-        if clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):  # not a plugin's own way to clip
+        if clips.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):  # no plugin overrides clipping
             self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         for callback in trainer.callbacks if self._is_sharded else ():
             self._replace(callback, "file_exists", self._is_there)
@@ -179,7 +179,7 @@ class TrainerMixin(_Wraps):
                     self._replace(callback, name, functools.partial(_run_whole, wrapper, name in _WRITING))
 
     def _replace(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> None:
-        """Call stand_in(method, ...) instead of a method, until teardown."""
+        """Replace a method by stand_in(method, ...) until teardown."""
         if hasattr(owner, name):
             setattr(owner, name, functools.partial(stand_in, getattr(owner, name)))
             self._replaced.append((owner, name))
@@ -201,14 +201,14 @@ class TrainerMixin(_Wraps):
             method(optimizer, clip_val)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Do nothing: a first backward with static_graph holds nothing back."""
+        """Do nothing: with static_graph the first backward delays no work here."""
 
     # state --------------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True if wrapping may convert parameters, which a checkpoint must not be rounded to before, or if checkpoints are
-        folders, which fill wrapped modules."""
+        """True if wrapping may convert parameters, since loading earlier would round the checkpoint's values; also True
+        for folders, which fill wrapped modules."""
         return self._wrap_options["precision"] is not None or self._is_sharded
 
     @property
@@ -216,7 +216,7 @@ class TrainerMixin(_Wraps):
         return self._is_sharded and self._wrapper_of(self.model) is not None
 
     def _is_there(self, method: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
-        """Return True also for the folder that is being written: ModelCheckpoint gives its names once."""
+        """Return True also for the folder that is being written, so that ModelCheckpoint does not reuse its name."""
         writing = "" if self._folders is None else self._folders.writing
         return bool(method(filepath, trainer)) or os.path.abspath(filepath) == writing
 
@@ -231,7 +231,7 @@ class TrainerMixin(_Wraps):
         Raises
         ------
         CheckpointError
-            On every rank: the save before this one failed, or this one cannot begin.
+            On every rank: the previous save failed, or this one cannot begin.
         """
         if not self._writes_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
@@ -246,13 +246,13 @@ class TrainerMixin(_Wraps):
         self._folders.begin(path, checkpoint, self._only_optimizer)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, once a save that is being written is durable."""
+        """Remove a checkpoint, after a running save is durable."""
         (super().remove_checkpoint if self._folders is None else self._folders.remove)(filepath)  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file like DDPStrategy, or fill module and optimizer from a folder. Collective for a folder."""
         if self._folders is not None:
-            self._folders.wait()  # its folder may be the one that is asked for
+            self._folders.wait()  # it may be writing the requested folder
         folder = super().broadcast(folder_at(checkpoint_path) if self.is_global_zero else None)  # type: ignore[misc]
         self._loaded = None
         if folder is None:
@@ -277,12 +277,12 @@ class TrainerMixin(_Wraps):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state dict of any stage. Collective at zero=3."""
         if self._loaded is not None:
-            return  # load_checkpoint() did
+            return  # load_checkpoint() has filled the module
         with whole_parameters(self._wrapper_of(self.model), writable=True):
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states of any stage and number of ranks; each optimizer places its own."""
+        """Load optimizer states of any stage and number of ranks; each optimizer takes its own part."""
         if self._loaded is not None:
             folder, waits = self._loaded
             if waits and self._only_optimizer is not None:  # the folder was loaded before the module was wrapped
@@ -301,7 +301,7 @@ class TrainerMixin(_Wraps):
             self._folders.wait()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that ranks may no longer be together."""
+        """Record that ranks may no longer make the same collective calls."""
         self._failed = True
         super().on_exception(exception)  # type: ignore[misc]
 
@@ -312,7 +312,7 @@ class TrainerMixin(_Wraps):
         if folders is not None:
             try:
                 folders.close(together=not self._failed)
-            except CheckpointError as error:  # on_train_end() raised one of a fit that ended
+            except CheckpointError as error:  # on_train_end() raises it if the fit ended in order
                 _logger.warning("the last save failed: %s", error)
         if wrapper is not None:
             for owner, name in self._replaced:
@@ -328,7 +328,7 @@ class TrainerMixin(_Wraps):
 
 
 class _InPrecision(torch.nn.Module):
-    """A module that is evaluated under a policy without being wrapped. Its parameters keep their dtypes."""
+    """An unwrapped module that is evaluated under a precision policy. Its parameters keep their dtypes."""
 
     def __init__(self, module: torch.nn.Module, precision: Any) -> None:
         super().__init__()
@@ -353,16 +353,16 @@ def _run_whole(
 
 
 class FabricMixin(_Wraps):
-    """A strategy of Fabric, named before Lightning's DDPStrategy for Fabric.
+    """A strategy of Fabric. Name this mixin before Lightning's DDPStrategy for Fabric.
 
     Parameters
     ----------
     zero, precision, compress, partition, offload, **options
         See TrainerMixin.
     state_dict_type : {"full", "sharded"}
-        "full": fabric.save() writes DDPStrategy's files. "sharded": it writes folders of shardwright. Each rank writes its
-        slices, and the folder is complete when the call returns. fabric.load() reads both forms, at any stage and number of
-        ranks, whichever is set here.
+        "full": fabric.save() writes DDPStrategy's files. "sharded": it writes shardwright folders. Each rank writes its
+        slices, and the folder is complete when the call returns. With either value fabric.load() reads both forms, at
+        any stage and number of ranks.
     """
 
     _clips_by = "call fabric.clip_gradients"
@@ -378,7 +378,7 @@ class FabricMixin(_Wraps):
         return self._wrap(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Slice an optimizer whose module is set up. Collective."""
+        """Slice an optimizer after the setup of its module. Collective."""
         return self._slice(optimizer)
 
     def clip_gradients_norm(
@@ -389,7 +389,7 @@ class FabricMixin(_Wraps):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip like Fabric; the 2-norm of all parameters of a module has the same bits at every stage."""
+        """Clip like Fabric. The 2-norm over all parameters of a module has the same bits at every stage."""
         wrapper = self._wrapper_of(module)
         parameters = self.precision.main_params(optimizer)
         if wrapper is not None and float(norm_type) == 2.0 and _clips_all_of(wrapper, parameters):
@@ -423,7 +423,7 @@ class FabricMixin(_Wraps):
         CheckpointError
             On every rank: the folder cannot be written.
         TypeError
-            If a folder is asked for what it cannot hold: storage_options, a filter, several modules or optimizers.
+            If a folder cannot do what is asked: storage_options, a filter, several modules or optimizers.
         """
         if not self._is_sharded:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
@@ -442,8 +442,8 @@ class FabricMixin(_Wraps):
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Add names for each stage: "shardwright_zero0" to "shardwright_zero3", and with Lightning's endings "_spawn", "_fork"
-    and "_notebook" those that start processes in another way."""
+    """Register "shardwright_zero0" to "shardwright_zero3", and variants with Lightning's suffixes "_spawn", "_fork" and
+    "_notebook", which start processes in another way."""
     for zero in range(4):
         for ending, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
             about = f"shardwright at zero={zero}, start_method={start_method!r}"

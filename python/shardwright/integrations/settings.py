@@ -1,6 +1,6 @@
-"""Options of an integration that a program's text does not hold: one word, a list of options, or a file.
+"""Options of an integration from outside the program's source: one word, a list of options, or a file.
 
-The text is an argument of the program, or the variable SHARDWRIGHT_OPTIONS, which `shardwright run` sets:
+The text is an argument of the program or the value of SHARDWRIGHT_OPTIONS, which `shardwright run` sets:
 
     zero2
     zero=3,compress=int8,share_parameters=false
@@ -33,12 +33,12 @@ _OWN = ("zero", "compress", "partition")
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """Return the arguments `zero`, `compress`, `partition` and `wrap_options` of Accelerator that a text stands for.
+    """Parse a text into the arguments `zero`, `compress`, `partition` and `wrap_options` of Accelerator.
 
     Raises
     ------
     ValueError, TypeError
-        For text of another form, an option that does not exist, or a value out of its range.
+        For text of another form, an unknown option, or a value out of range.
     """
     found = _read_file(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, text.split(",")))
     if isinstance(found.get("compress"), str):
@@ -68,7 +68,7 @@ def _read_file(path: str) -> dict[str, Any]:
         if path.endswith(".json"):
             found = json.load(file)
         else:
-            import yaml  # type: ignore[import-untyped, unused-ignore]  # accelerate needs it, too
+            import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
 
             found = yaml.safe_load(file)
     if not isinstance(found, Mapping):
@@ -77,7 +77,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def chosen(text: str, zero: int | None, **given: Any) -> dict[str, Any]:
-    """Return the arguments of Accelerator: those given, or, where no stage is given, those of a text or the variable."""
+    """Return the arguments of Accelerator: those given or, if no stage is given, those of a text or the variable."""
     text = text or os.environ.get(VARIABLE, "")
     found = read_settings(text) if zero is None and text else {}
     asked = {name: value for name, value in given.items() if value not in (None, "auto")}

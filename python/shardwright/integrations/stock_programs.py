@@ -1,7 +1,7 @@
-"""Programs of accelerate and of transformers' Trainer that train with shardwright without an edit.
+"""Training of unmodified accelerate and transformers Trainer programs with shardwright.
 
-`install` puts our Accelerator in the place of accelerate's, and our Trainer in that of transformers', before the program
-imports either. No file of Python's start is changed, and no other process is.
+`install` replaces accelerate's Accelerator and transformers' Trainer by our classes before the program imports either.
+It changes this process only, and no startup file of Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRAINER = "transformers.trainer"
 
 
 def install(text: str) -> None:
-    """Let programs that begin now use our classes, with the options that `text` stands for; see read_settings."""
+    """Let programs that start in this process use our classes, with the options in `text`; see read_settings."""
     read_settings(text)
     os.environ[VARIABLE] = text
     import accelerate.accelerator
@@ -42,7 +42,7 @@ def _replace_trainer(module: Any) -> None:
     from .trainer_mixins import TrainerMixin
 
     stock = module.Trainer
-    if not issubclass(stock, TrainerMixin):  # else our own, of a program that imports it
+    if not issubclass(stock, TrainerMixin):  # else it is our own class, which the program imports
         ours = type(stock.__name__, (TrainerMixin, stock), {"__doc__": stock.__doc__, "__module__": stock.__module__})
         module.Trainer = sys.modules["transformers"].Trainer = ours  # type: ignore[attr-defined]
     module.Accelerator = Accelerator
@@ -69,7 +69,7 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
 
 
 def run_program(text: str, command: Sequence[str]) -> None:
-    """Run `program.py arguments...`, or `-m module arguments...`, as Python does, with our classes."""
+    """Run `program.py arguments...` or `-m module arguments...` like the python command, with our classes."""
     install(text)
     if command[0] == "-m":
         sys.argv = list(command[1:])

@@ -1,4 +1,4 @@
-"""Classes that make any Trainer of transformers' kind train with shardwright. Nothing of transformers is imported."""
+"""Mixins that make any subclass of transformers' Trainer train with shardwright. They do not import transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ArgumentsMixin", "TrainerMixin"]
 
 @dataclasses.dataclass
 class ArgumentsMixin:
-    """A mixin that adds --shardwright to the class of arguments named after it, trl.SFTConfig for example."""
+    """A mixin that adds --shardwright to the next base class, a class of arguments such as trl.SFTConfig."""
 
     shardwright: str = dataclasses.field(
         default="", metadata={"help": "zero0 to zero3, or options of sw.wrap: zero=3,compress=int8; or a file of such"}
@@ -26,19 +26,20 @@ class ArgumentsMixin:
 
 
 class TrainerMixin:
-    """A mixin that makes the Trainer class named after it train with shardwright.
+    """A mixin that makes the next base class, a Trainer, train with shardwright.
 
     Parameters
     ----------
     *args, **kwargs
         Arguments of the Trainer.
     zero, compress, partition, wrap_options
-        See Accelerator. Without `zero` those of the arguments' `shardwright`, or of SHARDWRIGHT_OPTIONS.
+        See Accelerator. Without `zero`, read from the `shardwright` argument of TrainingArguments, or
+        SHARDWRIGHT_OPTIONS.
 
     Notes
     -----
     Launch several CPU processes with ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Every rank saves and loads
-    checkpoints, as in the Trainer itself.
+    checkpoints, as in the stock Trainer.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class TrainerMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator like the Trainer, and turn it into shardwright's."""
+        """Create the accelerator like the Trainer, then convert it to shardwright's class."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         Accelerator.of_stock(self.accelerator, **self._stage)
 

@@ -7,10 +7,9 @@ or, with the stage on the command line, `--shardwright zero2`:
 
     from shardwright.integrations.transformers import Trainer, TrainingArguments
 
-The Trainer creates its accelerator itself; it is turned into shardwright's before it prepares anything. Saving and
-loading read and write whole parameters and full optimizer states, so checkpoints are those of the stock class at every
-stage. `TrainerMixin` serves other Trainers, TRL's for example; name it first: `class Ours(TrainerMixin,
-trl.SFTTrainer)`.
+The Trainer creates its accelerator itself; ours converts it before it prepares anything. Saves and loads use whole
+parameters and full optimizer states, so checkpoints equal those of the stock class at every stage. For other Trainers,
+such as TRL's, use `TrainerMixin` as the first base: `class Ours(TrainerMixin, trl.SFTTrainer)`.
 
 Needs transformers and the optional extra: pip install shardwright[accelerate] transformers.
 """

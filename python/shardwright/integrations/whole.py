@@ -1,4 +1,4 @@
-"""Whole parameters for programs that read or write them, which at zero=3 a rank may not have."""
+"""Whole parameters for programs that read or write them: at zero=3 a rank may hold only slices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ..wrapping import full_parameters
 
 @contextlib.contextmanager
 def whole_parameters(wrapper: DistributedDataParallel | None, *, writable: bool = False) -> Iterator[None]:
-    """Give every rank whole parameters inside. Collective at zero=3; below, each rank has them, and all write the same."""
+    """Return a context in which every rank has whole parameters. Collective at zero=3. At lower stages each rank has
+    them anyway, and all ranks must write the same values."""
     if wrapper is None or wrapper._zero < 3:
         yield
         return

@@ -1,7 +1,7 @@
-"""Local parameters: the plain tensors as which the engine sees the DTensors of tensor parallelism.
+"""Local parameters: plain tensors that represent the DTensors of tensor parallelism to the engine.
 
-A LocalParameter is the `_local_tensor` of a DTensor. Its memory is the DTensor's; gradient, requires_grad, version and
-hooks are read from the DTensor and written to it (docs/design/compose.md).
+A LocalParameter is the `_local_tensor` of a DTensor and shares its memory. Gradient, requires_grad, version and hooks
+are read from the DTensor and written to it (docs/design/compose.md).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
 
 
 class LocalParameter(torch.nn.Parameter):
-    """The local tensor of a DTensor parameter. It lives in its DTensor, and longer than any wrapper."""
+    """The local tensor of a DTensor parameter. The DTensor owns it, so it outlives any wrapper."""
 
     _owner: Callable[[], torch.Tensor | None]
 
     @classmethod
     def of(cls, owner: torch.Tensor) -> LocalParameter:
-        """Return the local parameter of a DTensor; make it, and put it in the place of the local tensor, if needed."""
+        """Return the local parameter of a DTensor. Create it if needed; it then replaces the local tensor."""
         held = _dtensor.held_tensor(owner)
         if isinstance(held, LocalParameter) and held._owner() is owner:
             return held
@@ -116,26 +116,26 @@ class LocalParameter(torch.nn.Parameter):
 
 
 def is_local(parameter: torch.Tensor) -> TypeGuard[LocalParameter]:
-    """Return True for a parameter of a table that is the local part of a DTensor."""
+    """Return True if a parameter of a table is the local part of a DTensor."""
     return isinstance(parameter, LocalParameter)
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a parameter table has for a module's parameter: a DTensor's local parameter, or itself."""
+    """Return the entry of a parameter table for a module's parameter: a DTensor's local parameter, or itself."""
     held = getattr(parameter, "_local_tensor", None)
     return held if isinstance(held, LocalParameter) else parameter
 
 
 def end_local_parameters(module: torch.nn.Module) -> None:
-    """Put plain tensors in the places of local parameters, when a module's last wrapper is retired.
+    """Replace local parameters by plain tensors when a module's last wrapper is retired.
 
-    torch moves a DTensor, as in Module.cpu(), only while nothing refers to it weakly.
+    torch can move a DTensor, as in Module.cpu(), only while no weak reference to it exists.
     """
     for parameter in module.parameters():
         held = local_of(parameter)
         if isinstance(held, LocalParameter):
             _dtensor.set_held_tensor(parameter, held.detach())
-            held._owner = functools.partial(_same, parameter)  # optimizers that are saved later ask for it
+            held._owner = functools.partial(_same, parameter)  # later saves of an optimizer read the owner
 
 
 def _same(parameter: torch.Tensor) -> torch.Tensor:
@@ -143,12 +143,12 @@ def _same(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def module_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the module's own parameter behind one of a parameter table: a DTensor, or itself."""
+    """Return the module's own parameter for one of a parameter table: a DTensor, or itself."""
     return parameter.owner if is_local(parameter) else parameter
 
 
 def whole_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a value that has the shape of a table's parameter. Collective over a DTensor's mesh."""
+    """Return the whole tensor of a value in the shape of a table's parameter. Collective over a DTensor's mesh."""
     return _dtensor.full_tensor(value, parameter.owner) if is_local(parameter) else value
 
 
@@ -158,7 +158,7 @@ def whole_tensor(value: Any) -> Any:
 
 
 def part_of(parameter: torch.Tensor, value: Any) -> Any:
-    """Return this rank's part of a value that belongs to a table's parameter and may be whole, or a DTensor."""
+    """Return this rank's part of a value of a table's parameter. The value may be whole, or a DTensor."""
     if _dtensor.is_dtensor(value):
         return _dtensor.waited(_dtensor.held_tensor(value))
     if is_local(parameter) and isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.owner.shape:
@@ -167,8 +167,8 @@ def part_of(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def as_dtensors(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with whole tensors made DTensors where `like` has them under the same name, of the same shape."""
-    made: Any = copy.copy(state)  # with its attributes: torch's `_metadata`
+    """Return `state` with whole tensors converted to DTensors where `like` has a DTensor of equal name and shape."""
+    made: Any = copy.copy(state)  # keeps its attributes, such as torch's `_metadata`
     for name, value in state.items():
         live: Any = like.get(name)
         if _dtensor.is_dtensor(live) and isinstance(value, torch.Tensor) and not _dtensor.is_dtensor(value):

@@ -1,7 +1,7 @@
-"""Checks for memory behind a tensor. The address of a tensor that a program made is taken here, or after a check made here.
+"""Checks that a tensor has memory. All code takes the address of a program's tensor here, or after a check made here.
 
-Wrapper subclasses (quantised weights with tensors of codes and scales inside), meta and fake tensors, functorch's wrappers and
-tensors whose storage was freed have elements and no memory: data_ptr() is 0, or raises. A read there ends the process.
+Wrapper subclasses (quantised weights that contain tensors of codes and scales), meta and fake tensors, functorch's
+wrappers and tensors with freed storage have elements but no memory: data_ptr() is 0, or raises. A read crashes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["address_of", "check_sendable", "copied", "has_memory", "without_memo
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of the first element; 0 where there is no memory."""
+    """Return the address of the first element; 0 if the tensor has no memory."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return 0
     try:
@@ -27,7 +27,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return True if there is memory behind each element."""
+    """Return True if every element has memory."""
     return tensor.numel() == 0 or address_of(tensor) != 0
 
 
@@ -40,7 +40,7 @@ def without_memory(tensor: torch.Tensor) -> str:
 
 
 def check_sendable(tensors: Iterable[torch.Tensor], label: str) -> None:
-    """Raise for a tensor without memory. Ranks have the same tensors, so all raise."""
+    """Raise for a tensor without memory. Ranks have the same tensors, so all of them raise."""
     for tensor in tensors:
         if not has_memory(tensor):
             raise Error(f"{label}: {without_memory(tensor)}; its bytes cannot be sent to the other ranks")

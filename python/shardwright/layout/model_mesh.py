@@ -1,6 +1,7 @@
 """The model mesh: the dimensions over which a module's DTensors are sharded or replicated.
 
-They are torch's (tensor parallelism), beside the ranks that train together. Arithmetic and checks only.
+These are torch's dimensions of tensor parallelism, orthogonal to the ranks that train together. Arithmetic and checks
+only.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class ModelMesh:
     ----------
     mesh : DeviceMesh
     dimensions : tuple of str
-        Their names; "0", "1", ... where the mesh has none.
+        Names of the dimensions; "0", "1", ... if the mesh has none.
     coordinate : tuple of int
-        This rank's.
+        This rank's coordinate.
     """
 
     mesh: Any
@@ -35,22 +36,22 @@ class ModelMesh:
     coordinate: tuple[int, ...]
 
     def sharded(self, parameter: torch.Tensor) -> tuple[bool, ...]:
-        """Return, for each dimension, whether a module's parameter is sharded over it; else its ranks have equal values."""
+        """Return True for each dimension that shards a module's parameter; over the others ranks have equal values."""
         if not is_dtensor(parameter):
             return (False,) * len(self.dimensions)
         return tuple(_is_shard(placement) for placement in parameter.placements)  # type: ignore[attr-defined]
 
     def speaks(self, parameter: torch.Tensor) -> bool:
-        """Return True if this rank's part of a module's parameter is written: of ranks with equal parts the first's."""
+        """Return True if this rank writes its part of a module's parameter: the first of the ranks with equal parts."""
         return all(sharded or place == 0 for sharded, place in zip(self.sharded(parameter), self.coordinate))
 
     def groups(self) -> list[Any]:
-        """Return torch's group of each dimension, with this rank in it."""
+        """Return torch's group of each dimension that contains this rank."""
         return [self.mesh.get_group(dimension) for dimension in range(len(self.dimensions))]
 
 
 def first_mesh(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> ModelMesh | None:
-    """Return the mesh of the first DTensor whose mesh shares this rank alone with `ranks`, which average gradients."""
+    """Return the first mesh of a DTensor with only this rank in common with `ranks`, which average gradients."""
     for parameter in parameters:
         mesh = parameter.device_mesh if is_dtensor(parameter) else None  # type: ignore[attr-defined]
         if mesh is not None and mesh.get_coordinate() is not None:
@@ -70,7 +71,7 @@ def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Seque
     Raises
     ------
     Error, NotImplementedError
-        If a DTensor cannot be trained by `ranks`, the global numbers of those that average gradients.
+        If `ranks` cannot train a DTensor. `ranks`: global numbers of the ranks that average gradients.
     """
     found: Any = None
     first = ""

@@ -1,7 +1,7 @@
 """The cut of a module into units: parameters that are gathered together.
 
-A unit is a module, and holds the parameters of its subtree that no unit inside it holds; the outermost module is always
-one. A parameter that several modules hold belongs to the innermost unit around all of them.
+A unit is a module. It holds the parameters of its subtree that no inner unit holds. The outermost module is always a
+unit. A parameter that several modules share belongs to the innermost unit that contains all of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .local_parameters import module_parameter
 from .param_table import ParameterTable
 
 _MIB = 1024 * 1024
-#: bytes of parameters from which a module is a unit where units are cut by size
+#: least bytes of parameters of a unit, when units are cut by size
 _SIZE_BYTES = 32 * _MIB
-#: containers, whose forward does not run
+#: containers: they have no forward
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
@@ -30,7 +30,7 @@ def mark_of(module: torch.nn.Module) -> Any:
 
 
 def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> None:
-    """Raise ValueError for a module that fully_shard was called on, if it is wrapped in another way."""
+    """Raise ValueError if a module that fully_shard was called on is wrapped with other options."""
     marked = next((name for name, each in module.named_modules() if mark_of(each) is not None), None)
     if marked is not None and (zero != 3 or share_parameters is not False):
         raise ValueError(
@@ -47,7 +47,7 @@ def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -
     module : Module
         The outermost module.
     ranks : nested list of int
-        The ranks that slice it, by global numbers: one list, or a list of rows.
+        The ranks that slice the module, by global numbers: one list, or a list of rows.
     ignored : collection of str
         Names of the parameters that the engine leaves alone.
     """
@@ -72,7 +72,7 @@ def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -
 
 
 def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collection[str]) -> bool:
-    """Return True if an inner module has parameters, and the outermost one's engine leaves all of them alone."""
+    """Return True if an inner module has parameters and the outermost module's engine ignores all of them."""
     own = [names[id(p)] for p in module.parameters()]
     return bool(own) and all(name in ignored for name in own)
 
@@ -86,13 +86,13 @@ class UnitPlan:
     name : str
         The module's name in the outermost one; "" for the outermost.
     module : Module
-        The module for whose forward the parameters are whole.
+        The module; its parameters are whole during its forward.
     indices : tuple of int
-        Its parameters' numbers in the table.
+        Numbers of its parameters in the table.
     reshard_after_forward : bool
-        True if it is released between its forward and its backward.
+        True if the unit is released between its forward and its backward.
     beside : tuple of (str, Module)
-        Other modules of the unit and their names, if fully_shard was called on a list.
+        Names and modules of the rest of the unit, if fully_shard was called on a list.
     """
 
     name: str
@@ -121,8 +121,8 @@ def cut(
 ) -> list[UnitPlan]:
     """Return the units of `module`, the outermost first, then in the order of modules().
 
-    The outermost unit is whole from its forward to the end of its backward: it is the last that the forward needs, and
-    the first that the backward needs.
+    The outermost unit is whole from its forward to the end of its backward, because the forward needs it last and the
+    backward needs it first.
     """
     chosen = _choose(module, table, units)
     first = _first_of_each(module, chosen)
@@ -152,8 +152,7 @@ def cut(
 
 
 def _first_of_each(module: torch.nn.Module, chosen: Collection[int]) -> dict[int, torch.nn.Module]:
-    """Map the identity of each module of a list that fully_shard was called on to the first of them, which has the
-    unit."""
+    """Map the identity of each module of a fully_shard list to the list's first module, which represents the unit."""
     found: dict[int, torch.nn.Module] = {}
     lists: dict[int, torch.nn.Module] = {}
     for each in module.modules():
@@ -180,7 +179,7 @@ def _choose(module: torch.nn.Module, table: ParameterTable, units: Any) -> set[i
 
 
 def _holds_none(module: torch.nn.Module, held: Collection[int]) -> bool:
-    """Return True if all parameters of a module are left alone: it is no unit, and may have an engine of its own."""
+    """Return True if all parameters of a module are ignored. It is then no unit, and may have its own engine."""
     own = list(module.parameters())
     return bool(own) and not any(id(p) in held for p in own)
 
@@ -205,7 +204,7 @@ def _kind(module: torch.nn.Module) -> Any:
 
 
 def _by_size(module: torch.nn.Module, least_bytes: int) -> set[int]:
-    """Return units by size, innermost first: a module is one once the parameters outside its inner units reach
+    """Return units by size, innermost first. A module is a unit if its parameters outside inner units reach
     `least_bytes`.
     """
     chosen: set[int] = set()
@@ -226,7 +225,7 @@ def _by_size(module: torch.nn.Module, least_bytes: int) -> set[int]:
 
 
 def _paths(module: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
-    """Map each name of each module to the modules from the outermost to it."""
+    """Map each name of a module to the path of modules from the outermost module to it."""
     found = {"": [module]}
     for name, each in module.named_modules(remove_duplicate=False):
         if name:

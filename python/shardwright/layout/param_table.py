@@ -1,7 +1,7 @@
-"""The table of a wrapped module's parameters and buffers, and the proof that all ranks have the same one.
+"""The table of a wrapped module's parameters and buffers, and the check that all ranks have the same one.
 
-Ranks that disagree about names, order, shapes, dtypes or strides would silently average unrelated values. A digest is
-compared first (32 bytes a rank); only ranks that disagree exchange their tables.
+Ranks that disagree about names, order, shapes, dtypes or strides would silently average unrelated values. Ranks compare
+a digest first (32 bytes a rank) and exchange their tables only if digests differ.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class ParameterTable:
     names : tuple of str
         Bare names, as in the module's own `named_parameters()`.
     parameters : tuple of Parameter
-        The tensors that are trained: a LocalParameter where the module has a DTensor.
+        The trained tensors. A LocalParameter stands for a DTensor of the module.
     buffers : dict of str to Tensor
-        Local tensors where the module has DTensors.
+        Buffers; local tensors for DTensors of the module.
     sparse : frozenset of int
-        Parameters whose gradients stay sparse, outside of the buckets.
+        Numbers of the parameters with sparse gradients, which have no place in the buckets.
     module_parameters : tuple of Parameter
-        The module's own.
+        The module's own parameters.
     model_mesh : ModelMesh, optional
-        The mesh of its DTensors.
+        The mesh of the module's DTensors.
     """
 
     names: tuple[str, ...]
@@ -53,19 +53,21 @@ class ParameterTable:
 
     @functools.cached_property
     def sharded_kinds(self) -> list[tuple[bool, ...]]:
-        """Return, for each parameter, over which dimensions of the model mesh it is sharded."""
+        """Return for each parameter the dimensions of the model mesh that shard it."""
         if self.model_mesh is None:
             return [()] * len(self.parameters)
         return [self.model_mesh.sharded(p) for p in self.module_parameters]
 
     @property
     def is_on_gpu(self) -> bool:
-        """Return True if all of it is on a GPU; it is on one device."""
+        """Return True if all tensors are on a GPU; they share one device."""
         return bool(cuda.runtime.holds(self.parameters[0]))
 
     @classmethod
     def of(cls, module: torch.nn.Module, ignored: frozenset[str], ranks: Sequence[int] = ()) -> ParameterTable:
-        """Raise for tensors that cannot take part, by name. `ranks`: global numbers of the ranks that train together."""
+        """Make the table. Raise for tensors that cannot take part, by name. `ranks`: global numbers of the training
+        ranks.
+        """
         own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         mesh = find_model_mesh(own, ranks)
         pairs = [(name, LocalParameter.of(p) if is_dtensor(p) else p) for name, p in own]
@@ -87,8 +89,8 @@ class ParameterTable:
     def check_apart(self) -> None:
         """Raise Error where a parameter shares elements with another tensor of the module.
 
-        Parameters are about to move, each to memory of its own, so tensors that shared elements would silently part.
-        (One parameter under several names is allowed.)
+        Each parameter is about to move to its own memory, which would silently end the sharing. One parameter under
+        several names is allowed.
         """
         tensors: list[tuple[str, torch.Tensor]] = [*zip(self.names, self.parameters), *self.buffers.items()]
         spans = sorted((*_span(tensor), at) for at, (_, tensor) in enumerate(tensors) if tensor.numel())
@@ -104,14 +106,14 @@ class ParameterTable:
                     )
 
     def rows(self) -> list[tuple[str, int, str, bool]]:
-        """Return (name, numel, dtype, requires_grad) of each parameter, from which the reducer is made."""
+        """Return (name, numel, dtype, requires_grad) of each parameter, the input of the reducer."""
         return [
             (n, p.numel(), dtype_name(p.dtype), p.requires_grad and i not in self.sparse)
             for i, (n, p) in enumerate(zip(self.names, self.parameters))
         ]
 
     def description(self, settings: Mapping[str, Any]) -> list[list[str]]:
-        """Return [item, value] lines that must be equal on every rank, the most telling difference first."""
+        """Return [item, value] lines that must be equal on every rank, the most informative first."""
         lines = [
             [f"parameter {i}", _sentence(n, p, with_gradient=True)]
             for i, (n, p) in enumerate(zip(self.names, self.parameters))
@@ -162,13 +164,13 @@ def _check_one_device(pairs: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses [begin, end) between which a tensor's elements lie."""
+    """Return the address range [begin, end) that contains a tensor's elements."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr(), tensor.data_ptr() + (extent + 1) * tensor.element_size()
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors whose spans meet have a byte in common; each may lie in gaps of the other."""
+    """Return True if two tensors with overlapping spans share a byte; one may lie in gaps of the other."""
     first = min(a.data_ptr(), b.data_ptr())
     touched = torch.zeros(max(_span(a)[1], _span(b)[1]) - first, dtype=torch.bool, device="cpu")
 
@@ -211,12 +213,12 @@ def verify(
         if refusal is not None:
             raise refusal
     finally:
-        refusal = None  # its traceback holds this frame
+        refusal = None  # its traceback would keep this frame alive
     if are_alike:
         return
     for rank, table in enumerate(tables):
         if table and table[0][0] == "failure":
-            if table[0][1].startswith("rank "):  # it heard the sentence from another rank
+            if table[0][1].startswith("rank "):  # this rank received the error of another rank
                 raise Error(table[0][1])
             verb = "wrap" if what.startswith("the wrapped ") else "begin"
             raise Error(f"rank {rank} could not {verb} {what.removeprefix('the wrapped ')}: {table[0][1]}")

@@ -1,12 +1,11 @@
-"""The owners of the slices of a bucket: one slice a rank or, on a mesh of two dimensions, one a column, owned by all of
-it.
+"""The owners of the slices of a bucket. Each rank owns one slice; on a two-dimensional mesh each column owns one.
 
     mesh (replicate, shard)      slices        replicas
         0 1 2                    0 1 2         0 0 0
         3 4 5                    0 1 2         1 1 1
 
 Arithmetic only. A row is a *replica*: its ranks together own every slice once. Owners of one slice fold the same
-contributions and step on it with the same state, so they keep the same bits.
+contributions and step on it with the same state, so their bits stay equal.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """The slices of one group of ranks, seen from one of them.
+    """The slices of one group of ranks, from the view of one rank.
 
     Attributes
     ----------
@@ -38,9 +37,9 @@ class Slicing:
 
     @classmethod
     def of_rows(cls, rank: int, rows: Sequence[Sequence[int]]) -> Slicing:
-        """Make the slicing of `rows`: the ranks of each replica in the order of their slices, every rank once.
+        """Make the slicing of `rows`: the ranks of each replica in the order of their slices. Each rank occurs once.
 
-        One row is no replication.
+        One row means no replication.
         """
         if len(rows) == 1:
             return cls.one_a_rank(rank, len(rows[0]))
@@ -65,19 +64,19 @@ class Slicing:
 
     @property
     def speaks(self) -> bool:
-        """Return True if this rank's slices count in a sum over all ranks: one owner of each slice counts."""
+        """Return True if a sum over all ranks counts this rank's slices: it counts one owner of each slice."""
         return self.replica_of_rank[self.rank] == 0
 
     def crosses(self, host_of: Sequence[int]) -> bool:
-        """Return True if the ranks of some replica, of several, are on different hosts."""
+        """Return True if there are several replicas and the ranks of one are on different hosts."""
         return self.is_replicated and any(len({host_of[rank] for rank in row}) > 1 for row in self.rows())
 
     def first_owner(self, index: int) -> int:
-        """Return the rank whose slice `index` counts."""
+        """Return the first owner of slice `index`, whose copy counts in sums."""
         return next(r for r, of in enumerate(self.of_rank) if of == index and self.replica_of_rank[r] == 0)
 
     def replica(self, rank: int | None = None) -> list[int]:
-        """Return the ranks of `rank`'s (this one's) replica, in order."""
+        """Return the ranks of the replica of `rank` (default: this rank), in order."""
         mine = self.replica_of_rank[self.rank if rank is None else rank]
         return [each for each, replica in enumerate(self.replica_of_rank) if replica == mine]
 
@@ -89,13 +88,13 @@ class Slicing:
         return found
 
     def for_engine(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the form of this that Reducer and HostComm.all_gather take."""
+        """Return the slicing in the form that Reducer and HostComm.all_gather take."""
         return (self.of_rank, self.replica_of_rank) if self.is_replicated else None
 
     def run(self, numel: int, place: tuple[int, int], rank: int) -> tuple[int, int]:
         """Return [begin, end) of the elements of a parameter that `rank` owns; empty ones are (0, 0).
 
-        `numel` is the bucket's. `place` is the parameter's first element in it, and its number of elements.
+        `numel`: elements of the bucket. `place`: the parameter's first element in the bucket, and its element count.
         """
         begin, size = place
         width = numel // self.count

@@ -1,7 +1,7 @@
-"""The elements of a parameter that a rank owns, and their places: common to all memories of parameters.
+"""The elements of a parameter that a rank owns, and where they lie: common to all forms of parameter memory.
 
-A bucket of parameters has the layout of its gradients, so a slice of parameters is stepped on with a slice of
-gradients.
+A bucket of parameters has the layout of its gradients, so an optimizer steps on a slice of parameters with the same
+slice of gradients.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from .._engine import Arena, Reducer
 
 
-#: cuts lie at multiples of this (csrc/tensor/layout.h)
+#: slice boundaries are multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
-#: bytes that Outcomes takes a rank
+#: bytes per rank that Outcomes uses
 OUTCOME_BYTES = 2 * _SLICE_BYTES
 
 
@@ -34,11 +34,11 @@ class Copies(Protocol):
     def follow(
         self, source: Callable[[torch.Tensor], torch.Tensor | None], in_units: Collection[torch.Tensor] | None = None
     ) -> None:
-        """Read parameters from where `source` says.
+        """Read parameters from the memory that `source` returns.
 
-        `source` maps a parameter to memory of its values in another dtype, which is viewed; to itself, which is cast;
-        or to None while it is released. `in_units`: parameters are gathered in units, so modules take them when they
-        are called; these parameters lie in memory of that kind.
+        `source` maps a parameter to memory with its values in another dtype, which is viewed; to the parameter itself,
+        which is cast; or to None while it is released. `in_units`: the parameters that are gathered in units; modules
+        fetch these when they are called.
         """
 
     def is_in_force(self) -> bool:
@@ -55,7 +55,9 @@ def _arrange_nothing(is_compiling: bool) -> None:
 def weak_source(
     method: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Return `method` without its object, whose end a module that holds the result must not put off; then None."""
+    """Return `method` bound weakly, so that a module with the result does not keep its object alive; then it gives
+    None.
+    """
     reference = weakref.WeakMethod(method)
 
     def source_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -66,17 +68,16 @@ def weak_source(
 
 
 class Storage:
-    """Parameters in any memory, as the rest of the package sees them. At zero=0 this class alone: whole parameters on
-    each rank.
+    """The interface to parameters in any memory. At zero=0 this class itself is used: each rank has whole parameters.
 
     Attributes
     ----------
     reason : str
-        The reason why slices are broadcast instead of gathered; empty if they are not.
+        The reason why slices are broadcast instead of gathered; empty if they are gathered.
     shared : bool
-        True if a host has one copy.
+        True if the ranks of a host share one copy.
     releases : bool
-        True if parameters are whole only while they are used, in units that a schedule gathers.
+        True if a schedule gathers parameters in units and releases them after use.
     """
 
     reason = ""
@@ -88,23 +89,23 @@ class Storage:
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of the memory that this storage made for parameters; 0 where they stay in their own."""
+        """Return the bytes that this storage allocated for parameters; 0 if they stay in their original memory."""
         return 0
 
     def like(self, index: int) -> torch.Tensor:
-        """Return a tensor of a parameter's shape, strides and dtype, whatever replaces it now. It must not be read."""
+        """Return a tensor with a parameter's original shape, strides and dtype. Its values must not be read."""
         return self._table.parameters[index]
 
     def layouts(self) -> list[torch.Tensor] | None:
-        """Return like() of every parameter, where parameters do not always have their shape themselves; else None."""
+        """Return like() of every parameter if parameters lose their shape while released; else None."""
         return None
 
     def places(self) -> Callable[[], list[int]] | None:
-        """Return a function that gives the expected address of every parameter's data, if it moves."""
+        """Return a function that returns the expected data address of every parameter; None if none moves."""
         return None
 
     def adopt(self, index: int) -> None:
-        """Note that a parameter trains from now on."""
+        """Record that a parameter trains from now on."""
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all parameters are whole."""
@@ -119,29 +120,28 @@ class Storage:
         return {}
 
     def accept_writes(self) -> None:
-        """Note that parameters were written where that is allowed, or by the engine."""
+        """Record that parameters were written by the engine, or where writes are allowed."""
 
     def settle(self) -> None:
-        """Make the current stream wait for parameters that are gathered behind the last step."""
+        """Make the current stream wait for parameters that are still being gathered after the last step."""
 
     def hook_arranger(self) -> Callable[[bool], None]:
-        """Return what each forward begins with: it keeps parameters whole in all hooks of the user's modules, early and
-        late ones. Its argument is True where torch's compiler runs the forward."""
+        """Return a function to call at the start of each forward. It keeps parameters whole in all hooks of the user's
+        modules, whenever they were registered. Its argument is True if torch's compiler runs the forward."""
         return _arrange_nothing
 
     def follow(self, copies: Copies) -> None:
         """Make low-precision copies while parameters are whole."""
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join: have `announce` called with a unit before it is gathered, where joined ranks must gather
-        it, too."""
+        """Inside a join, call `announce` with each unit before it is gathered, if joined ranks must gather it, too."""
 
     def gather_anew(self) -> None:
-        """Gather units as after a step at the end of a join, regardless of the units that each rank has gathered.
-        Collective for units."""
+        """Gather units as after a step, at the end of a join, regardless of the units that each rank already has.
+        Collective if parameters are gathered in units."""
 
     def give_back(self, together: bool = False) -> None:
-        """Give the parameters back to this rank. `together`: all ranks call it at once."""
+        """Return the parameters to ordinary memory of this rank. `together`: all ranks call this."""
 
 
 class SliceRuns:
@@ -158,35 +158,32 @@ class SliceRuns:
         self._reducer = reducer
         self._slicing = slicing
         self._runs: dict[int, tuple[int, int]] = {}
-        self._stepped: set[int] = set()  # buckets with parameters that train, or have
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have trained
 
     def is_stepped(self, index: int) -> bool:
-        """Return True if a parameter trains, or has trained: one that is frozen later is stepped on while it has a
-        gradient.
-        """
+        """Return True if a parameter trains or has trained: a step includes a frozen one that has a gradient."""
         return self._reducer.place(index)[0] in self._stepped
 
     def publish_all(self) -> None:
-        """Publish after writes to slices of frozen parameters, and to unreleased parameters as a whole on every
-        rank. Collective."""
+        """Publish after writes to slices of frozen parameters, and after writes of every rank to whole, unreleased
+        parameters. Collective."""
         self.take_writes()
         self.publish()  # type: ignore[attr-defined]
 
     def take_writes(self) -> None:
-        """Update separate slices from the values that a program has written to the parameters."""
+        """Update slices in separate memory from values that the program wrote to the parameters."""
 
     def is_published(self, index: int) -> bool:
-        """Return whether publish() makes this rank's slice of a parameter visible where a program sees it whole."""
+        """Return whether publish() copies this rank's slice of a parameter to where the program sees it whole."""
         return False
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
-        """Return [begin, end) of the elements of a parameter, in memory order, that `rank` owns; empty ones are (0,
-        0)."""
+        """Return [begin, end), in memory order, of the elements of a parameter that `rank` owns; (0, 0) if none."""
         bucket, begin, numel = self._reducer.place(index)
         return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
 
     def run_in_slice(self, index: int, rank: int) -> tuple[int, int, int]:
-        """Return (bucket, first element in the rank's slice of it, count) of the elements of a parameter that `rank` owns."""
+        """Return (bucket, first element in the rank's slice of it, count) of `rank`'s elements of a parameter."""
         bucket, begin, _ = self._reducer.place(index)
         low, high = self.run(index, rank)
         width = self._reducer.bucket_shape(bucket)[1] // self._slicing.count
@@ -217,34 +214,31 @@ class ParameterSlices(Storage, SliceRuns):
         SliceRuns.__init__(self, reducer, slicing)
         self._table, self._label = table, label
         self._moved: set[int] = set()  # buckets
-        self._flat: dict[int, torch.Tensor] = {}  # a parameter's tensor at its current place
+        self._flat: dict[int, torch.Tensor] = {}  # index -> tensor at the parameter's current address
 
     def flat(self, index: int) -> torch.Tensor:
-        """Return all elements of a parameter in memory order: a one-dimensional alias of the memory that it was
-        moved to."""
+        """Return all elements of a parameter in memory order: a one-dimensional alias of its bucket memory."""
         if index in self._flat:
             return self._flat[index]
         data = self._table.parameters[index].data
         return data.as_strided((data.numel(),), (1,), data.storage_offset())
 
     def is_moved(self, index: int) -> bool:
-        """Return True if a parameter lies at its final address; a frozen one moves when it is unfrozen."""
+        """Return True if a parameter is at its final address. A frozen parameter moves when it is unfrozen."""
         return index in self._flat
 
     def is_published(self, index: int) -> bool:
         return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """Return this rank's elements of a parameter; None if it owns none. Parameters without elements belong to the
-        first slice.
-        """
+        """Return this rank's elements of a parameter; None if it owns none. Empty ones belong to the first slice."""
         low, high = self.own_run(index)
         flat = self.flat(index)
         return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of parameters on this rank; where they are shared, on the host."""
+        """Return the bytes of parameters on this rank; on the whole host if they are shared."""
         return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
 
     def _bucket_range(self, bucket: int) -> tuple[int, int]:
@@ -253,19 +247,19 @@ class ParameterSlices(Storage, SliceRuns):
 
 
 class Outcomes:
-    """A byte a rank at the end of an arena of parameters: 1 if its step failed. It travels with the operation that
-    publishes the step.
+    """One byte per rank at the end of an arena of parameters: 1 if the rank's step failed. The operation that publishes
+    a step also sends these bytes.
 
-    There are two sets, for two steps in turn: a rank writes one while a slower rank still reads the other.
+    Steps alternate between two sets: a rank writes one while a slower rank still reads the other.
 
     Parameters
     ----------
     arena : Arena
     offset : int
-        The first byte behind the parameters; OUTCOME_BYTES a rank are free there.
+        The first byte after the parameters; OUTCOME_BYTES per rank are free there.
     rank, world_size : int
     part : int
-        The rank in whose part of the arena they lie.
+        The rank that holds the bytes in its part of the arena.
     """
 
     def __init__(self, arena: Arena, offset: int, rank: int, world_size: int, part: int) -> None:
@@ -274,14 +268,14 @@ class Outcomes:
         self._turn = 0
 
     def put(self, failed: bool) -> tuple[int, int]:
-        """Write this rank's outcome; return (first byte, bytes) of the set, of which each rank has a slice."""
+        """Write this rank's outcome; return (first byte, bytes) of the set. Each rank has a slice of it."""
         self._turn ^= 1
         self._bytes[self._turn, self._rank, 0] = failed
         size = self._bytes[0].numel()
         return self._offset + self._turn * size, size
 
     def read(self) -> list[int]:
-        """Return every rank's outcome, once they were published."""
+        """Return every rank's outcome. Call it after they were published."""
         found: list[int] = self._bytes[self._turn, :, 0].tolist()
         return found
 
@@ -291,7 +285,7 @@ def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
 
     Parameters are read in every step.
     """
-    pending: list[int] = []  # adjacent ranges become one: a huge page may lie across them
+    pending: list[int] = []  # merge adjacent ranges: a huge page may span both
     for offset, nbytes in sorted(ranges):
         if pending and pending[1] == offset:
             pending[1] = offset + nbytes
@@ -309,7 +303,7 @@ def itemsize_of(dtype: str) -> int:
 
 
 def make_dense(parameter: torch.Tensor) -> None:
-    """Make a parameter contiguous where its strides overlap or leave gaps."""
+    """Make a parameter contiguous if its strides overlap or leave gaps."""
     if dense_strides(parameter) is None:
         parameter.data = parameter.data.contiguous()
 

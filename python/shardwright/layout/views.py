@@ -1,7 +1,7 @@
 """Gradient views: tensors over the reducer's memory, each with a storage of exactly its own bytes.
 
-A view has its parameter's strides where these are dense (autograd gives gradients the parameter's strides, so adding in
-place stays one pass), else it is contiguous.
+A view has its parameter's strides if these are dense, else it is contiguous. Autograd gives gradients the parameter's
+strides, so adding in place takes one pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return strides in elements if they are non-overlapping and dense, else None."""
+    """Return the strides, in elements, if they are dense and do not overlap; else None."""
     if tensor.is_contiguous():
         return tuple(tensor.stride())
     expected = 1
@@ -34,16 +34,17 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torch.Tensor:
-    """Return a tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`. No copy.
+    """Return a tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`, without a
+    copy.
 
-    The memory lives as long as the tensor.
+    The tensor keeps the memory alive.
     """
     shape, strides = list(parameter.shape), dense_strides(parameter)
     return from_dlpack(reducer.gradient(index, shape, None if strides is None else list(strides)))
 
 
 def made_dense(gradient: torch.Tensor, *, warns: bool = True) -> torch.Tensor:
-    """Return a strided gradient: itself, or the dense form of a sparse one, with one warning a process if it `warns`."""
+    """Return a strided gradient unchanged, a sparse one densified. `warns`: warn once per process about the latter."""
     global _warned_of_sparse
     if gradient.layout is torch.strided:
         return gradient
@@ -57,7 +58,7 @@ def made_dense(gradient: torch.Tensor, *, warns: bool = True) -> torch.Tensor:
 
 
 def copy_gradient(view: torch.Tensor, gradient: torch.Tensor, *, warns: bool = True) -> None:
-    """Copy a gradient of any layout, strides or dtype into a view, without history."""
+    """Copy a gradient of any layout, strides or dtype into a view, without autograd history."""
     with torch.no_grad():
         view.copy_(made_dense(gradient.detach(), warns=warns))
 

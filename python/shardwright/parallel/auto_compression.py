@@ -1,9 +1,8 @@
-"""compress="auto": no compressor inside one host or between GPUs; between hosts the choice of the first rounds'
-measurement.
+"""compress="auto": no compressor inside one host or between GPUs; between hosts a choice by measurement.
 
-Buckets travel during the backward, plain and compressed ones alike. A compressor must therefore shorten the remaining
+Plain and compressed buckets both travel during the backward, so a compressor pays only if it shortens the remaining
 wait at the end of a backward. The first rounds are plain and timed. Then all ranks time the codecs once and make the
-same choice, which assumes that a compressed bucket overlaps the backward as much as a plain one.
+same choice. The choice assumes that a compressed bucket overlaps the backward as much as a plain one.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import torch
 from ..comm.levels import levels_of
 from ..compress.costs import LEAST_GAIN, hidden_beside, measure_bandwidth, measure_codecs, slowest
 
-#: a DistributedDataParallel, whose module imports this one
+#: a DistributedDataParallel; Any, because its module imports this one
 _Wrapper = Any
 _logger = logging.getLogger("shardwright")
-_ROUNDS = 5  # the first is not typical: it sends nothing early, and allocates
+_ROUNDS = 5  # the first is not typical: it allocates, and sends nothing early
 
 
 def begin_auto(wrapped: _Wrapper) -> None:
@@ -50,12 +49,13 @@ def begin_auto(wrapped: _Wrapper) -> None:
 
 
 class AutoCompression:
-    """Time the rounds of a model, then compress it or not.
+    """A timer of a model's first rounds, which then decides whether to compress.
 
     Attributes
     ----------
     waits, steps : list of float
-        Seconds of each round so far: from the end of the backward to its averages; from the round before to this one.
+        Seconds for each round so far: from the end of the backward to its averages; from the previous round to this
+        one.
     """
 
     def __init__(self, wrapped: _Wrapper) -> None:
@@ -66,7 +66,7 @@ class AutoCompression:
         self.steps: list[float] = []
 
     def after_round(self, wait_s: float) -> None:
-        """Count a possible round, on all ranks alike, also on those that took no part. Collective when it decides."""
+        """Count a round, if there was one. All ranks call this, even without a part in it. Collective if it decides."""
         wrapped = self._wrapped()
         if wrapped is None or wrapped._engine().reducer.stats()["rounds"] == self._rounds:
             return

@@ -1,8 +1,8 @@
 """DistributedDataParallel: torch's wrapper over our engine.
 
-It *is a* torch.nn.parallel.DistributedDataParallel, so everything that tests for one finds one, but runs none of its
-constructor and none of its reducer. forward() counts itself, hooks its outputs and calls the module; the rounds are the
-engine's (docs/design/reduce.md).
+It *is a* torch.nn.parallel.DistributedDataParallel, so isinstance() tests for one succeed, but it runs neither torch's
+constructor nor torch's reducer. forward() counts forwards, hooks its outputs and calls the module; the engine runs the
+rounds (docs/design/reduce.md).
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ class DistributedDataParallel(TorchDDP):
     find_unused_parameters, static_graph, gradient_as_bucket_view
         Accepted; see Options.
     device_ids, output_device
-        None; or, for a module on a GPU, that GPU: inputs of forward() are then moved to it.
+        None, or the GPU of a module on a GPU; forward() then moves its inputs there.
     mixed_precision : optional
         torch's policy of param_dtype, reduce_dtype and buffer_dtype; the first two become `precision`.
     bucket_cap_mb_list : list of float, optional
         Like torch's. All buckets have the largest of these caps.
     delay_all_reduce_named_params, param_to_hook_all_reduce
-        Refused with a sentence naming what to use.
+        Not supported; the error names the replacement.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
-        Accepted; their effect holds anyway.
+        Accepted without effect: the engine always does this.
     zero : {0, 1, 2, 3}
         The stage (see wrap).
     precision : str, Precision or dict
-        The precision in which the module computes, and gradients travel (see wrap).
+        The precision of the module's computation and of gradients in transit (see wrap).
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         See wrap.
     **options
@@ -102,11 +102,11 @@ class DistributedDataParallel(TorchDDP):
     Raises
     ------
     Error
-        If ranks disagree about the module: the same sentence on each, naming both sides.
+        If ranks disagree about the module. Every rank raises the same message, which names both sides.
     CommError, CommTimeoutError
-        If a rank died, left or did not come.
+        If a rank died, left or did not arrive.
     NotImplementedError
-        For a feature that the engine does not have, or a driver or NCCL that cannot be used.
+        For a feature that the engine lacks, or an unusable driver or NCCL.
 
     Notes
     -----
@@ -184,7 +184,7 @@ class DistributedDataParallel(TorchDDP):
             self._compress = compress
             self._compressor = travels_in if isinstance(travels_in, Compressor) else None
             self._set_attributes(forward_sync_buffers, skip_all_reduce_unused_params, batched_grad_copy)
-            # wrappers inside average all gradients: this one has nothing to do
+            # inner wrappers average all gradients: this one has no work
             self._is_around = bool(self._inner) and not any(p.requires_grad for p in self._module_parameters)
             self.bucket_bytes_cap_list = [int(cap * 1024 * 1024) for cap in bucket_cap_mb_list or ()]
             if device_mesh is not None:
@@ -246,9 +246,9 @@ class DistributedDataParallel(TorchDDP):
         self._divide_by_initial_world_size = True
         self._reset_engine()
 
-    _is_taken = False  # True inside a wrapper that has taken the parameters over
-    _outer: Callable[[], Any] | None = None  # returns that wrapper, while it lives
-    _taken: Sequence[str] = ()  # names of the wrappers that this one has taken
+    _is_taken = False  # True inside a wrapper that took the parameters over
+    _outer: Callable[[], Any] | None = None  # returns that wrapper while it exists
+    _taken: Sequence[str] = ()  # names of the wrappers that this one took over
 
     def _reset_engine(self) -> None:
         self._replica: Replica | None = None
@@ -267,11 +267,11 @@ class DistributedDataParallel(TorchDDP):
             return None
         plan = PrecisionPlan(self.module, precision, self._ignored_names())
         check_compressor(plan.compressor(), self._options.reduce)
-        for replica in live_replicas():  # an earlier wrapping's released parameters are whole again
+        for replica in live_replicas():  # make parameters whole that an earlier wrapper released
             if replica.wraps(self.module) and replica.releases_parameters:
                 replica.retire(together=True)
         plan.install()
-        if plan.adds_in_float32():  # the fold does, and NCCL's own mean does not
+        if plan.adds_in_float32():  # our fold adds in float32, NCCL's own mean does not
             self._options = dataclasses.replace(self._options, deterministic=True)
         return plan
 
@@ -354,7 +354,7 @@ class DistributedDataParallel(TorchDDP):
         if self._compressor is not None:
             self.compress_gradients(self._compressor)
         elif self._compress is not None:
-            from .auto_compression import begin_auto  # torch's counter of such wrappers
+            from .auto_compression import begin_auto  # imported late: torch counts such wrappers
 
             begin_auto(self)
 
@@ -378,7 +378,7 @@ class DistributedDataParallel(TorchDDP):
         self._drift.append(replica.access.watch(self.module, others, pinned=bool(self._zero)))
 
     def _engines(self) -> list[Replica]:
-        """Return all engines, as _engine() does: that of the module's group, then those of `groups`."""
+        """Return all engines, made if needed: first that of the module's group, then those of `groups`."""
         return [self._engine(), *self._parts]
 
     def _slice_over(self, group: HostGroup) -> Slicing:
@@ -390,7 +390,7 @@ class DistributedDataParallel(TorchDDP):
         return Slicing.of_rows(group.rank, rows)
 
     def _engine(self) -> Replica:
-        """Return the engine; make it now, collectively, if this is a copy that has none yet."""
+        """Return the engine. A copy without an engine makes it now, collectively."""
         if self._is_around:
             self._check_not_taken()
             return self._inner[0]._engine()
@@ -426,7 +426,7 @@ class DistributedDataParallel(TorchDDP):
                 raise Error(
                     "the wrapper around this one, which averaged its parameters, has ended: wrap the module again"
                 )
-            return  # wrappers inside do it; or a copy that is not trained needs no peers
+            return  # inner wrappers do this, or this is a copy that is not trained and needs no peers
         replica = self._engine()
         engines = replica, *self._parts
         for each in engines:
@@ -463,7 +463,7 @@ class DistributedDataParallel(TorchDDP):
             self.require_forward_param_sync = synchronises
         if not training or self._replica is None:
             return output
-        for replica in (self._replica, *self._parts):  # hooks of outputs open rounds in this order
+        for replica in (self._replica, *self._parts):  # the hooks of the outputs open rounds in this order
             replica.forwards.end()
             if replica.access.guard is not None:
                 replica.access.guard.check("after a forward")
@@ -490,7 +490,7 @@ class DistributedDataParallel(TorchDDP):
     # buffers ------------------------------------------------------------------------------------------------------
 
     def _sync_buffers(self, candidate: bool = True) -> None:
-        """Broadcast buffers of rank 0, or inside join of the highest rank that still trains. Collective."""
+        """Broadcast buffers of rank 0; inside join, of the highest rank that still trains. Collective."""
         replica = self._engine()
         root = 0
         if self._join_config.enable:
@@ -509,8 +509,8 @@ class DistributedDataParallel(TorchDDP):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add to `.grad` locally in backwards inside, and in those of forwards inside; the next other backward averages
-        the sum."""
+        """Return a context in which backwards add to `.grad` locally; so do later backwards of forwards run inside it.
+        The next synchronised backward averages the sum."""
         self._check_not_taken()
         before = [(each, each.require_backward_grad_sync) for each in (self, *self._inner)]
         for each, _ in before:
@@ -522,7 +522,7 @@ class DistributedDataParallel(TorchDDP):
                 each.require_backward_grad_sync = synchronised
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set if backwards from now on average gradients. `recurse` is accepted for compatibility with FSDP2."""
+        """Set whether backwards from now on average gradients. `recurse` is accepted for compatibility with FSDP2."""
         self._check_not_taken()
         for each in (self, *self._inner):
             each.require_backward_grad_sync = bool(requires_gradient_sync)
@@ -532,11 +532,11 @@ class DistributedDataParallel(TorchDDP):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Any:
-        """Return a context in which ranks may run out of inputs at different times. See torch's.
+        """Return a context in which ranks may run out of inputs at different times. See torch's join().
 
-        At zero >= 1 a joined rank goes on updating the slices that it owns, with the hyperparameters of the lowest
-        training rank. The program's own collectives inside (full_gradients, full_parameters, checkpoints) would wait
-        for it until the deadline.
+        At zero >= 1 a joined rank continues to update the slices that it owns, with the hyperparameters of the lowest
+        training rank. Do not call other collectives inside (full_gradients, full_parameters, checkpoints): they would
+        wait for joined ranks until the deadline.
         """
         if self._options.groups is not None:
             raise NotImplementedError(
@@ -558,7 +558,7 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for torch's Join; `divide_by_initial_world_size` is the one argument it reads."""
+        """Return the hook for torch's Join. It reads only the argument `divide_by_initial_world_size`."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self, divide_by_initial_world_size)
 
@@ -574,31 +574,31 @@ class DistributedDataParallel(TorchDDP):
     # communication hooks ------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook(state, bucket)` average each bucket instead of the engine, in torch's GradBucket protocol.
+        """Let `hook(state, bucket)` average each bucket instead of the engine, in torch's GradBucket protocol.
 
         Raises
         ------
         Error
-            If a hook is registered already.
+            If a hook is already registered.
         TypeError, ValueError
-            For a function that is no communication hook, by torch's own checks.
+            If torch's checks reject the function as a communication hook.
         NotImplementedError
             For torch's post-local SGD at zero >= 1.
 
         Notes
         -----
-        Buckets are handed over at the end of the backward, in order. The hook's own collectives decide cost and bits.
+        The hook gets the buckets at the end of the backward, in order. Its own collectives determine cost and bits.
 
-        At zero >= 2 a bucket (of 8 MiB at most) holds this rank's whole contributions, too, and the hook averages all
-        of it; this rank keeps its slice of the result. So the bits and the bytes on the wire are those of zero=0 with
-        equal buckets. A standing average, of which no rank has more than a slice, is not in the bucket: it is added to
+        At zero >= 2, too, a bucket (of 8 MiB at most) holds this rank's whole contributions. The hook averages the
+        whole bucket, and this rank keeps its slice of the result. Bits and bytes on the wire therefore equal those of
+        zero=0 with the same buckets. A standing mean, which exists only in slices, is not in the bucket but added to
         the result. On a GPU at zero=3 a bucket holds one unit.
         """
         self._check_comm_hook(hook)
         self._register(state, hook, hook.__qualname__ if hasattr(hook, "__qualname__") else type(hook).__qualname__)
 
     def _register(self, state: object, hook: Callable[..., Any], name: str) -> None:
-        """Set a user's hook, which has this name in the logging data."""
+        """Set a user's hook. `name`: its name in the logging data."""
         if self._zero and type(state).__name__ == "PostLocalSGDState":
             raise NotImplementedError(
                 f"a communication hook with a {type(state).__name__} averages over a part of the ranks: at zero={self._zero} state is sliced "
@@ -621,7 +621,7 @@ class DistributedDataParallel(TorchDDP):
     def _run_buckets_by(
         self, replica: Replica, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
     ) -> None:
-        """Set the hook of an engine. `lease` holds the communicators of a hook on a thread of its own, beside the
+        """Set the hook of an engine. `lease` holds the communicators of a hook that runs in its own thread during the
         backward. `is_ours`: see Replica.hook_runner.
         """
         runner = replica.hook_runner(state, hook, is_ours=is_ours)
@@ -645,7 +645,7 @@ class DistributedDataParallel(TorchDDP):
         Raises
         ------
         Error
-            If a hook or compressor is registered already, or ranks disagree about it.
+            If a hook or compressor is already registered, or ranks disagree about it.
         NotImplementedError
             If the options ask for a sum instead of a mean.
         """
@@ -658,7 +658,7 @@ class DistributedDataParallel(TorchDDP):
         self.compression_state = joined_states([each for each in states if each is not None])
 
     def _compress_engine(self, replica: Replica, compress: Compressor) -> CompressionState | None:
-        """Have an engine's buckets compressed. Return the state that the compressor keeps between rounds. Collective."""
+        """Compress an engine's buckets. Return the state that the compressor keeps between rounds. Collective."""
         if getattr(replica.reducer, "wire", None) is not None:  # the reducer compresses by itself
             replica.compression = (repr(compress), None)
             return None
@@ -700,7 +700,7 @@ class DistributedDataParallel(TorchDDP):
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an optimizer inside the backward is not there: call optimizer.step() after it")
 
-    # state dicts, torch's own, as long as parameters are whole ------------------------------------------------------
+    # state dicts: torch's own methods, while parameters are whole ---------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions get copies of whole
@@ -722,7 +722,7 @@ class DistributedDataParallel(TorchDDP):
                 stack.enter_context(engine.writable_parameters())
             return super().load_state_dict(*args, **kwargs)
 
-    # copies: weights without an engine, which is made collectively at the copy's first forward with gradients -------
+    # copies: weights without an engine; the first forward with gradients makes it, collectively ---------------------
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_default_group(self.process_group) or self._options.groups is not None:
@@ -738,7 +738,7 @@ class DistributedDataParallel(TorchDDP):
                 "copy sw.unwrap(model)"
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _RANK_LOCAL}
-        if self._is_taken:  # a copy on its own averages; the outer one's copy takes it again
+        if self._is_taken:  # a separate copy averages by itself; a copy of the outer wrapper takes it over again
             state.update(_is_taken=False, _is_around=False)
         state.update(_options=self._options.without_group(), _join_config=_JoinConfig.construct_disabled_join_config())
         del state["modules_buffers"], state["named_module_buffers"], state["_module_parameters"]
@@ -765,7 +765,7 @@ def _retire_all(replicas: list[Replica]) -> None:
 
 
 def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
-    """Return the hook, with the bytes of each bucket counted."""
+    """Wrap the hook to count the bytes of each bucket."""
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:
@@ -779,8 +779,8 @@ def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]
 
 
 def _is_under_way(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], bool]:
-    """Return a function that ends the thread. It is weak: a kept state does not keep the thread, nor what it has
-    leased."""
+    """Return a function that tells the hook's thread if it must continue. It is bound weakly, so that a kept state
+    keeps neither the thread nor its lease alive."""
 
     def ask() -> bool:
         alive = method()

@@ -1,7 +1,7 @@
-"""Attributes of torch's DistributedDataParallel that other libraries use: `.reducer`, and its constructor's arguments.
+"""Parts of torch's DistributedDataParallel that other libraries use: `.reducer` and arguments of the constructor.
 
-accelerate and Lightning call `reducer.prepare_for_backward`. Nothing here does work of its own. A method without meaning
-for our engine is missing, or is accepted where its effect holds anyway.
+accelerate and Lightning call `reducer.prepare_for_backward`. Methods here only delegate. A method without meaning for
+our engine is missing, or does nothing if the engine has its effect anyway.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..options.precision import Precision
 
 
 class ReducerFacade:
-    """torch's Reducer, with the methods that other libraries use."""
+    """A stand-in for torch's Reducer with the methods that other libraries use."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)
 
     def prepare_for_forward(self) -> None:
-        """Do nothing: forward() does it."""
+        """Do nothing: our forward() prepares itself."""
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor] = ()) -> None:
-        """Declare that the next backward synchronises, for graphs whose forward ran inside no_sync()."""
+        """Make the next backward synchronise, also for a graph with a forward inside no_sync()."""
         wrapper = self._wrapper()
         if wrapper is None or not torch.is_grad_enabled():
             return
@@ -43,7 +43,7 @@ class ReducerFacade:
         """Do nothing: buckets are never rebuilt."""
 
     def _set_static_graph(self) -> None:
-        """Do nothing: nothing depends on it."""
+        """Do nothing: the engine does not use static_graph."""
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
         wrapper = self._wrapper()
@@ -63,7 +63,7 @@ class ReducerFacade:
 
 
 def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) -> None:
-    """Raise ValueError if they name a device other than the module's own GPU."""
+    """Raise ValueError if an argument names a device other than the module's own GPU."""
     if not device_ids and output_device is None:
         return
     given = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids or ()]
@@ -79,11 +79,9 @@ def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) 
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value` with the tensors of nested tuples, lists and dicts on `device`; the lengths of a PackedSequence
-    stay on the CPU.
-    """
+    """Move the tensors in nested tuples, lists and dicts to `device`; lengths of a PackedSequence stay on the CPU."""
     if isinstance(value, (torch.Tensor, PackedSequence)):
-        movable: Any = value  # torch's stub of PackedSequence.to() knows a dtype alone
+        movable: Any = value  # torch's stub of PackedSequence.to() accepts only a dtype
         return movable.to(device, non_blocking=True)
     if isinstance(value, tuple):
         moved = [to_device(item, device) for item in value]
@@ -96,7 +94,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Check torch's constructor arguments that have no field in Options. Raise for those that cannot work."""
+    """Check torch's constructor arguments without a field in Options. Raise for those that cannot work."""
     if arguments["mixed_precision"] is not None and arguments["precision"] is not None:
         raise ValueError("mixed_precision= and precision= were both given: pass one of them")
     if arguments["delay_all_reduce_named_params"] is not None or arguments["param_to_hook_all_reduce"] is not None:
@@ -116,7 +114,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
 
 
 def _warn_of_broadcast_buffers(overridden: bool) -> None:
-    """Give torch's warning for an argument that torch 2.13 has deprecated. sw.wrap's option is not."""
+    """Emit torch's warning for an argument that torch 2.13 deprecated. The option of sw.wrap is not deprecated."""
     if overridden:
         text = "`broadcast_buffers` is deprecated, and without effect beside `forward_sync_buffers`"
     else:
@@ -128,14 +126,14 @@ def _warn_of_broadcast_buffers(overridden: bool) -> None:
 
 
 def bucket_cap(bucket_cap_mb: float | None, bucket_cap_mb_list: Any) -> float:
-    """Return the one cap of all buckets, MiB: the largest of torch's list, as torch has it beside the list."""
+    """Return the cap of all buckets, in MiB: bucket_cap_mb, or the largest of torch's list."""
     if bucket_cap_mb_list:
         return float(max(bucket_cap_mb_list))
     return 25 if bucket_cap_mb is None else bucket_cap_mb
 
 
 def precision_of(mixed_precision: Any) -> Precision:
-    """Return torch's policy of DDP (param_dtype, reduce_dtype, buffer_dtype) as ours."""
+    """Convert torch's policy for DDP (param_dtype, reduce_dtype, buffer_dtype) to a Precision."""
     if not all(hasattr(mixed_precision, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")):
         raise TypeError(
             f"mixed_precision must have param_dtype, reduce_dtype and buffer_dtype, got {mixed_precision!r}; precision= takes 'bf16', "
@@ -151,8 +149,7 @@ def precision_of(mixed_precision: Any) -> Precision:
 def apply_mixed_precision(
     module: torch.nn.Module, mixed_precision: Any, ignored: Collection[str], *, keeps_places: bool
 ) -> None:
-    """Cast buffers as torch's policy says. Where parameters keep their places, set the attributes of them that torch's
-    own code reads."""
+    """Cast buffers by torch's policy. If parameters keep their places, set the attributes that torch's code reads."""
     for name, buffer in module.named_buffers():
         if mixed_precision.buffer_dtype is not None and name not in ignored and buffer.is_floating_point():
             buffer.data = buffer.data.to(mixed_precision.buffer_dtype)
@@ -161,4 +158,4 @@ def apply_mixed_precision(
             continue
         low = mixed_precision.param_dtype or parameter.dtype
         parameter._fp_param = parameter.data  # type: ignore[attr-defined]
-        parameter._mp_param = parameter.data.new_empty(0, dtype=low)  # type: ignore[attr-defined] # torch's is freed, too
+        parameter._mp_param = parameter.data.new_empty(0, dtype=low)  # type: ignore[attr-defined] # freed in torch, too

@@ -1,8 +1,8 @@
 """The logging data of a wrapped module, under torch's names (`_get_ddp_logging_data()`), and its logger.
 
-Facts of the constructor and of the buckets are read when the data is asked for. Times are measured only once a program has
-asked for the data or set the sample rate, since a measurement costs a training step Python calls: torch measures always.
-Buckets are laid out once, so what torch says of rebuilt buckets is absent.
+Facts about the constructor and the buckets are read on request. Times are measured only after a program requested the
+data or set the sample rate, because measuring costs Python calls in each training step; torch always measures. Buckets
+are laid out once, so torch's fields about rebuilt buckets are absent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 __all__ = ["DDPLogger", "IterationTimes"]
 
-#: torch measures the first iterations, and then one in so many
+#: torch measures the first iterations, and then one of every _SAMPLE_RATE
 _FIRST_ITERATIONS, _SAMPLE_RATE = 10, 100
-#: torch's name of a dtype
+#: torch's C++ names of dtypes
 _CXX_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -33,7 +33,7 @@ _GLOO_ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 
 
 class IterationTimes:
-    """The moments of one iteration, nanoseconds of time.perf_counter_ns(); 0 if one has not come."""
+    """Timestamps of one iteration, in nanoseconds of time.perf_counter_ns(); 0 for an event that has not happened."""
 
     __slots__ = ("backward_end", "backward_start", "close_end", "forward_start")
 
@@ -41,8 +41,8 @@ class IterationTimes:
         self.forward_start = self.backward_start = self.backward_end = self.close_end = 0
 
     def data(self) -> dict[str, int]:
-        """Return torch's fields. Its communication is what the end of a backward waits for here: buckets that were
-        averaged during the backward are not counted, so there is no overlap to report."""
+        """Return torch's fields. Communication time is the wait at the end of a backward. It excludes buckets averaged
+        during the backward, so no overlap is reported."""
         return {
             "forward_compute_time": self.backward_start - self.forward_start,
             "backward_compute_time": self.backward_end - self.backward_start,
@@ -57,12 +57,12 @@ class IterationTimes:
 
 
 class DDPLogger:
-    """torch's DDP logger, with the methods that torch calls, and the data that it gives.
+    """A stand-in for torch's DDP logger: the methods that torch calls, and the data that it returns.
 
     Parameters
     ----------
     wrapper : DistributedDataParallel
-        It is held weakly.
+        The wrapper, held weakly.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -78,10 +78,10 @@ class DDPLogger:
     # what torch's own code calls ------------------------------------------------------------------------------------
 
     def set_runtime_stats_and_log(self) -> None:
-        """Do nothing: begin_iteration() does it."""
+        """Do nothing: begin_iteration() records the times."""
 
     def set_error_and_log(self, message: str) -> None:
-        """Keep the text of an error."""
+        """Store the text of an error."""
         self._facts.update(has_error=1, error=message)
 
     def _set_uneven_input_join(self) -> None:
@@ -94,7 +94,7 @@ class DDPLogger:
         self._facts["comm_hook"] = name
 
     def set_sample_rate(self, rate: int) -> None:
-        """Measure the first iterations, and then one in `rate`."""
+        """Measure the first iterations, and then one of every `rate`."""
         self._rate = rate
         self._measure()
 
@@ -109,7 +109,7 @@ class DDPLogger:
         return wrapper, replica
 
     def begin_iteration(self, iterations: int) -> IterationTimes | None:
-        """Take the times of the iteration that ended, after `iterations` of them. Return an object for those of the next."""
+        """Record the times of the last iteration, number `iterations`. Return an object for those of the next."""
         if self._is_sampled(iterations) and self._times is not None and self._times.close_end:
             self._take(self._times, iterations)
         self._times = None

@@ -1,12 +1,12 @@
-"""fully_shard: zero=3 with private parameters, composed by hand and in place, like torch's FSDP2.
+"""fully_shard: zero=3 with private parameters, applied module by module and in place, like torch's FSDP2.
 
     for block in model.blocks:
         sw.fully_shard(block)
     sw.fully_shard(model)
     optimizer = sw.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
 
-The instance's class becomes a subclass made for it, which is the only mark that remains. The outermost module makes the
-engine at first need: in shard_optimizer, in its first forward, or in a function that needs whole parameters.
+The only visible change is the instance's class, which becomes a subclass made for it. The outermost module makes the
+engine when it is first needed: in shard_optimizer, in its first forward, or in a function that needs whole parameters.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from .ddp import DistributedDataParallel
 
 @dataclasses.dataclass
 class Mark:
-    """The mark of fully_shard on a module: its options, and its unit; with groups= one unit of each part.
+    """The mark of fully_shard on a module: its options and its unit; with groups= one unit for each part.
 
     Attributes
     ----------
     is_list : bool
-        True if several modules were given, which are one unit and share this mark.
+        True if fully_shard got several modules, which form one unit and share this mark.
     wrapper : DistributedDataParallel or None
-        The wrapper of the outermost module, once it is made.
+        The wrapper of the outermost module; None until it is made.
     ahead : dict of str to list of Mark
-        The units that are gathered ahead in its "forward" and "backward", where the program names them.
+        The units to gather ahead during this one's "forward" and "backward", if the program names them.
     divide_factor : float, optional
-        What the program says that gradients are divided by. It is checked once there is an engine.
+        The divisor of gradients that the program expects. It is checked once the engine exists.
     divides_by : int, optional
-        What the engine divides them by.
+        The divisor that the engine uses.
     placement : callable, optional
         FSDP2's shard_placement_fn.
     """
@@ -64,14 +64,14 @@ class Mark:
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
-        """Note that the module became a unit."""
+        """Record that the module became a unit."""
         self._units = [(weakref.ref(each), of.number) for each, of in self.places() if each is not schedule]
         self._units.append((weakref.ref(schedule), unit))
         for phase in self.ahead:
             schedule.ahead[phase][unit] = functools.partial(self._units_ahead, phase, weakref.ref(schedule))
 
     def look_ahead(self, phase: str, marks: list[Mark]) -> None:
-        """Gather the units of `marks` ahead while this one runs."""
+        """Gather the units of `marks` ahead while this unit runs."""
         self.ahead[phase] = marks
         for schedule, unit in self.places():
             self.join(schedule, unit.number)
@@ -80,12 +80,12 @@ class Mark:
         return [unit for mark in self.ahead[phase] for of, unit in mark.places() if of is schedule()]
 
     def places(self) -> list[tuple[UnitSchedule, Unit]]:
-        """Return the module's units; none before there are some, and after their end."""
+        """Return the module's units; none before they are made and after they end."""
         found = ((schedule(), unit) for schedule, unit in self._units)
         return [(each, each.units[unit]) for each, unit in found if each is not None and each.units]
 
     def check_divide_factor(self) -> None:
-        """Raise NotImplementedError if gradients are divided by something else than the program said."""
+        """Raise NotImplementedError if the engine divides gradients by another factor than the program expects."""
         if self.divides_by is not None and self.divide_factor not in (None, self.divides_by):
             factor, self.divide_factor = self.divide_factor, None
             raise NotImplementedError(
@@ -94,8 +94,7 @@ class Mark:
             )
 
     def make(self, module: torch.nn.Module) -> None:
-        """Return the engine, with `module` the outermost, unless it is inside of one that has an engine. Collective
-        then."""
+        """Make the engine with `module` as outermost, unless an outer module has one. Collective if it makes one."""
         if not self.places() and self.is_list:
             raise Error(
                 f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "
@@ -112,7 +111,7 @@ class Mark:
 
 
 class Gathered:
-    """The handle of an unshard() that has ended."""
+    """The handle of a completed unshard()."""
 
     def wait(self) -> None:
         """Do nothing."""
@@ -125,7 +124,7 @@ def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def _check_divide_factors(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Note what gradients of the modules inside `module` are divided by. Raise where the program said another factor."""
+    """Record the divisor of gradients for the modules inside `module`. Raise if the program expects another one."""
     mesh, divides_by = options.get("device_mesh"), 1
     if options.get("reduce") != "sum" and (mesh is not None or torch.distributed.is_initialized()):
         divides_by = torch.distributed.get_world_size(options.get("process_group")) if mesh is None else mesh.size()
@@ -138,7 +137,7 @@ def _check_divide_factors(module: torch.nn.Module, options: dict[str, Any]) -> N
 
 
 def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
-    """Return the inner modules of DTensors that have a mesh of other ranks than the outermost one: experts."""
+    """Map the inner modules of DTensors with another mesh than the outermost module (experts) to their meshes."""
     outer, ranks = options.get("device_mesh"), [0]
     if outer is not None:
         ranks = outer.mesh.tolist()
@@ -157,7 +156,7 @@ def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.M
 
 
 def _placed_apart(module: torch.nn.Module, ranks: list[Any], ignored: set[int]) -> dict[Any, Any]:
-    """Return the meshes of other ranks that shard_placement_fn names for parameters, by names."""
+    """Map names of parameters to the meshes of other ranks that shard_placement_fn returns for them."""
     found = {}
     for name, parameter in module.named_parameters():
         above = name.rpartition(".")[0]
@@ -178,7 +177,7 @@ def _placed_apart(module: torch.nn.Module, ranks: list[Any], ignored: set[int]) 
 
 
 class FullySharded(torch.nn.Module):
-    """The base that the class of a module gets from fully_shard."""
+    """The base class that fully_shard adds to the class of a module."""
 
     _shardwright_mark: Mark
     _shardwright_original: type
@@ -206,32 +205,33 @@ class FullySharded(torch.nn.Module):
     def unshard(self, async_op: bool = False) -> Gathered | None:
         """Gather this module's unit until reshard(). For an inner unit the outermost module's engine must exist.
 
-        With `async_op` return an object with wait(), as FSDP2 does; the unit is whole already.
+        With `async_op` return an object with wait(), as FSDP2 does; the unit is already whole.
         """
         for schedule, unit in self._placed():
             schedule.pin(unit)
         return Gathered() if async_op else None
 
     def reshard(self) -> None:
-        """Release this module's unit, now or once no module runs in it."""
+        """Release this module's unit, now or as soon as none of its modules runs."""
         for schedule, unit in self._placed():
             schedule.unpin(unit)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Add to `.grad` locally in backwards inside. For the outermost module."""
+        """Return a context in which backwards add to `.grad` locally. For the outermost module."""
         return self._outermost("no_sync").no_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set if backwards from now on average gradients. For the outermost module; `recurse` is accepted for
+        """Set whether backwards from now on average gradients. For the outermost module; `recurse` is accepted for
         compatibility with FSDP2.
         """
         self._outermost("set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Gather the units of `modules` while this module's forward runs, in place of those that followed it last time.
+        """Gather the units of `modules` while this module's forward runs, instead of the units that followed it last
+        time.
 
-        Alike on all ranks. On GPUs, into free places: call it before the first run, which makes as many as the longest
-        list needs, or pass prefetch= as well. No effect on the host.
+        Call it with equal modules on all ranks. On GPUs units are gathered into free places: call it before the first
+        run, which makes as many places as the longest list needs, or pass prefetch=, too. No effect on the host.
         """
         self._shardwright_mark.look_ahead("forward", _marks_of(modules, "set_modules_to_forward_prefetch"))
 
@@ -240,14 +240,14 @@ class FullySharded(torch.nn.Module):
         self._shardwright_mark.look_ahead("backward", _marks_of(modules, "set_modules_to_backward_prefetch"))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accept FSDP2's call: what ends a step is set_requires_gradient_sync()."""
+        """Accept FSDP2's call without effect: set_requires_gradient_sync() marks the last backward."""
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Accept FSDP2's call: units are released after each backward."""
+        """Accept FSDP2's call without effect: units are always released after a backward."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set if this unit, and with `recurse` those inside it, are released between forward and backward. The outermost
-        unit is not."""
+        """Set whether this unit is released between forward and backward; with `recurse` also the units inside it. The
+        outermost unit never is."""
         for each in self.modules() if recurse else (self,):
             mark = mark_of(each)
             if mark is None:
@@ -263,7 +263,7 @@ class FullySharded(torch.nn.Module):
         Raises
         ------
         NotImplementedError
-            For False: gradients are averaged over all ranks of a mesh at once.
+            For False, because gradients are averaged over all ranks of a mesh at once.
         """
         if not requires_all_reduce:
             raise NotImplementedError(
@@ -272,14 +272,14 @@ class FullySharded(torch.nn.Module):
             )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Accept what gradients are divided by: the number of the outermost module's ranks, or 1 with reduce="sum".
+        """Accept the engine's divisor of gradients: the number of the outermost module's ranks, or 1 with reduce="sum".
 
-        An inner module's, experts' too, are divided by the same.
+        Inner modules, including experts, have the same divisor.
 
         Raises
         ------
         NotImplementedError
-            For another factor; before there is an engine, as it is made.
+            For another factor; if the engine does not exist yet, raised when it is made.
         """
         self._shardwright_mark.divide_factor = factor
         self._shardwright_mark.check_divide_factor()
@@ -291,7 +291,7 @@ class FullySharded(torch.nn.Module):
         return wrapper
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the class that was before; our hooks refuse a copy while the module is released."""
+        """Pickle as the original class; our hooks refuse a copy while the module is released."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
         return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
 
@@ -324,34 +324,35 @@ def fully_shard(
     offload_policy: Any = None,
     **options: Any,
 ) -> Any:
-    """Make `module` a unit: its parameters are whole while it runs, and each rank has its slices otherwise. In place.
+    """Make `module` a unit, in place: its parameters are whole while it runs; else each rank keeps only its slices.
 
-    Call it on inner modules first, and last on the outermost one, whose unit holds the remaining parameters. The
-    outermost unit is whole from its forward to the end of its backward.
+    Call it on inner modules first and on the outermost one last; the outermost unit holds the remaining parameters and
+    is whole from its forward to the end of its backward.
 
     Parameters
     ----------
     module : Module or sequence of Module
-        Several modules are one unit: each is whole while any of them runs. Pass the outermost module by itself.
+        Several modules form one unit: all are whole while any of them runs. Pass the outermost module alone.
     mesh, device_mesh
-        See Options; `mesh` is FSDP2's name for the same. The outermost module's mesh counts. An inner one of other
-        ranks is an error, except for a module of DTensors (experts), which it makes one of the outermost one's `groups`.
+        See Options; `mesh` is FSDP2's name for it. The outermost module's mesh applies. An inner mesh of other ranks is
+        an error, except for a module of DTensors (experts), which then becomes one of the outermost module's `groups`.
     ignored_params, **options
-        See Options; those of the outermost module count. An inner module whose parameters the outermost one all ignores
-        is no unit of it. It has an engine of its own, over its own mesh, and needs an optimizer of its own.
+        See Options; those of the outermost module apply. If the outermost module ignores all parameters of an inner
+        module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
     reshard_after_forward : bool
         True if the unit is released between its forward and its backward.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
-        The precision in which the module computes, and modules inside it that have none of their own; see wrap.
+        The precision in which the module and inner modules without their own precision compute; see wrap.
     shard_placement_fn : callable, optional
-        FSDP2's: parameter to None, a Shard or a ShardPlacementResult. Slices are flat whatever dimension a Shard names. A
-        mesh of other ranks makes the parameter, a DTensor, one of the outermost module's `groups`.
+        FSDP2's function from a parameter to None, a Shard or a ShardPlacementResult. Slices are always flat, whatever
+        dimension a Shard names. With a mesh of other ranks the parameter, a DTensor, becomes one of the outermost
+        module's `groups`.
     offload : {"cpu", "nvme:<folder>"}, optional
-        For the outermost module: the place to which shard_optimizer moves the optimizer's state; see wrap.
+        For the outermost module: where shard_optimizer keeps the optimizer's state; see wrap.
     mp_policy : MixedPrecisionPolicy, optional
         FSDP2's `precision`, with fields of the same names. Parameters keep their dtype.
     offload_policy : OffloadPolicy, optional
-        FSDP2's. Its CPUOffloadPolicy is refused, since parameters stay on their device: pass `offload`.
+        FSDP2's policy. CPUOffloadPolicy raises, because parameters stay on their device: pass `offload`.
 
     Returns
     -------
@@ -361,15 +362,15 @@ def fully_shard(
     Raises
     ------
     Error
-        If fully_shard was called on it before.
+        If fully_shard was already called on it.
     NotImplementedError
-        On all ranks, as the engine is made: for an inner module with another mesh, or one that ignores parameters that
-        the outermost does not.
+        On all ranks, when the engine is made: for an inner module with another mesh, or one that ignores parameters
+        that the outermost module does not ignore.
 
     Notes
     -----
-    Not collective. The outermost module makes the engine, collectively, at its first run or at the first call with it, such
-    as shard_optimizer or full_parameters; parameters then have rank 0's values.
+    Not collective. The outermost module makes the engine, collectively, at its first run or in the first call that
+    needs it, such as shard_optimizer or full_parameters; parameters then take rank 0's values.
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
     for each in modules:
@@ -408,7 +409,7 @@ def fully_shard(
 
 
 def _policy(precision: Any, mp_policy: Any) -> Precision | None:
-    """Return the precision of a unit, which FSDP2 calls mp_policy; None where nothing is cast."""
+    """Return the precision of a unit (FSDP2: mp_policy); None for no cast."""
     if mp_policy is None:
         return None if precision is None else Precision.of(precision)
     if precision is not None:
@@ -422,7 +423,7 @@ def _policy(precision: Any, mp_policy: Any) -> Precision | None:
 
 
 def _listed(modules: Any) -> list[Any]:
-    """Return the modules of a list that are one unit. Raise ValueError where that cannot be."""
+    """Return the modules of a list that form one unit. Raise ValueError if they cannot."""
     if not isinstance(modules, (list, tuple)):
         raise TypeError(
             f"fully_shard needs a torch.nn.Module that is run itself, or a list of such, got {type(modules).__name__}"
@@ -436,9 +437,9 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper of a module that was wrapped, or fully_shard was called on last; None for any other.
+    """Return the wrapper of a wrapped module, or of an outermost module of fully_shard; None for any other.
 
-    Collective where it makes the engine of the latter.
+    Collective if it makes the engine of the latter.
     """
     module = getattr(module, "_orig_mod", module)
     if isinstance(module, DistributedDataParallel):

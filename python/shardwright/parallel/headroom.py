@@ -1,9 +1,9 @@
-"""headroom: the time that a step waits for communication, and the compressor that would pay for itself.
+"""headroom: the time that a step waits for communication, and the compressor that would pay off.
 
 A compressor saves bytes and costs arithmetic. It can save at most the *exposed* communication: the difference between a
-synchronised backward and one that does not synchronise. predicted(compressor) = local step + codec + bytes / bandwidth,
-since a codec takes a core's time wherever it runs. Between hosts at zero=0 and 1 compressed buckets overlap the
-backward, so the last term is reduced by the time that a plain exchange hides there.
+synchronised and an unsynchronised backward. predicted(compressor) = local step + codec + bytes / bandwidth, since a
+codec takes a core's time wherever it runs. Between hosts at zero=0 and 1 compressed buckets overlap the backward, so
+the last term is reduced by the time that a plain exchange overlaps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Candidate:
     step_s : float
         Predicted seconds of a step.
     codec_s : float
-        Seconds of arithmetic in it.
+        Seconds of codec arithmetic in it.
     wire_bytes : int
         Bytes that a rank sends in a step.
     """
@@ -56,11 +56,11 @@ class Headroom:
     exposed_s : float
         Their difference, at least 0.
     bandwidth : float
-        Bytes a second that a rank sends, measured or given.
+        Bytes per second that a rank sends, measured or given.
     candidates : tuple of Candidate
         Predictions, the fastest first.
     choice : str
-        "none", or the compressor that would pay for itself.
+        "none", or the compressor that would pay off.
     """
 
     step_s: float
@@ -86,24 +86,24 @@ def headroom(
     repeat: int = 5,
     bandwidth: float | None = None,
 ) -> Headroom:
-    """Measure the exposed communication of a step and predict which compressor would pay for itself.
+    """Measure the exposed communication of a step and predict which compressor would pay off.
 
     Parameters
     ----------
     model : DistributedDataParallel
         A module wrapped by sw without a compressor.
     backward : callable
-        Runs one forward and backward of `model` on this rank, without an optimizer step. Gradients are cleared before
-        and after.
+        Runs one forward and backward of `model` on this rank, without an optimizer step. headroom() clears gradients
+        before and after.
     repeat : int
-        Calls of each kind; at least 3.
+        Number of calls with and of calls without communication; at least 3.
     bandwidth : float, optional
-        Bytes a second that a rank sends, to predict for another network. Default: measured on this one.
+        Bytes per second that a rank sends, to predict for another network. Default: measured on this network.
 
     Raises
     ------
     Error
-        If the model is not wrapped by sw, or has a compressor already.
+        If the model is not wrapped by sw, or already has a compressor.
     ValueError
         If repeat or bandwidth are out of range.
 
@@ -137,7 +137,7 @@ def headroom(
     measured = measure_bandwidth(replica.group, levels)
     speed = bandwidth or measured
     beside_s = hidden_beside(replica.overlaps_compression, levels, numel, measured, exposed_s)
-    if bandwidth is not None:  # assume the same overlap; the rest takes as long as its bytes
+    if bandwidth is not None:  # assume the same overlap; the remaining bytes take their time at this bandwidth
         hidden_s = max(0.0, plain_bytes / measured - exposed_s)
         exposed_s = max(0.0, plain_bytes / bandwidth - hidden_s)
         step_s = local_s + exposed_s
@@ -156,7 +156,7 @@ def _measure_backwards(
     repeat: int,
     slowest: Callable[[list[float]], list[float]],
 ) -> tuple[float, float]:
-    """Time backwards with and without communication, in turns."""
+    """Time backwards with and without communication, alternately."""
     times: tuple[list[float], list[float]] = ([], [])
     synchronises = model.require_backward_grad_sync
     try:

@@ -1,17 +1,17 @@
 """Uneven inputs: the work of a rank that ran out of inputs, in torch's Join protocol.
 
 A joined rank shadows each iteration of the training ranks, collective for collective, in the order in which forward and
-backward issue them: buffers, the flag of whether this backward synchronises, the round. At the end all ranks take the
+backward issue them: buffers, the flag whether this backward synchronises, the round. At the end all ranks take the
 model of the rank that trained longest.
 
-At zero >= 1 a joined rank still owns slices, so it takes part in the optimizer's step, too, and where gradients are
-sliced in their norms and agreements. Their number in an iteration is up to the training ranks, so each is *announced*.
-The training ranks say which operation comes. With it comes everything that a joined rank lacks: hyperparameters, which
-gradients exist, the factors that scaled them. It takes those from the lowest training rank.
+At zero >= 1 a joined rank still owns slices, so it also takes part in the optimizer's step and, if gradients are
+sliced, in their norms and agreements. The training ranks decide how many of these an iteration has, so they *announce*
+each one. An announcement names the operation and carries what a joined rank lacks: hyperparameters, which gradients
+exist, and the factors that scaled them. A joined rank takes these from the lowest training rank.
 
-Several modules may be in one Join. torch's context counts announcements by its first member alone, so the first
-module's hook listens for the announcements of all, and passes each to the module that it names. One communicator serves
-them all, so a joined rank follows one round at a time: each module's backward ends before anything else is announced.
+Several modules may be in one Join. torch's context counts only the announcements of its first member, so the first
+module's hook listens for all announcements and passes each to the module that it names. All modules share one
+communicator, so a joined rank follows one round at a time: each module's backward ends before the next announcement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..layout.shard_runs import memory_order
 if TYPE_CHECKING:
     from .replica import Replica
 
-#: a DistributedDataParallel, whose module imports this one
+#: a DistributedDataParallel; Any, because its module imports this one
 _Wrapper = Any
 
 
@@ -42,7 +42,7 @@ class ShadowHook(JoinHook):
     ----------
     wrapper : DistributedDataParallel
     divide_by_initial_world_size : bool
-        True: the mean divides by all ranks. False: by those that still train.
+        True: the mean divides by the number of all ranks. False: by the number that still train.
     """
 
     def __init__(self, wrapper: _Wrapper, divide_by_initial_world_size: bool) -> None:
@@ -55,12 +55,12 @@ class ShadowHook(JoinHook):
         _remember(wrapper)
 
     def main_hook(self) -> None:
-        """Shadow one iteration of the training ranks; at zero >= 1 one announced operation."""
+        """Shadow one iteration of the training ranks; at zero >= 1, one announced operation."""
         announcer = self._wrapper._engine().join_link.announcer
         assert announcer is not None
         if not announcer.is_on:
             _shadow_forward(self._wrapper)
-        elif self._wrapper._join_config.is_first_joinable:  # the training ranks' hooks have nothing to add
+        elif self._wrapper._join_config.is_first_joinable:  # the first module's hook serves all modules
             member, heard = announcer.listen()
             if heard["kind"] == "forward":
                 _shadow_forward(member)
@@ -68,7 +68,7 @@ class ShadowHook(JoinHook):
                 _SHADOWS[heard["kind"]](member._engine(), heard)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model of the last rank that joined, on all ranks; among several, of the highest."""
+        """Give all ranks the model of the last rank that joined; of several, the highest."""
         wrapper = self._wrapper
         replica = wrapper._engine()
         replica.join_link.connect(None)
@@ -90,7 +90,7 @@ class ShadowHook(JoinHook):
 
 
 def _shadow_forward(wrapper: _Wrapper) -> None:
-    """Shadow a forward of the training ranks and, where they synchronise, its round."""
+    """Shadow a forward of the training ranks and, if they synchronise, its round."""
     wrapper._engine().steppers.has_joined = True
     if wrapper._check_sync_bufs_pre_fwd():
         wrapper._sync_buffers(candidate=False)
@@ -100,7 +100,7 @@ def _shadow_forward(wrapper: _Wrapper) -> None:
         wrapper._engine().rounds.shadow()
 
 
-#: wrappers whose join hook was made and has not ended, in that order: those of one Join are adjacent
+#: wrappers with a live join hook, in order of creation; wrappers of one Join are adjacent
 _joining: list[weakref.ref[_Wrapper]] = []
 
 
@@ -119,9 +119,9 @@ class Announcer:
     Attributes
     ----------
     joined : list of int
-        Ranks that had joined at the last announcement.
+        Ranks that had joined by the last announcement.
     lowest : int
-        The lowest rank that still trained then.
+        The lowest rank that still trained at that time.
     """
 
     def __init__(self, wrapper: _Wrapper) -> None:
@@ -131,7 +131,7 @@ class Announcer:
         self._owed: int | None = None
 
     def _members(self) -> list[_Wrapper]:
-        """Return the wrappers of this Join, in its order; none if it begins with another library's module."""
+        """Return the wrappers of this Join, in its order; none if its first module belongs to another library."""
         all_wrappers = [wrapper for each in _joining if (wrapper := each()) is not None]
         wrapper = self._wrapper()
         at = next((i for i, each in enumerate(all_wrappers) if each is wrapper), None)
@@ -145,13 +145,13 @@ class Announcer:
 
     @property
     def is_joining(self) -> bool:
-        """Return True if a join is under way; one with enable=False is not."""
+        """Return True inside a join, unless it has enable=False."""
         wrapper = self._wrapper()
         return wrapper is not None and bool(wrapper._join_config.enable)
 
     @property
     def is_on(self) -> bool:
-        """Return True if a join of sliced state is under way."""
+        """Return True inside a join with sliced state."""
         wrapper = self._wrapper()
         if wrapper is None or not self.is_joining:
             return False
@@ -187,32 +187,29 @@ class Announcer:
 
     @property
     def owes(self) -> int | None:
-        """Return the number of rounds that had ended when joined ranks began to wait for the next one; None if none
-        waits."""
+        """Return the count of completed rounds when joined ranks began to wait for the next one; None if none waits."""
         return self._owed
 
     def listen(self) -> tuple[_Wrapper, dict[str, Any]]:
-        """Return the announcement of the lowest training rank, and the module that it names."""
+        """Receive an announcement. Return the module that it names, and the lowest training rank's content."""
         members = self._members()
         heard: dict[str, Any] = self._exchange(members, b"")
         return members[heard["member"]], heard
 
     def announce_round(self, standing: bytes) -> None:
-        """Announce a round as it opens, on GPUs at zero >= 2. Collective where a rank has joined.
+        """Announce a round when it opens, on GPUs at zero >= 2. Collective if a rank has joined.
 
-        `standing` tells which contributions are on top of a standing mean, a byte a parameter. On the host these bits
-        travel with the data.
+        `standing`: one byte a parameter, 1 if the contribution adds to a standing mean. On the host these bits travel
+        with the data.
         """
         self._announce_to_joined("round", 0, list(standing))
 
     def announce_unit(self, unit: int) -> None:
-        """Announce the gather of a unit, which is a collective on GPUs at zero=3. Collective where a rank has
-        joined."""
+        """Announce the gather of a unit, a collective on GPUs at zero=3. Collective if a rank has joined."""
         self._announce_to_joined("unit", unit, None)
 
     def _announce_to_joined(self, kind: str, number: int, groups: Any) -> None:
-        """Note that ranks that join later take part themselves: no rank has left anything out since the last
-        announcement."""
+        """Announce only if a rank has already joined; one that joins later still takes part in the operation itself."""
         if self.joined and self.is_on:
             self.announce(kind, number, groups)
 
@@ -240,7 +237,7 @@ class Announcer:
 
 
 def _check_ended(wrapper: _Wrapper, kind: str) -> None:
-    """Raise Error where a round that joined ranks wait in has not ended."""
+    """Raise Error if joined ranks still wait in a round that has not ended."""
     replica = wrapper._engine()
     owed = replica.join_link.announcer.owes if replica.join_link.announcer is not None else None
     if owed is None or replica.reducer.stats()["rounds"] != owed:
@@ -270,7 +267,7 @@ NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
 
 
 def state_of(gradient: torch.Tensor | None) -> int:
-    """Return NO_GRADIENT, ZEROED (known of sliced ones only) or A_GRADIENT."""
+    """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT."""
     if gradient is None:
         return NO_GRADIENT
     return ZEROED if isinstance(gradient, ShardedGradient) and gradient._cleared else A_GRADIENT
@@ -280,7 +277,7 @@ def state_of(gradient: torch.Tensor | None) -> int:
 
 
 def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
-    """Return this rank's slices of sliced averages, scaled like those of training ranks."""
+    """Return this rank's slices of the averaged gradients, scaled as on the training ranks."""
     found: list[torch.Tensor | None] = []
     for view, state in zip(replica.gradients.views, states):
         assert isinstance(view, ShardedGradient)
@@ -335,11 +332,11 @@ _SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
 def exchange_slices(
     replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
 ) -> list[torch.Tensor | None]:
-    """Send joined ranks, at zero=1, their slices of the gradients from the lowest training rank. Collective.
+    """Send joined ranks their slices of the lowest training rank's gradients, at zero=1. Collective.
 
-    That rank may have scaled or clipped the gradients. `states` tells which gradients exist, and run(index, rank) the
-    elements on which a rank steps. A joined rank gets back the gradients with which it steps. Cost: the bytes of the
-    joined ranks' slices; on GPUs through their hosts, which wait for them.
+    That rank may have scaled or clipped the gradients. `states` says which gradients exist; run(index, rank) returns
+    the elements on which a rank steps. On a joined rank, returns the gradients for its step. Cost: the bytes of the
+    joined ranks' slices; on GPUs they pass through the hosts, which wait for them.
     """
     announcer = replica.join_link.announcer
     assert announcer is not None

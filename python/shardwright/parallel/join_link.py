@@ -1,4 +1,4 @@
-"""A module's link to joined ranks: what training ranks announce to them at zero >= 1, see parallel/join.py."""
+"""A module's link to joined ranks: the announcements of training ranks at zero >= 1. See parallel/join.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JoinLink:
 
     @property
     def is_joining(self) -> bool:
-        """Return True inside join: some rank may shadow, and make no other collective call."""
+        """Return True inside join. Some rank may then be shadowing, and make no other collective call."""
         return self.announcer is not None and self.announcer.is_joining
 
     @property
@@ -42,7 +42,7 @@ class JoinLink:
         return self._zero >= 2 and not self._capabilities.tells_standing
 
     def connect(self, announcer: Any) -> None:
-        """Announce collectives through `announcer`, or no longer if that is None."""
+        """Announce collectives through `announcer`; None stops announcements."""
         self.announcer = announcer
         board = self._gradients.sliced_board
         if board is not None:

@@ -1,4 +1,4 @@
-"""The engine's side of one wrapped module: table, reducer, gradient views and hooks, made and removed together."""
+"""The engine's state for one wrapped module: table, reducer, gradient views and hooks, made and removed together."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
 class Replica:
-    """One rank's replica of a module, ready for rounds. Making it is collective.
+    """One rank's replica of a module, ready for rounds. Construction is collective.
 
-    It holds its owner, the wrapper, weakly: the parameters' hooks refer to this object and would keep the wrapper
+    It refers to its owner, the wrapper, weakly: hooks of the parameters refer to this object and would keep the wrapper
     alive.
 
     Attributes
@@ -71,8 +71,9 @@ class Replica:
 
     Notes
     -----
-    With groups= a wrapper has several replicas, each for some of the parameters. Rounds of one end after those of the
-    replica `before` it, and each gradient from autograd is multiplied by `gradient_factor` (parallel/composition/parts.py).
+    With groups= a wrapper has several replicas, each for some of the parameters. The rounds of a replica end after
+    those of the replica `before` it. Each gradient from autograd is multiplied by `gradient_factor`
+    (parallel/composition/parts.py).
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Replica:
         self.settings = settings
         self._gradient_factor = gradient_factor
         self._module = weakref.ref(module)
-        #: the ranks of the mesh of the module's DTensors, made before anything can fail on one rank
+        #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
         self._has_agreed = False
         refusal: Exception | None = None
@@ -124,7 +125,7 @@ class Replica:
                 self._agree_over_mesh(error)
             raise
         finally:
-            refusal = None  # its traceback holds this frame, and so the module
+            refusal = None  # its traceback would keep this frame and the module alive
         make_backend = choose_backend(self.table)
         plans = None
         if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
@@ -143,13 +144,13 @@ class Replica:
         try:
             self.reducer: Any = self.backend.reducer(request)
             self._storage = self._make_storage(request)
-        except BaseException as error:  # a GPU's failure is one rank's; on hosts all ranks agree about memory
+        except BaseException as error:  # a GPU may fail on one rank only; on hosts all ranks agree about memory
             if self.link is not None:
                 self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
             raise
-        if self.link is not None:  # else a rank would return although its peer has failed
+        if self.link is not None:  # otherwise a rank could return although its peer failed
             group.comm.barrier(f"the memory of the wrapped {self.label}")
-        #: before each forward, so that parameters are whole in all of the user's hooks, including later ones
+        #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
@@ -157,7 +158,7 @@ class Replica:
         self.steppers = Steppers(group)
         try:
             self._attach(synchronises, before)
-        except BaseException as error:  # an error of only this rank: the peers must not wait for it
+        except BaseException as error:  # an error of this rank only: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
@@ -171,13 +172,13 @@ class Replica:
             self._handles += self.check.handles
         self._identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False
-        self.compression: tuple[str, Exchange | None] | None = None  # an entry None: the reducer's own hook
+        self.compression: tuple[str, Exchange | None] | None = None  # Exchange None: the reducer compresses
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
 
     def _agree_over_mesh(self, failure: Exception | None) -> None:
-        """Raise on all ranks of the model mesh if wrapping failed on one or their models differ. Collective."""
+        """Raise on all ranks of the model mesh if wrapping failed on one of them or their models differ. Collective."""
         self._has_agreed = True
         if self.model_ranks is None:
             return
@@ -215,7 +216,7 @@ class Replica:
 
     @property
     def link(self) -> DeviceLink | None:
-        """Return the link of a GPU."""
+        """Return the link to the GPU; None on the host."""
         return self.backend.link
 
     def layout_of(self, index: int) -> torch.Tensor:
@@ -256,7 +257,7 @@ class Replica:
                 self._hook(index)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
-        """Return True if compressed buckets cross to other hosts while the backward goes on.
+        """Return True if compressed buckets travel to other hosts while the backward runs.
 
         Between hosts the network is the bottleneck, not a core. At zero >= 2 buckets share slots and leave when the
         backward ends.
@@ -268,8 +269,8 @@ class Replica:
         return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
-        """Return the levels of a compressor's exchange, with a lease if a thread uses them. Collective at first use
-        across hosts.
+        """Return the levels of a compressor's exchange, and a lease if a thread uses them. Across hosts the first call
+        is collective.
         """
         return self.backend.exchange(compress, self._request, self.layout_of(0))
 
@@ -282,10 +283,10 @@ class Replica:
         return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """Return the runner of a communication hook. Our hooks return the mean over all ranks, and may fill only this
-        rank's slice.
+        """Return the runner of a communication hook.
 
-        A user's hook decides both by itself.
+        Our own hooks return the mean over all ranks and may fill only this rank's slice; a user's hook returns whole
+        buckets, in its own scale.
         """
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
@@ -320,7 +321,7 @@ class Replica:
         return self not in _live
 
     def open_round(self) -> None:
-        """Open the running backward's round, if it is not open."""
+        """Open the round of the running backward, unless it is open."""
         self.reducer.open_round()
 
     def _hook(self, index: int) -> None:
@@ -359,7 +360,7 @@ class Replica:
             self.check.note()
         if synchronises and self.stop is not None:
             self.stop.note(self.reducer)
-        # after the end of a round that a failed backward left open, in which peers sent no bucket for these parameters
+        # only after forward() ended the round of a failed backward, in which peers sent no bucket for these parameters
         for index in drift.take_unfrozen() if drift is not None else ():
             self._unfreeze(index)
 
@@ -370,13 +371,13 @@ class Replica:
         try:
             drift.check(module)
         except Error as error:
-            if self.releases_parameters:  # it may be an error of only this rank
+            if self.releases_parameters:  # it may be an error of this rank only
                 self._abort(str(error))
             raise
         return drift
 
     def _abort(self, reason: str) -> None:
-        """Abort the communicators: peers that wait for this rank raise the same error."""
+        """Abort the communicators, so that peers that wait for this rank raise the same error."""
         self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -397,7 +398,7 @@ class Replica:
         return {**plan, "parameters_reason": storage.reason} if storage.reason else plan
 
     def stats(self) -> dict[str, Any]:
-        """Return the reducer's counts, those of units, and the bytes sent to peers."""
+        """Return the counts of the reducer and of units, and the bytes sent to peers."""
         sent = wire_bytes(self.reducer, self.group.world_size, self.slicing.count, self.zero, self.compression)
         return {**self.reducer.stats(), **self._storage.stats(), **sent}
 
@@ -429,12 +430,12 @@ class Replica:
             self.access.count_writes(self.table.module_parameters)
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Let modules compute with the engine's memory in their compute dtypes, if it has any."""
+        """Let modules compute with the engine's compute forms of the parameters, if it has any."""
         self._storage.follow(precision)
 
     @property
     def releases_parameters(self) -> bool:
-        """Return True if parameters are whole only while they are used."""
+        """Return True if parameters are released while they are not in use."""
         releases: bool = self._storage.releases
         return releases
 
@@ -467,13 +468,13 @@ class Replica:
         self.forwards.is_inside = False  # every step belongs to a round, with or without a forward
 
     def stop_request(self) -> StopRequest | None:
-        """Return a stop request that travels with rounds. Collective. None on GPUs, whose tags have no room for it."""
+        """Return a stop request that travels with rounds; None on GPUs, whose tags have no room. Collective."""
         if self.stop is None and self.link is None:
             self.stop = self.steppers.stop = StopRequest(self.group.rank, self.group.world_size)
         return self.stop
 
     def _check_finite(self, check: ReplicaCheck, optimizer: torch.optim.Optimizer) -> None:
-        """Before a checked step at zero=0, raise Error on all ranks if an averaged gradient is not finite."""
+        """Raise Error on all ranks before a checked step at zero=0 if an averaged gradient is not finite."""
         try:
             check.refuse(optimizer, (each.grad for each in self.table.parameters), [self.model_ranks])
         except Error as error:  # the mean is the same on all ranks
@@ -483,8 +484,8 @@ class Replica:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step should have
         synchronised.
 
-        If all forwards were inside no_sync(), each rank steps on its own. Gradients of a round that a rank abandoned
-        are refused too.
+        If all forwards were inside no_sync(), each rank steps by itself without error. Gradients of a round that a rank
+        abandoned raise, too.
         """
         if self.reducer.last_round_failed and self.group.world_size > 1:
             self.gradients.refuse_failed_round(optimizer)
@@ -512,7 +513,7 @@ class Replica:
     def retire(self, together: bool = False) -> None:
         """Remove the hooks from the parameters. Gradients stay in place.
 
-        `together`: all ranks call this, so that a GPU's released parameters can be gathered.
+        `together`: all ranks call this, so released parameters of a GPU can be gathered.
         """
         _live.discard(self)
         _hooks.ignore_steps(self)
@@ -537,13 +538,13 @@ def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
 
 
 def live_replicas() -> list[Replica]:
-    """Return every wrapped module of this process that has an engine, in order of wrapping."""
+    """Return the replicas of all wrapped modules of this process, in order of wrapping."""
     return sorted(_live, key=lambda replica: replica.serial)
 
 
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
-    """Return `method` bound weakly, since the reducer must not hold its object; once that is gone, `otherwise` replaces
-    it.
+    """Return `method` bound weakly, since the reducer must not keep its object alive. After the object's end calls
+    return `otherwise`.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,8 +1,8 @@
-"""Steps at the end of a backward, by torch's _apply_optimizer_in_backward, at zero=0.
+"""Optimizer steps at the end of a backward, for torch's _apply_optimizer_in_backward, at zero=0.
 
-torch's hooks step on the gradient of one rank as it comes. They are taken off here, at the module's first forward, as
-torch's wrapper does; each optimizer steps once the means of the round are there, and its gradients become None. In a
-backward that does not synchronise nothing steps. Ignored parameters keep torch's hooks.
+torch's hooks step on a local gradient as soon as it exists. This module removes them at the first forward, as torch's
+wrapper does. Each optimizer then steps after the round's means are complete, and its gradients become None. A backward
+that does not synchronise steps nothing. Ignored parameters keep torch's hooks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["adopt"]
 
 
 def adopt(replica: Any) -> None:
-    """Step the module's optimizers of this kind from now on, if it has any.
+    """Take over the steps of the module's optimizers of this kind, if it has any.
 
     Parameters
     ----------
     replica : Replica
-        Its module imports this one.
+        The replica; Any, because its Python module imports this one.
 
     Raises
     ------
     Error
-        At zero >= 1, where steps are on slices.
+        At zero >= 1, because steps there are on slices.
     """
     stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
     if not stepped:
@@ -46,7 +46,7 @@ def adopt(replica: Any) -> None:
 
 
 class _Stepper:
-    """A callable that steps the optimizers of parameters that have a gradient, and sets that to None."""
+    """A callable that steps the optimizers of parameters with a gradient, then sets the gradient to None."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]

@@ -1,8 +1,7 @@
 """SyncBatchNorm: batch normalisation over the batches of all ranks together, on CPU and GPU tensors.
 
-torch's own class refuses CPU tensors. Each rank sends one row: count, mean and biased variance of its batch, one value
-a channel. Every rank joins the rows in rank order, in float32 or wider, so that all have the same statistics, bit for
-bit.
+torch's own class rejects CPU tensors. Each rank sends one row: count, mean and biased variance of its batch, one value
+per channel. Every rank combines the rows in rank order, in float32 or wider, so all statistics are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from ..comm.process_group import gather_in_rank_order, group_size
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """Batch normalisation over the batches of all ranks of a group. Collective in training, in forward and in backward.
 
-    Arguments, parameters, buffers and state_dict are those of torch.nn.SyncBatchNorm. In evaluation, where ranks may be
-    alone, and with one rank, it is torch's batch_norm.
+    Arguments, parameters, buffers and state_dict are those of torch.nn.SyncBatchNorm. With one rank, and in evaluation,
+    where a rank may run alone, it computes torch's batch_norm.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""Directory: the place of a Checkpointer's checkpoints on disk, with its lock and its copies at an address."""
+"""Directory: the local directory of a Checkpointer's checkpoints, with its lock and its uploads to an address."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ROUND_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The folder of the next save. On rank 0: the identity of what lies there, left-overs, and what goes once it is durable."""
+    """The folder of the next save; on rank 0 also the existing folder's identity, remains, and folders to retire."""
 
     folder: str
     replaces: str = ""
@@ -55,16 +55,16 @@ class Directory:
     path : str
         Created if it does not exist.
     address : str, optional
-        The address of which `path` is the local directory.
+        The address for which `path` is the local directory.
     rules : mapping
         Arguments of to_retire().
 
     Attributes
     ----------
     nonce : str
-        Equal on all ranks, of this object alone.
+        Equal on all ranks and unique to this object.
     read_only : str
-        The reason why nothing can be saved; "" if it can.
+        The reason why saves are impossible; "" if they are possible.
     mirror : Mirror, optional
         On rank 0, after open_mirror().
     rejected : set of str
@@ -82,7 +82,8 @@ class Directory:
         self.nonce = self._take()
 
     def _take(self) -> str:
-        """Create and lock the directory on rank 0; raise a failure on all ranks. Accept a read-only directory. Return the nonce."""
+        """Create and lock the directory on rank 0, and return the nonce. A failure raises on all ranks, a read-only
+        directory does not."""
         refusal, code, is_readable = "", None, False
         if self._peers.rank == 0:
             try:
@@ -146,14 +147,14 @@ class Directory:
 
     def _to_retire(self, new: Kept) -> list[str]:
         """Return the paths to remove once `new` is durable."""
-        same = (new.path, new.path + REPLACED)  # the commit replaces them
+        same = (new.path, new.path + REPLACED)  # the commit replaces these
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
         kept = list_checkpoints(self.path, look=has_rules, known=self._known)
         self._known = {k.path: self._known[k.path] for k in kept if k.path in self._known}
         kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self.rejected else k for k in kept]
         kept = [k for k in kept if k.step <= new.step]  # a rollback keeps later steps
         goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)
-        # replaced folders first: once its successor is gone, a replaced folder counts as a checkpoint again
+        # remove replaced folders first: without its successor, a replaced folder counts as a checkpoint again
         paths = [path for path in replaced_ones(self.path) if path not in same]
         paths += [k.path for k in goes if k.path != new.path]
         return [path for path in paths if self._is_removable(path)]
@@ -193,20 +194,20 @@ class Directory:
         return [(step, path) for step, path in listed]
 
     def fetch(self, path: str) -> str:
-        """Download a checkpoint that only the address has. Return "", or what is missing or damaged there, on all ranks alike.
-        Collective.
+        """Download a checkpoint that only the address has. Return, equal on all ranks, "" or what is missing or
+        damaged. Collective.
 
         Raises
         ------
         CheckpointError
-            On every rank: the transfer failed, which tells nothing about the checkpoint.
+            On every rank: the transfer failed. The checkpoint itself may be sound.
         """
         if self._address is None:
             return ""
         return str(on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}"))
 
     def _download(self, path: str) -> str:
-        """Download it on rank 0. Return "", or what is missing or damaged there. A transfer that fails raises."""
+        """Download the checkpoint on rank 0. Return "" or what is missing or damaged; raise if the transfer fails."""
         try:
             if self.mirror is not None:
                 self.mirror.fetch(path)
@@ -232,7 +233,7 @@ class Directory:
     def reject(self, path: str) -> None:
         """Record that some rank found `path` damaged: retention no longer counts it."""
         if self._peers.rank == 0:
-            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # retention finds a bad manifest by itself
+            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # retention detects a bad manifest itself
                 self.rejected.add(CheckpointFolder(path).nonce)
 
 

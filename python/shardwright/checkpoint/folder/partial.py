@@ -1,7 +1,7 @@
-"""Partial folders: each holds a locked file, LOCK, which tells a running save from one that died.
+"""Partial folders: the locked file LOCK in each distinguishes a running save from a dead one.
 
-The kernel releases the lock when the process ends, over NFS too. sw.save() has no lock on the directory. It removes a partial
-folder only if the folder's name has a nonce of this package and its lock has no holder.
+The kernel releases the lock when the process ends, also over NFS. The function sw.save() has no lock on the directory,
+so it removes a partial folder only if the name has a nonce of this package and no process holds the lock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_A_SAVE = re.compile(r"(.+)\.(?:[0-9a-f]{24}n[0-9a-z]{1,13}|d[0-9a-f]{24})\.(
 #: seconds after which a folder without LOCK is an orphan, by the clocks of this host and the file system. A running save has
 #: no LOCK just after it made the folder and just before it commits; earlier releases made none
 _ORPHAN_S = 3600.0
-#: of a save to a path over several hosts; it is written to when a host has news
+#: name of the file through which hosts exchange progress of a save to a path
 _BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 
@@ -30,7 +30,7 @@ is_alive = CheckpointFolder.is_alive
 
 
 def of_saves(directory: str, name: str | None = None) -> list[str]:
-    """Return the folders that dead saves left in `directory`, of `name` alone if given; [] if it cannot be listed."""
+    """Return the folders that dead saves left in `directory`, only those of `name` if given; [] if listing fails."""
     found: list[str] = []
     try:
         names = os.listdir(directory)

@@ -23,18 +23,18 @@ _LEFT_OVER = re.compile(r"step-\d{6,15}(\.replaced)?\.[0-9a-z]{1,64}\.(partial|t
 REPLACED = ".replaced"
 #: errors of a damaged manifest, or of another object in its place; any other error may be transient
 _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
-BOARD = ".board"  # never removed, like .lock: a slower rank may still read the last verdict
+BOARD = ".board"  # never removed, like .lock, because a slower rank may still read the last verdict
 STEP_LIMIT = 10**15  # a folder's number has at most 15 digits
-#: file of the nonces that a rollback abandoned. After restore(step=2) training goes on from step 2 while step-000005 of the
-#: abandoned course still exists; a restore() after a crash must not prefer it
+#: file with the nonces that a rollback abandoned. After restore(step=2), training continues from step 2 while
+#: step-000005 of the abandoned history still exists; a restore() after a crash must not prefer it
 BRANCH = ".branch"
 _BRANCH_BYTES = 1 << 20
 
 
-#: states of a checkpoint. SOUND: manifest and file sizes are right, or nothing was read. UNKNOWN: a transient error, or a newer
-#: version wrote it
+#: states of a checkpoint. SOUND: manifest and file sizes are valid, or were not read. UNKNOWN: a transient error, or a
+#: newer version wrote it
 SOUND, DAMAGED, UNKNOWN = "sound", "damaged", "unknown"
-#: sound, and of a course that a rollback has left: no rule counts it, and it goes as a damaged one does
+#: sound, but abandoned by a rollback: no rule counts it, and it is removed like a damaged one
 ABANDONED = "abandoned"
 
 
@@ -53,14 +53,14 @@ def folder_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-#: by path: the names, sizes and times in a sound folder, and the content of its manifest
+#: path -> (names, sizes and times in a sound folder, content of its manifest)
 Known = dict[str, tuple[list[tuple[Any, ...]], tuple[float | None, str, str]]]
 
 
 def list_checkpoints(directory: str, *, look: bool = False, known: Known | None = None) -> list[Kept]:
     """Return the folders that have a manifest, oldest first; with `look`, with the content of their manifests.
 
-    `known`: what earlier calls found. A folder whose files have not changed since is not opened again."""
+    `known`: results of earlier calls. A folder with unchanged files is not opened again."""
     found = []
     left = abandoned(directory) if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
@@ -71,31 +71,31 @@ def list_checkpoints(directory: str, *, look: bool = False, known: Known | None 
     return sorted(found, key=lambda kept: (kept.step, kept.path))
 
 
-#: return the place of a checkpoint: the path itself, or its replaced name if it does not exist; None for neither
+#: return the path of a checkpoint: the given path, or its replaced name if only that exists; None if neither does
 find = CheckpointFolder.find
 
 
 def left_overs(directory: str) -> list[str]:
-    """Return the left-overs of dead saves of steps, and folders that retention did not finish removing.
+    """Return the remains of dead saves of steps, and folders that retention did not finish removing.
 
-    Excludes folders of running saves. The caller holds the directory's lock, so none of these is a Checkpointer's."""
+    Excludes folders of running saves. The caller holds the directory's lock, so no other Checkpointer uses them."""
     steps = [os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name)]
     return sorted(path for path in steps if is_left(path))
 
 
 def all_left_overs(directory: str) -> list[str]:
-    """Return left_overs() and the left-overs of dead saves to other paths in the directory."""
+    """Return left_overs() and the remains of dead saves to other paths in the directory."""
     return sorted({*left_overs(directory), *of_saves(directory)})
 
 
 def replaced_ones(directory: str) -> list[str]:
-    """Return folders under replaced names whose successors exist. Remove them only once the successors' names are durable."""
+    """Return folders under replaced names with a successor. Remove them only after its name is durable."""
     paths = [os.path.join(directory, name) for name in os.listdir(directory) if _STEP.match(name)]
     return sorted(p for p in paths if p.endswith(REPLACED) and os.path.lexists(p.removesuffix(REPLACED)))
 
 
 def _look_again(path: str, known: Known | None) -> tuple[float | None, str, str]:
-    """Return _look(), or what `known` has of a folder that has not changed."""
+    """Return _look(), or the result in `known` if the folder has not changed."""
     if known is None:
         return _look(path)
     try:
@@ -120,7 +120,7 @@ def _files_of(folder: str) -> list[tuple[Any, ...]]:
 
 
 def _look(path: str) -> tuple[float | None, str, str]:
-    """Return metric, state and nonce. A transient failure gives UNKNOWN: it must not cost a checkpoint."""
+    """Return metric, state and nonce. A transient failure gives UNKNOWN, so that it does not cost a checkpoint."""
     try:  # the engine's reader refuses links, pipes and endless manifests
         folder = CheckpointFolder(path)
         return folder.metric, SOUND, folder.nonce
@@ -131,12 +131,12 @@ def _look(path: str) -> tuple[float | None, str, str]:
         return None, DAMAGED if is_known else UNKNOWN, ""
 
 
-#: remove a checkpoint's folder or a left-over, of any file type; the target of a link stays
+#: remove a checkpoint's folder or remains, of any file type; the target of a link stays
 remove = CheckpointFolder.remove
 
 
 def discard(path: str) -> None:
-    """Remove what can be removed of it."""
+    """Remove as much as possible of a folder."""
     with contextlib.suppress(CheckpointError):
         remove(path)
 
@@ -150,14 +150,14 @@ def to_retire(
 ) -> list[Kept]:
     """Return the checkpoints that no rule keeps; none if there is no rule. The newest sound one always stays.
 
-    Rules count sound checkpoints alone. A damaged one goes once `keep_last` sound ones (one without that rule) are newer, unless
-    another rule would keep it if it were sound: the damage may be transient. An UNKNOWN one stays.
+    Rules count only sound checkpoints. A damaged one is returned once `keep_last` sound ones (one without that rule)
+    are newer, unless another rule would keep it if it were sound: the damage may be transient. An UNKNOWN one stays.
 
     Parameters
     ----------
     keep_last : keep that many of the newest.
     keep_every : keep steps that are a multiple of it.
-    keep_best : keep that many with the smallest metric, or with the `largest`; of equals the newer.
+    keep_best : keep that many with the smallest metric, or the largest if `largest`; prefer newer ones among equals.
     """
     if keep_last is None and keep_every is None and keep_best is None:
         return []
@@ -190,7 +190,7 @@ def abandoned(directory: str) -> set[str]:
 
 
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
-    """Return checkpoints in the order of restore()'s preference, best last: abandoned ones come first."""
+    """Return checkpoints in restore()'s order of preference, best last. Abandoned ones are first."""
     nonces = abandoned(directory)
     if not nonces:
         return list(kept)
@@ -199,7 +199,8 @@ def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
 
 
 def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> None:
-    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not. Durable. Reads one manifest per checkpoint.
+    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not abandoned. Durable. Reads one manifest
+    each.
 
     `elsewhere`: checkpoints that the directory may lack, with their nonces."""
     path = os.path.join(directory, BRANCH)
@@ -217,7 +218,8 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
 
 
 class DirectoryLock:
-    """A lock that gives a directory one writer. The kernel releases it when the process ends; forked children do not keep it.
+    """A lock that gives a directory one writer. The kernel releases it when the process ends, even with forked
+    children.
 
     The lock belongs to the open file: a read or copy of `.lock` in the same process does not release it.
 
@@ -259,7 +261,7 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
-    """Close inherited locks in a forked child: they would outlive the parent."""
+    """Close inherited locks in a forked child, so that they do not outlive the parent."""
     for each in list(_held):
         each.release()
 

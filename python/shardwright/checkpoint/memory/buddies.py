@@ -1,8 +1,8 @@
-"""Buddies: copies of a host's images on other hosts, sent behind training by each host's carrier.
+"""Buddies: copies of a host's images on other hosts, which each host's carrier sends in the background of training.
 
-Host h sends to host (h + k) mod H for k in 1..replicas. Carriers have a wire of their own, beside the bridge's, so that a copy
-and a round of training wait for nothing of one another. A step is a message of its runs, the runs, and its tables; the receiver
-clears its tables first and writes them last, so a copy that was cut off is not taken.
+Host h sends to host (h + k) mod H for k in 1..replicas. Carriers use a separate wire, not the bridge's, so copies and
+rounds of training never wait for each other. A step is sent as a message about its runs, the runs, and its tables. The
+receiver clears its tables first and writes them last, so a partial copy is never valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _logger = logging.getLogger("shardwright")
 _HEAD_BYTES = 64
 _WINDOW_BYTES = 64 << 20
 _POLL_S = 0.001
-_SIZE, _TABLES, _RUNS = 1, 2, 3  # tags; one sender and one receiver a pair, so their order tells steps apart
+_SIZE, _TABLES, _RUNS = 1, 2, 3  # tags; a pair has one sender and one receiver, so the order identifies steps
 
 
 class Buddies:
@@ -32,7 +32,7 @@ class Buddies:
     ----------
     wire : Wire
     peers : list of (int, int)
-        For each k: the carrier that receives ours, and the one whose images come here.
+        For each k: the carrier that receives our images, and the carrier that sends us its images.
     make : callable
         make(k, slot, data, tables) returns the image for host (h - k)'s step.
     """
@@ -49,9 +49,9 @@ class Buddies:
         self._sent, self._received = (
             [0] * len(peers),
             [0] * len(peers),
-        )  # a peer's step may come before ours has started
+        )  # a peer's step may arrive before ours has started
         self._is_closed = False
-        self.moved = 0  # transfers that have ended, which waiting threads look at: it need not be exact
+        self.moved = 0  # completed transfers, read by waiting threads; need not be exact
         self.failure = ""
         for number in range(len(peers)):
             for body in (self._send_always, self._receive_always):
@@ -66,7 +66,7 @@ class Buddies:
         return any(count < self._started for count in (*self._sent, *self._received))
 
     def start(self, image: Image, slot: int, nonce: str, tables: int) -> None:
-        """Begin to exchange a step. Not while is_busy. `image` stays as it is until the exchange ends."""
+        """Begin to exchange a step. Not while is_busy. The caller must not change `image` until the exchange ends."""
         with self._changed:
             self._job = image, slot, nonce, tables
             self._started += 1
@@ -113,7 +113,7 @@ class Buddies:
             self._count(self._sent, number)
 
     def _await_tables(self, image: Image, nonce: str, count: int) -> list[Table] | None:
-        """Return this host's tables of a step once all its ranks have written them; None at the end."""
+        """Return this host's tables of a step after all its ranks have written them; None on close()."""
         found: dict[int, Table] = {}
         while len(found) < count and not self._is_closed:
             for index in (each for each in range(count) if each not in found):
@@ -167,7 +167,7 @@ class Buddies:
 
 
 def _cut(tables: Sequence[Table]) -> list[tuple[int, int]]:
-    """Return the runs of tables, joined where they continue one another, and cut at windows: alike on both sides."""
+    """Return the runs of tables, merged where adjacent and cut at windows, equal on both sides."""
     joined: list[tuple[int, int]] = []
     for begin, nbytes in sorted(run for table in tables for run in table.each_run()):
         if joined and sum(joined[-1]) == begin:

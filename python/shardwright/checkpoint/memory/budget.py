@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from ..._engine import host_limits
 
 SLOTS = 2
-#: part of what is left that images may take: training allocates, too
+#: fraction of free memory that images may take, since training allocates, too
 _SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A host's need, for its own images and for those of `of_others`, a number of bytes for each."""
+    """The bytes that a host needs for its own images and for those of each host in `of_others`."""
 
     host: str
     own: int
@@ -32,7 +32,7 @@ class Need:
 
 
 def memory_left() -> tuple[int, str]:
-    """Return the bytes that this process may still touch, and the name of the limit that says so."""
+    """Return the bytes that this process may still touch, and the name of the limit that applies."""
     limits = host_limits()
     found = [(_available(), "MemAvailable")]
     if limits["memory_max_bytes"] is not None and limits["memory_current_bytes"] is not None:
@@ -50,7 +50,7 @@ def _available() -> int:
 
 
 def refusal(needs: Sequence[Need], replicas: int) -> str:
-    """Return the reason why some host's images do not fit, with what would; "" if all fit."""
+    """Return the reason why some host's images do not fit, and a setting that would fit; "" if all fit."""
     short = next((need for need in needs if not need.fits(replicas)), None)
     if short is None:
         return ""
@@ -64,9 +64,10 @@ def refusal(needs: Sequence[Need], replicas: int) -> str:
 
 
 def no_restore(needs: Sequence[Need], replicas: int) -> str:
-    """Return the reason why a step in memory would not fit some host at a restore that brings the rest of it there; "" if it would.
+    """Return the reason why a restore that fetches the missing parts of a step would exceed some host's memory; "" if
+    none.
 
-    So does a restore of what all ranks hold whole, where there are several hosts: the images of one host have all of it."""
+    On several hosts, a restore of state that all ranks hold whole fetches everything to the images of each host."""
     whole = sum(need.own for need in needs)
     for need in needs:
         rest = whole - need.own

@@ -1,4 +1,4 @@
-"""Client: a rank's connection to its host's guardian, which it starts where there is none."""
+"""Client: a rank's connection to its host's guardian, which it starts if none runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 from ..._engine import CheckpointError
 from .guardian import MESSAGE_BYTES, peer_uid, start_of
 
-#: seconds for which a guardian waits for a job to come back, after its last rank has gone without a word
+#: seconds that a guardian waits for the job to restart after its last rank ended without goodbye
 LINGER_S = 600.0
-_STARTS = 3  # a guardian that is about to end still has the name
+_STARTS = 3  # tries: a guardian that is about to end still holds the name
 ANSWER_S = 20.0
 _PROGRAM = str(Path(__file__).with_name("guardian.py"))
 
 
 def ancestors() -> list[tuple[int, int]]:
-    """Return (pid, start) of this process and of those above it, as far as this process sees them."""
+    """Return (pid, start) of this process and of its visible ancestors."""
     found: list[tuple[int, int]] = []
     pid = os.getpid()
     while pid > 0 and (started := start_of(pid)) and len(found) < 64:
@@ -40,15 +40,15 @@ def ancestors() -> list[tuple[int, int]]:
 
 
 def launcher_of(chains: list[list[tuple[int, int]]], session: int) -> tuple[int, int]:
-    """Return (pid, start) of the process that has started a host's ranks, from the ancestors of each: the nearest that all have.
+    """Return (pid, start) of the process that started a host's ranks: the nearest common ancestor.
 
-    A rank alone on its host has its session's leader (`session`) if that is above it, since a wrapper such as `timeout` may be
-    between the two and ends with the rank; else its parent.
+    For a rank alone on its host this is the session's leader (`session`) if that is an ancestor, since a wrapper such
+    as `timeout` may be between the two and ends with the rank; else its parent.
 
     Raises
     ------
     CheckpointError
-        No process above them can be seen: the ranks are the first ones of their containers.
+        No ancestor is visible: the ranks are the first processes of their containers.
     """
     shared = set(chains[0][1:]).intersection(*chains[1:])
     leaders = [each for each in shared if each[0] == session and len(chains) == 1]
@@ -67,7 +67,7 @@ def name_of(job: str, place: int | None) -> str:
 
 
 class Silent(CheckpointError):
-    """A guardian is there and does not answer."""
+    """An error for a guardian that exists but does not answer."""
 
 
 class Client:
@@ -77,14 +77,14 @@ class Client:
     ----------
     name : str
     run : str
-        The start of a job, alike on its ranks.
+        The identity of this start of the job, equal on its ranks.
     answer_s : float
-        Seconds for an answer, far below the deadline of the ranks that wait for this one.
+        Timeout of an answer in seconds, far below the deadline of ranks that wait for this one.
 
     Attributes
     ----------
     is_silent : bool
-        An answer did not come. The connection is closed.
+        True after an answer timed out. The connection is then closed.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class Client:
 
     def __init__(self, name: str, run: str, answer_s: float = ANSWER_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._asking = threading.Lock()  # the threads that receive images of other hosts ask, too
+        self._asking = threading.Lock()  # threads that receive images of other hosts also ask
         self.is_silent = False
         try:
             self._socket.settimeout(answer_s)
@@ -120,12 +120,12 @@ class Client:
         linger_s: float | None = None,
         answer_s: float = ANSWER_S,
     ) -> Client:
-        """Return a connection to the guardian with this name, started now if there is none."""
+        """Return a connection to the guardian with this name. Start it if none runs."""
         options = ["-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s or LINGER_S)]
         for _ in range(_STARTS):
             try:
                 return cls(name, run, answer_s)
-            except Silent:  # another one cannot have its name
+            except Silent:  # no other guardian can take its name
                 raise
             except CheckpointError:
                 pass
@@ -139,13 +139,13 @@ class Client:
         return cls(name, run, answer_s)
 
     def ask(self, what: str, name: str = "", **arguments: Any) -> tuple[dict[str, Any], int]:
-        """Return the guardian's answer, and the file descriptor that came with it, which the caller closes; or -1."""
+        """Return the guardian's answer and the file descriptor in it, which the caller closes; -1 without one."""
         try:
             with self._asking:
                 self._socket.sendall(json.dumps({"what": what, "name": name, **arguments}).encode())
                 message, passed, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
         except OSError as error:
-            self.is_silent = True  # a late answer would be taken for that to the next question
+            self.is_silent = True  # a late answer would be mistaken for that to the next request
             self._socket.close()
             kind = Silent if isinstance(error, TimeoutError) else CheckpointError
             raise kind(f"this host's guardian does not answer: {error.strerror or error}") from error
@@ -156,7 +156,7 @@ class Client:
             raise CheckpointError(f"this host's guardian cannot {what} an image: {answer['error']}")
         for fd in passed:
             os.set_inheritable(fd, False)
-        if what in ("make", "open") and not passed:  # the kernel drops what it cannot number
+        if what in ("make", "open") and not passed:  # the kernel drops a descriptor if the process has too many
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise CheckpointError(
                 f"an image of a step cannot be opened: this process may open {most} files (ulimit -n), and has them"
@@ -165,7 +165,7 @@ class Client:
 
     @property
     def is_alive(self) -> bool:
-        """Return False once the guardian has ended. Between two calls it says nothing."""
+        """Return False once the guardian has ended. It sends nothing between two calls."""
         if self.is_silent:
             return False
         poll = select.poll()
@@ -173,7 +173,7 @@ class Client:
         return not poll.poll(0)
 
     def close(self, *, goodbye: bool) -> None:
-        """Leave; with `goodbye` in order. Once all ranks of a start have left in order, the guardian ends and frees the images."""
+        """Disconnect. After a `goodbye` of every rank of a start, the guardian ends and frees the images."""
         if goodbye:
             with contextlib.suppress(CheckpointError):
                 self.ask("bye")
@@ -184,7 +184,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Close inherited connections in a forked child: the guardian would take the rank for alive as long as the child is."""
+    """Close inherited connections in a forked child: they would make the rank look alive to the guardian."""
     for each in list(_open):
         each._socket.close()
 

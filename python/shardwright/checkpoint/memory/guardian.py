@@ -1,10 +1,11 @@
 """The guardian: a process that holds a host's images of steps, for ranks that may be killed.
 
-It runs by its path, `python -I -S guardian.py NAME PID START LINGER_S`, with the standard library alone, so that it is small
-and shares nothing with a rank. It never maps an image: it creates memfds, and passes them to processes of its own user.
+It is run by its path, `python -I -S guardian.py NAME PID START LINGER_S`, and uses only the standard library, so it is
+small and shares nothing with a rank. It never maps an image: it creates memfds and passes them to processes of its
+user.
 
-It ends when the launcher (PID, begun at START) has ended; when the last rank has left in order; or LINGER_S seconds after the
-last rank is gone. The kernel frees the images then.
+It ends when the launcher (PID, started at START) has ended, when the last rank has left in order, or LINGER_S seconds
+after the last rank ended otherwise. Then the kernel frees the images.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def start_of(pid: int) -> int:
-    """Return the time at which a process began, in the kernel's ticks; 0 if it has ended, reaped or not."""
+    """Return the start time of a process in kernel ticks; 0 if it has ended, reaped or not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -47,13 +48,11 @@ class Guardian:
         self.listener, self.launcher, self.started, self.linger_s = listener, launcher, started, linger_s
         self.images: dict[str, tuple[int, object]] = {}  # name -> (fd, meta)
         self.ranks: dict[int, socket.socket] = {}  # by file descriptor
-        self.runs: dict[int, object] = {}  # the start of the job that each belongs to
-        self.run: object = None  # the present one: the last to begin
-        self.past: set[object] = set()  # the ones before
-        self.parting: set[int] = set()  # those that have said goodbye
-        self.is_wanted = (
-            True  # no rank has come yet, or one of the last start went without a word: the job may come back
-        )
+        self.runs: dict[int, object] = {}  # file descriptor -> the rank's start of the job
+        self.run: object = None  # the current start: the latest one
+        self.past: set[object] = set()  # earlier starts
+        self.parting: set[int] = set()  # ranks that have said goodbye
+        self.is_wanted = True  # no rank has connected yet, or one ended without goodbye: the job may restart
         self.alone_since = time.monotonic()
         self.poll = select.poll()
         self.poll.register(listener, select.POLLIN)
@@ -64,7 +63,7 @@ class Guardian:
             self.pidfd = -1
 
     def serve(self) -> None:
-        while start_of(self.launcher) == self.started:  # the pidfd may be of a process that took the number since
+        while start_of(self.launcher) == self.started:  # the pidfd may belong to a later process with this number
             left_s = self.linger_s - (time.monotonic() - self.alone_since)
             if not self.ranks and (not self.is_wanted or left_s <= 0):
                 return
@@ -103,7 +102,7 @@ class Guardian:
         passed: list[int] = []
         try:
             answer = self.answer(fd, json.loads(message), passed)
-        except Exception as error:  # tell the rank, and live on
+        except Exception as error:  # report it to the rank and continue
             answer = {"error": f"{type(error).__name__}: {error}"}
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))] if passed else []
         try:
@@ -114,14 +113,14 @@ class Guardian:
     def leave(self, fd: int) -> None:
         self.poll.unregister(fd)
         self.ranks.pop(fd).close()
-        if self.runs.pop(fd, None) == self.run:  # a rank of an earlier start says nothing of this one
+        if self.runs.pop(fd, None) == self.run:  # ranks of an earlier start do not count
             self.is_wanted |= fd not in self.parting
         self.parting.discard(fd)
         self.alone_since = time.monotonic()
 
     def answer(self, fd: int, asked: dict[str, object], passed: list[int]) -> dict[str, object]:
         what, name = asked["what"], str(asked["name"])
-        if what in ("make", "open", "drop") and self.runs.get(fd) != self.run:  # a rank that was stopped, and runs on
+        if what in ("make", "open", "drop") and self.runs.get(fd) != self.run:  # a rank of an earlier start
             raise PermissionError("a later start of this job has come")
         if what == "make":
             image = os.memfd_create("shardwright-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -165,7 +164,7 @@ def main(name: str, launcher: str, started: str, linger_s: str) -> None:
     except OSError:  # another guardian was faster
         return
     listener.listen(1024)
-    if os.fork():  # the caller waits for this process alone: ranks can call from here on
+    if os.fork():  # the caller waits only for this process: from here on ranks can connect
         return
     os.chdir("/")
     nothing = os.open(os.devnull, os.O_RDWR)

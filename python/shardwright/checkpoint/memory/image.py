@@ -1,4 +1,4 @@
-"""Image: the files of one step in a memfd, each from a block's boundary on, and a table of each rank that wrote to it.
+"""Image: the files of one step in a memfd, each at a block boundary, and a table for each rank that wrote to it.
 
 Bytes of the memfd:
 
@@ -13,8 +13,9 @@ A table is a prefix, a head (JSON), runs and tallies:
     runs     (begin, nbytes), 8 bytes each: what the rank wrote
     tallies  checksums of the blocks, as in csrc/checkpoint/tally.h
 
-A rank clears its prefix, writes its runs, then the table, then the prefix. A table is valid if and only if its checksum is right,
-so a rank that is killed at any moment leaves a valid table of whole bytes, or none. Threads of one rank at a time write.
+A rank clears its prefix, writes its runs, then the table, then the prefix. A table is valid if and only if its checksum
+is right, so a rank that is killed at any moment leaves a valid table of complete data, or none. Writing calls of one
+rank must not overlap.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _RUN = struct.Struct("=QQ")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What one rank wrote of one step."""
+    """The record of what one rank wrote of one step."""
 
     head: dict[str, Any]
     runs: bytes
@@ -59,7 +60,7 @@ class Table:
 
     @classmethod
     def decode(cls, data: Any) -> Table | None:
-        """Return the table at the start of `data`; None if there is none, or a torn one."""
+        """Return the table at the start of `data`; None if there is no complete table."""
         magic, head, runs, tallies, checksum = _PREFIX.unpack_from(data)
         end = _PREFIX.size + head + runs + tallies
         if magic != _MAGIC or end > min(len(data), TABLE_BYTES):
@@ -90,7 +91,7 @@ class Image:
     fd : int
         Owned.
     meta : dict
-        data: bytes before the tables; tables: their number.
+        data: bytes before the tables; tables: number of tables.
     """
 
     def __init__(self, fd: int, meta: dict[str, int]) -> None:
@@ -161,7 +162,7 @@ class Image:
             ours[begin : begin + nbytes] = theirs[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Close the file descriptor. The memory is unmapped with its last reference."""
+        """Close the file descriptor. The last reference to the memory unmaps it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -171,12 +172,12 @@ _live: weakref.WeakSet[Image] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Close images in a forked child, which has their descriptors but not their memory (MADV_DONTFORK)."""
+    """Close images in a forked child, which inherits descriptors but not the memory (MADV_DONTFORK)."""
     images = list(_live)
     files = {each.file for each in images}
     for each in images:
         each.fd = -1
-        # never unmapped: the child may have other memory at this place by then
+        # never unmap: the child may have other memory at this address by then
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each._map))
     if not files:
         return

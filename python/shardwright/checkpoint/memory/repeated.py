@@ -1,4 +1,5 @@
-"""Repeated: the content of a step whose tensors are those of the step before, so that keeping it costs little beside the copy."""
+"""Repeated: the content of a step with the same tensors as the previous one, so that little work remains but the
+copy."""
 
 from __future__ import annotations
 
@@ -20,18 +21,19 @@ from ..state.optimizer_extras import further_state
 
 
 class Repeated:
-    """The sources of model and optimizer that one step had, for as long as the training has the same tensors at the same places.
+    """The sources of model and optimizer of one step, valid while the training has the same tensors at the same
+    addresses.
 
-    Identity, address, dtype, shape and strides of every tensor decide. The objects are held, so that no other can take their
-    identity.
+    It compares identity, address, dtype, shape and strides of every tensor. It keeps the objects alive, so that no other
+    object can take their identity.
 
     Attributes
     ----------
     found : ModelTensors
     groups, sources, count
-        The groups of model and optimizer, and their sources: those of the first `count` numbers of the plan.
+        The groups of model and optimizer, and their sources, which have the first `count` numbers of the plan.
     needs_no_agreement : bool
-        True if nothing else may differ between ranks: no buffers, no state in parts.
+        True if no other content can differ between ranks: no buffers, no state in parts.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Repeated:
         entries_text: bytes,
         released: Mapping[int, Sliced] = {},
     ) -> Repeated | None:
-        """Return what can be repeated; None if something may change between steps without a sign, or is copied before it is saved."""
+        """Make the object; None if content may change unnoticed between steps, or is copied before it is saved."""
         if layout.has_values or any(not isinstance(each, torch.Tensor) for each in _state_of(training.optimizer)):
             return None
         made = cls(training, layout, found, content, sources, entries_text, released)
@@ -111,7 +113,7 @@ class Repeated:
             return False
 
     def optimizer_text(self, training: Any) -> bytes:
-        """Return the text of optimizer.json on rank 0, b"" without an optimizer. After fits()."""
+        """Return the text of optimizer.json on rank 0, b"" without an optimizer. Call fits() first."""
         if training.optimizer is None:
             return b""
         groups = group_options(training.optimizer, parameter_names(training.optimizer, self.found), {})
@@ -134,7 +136,7 @@ def optimizer_json(groups: list[Any], entries_text: bytes) -> bytes:
 
 
 def _memory_of(tensor: Any) -> Any:
-    """Return the tensor whose memory this rank saves of it."""
+    """Return the tensor that holds the memory this rank saves of `tensor`."""
     return held_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
@@ -144,7 +146,7 @@ def _state_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _all_inside(sources: Sequence[Source], tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if sources are memory of `tensors`, not copies of it."""
+    """Return True if all sources point into the memory of `tensors`, not into copies."""
     places = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
     for _, _, nbytes, address, *_ in sources:
         at = bisect.bisect_right(places, (address, 1 << 64)) - 1

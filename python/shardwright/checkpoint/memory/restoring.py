@@ -1,7 +1,8 @@
-"""Source: the files of a step in memory, in one image of this host, to which other hosts' carriers send what its ranks read.
+"""Source: the files of a step in one memory image of this host. Other hosts' carriers send missing parts that ranks
+read.
 
-Ranges are (begin, bytes) in an image, where block n of the plans lies at n MiB: the same on all hosts, so a range names the same
-bytes everywhere. A carrier receives them at their place, and needs no other memory.
+Ranges are (begin, bytes) in an image. Block n of the plans is at n MiB on all hosts, so a range names the same bytes
+everywhere. A carrier receives ranges in place and needs no other memory.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from ..peers import Peers
 from .budget import in_gib, memory_left
 from .image import BLOCK_BYTES, Image, Table, pieces
 
-#: name of the image that a host without one gets for a restore
+#: name of the image that a host without one makes for a restore
 WHOLE = "whole"
 Range = tuple[int, int]
 Parcel = tuple[int, int, int]  # rank, begin, bytes
-#: bytes that a carrier sends, and receives, between two exchanges: each exchange waits for no more than that
+#: bytes that a carrier sends and receives between two exchanges, which bounds the wait of each exchange
 _TURN_BYTES = 1 << 30
 _LEAST_BYTES = 1 << 20  # of a turn, to one host
-_TAG = 4  # of a wire of its own
+_TAG = 4  # of a separate wire
 _MEET_S = 60.0
 
 
@@ -55,25 +56,25 @@ class Candidate:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if best() of each host has all of it."""
+        """Return True if best() of each host has the whole step."""
         return not any(self.lacks(host, rank) for host in range(len(self.parts)) for rank in range(self.world_size))
 
     def best(self, host: int) -> str | None:
-        """Return the image of a host that has the most of it."""
+        """Return the image of `host` with the most bytes of the step."""
         found = sorted(self.parts[host], key=lambda each: (-len(each[1]), each[0]))
         return found[0][0] if found else None
 
     def lacks(self, host: int, rank: int) -> bool:
-        """Return True if best(host) has not what `rank` wrote."""
+        """Return True if best(host) lacks the bytes that `rank` wrote."""
         name = self.best(host)
         return name is None or rank not in dict(self.parts[host])[name]
 
     def holder(self, host: int, rank: int) -> str | None:
-        """Return the name of an image of `host` that has what `rank` wrote."""
+        """Return the name of an image of `host` with the bytes that `rank` wrote."""
         return next((name for name, ranks in self.parts[host] if rank in ranks), None)
 
     def sender(self, host: int, rank: int) -> int:
-        """Return the host from which `host` gets what `rank` wrote: itself, or one of those that have it, in turns."""
+        """Return the host that sends `rank`'s bytes to `host`: `host` itself, or one of the holders in turn."""
         if self.holder(host, rank):
             return host
         holders = [each for each in range(len(self.parts)) if self.holder(each, rank)]
@@ -90,14 +91,14 @@ class Source:
     open_image : callable
         Opens an image of this host's guardian by name.
     closed : callable
-        Called by close() with the bytes that came from other hosts.
+        Called by close() with the number of bytes received from other hosts.
 
     Attributes
     ----------
     is_whole : bool
-        Every host's image has all of it, so that bring() has nothing to do. Alike on all ranks.
+        True if every host's image has the whole step, so bring() has no work. Equal on all ranks.
     moved_bytes : int
-        Bytes that came from other hosts. On carriers.
+        Bytes received from other hosts. On carriers.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Source:
     # the files --------------------------------------------------------------------------------------------------------
 
     def meet(self) -> str:
-        """Learn which rank wrote which bytes; where hosts lack some, connect their carriers. Return "" or a reason. Collective."""
+        """Exchange which rank wrote what; connect carriers if hosts lack bytes. Return "" or a reason. Collective."""
         label, of_host = "tables of a step in memory", [b""]
         if self.is_whole:
             self._tables = {table.head["rank"]: table for table in self._tables_in(self._image)}
@@ -155,7 +156,7 @@ class Source:
         return (table for table in image.each_table() if table.head["nonce"] == self._candidate.nonce)
 
     def _own_tables(self) -> bytes:
-        """Return the tables that this carrier tells: those of ranks of which no lower host has an image."""
+        """Return the tables that this carrier sends: those of ranks without an image on a lower host."""
         if not self._is_first:
             return b""
         chosen, hosts = self._candidate, range(self._peers.host_count)
@@ -169,7 +170,7 @@ class Source:
         return b"".join(encoded)
 
     def open(self) -> CheckpointFolder:
-        """Open it on rank 0."""
+        """Open the files on rank 0."""
         chosen = self._candidate
         tallies = [self._tables[rank].tallies for rank in range(chosen.world_size)]
         folder = CheckpointFolder.merged(
@@ -191,11 +192,11 @@ class Source:
         return folder
 
     def lists(self) -> list[tuple[str, int, int]]:
-        """Return (path, begin, bytes) of what tells which tensors there are: headers, and the files of values."""
+        """Return (path, begin, bytes) of the headers and files of values, which list the tensors."""
         return [(path, 0, head) for path, _, head in self._tables[0].head["files"]]
 
     def close(self) -> None:
-        """Close it once nothing reads from it. On each rank, whether the restore went well or not."""
+        """Close the image after the last read. Call it on each rank, also after a failed restore."""
         self._image.close()
         self._closed(self.moved_bytes)
         self._hang_up()
@@ -203,9 +204,9 @@ class Source:
     # bytes of other hosts ---------------------------------------------------------------------------------------------
 
     def bring(self, ranges: Iterable[tuple[str, int, int]]) -> str:
-        """Bring the blocks that hold these ranges (path, begin, bytes) to this host's image. Return "" or a reason. Collective.
+        """Fetch the blocks of ranges (path, begin, bytes) to this host's image. Return "" or a reason. Collective.
 
-        Each rank gives what it reads. A block is brought once, however many ranks of a host read it."""
+        Each rank passes the ranges that it reads. A host fetches each block once, however many ranks read it."""
         if self.is_whole:
             return ""
         begins = self._begins()
@@ -234,7 +235,7 @@ class Source:
         return [(path, block, block + 1) for path, block in mine]
 
     def _parcels(self, host: int, sender: int, asked: Sequence[Range]) -> list[Parcel]:
-        """Return what of `asked` the best image of `host` lacks and `sender` gives it, cut to messages."""
+        """Return the parts of `asked` that the best image of `host` lacks and `sender` sends, cut into messages."""
         chosen = self._candidate
         found = []
         for rank in range(chosen.world_size):
@@ -244,7 +245,7 @@ class Source:
         return found
 
     def _take_own(self, asked: Sequence[Range]) -> None:
-        """Check that what this host lacks fits, and take from its other images what they have."""
+        """Check that missing bytes fit in this host's memory, and copy those that its other images have."""
         if not self._is_first:
             return
         chosen = self._candidate
@@ -259,7 +260,7 @@ class Source:
                 self._image.copy([(begin, nbytes)], images(rank))
 
     def _opener(self, opened: contextlib.ExitStack) -> Callable[[int], Image]:
-        """Return a function from a rank to this host's image of what it wrote, open until `opened` ends."""
+        """Return a function from a rank to this host's image with its bytes, open until `opened` ends."""
 
         @functools.cache
         def by_name(name: str) -> Image:
@@ -268,11 +269,11 @@ class Source:
         return lambda rank: by_name(str(self._candidate.holder(self._host, rank)))
 
     def _move(self, asked: Sequence[Sequence[Range]]) -> str:
-        """Send other hosts what they lack, and receive what this one does. Return "" or a reason. Collective.
+        """Send other hosts the bytes that they lack, and receive this host's. Return "" or a reason. Collective.
 
-        In round k of a turn each carrier sends to the k-th host behind it and receives from the k-th before it. Both sides of a
-        pair cut one list at the same bytes, and all go through turns and rounds in one order, so none waits for one that waits
-        for it. An exchange ends each turn."""
+        In round k of a turn each carrier sends to the k-th host after it and receives from the k-th host before it.
+        Both sides of a pair cut the same list at the same bytes, and all carriers use the same order of turns and
+        rounds, so they cannot deadlock. An exchange ends each turn."""
         if not self._is_remote:
             return ""
         count = len(asked)
@@ -293,7 +294,7 @@ class Source:
                         self._round(k, sends[k][turn : turn + 1], receives[k][turn : turn + 1], images)
                 except (CheckpointError, OSError, MemoryError, RuntimeError) as error:
                     failure = f"host {socket.gethostname()}: {error or type(error).__name__}"
-                    self._hang_up()  # peers that wait for this host learn it now
+                    self._hang_up()  # peers that wait for this host fail now
                 turn += 1
                 told = self._peers.exchange([failure, left > turn], "bytes of a step in memory")
                 failure = next((why for why, _ in told if why), "")
@@ -322,7 +323,8 @@ class Source:
 
 
 def first_reason(peers: Peers, call: Callable[[], None], label: str) -> str:
-    """Call call() on all ranks, which may be collective only up to its first error. Return the first reason, or "". Collective."""
+    """Call call() on all ranks. Return the first rank's reason of failure, or "". Collective; call() may be collective
+    only up to its first error."""
     reason = ""
     try:
         call()
@@ -337,7 +339,7 @@ def in_blocks(nbytes: int) -> int:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges in order, joined where they touch or overlap.
+    """Return ranges in order; merge those that touch or overlap.
 
     >>> merged([(8, 2), (0, 4), (3, 2), (5, 1)])
     [(0, 6), (8, 2)]
@@ -400,7 +402,7 @@ def _turns(parcels: Sequence[Parcel], most: int) -> list[list[Parcel]]:
 
 
 def _decoded(encoded: bytes) -> Iterator[Table]:
-    """Yield the tables that lie one behind the other."""
+    """Yield the tables in a concatenation of tables."""
     at = 0
     while at < len(encoded):
         table = Table.decode(memoryview(encoded)[at:])

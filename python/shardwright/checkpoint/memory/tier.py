@@ -1,4 +1,4 @@
-"""MemoryTier: a rank's part in keeping steps in memory, and in finding them again."""
+"""MemoryTier: a rank's part in keeping steps in memory and restoring them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _MEET_S = 60.0
 
 
 class MemoryTier:
-    """This rank's part. The constructor is collective. It never raises for a tier that cannot be: `off` then says why, alike on
-    all ranks, and the log of rank 0 has it once.
+    """This rank's part of the memory tier. The constructor is collective. If the tier is impossible it does not raise:
+    `off` has the reason, equal on all ranks, and rank 0 logs it once.
 
     Parameters
     ----------
     directory : str
     run : str
-        Alike on all ranks, and never used before.
+        Equal on all ranks and never used before.
     replicas : int, optional
-        Hosts that get a copy of each host's images. Default: 1 where the next host is another machine, else 0.
+        Number of hosts with a copy of each host's images. Default: 1 if the next host is another machine, else 0.
     threads : int
         Copying threads of each rank.
 
@@ -68,10 +68,10 @@ class MemoryTier:
         self._images: dict[int, tuple[Any, Image]] = {}  # slot -> (layout that it was made for, image)
         self._complete: tuple[int, int] | None = None  # slot and step of the newest image that is complete on all hosts
         self._last: tuple[int, int] | None = None
-        self._room = 0  # bytes for rank 0's own files in an image of the present layout
+        self._room = 0  # bytes for rank 0's own files in an image of the current layout
         self._failure = ""
         self._checked: Any = None  # the layout for which the budget was checked
-        self._files: tuple[Any, list[File]] = None, []  # of the last plan
+        self._files: tuple[Any, list[File]] = None, []  # (plan, its files) of the last plan
         self._has_warned = self.are_ready = False
         self.told: list[Any] = []
         self.skipped = self.kept_bytes = self.fetched_bytes = 0
@@ -86,7 +86,7 @@ class MemoryTier:
     # agreement --------------------------------------------------------------------------------------------------------
 
     def _turn_off_if(self, reason: str) -> None:
-        """Fall back to the disk alone if there is a reason, which is alike on all ranks."""
+        """Turn the tier off if there is a reason, which must be equal on all ranks."""
         if not reason or self.off:
             return
         self.off = reason
@@ -118,7 +118,7 @@ class MemoryTier:
         return asked
 
     def _find_guardians(self, directory: str, run: str) -> None:
-        """Connect each rank to its host's guardian, which the host's first rank starts. Collective up to an error."""
+        """Connect each rank to its host's guardian. The host's first rank starts it. Collective up to an error."""
         told = self._peers.together(
             lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors()], "guardians of the memory tier"
         )
@@ -157,14 +157,14 @@ class MemoryTier:
 
     @property
     def is_busy(self) -> bool:
-        """Return True while the copy of a step to or from another host is under way here."""
+        """Return True while this rank copies a step to or from another host."""
         return self._buddies is not None and self._buddies.is_busy
 
     def is_due(self, step: int, ready: bool, digests: Any = ()) -> bool:
-        """Return True if the state of `step` goes into memory now. Collective. `are_ready` then says if all ranks gave `ready`,
-        and `told` has the digests that each gave.
+        """Return True if the state of `step` must be copied to memory now. Collective. Afterwards `are_ready` is True
+        if all ranks passed `ready`, and `told` has every rank's digests.
 
-        False, alike on all ranks, while is_busy on some rank, and once the tier is off."""
+        False, equal on all ranks, while any rank is_busy, and after the tier is off."""
         if self.off:
             return False
         mine = [step, self.is_busy, self._trouble(), ready, digests]
@@ -184,7 +184,7 @@ class MemoryTier:
         return True
 
     def _trouble(self) -> str:
-        """Return the reason why this rank must leave the tier, or ""."""
+        """Return the reason why this rank must turn the tier off, or ""."""
         failure = self._failure or ("" if self._buddies is None else self._buddies.failure)
         if not failure and self._client is not None and not self._client.is_alive:
             failure = f"its guardian {'does not answer' if self._client.is_silent else 'has ended'}"
@@ -201,15 +201,16 @@ class MemoryTier:
         share: Callable[[], tuple[int, bool]],
         device: Any,
     ) -> None:
-        """Copy this rank's share of a step into memory. After is_due(), on all ranks. An error here ends the tier at the next step.
+        """Copy this rank's share of a step into memory. Call it after is_due(), on all ranks. An error ends the tier at
+        the next step.
 
         Parameters
         ----------
         layout
-            Equal objects in successive calls stand for equal plans, alike on all ranks.
+            Equal objects in successive calls mean equal plans, on all ranks.
         share : callable
-            Returns an estimate of this rank's bytes, for the budget, and whether a restore reads its slices alone. Called for a
-            new layout alone.
+            Returns (estimate of this rank's bytes for the budget, True if a restore reads only its slices). Called only
+            for a new layout.
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
         image = self._image(slot, layout, plan, share, own)
@@ -245,7 +246,7 @@ class MemoryTier:
         image.write(self._index, Table(head, runs, tallies).encode())
 
     def _files_of(self, plan: CheckpointPlan) -> list[File]:
-        """Return a plan's files; of the plan before it costs nothing."""
+        """Return a plan's files, cached for the last plan."""
         if self._files[0] is not plan:
             self._files = plan, _files_of(plan)
         return self._files[1]
@@ -253,7 +254,8 @@ class MemoryTier:
     def _image(
         self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any
     ) -> Image | None:
-        """Return this host's image for a slot, made anew for another layout. Collective then. None: it does not fit."""
+        """Return this host's image for a slot. Another layout needs a new image; making it is collective. None: it does
+        not fit."""
         found = self._images.get(slot)
         if found is not None and found[0] is layout:
             return found[1]
@@ -319,7 +321,7 @@ class MemoryTier:
         """Return the steps that are complete in the memory of all hosts together, oldest first. Collective."""
         if self.off:
             return []
-        # first: the table of a rank that could not copy never comes, and its host's carrier and that one's buddies wait for it
+        # ask first: the table of a rank that could not copy never arrives, and carriers wait for it
         told = self._peers.exchange(self._trouble(), "are steps in memory whole")
         self._turn_off_if(next(filter(None, told), ""))
         if self.off:
@@ -358,7 +360,8 @@ class MemoryTier:
     def assemble(self, chosen: Candidate) -> tuple[Source | None, str]:
         """Open an image of a candidate on each host. Return (source, "") or (None, reason). Collective.
 
-        What this host's image lacks and its ranks read is brought by Source.bring(); the lists of files and tensors are there."""
+        Source.bring() fetches the bytes that ranks read and their host's image lacks; the lists of files and tensors
+        are present."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._drop_whole)
             made: list[Image] = []
@@ -383,7 +386,7 @@ class MemoryTier:
         self._drop_whole()
 
     def _drop_whole(self) -> None:
-        """Let the guardian free what _make_whole() made. Ranks that have mapped it keep it until they close it."""
+        """Let the guardian free the image of _make_whole(). Ranks that mapped it keep it until they close it."""
         if self._is_first and self._client is not None:
             with contextlib.suppress(CheckpointError):
                 self._client.ask("drop", WHOLE)
@@ -415,7 +418,7 @@ class MemoryTier:
         self._complete = int(names[0].rpartition("-")[2]), chosen.step
 
     def forget_after(self, step: int) -> None:
-        """Drop later steps, which a rollback has abandoned. Collective."""
+        """Drop later steps, which a rollback abandoned. Collective."""
         later = [each for each in self.candidates() if each.step > step]
         names = {name for each in later for name, _ in each.parts[self._host]} if self._is_first else set()
 
@@ -431,7 +434,7 @@ class MemoryTier:
     # the end ----------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until the last step is on all hosts, or its copy has failed; it fails if nothing moves for timeout_s. Not collective."""
+        """Wait until the last step is on all hosts or its copy failed (no progress for timeout_s). Not collective."""
         moved, since = -1, time.monotonic()
         while self._buddies is not None and not self._buddies.wait(_ROUND_S) and self._peers.is_alive:
             if moved != self._buddies.moved:
@@ -448,7 +451,7 @@ class MemoryTier:
         return {"memory_step": step, **counts}
 
     def close(self, *, goodbye: bool) -> None:
-        """Leave the guardian; with `goodbye` in order, so that it frees the images once all ranks have done so."""
+        """Disconnect from the guardian. With the `goodbye` of all ranks it frees the images."""
         if self._buddies is not None:
             self._buddies.close(gently=goodbye)
             self._buddies = None
@@ -462,7 +465,7 @@ class MemoryTier:
 
 
 def _files_of(plan: CheckpointPlan) -> list[File]:
-    """Return (path, bytes, bytes before the first tensor) of each file; of a file of values, all bytes."""
+    """Return (path, bytes, bytes before the first tensor) of each file; a file of values has no tensor."""
     return [
         (path, nbytes, min((begin for _, begin, _ in placed), default=0) or nbytes)
         for path, nbytes, _, placed in plan.files()
@@ -475,9 +478,10 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _job_of(directory: str) -> str:
-    """Return the name of the directory's guardians, made at the first use, and anew in a copy of another directory.
+    """Return the name of the directory's guardians. Made at first use, and again for a copy of another directory.
 
-    The number of the file system tells two of them apart on all hosts; st_dev would differ between hosts of a network's one.
+    The file system's number distinguishes directories on all hosts; st_dev of a network file system differs between
+    hosts.
     """
     path = os.path.join(directory, JOB)
     place = [os.statvfs(directory).f_fsid, os.stat(directory).st_ino]

@@ -16,9 +16,9 @@ from .store import MANIFEST, Store
 
 logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.2, 0.5
-#: pauses between tries of one upload
+#: pauses between retries of an upload
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
-#: folder of hard links, which keep the files of an upload while retention removes their checkpoint
+#: folder of hard links, which keep the files of an upload if retention removes their checkpoint
 _LINKS = ".upload"
 
 
@@ -29,7 +29,7 @@ class Mirror:
     ----------
     store : Store
     directory : str
-        Its `step-*` folders are copied, those from before this object too.
+        Its `step-*` folders are copied, including earlier ones.
     rules : mapping
         Arguments of to_retire(), for the store.
     """
@@ -41,13 +41,13 @@ class Mirror:
         self._failure = ""
         self._closing = False
         self.remote_only: list[Kept] = []  # as of the last listed()
-        self._copied: set[str] | None = None  # nonces that the store has; None: not looked yet
+        self._copied: set[str] | None = None  # nonces in the store; None: not yet listed
         discard(os.path.join(directory, _LINKS))
         self._thread = threading.Thread(target=self._run, name="shardwright upload", daemon=True)
         self._thread.start()
 
     def listed(self, local: list[Kept]) -> list[Kept]:
-        """Return local checkpoints, and those of the store whose steps are not among them, under local paths; oldest first."""
+        """Return local checkpoints, plus the store's of other steps under local paths, oldest first."""
         steps = {kept.step for kept in local}
         self.remote_only = [
             dataclasses.replace(kept, path=os.path.join(self._directory, kept.path))
@@ -57,7 +57,7 @@ class Mirror:
         return sorted([*self.remote_only, *local], key=lambda kept: (kept.step, kept.path))
 
     def fetch(self, path: str) -> None:
-        """Download the checkpoint of this local path, unless it is there."""
+        """Download the checkpoint of this local path, unless it exists locally."""
         if not os.path.lexists(path):
             self._store.download(os.path.basename(path), path)
 
@@ -72,7 +72,7 @@ class Mirror:
             return failure, self._answered >= self._asked
 
     def close(self) -> None:
-        """End the thread after its present upload."""
+        """End the thread after its current upload."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -89,7 +89,7 @@ class Mirror:
             failure = "" if now == seen and asked == self._answered else self._copy_all()
             seen = None if failure else now
             with self._changed:
-                self._failure = failure  # a success ends an older failure, which nothing lacks any more
+                self._failure = failure  # a success clears an older failure: nothing is missing any more
                 if now == self._names():
                     self._answered = max(self._answered, asked)
                 self._changed.notify_all()
@@ -107,7 +107,7 @@ class Mirror:
         return found
 
     def _copy_all(self) -> str:
-        """Copy what the store lacks, newest first. Return the reason why not, or ""."""
+        """Copy checkpoints that the store lacks, newest first. Return the reason of a failure, or ""."""
         failure = ""
         for number, pause in enumerate((*_PAUSES_S, 0.0)):
             try:
@@ -151,7 +151,7 @@ class Mirror:
         return links
 
     def _retire(self, new: Kept) -> None:
-        """Remove the store's checkpoints that no rule keeps. A rollback keeps later steps."""
+        """Remove the store's checkpoints that no rule keeps. After a rollback later steps stay."""
         there = [k for k in self._store.checkpoints() if k.step <= new.step]
         for each in to_retire(there, **self._rules):
             self._store.remove(each.path)

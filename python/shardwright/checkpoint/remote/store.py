@@ -1,4 +1,5 @@
-"""Store: the checkpoints below one address. A folder with MANIFEST.json is a checkpoint; it is written last and removed first."""
+"""Store: the checkpoints below one address. A folder with MANIFEST.json, written last and removed first, is a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ MANIFEST = "MANIFEST.json"
 #: an address with a scheme; one slash is enough, since pathlib.Path drops the second
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _STEP = re.compile(r"step-(\d{6,15})\Z")
-#: file with the nonce of the save whose files are being uploaded
+#: file with the nonce of the save that is being uploaded
 _MARKER = "UPLOADING"
 _ROUND_S = 0.5
 _NO_FILE = (FileNotFoundError, NotADirectoryError, KeyError)
@@ -50,12 +51,13 @@ def local_folder(address: str, chosen: str | os.PathLike[str] | None) -> str:
 
 
 def is_of_content(error: Exception) -> bool:
-    """Return True if a download failed since the checkpoint lacks a file or is damaged; False for the transfer or the disk."""
+    """Return True if a download failed because of the checkpoint's content, not of the transfer or the disk."""
     return isinstance(error, _NO_FILE) or (isinstance(error, CheckpointError) and error.errno is None)
 
 
 def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
-    """Return what work() returns (of JSON) on rank 0. Collective, in rounds: a transfer has no deadline.
+    """Return the result of work() (of JSON) on rank 0. Collective, in repeated exchanges, since a transfer has no
+    deadline.
 
     Raises
     ------
@@ -85,7 +87,7 @@ def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
 
 
 class Store:
-    """The place of an address.
+    """The checkpoints at an address, through fsspec.
 
     Parameters
     ----------
@@ -123,7 +125,8 @@ class Store:
             return None
 
     def manifest(self, name: str) -> Mapping[str, Any] | None:
-        """Return the manifest of a checkpoint; None if there is none that can be parsed. Its checksum is checked after a download."""
+        """Return the manifest of a checkpoint; None if it is missing or invalid JSON. Only a download checks its
+        checksum."""
         text = self._read(self._path(name, MANIFEST))
         try:
             found = json.loads(text) if text is not None else None
@@ -148,7 +151,7 @@ class Store:
         return sorted(found, key=lambda kept: kept.step)
 
     def upload(self, local: str, name: str) -> None:
-        """Copy the checkpoint in the folder `local`. Go on with an upload of the same save that was cut off."""
+        """Copy the checkpoint in the folder `local`. Resume an interrupted upload of the same save."""
         folder = CheckpointFolder(local)
         with open(os.path.join(local, MANIFEST), "rb") as file:
             manifest = file.read()
@@ -159,7 +162,7 @@ class Store:
         goes_on = self._read(marker) == folder.nonce.encode()
         if not goes_on:
             with contextlib.suppress(*_NO_FILE):
-                self._fs.rm_file(self._path(name, MANIFEST))  # what lies there is no checkpoint from now on
+                self._fs.rm_file(self._path(name, MANIFEST))  # from now on the old folder is no checkpoint
             self._fs.makedirs(self._path(name), exist_ok=True)
             self._fs.pipe_file(marker, folder.nonce.encode())
         for path, nbytes in folder.files.items():
@@ -176,7 +179,7 @@ class Store:
         Raises
         ------
         CheckpointError
-            There is no checkpoint, or its manifest names no plain files.
+            No checkpoint exists, or its manifest names other than plain files.
         """
         manifest = self.manifest(name)
         if manifest is None:
@@ -202,7 +205,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
-        with contextlib.suppress(*_NO_FILE):  # a removal that was cut off has left the files alone
+        with contextlib.suppress(*_NO_FILE):  # an interrupted removal left only files
             self._fs.rm_file(self._path(name, MANIFEST))
         with contextlib.suppress(*_NO_FILE):
             self._fs.rm(self._path(name), recursive=True)

@@ -1,4 +1,4 @@
-"""A restore of all ranks: rank 0 reads the lists, each rank its bytes, and no live tensor changes before all have agreed."""
+"""A restore on all ranks: rank 0 reads the lists, each rank its bytes; live tensors change only after agreement."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def agree_on(
     """Return (reader, "") if every rank finds `path` sound and fitting. Collective.
 
     If some rank cannot read it, return (None, reason) and leave live tensors unchanged. `spare`: see Reader.verify_share.
-    `source`: where the files are, if they are in memory; `path` then only names the checkpoint.
+    `source`: the files, if they are in memory; `path` then only names the checkpoint.
 
     Raises
     ------
     CheckpointError
-        A rank cannot use a checkpoint that is sound or has a newer format. All ranks raise the same sentence.
+        A rank cannot use a checkpoint that is sound or has a newer format. All ranks raise the same message.
     """
     folder, refusal = _open_together(path, peers, source)
     if folder is None:
@@ -100,7 +100,7 @@ def _is_of_one_rank(path: str) -> bool:
 
 
 _SOUND = [SOUND, ""]
-#: of a process, a system or a mount: they say nothing of the folder, and must not cost the newest checkpoint
+#: transient errors of a process, a system or a mount: the folder may be sound, so they must not reject it
 _OF_A_MOMENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
@@ -132,7 +132,7 @@ def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
 
 
 def _agree_on_compressor(reader: Reader, peers: Peers) -> None:
-    """Decide if every rank restores the compressor state that it wrote. Collective."""
+    """Decide whether every rank restores the compressor state that it wrote itself. Collective."""
     same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "owner of compressor")
     reader.keeps_compressor = all(same)
 

@@ -1,4 +1,4 @@
-"""Filler: read a folder's bytes into tensors, check each block as it is read, and note which blocks were checked."""
+"""Filler: read a folder's bytes into tensors, check each block as it is read, and record the checked blocks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..state.stored import Stored
 _BLOCK_BYTES = 1 << 20
 Span = tuple[str, int, int]
 """(path, first, end) of blocks of a file"""
-_READERS, _READERS_ALONE = 2, 4  # some wait for the disk while another computes checksums and copies
+_READERS, _READERS_ALONE = 2, 4  # some wait for the disk while others compute checksums and copy
 
 
 class _Piece(NamedTuple):
-    """A range of a file, the address it is read to, and the address that keeps the old values."""
+    """A range of a file, its destination address, and the address that receives the old values."""
 
     path: str
     begin: int
@@ -38,8 +38,8 @@ class Filler:
     ----------
     folder : CheckpointFolder
     rank, world_size : int
-        Ranks start at different places: each reads a share from the disk that the others find in the page cache. Bytes that
-        one rank alone needs bypass the page cache.
+        Ranks start at different offsets: each reads a share from the disk that the others then find in the page cache.
+        Bytes that only one rank needs bypass the page cache.
     """
 
     def __init__(self, folder: CheckpointFolder, rank: int, world_size: int) -> None:
@@ -118,12 +118,12 @@ class Filler:
         self._kept, self._ahead = [], {}
 
     def verify(self, first: int, end: int) -> None:
-        """Check those of the blocks [first, end) of all files that were not read yet."""
+        """Check the blocks in [first, end), counted over all files, that were not read yet."""
         blocks = ((path, at, -(-self._folder.files[path] // _BLOCK_BYTES)) for path, at in self._first_block.items())
         self.check((path, max(first - at, 0), min(end - at, n)) for path, at, n in blocks)
 
     def check(self, spans: Iterable[Span]) -> None:
-        """Check those of the blocks that were not read yet."""
+        """Check the blocks of `spans` that were not read yet."""
         pieces = []
         for path, first, end in spans:
             at, nbytes = self._first_block[path], self._folder.files[path]
@@ -134,14 +134,14 @@ class Filler:
         self._load(pieces, direct=False)  # into the page cache: fill() reads them next
 
     def ranges(self, reads: Iterable[tuple[Stored, Any]]) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, begin, bytes) of what fill() would read."""
+        """Yield (path, begin, bytes) of each range that fill() would read."""
         for stored, target in reads:
             sliced = self._sliced(target)
             for begin, nbytes in [(0, stored.nbytes)] if sliced is None else [each[:2] for each in sliced.ranges()]:
                 yield stored.path, stored.begin + begin, nbytes
 
     def _sliced(self, target: Any) -> Sliced | None:
-        """Return the parts of a tensor that this rank has; None: all of it."""
+        """Return the parts of a tensor that this rank holds; None: all of it."""
         if is_dtensor(target):
             return slice_of_dtensor(target, self._boxes)
         return target if isinstance(target, Sliced) else None

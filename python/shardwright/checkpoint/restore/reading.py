@@ -64,7 +64,7 @@ class _Targets:
     """The tensors that receive an optimizer's state, by their names in the folder."""
 
     new: dict[str, Any]  # Tensor or Sliced, not in use yet
-    live: dict[str, torch.Tensor]  # tensors of the optimizer's present state
+    live: dict[str, torch.Tensor]  # tensors of the optimizer's current state
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {n: t.live[0] if isinstance(t, Sliced) else t for n, t in {**self.new, **self.live}.items()}
@@ -116,7 +116,7 @@ class Reader:
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
-        self._has_new = False  # they were filled
+        self._has_new = False  # True after the new tensors were filled
         self.keeps_compressor = False
         """True if every rank restores the compressor state that it wrote"""
 
@@ -140,20 +140,20 @@ class Reader:
         return dict(body)
 
     def _check_tensors(self, name: str, body: Any, stored: Mapping[str, Stored]) -> None:
-        """The tensors that a tree names are there: also found before a live tensor changes."""
+        """Raise CheckpointError if a tensor that a tree names is missing, before a live tensor changes."""
         missing = [each for each in tree.tensor_names(body) if each not in stored]
         if missing:
             raise CheckpointError(f"'{self.folder.path}', {name}: no file has the tensor '{missing[0]}' that it names")
 
     def _renamed(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint's values under the names here."""
+        """Return the checkpoint's values under the names of this training."""
         try:
             return self._names.renamed(named)
         except ValueError as error:
             raise Mismatch(f"'{self.folder.path}': {error}") from None
 
     def _raise_mismatch(self, what: str, missing: list[str], left_over: list[str], wrong: list[str]) -> None:
-        """Raise Mismatch, if names are strict or something is wrong; log what is missing or left over otherwise."""
+        """Raise Mismatch if names are strict or something is wrong; else log missing and unexpected names."""
         if self._names.strict or wrong:
             _raise_mismatch(self.folder.path, what, missing, left_over, wrong)
         if missing:
@@ -182,7 +182,7 @@ class Reader:
             raise Mismatch(f"'{self.folder.path}' does not fit this program: {unlike}")
 
     def _match_model(self) -> list[list[tuple[Stored, torch.Tensor]]]:
-        """Plan the reads of the model, in turns: a stored tensor that is tied there and not here is read once a turn."""
+        """Plan the reads of the model, in turns: a tensor tied only in the checkpoint is read once per turn."""
         kept_tensors, kept_ties = stored_tensors(self.folder, "model")
         stored = self._renamed(kept_tensors)
         tied = {name: self._names.new(kept) for name, kept in self._renamed(kept_ties).items()}
@@ -255,8 +255,8 @@ class Reader:
         return body
 
     def _take_part(self, body: dict[str, Any], ours: list[list[str]]) -> None:
-        """Rename the optimizer's parameters in `body`, and drop those that are not taken. Without `strict`, groups that do not
-        agree on the parameters that both have lose their options."""
+        """Rename the optimizer's parameters in `body`, and drop those not selected. Without `strict`, groups that
+        differ in the parameters common to both sides lose their options."""
         takes = self._names.takes
         body["groups"] = [
             {**group, "params": [name for name in map(self._names.new, group["params"]) if takes(name)]}
@@ -294,7 +294,7 @@ class Reader:
     # agreement --------------------------------------------------------------------------------------------------------
 
     def try_generators(self, rank: int) -> None:
-        """Read the states of this rank's random generators and try them on others."""
+        """Read the states of this rank's random generators and test them on other generators."""
         if self._own is None:
             return
         tensors = self._own_tensors(rank, self._own["random"])
@@ -306,7 +306,7 @@ class Reader:
             raise CheckpointError(f"'{self.folder.path}', ranks/ of rank {rank}: {why}") from None
 
     def reads(self, rank: int, world_size: int) -> list[tuple[str, int, int]]:
-        """Return (path, begin, bytes) of what is read after the constructor, which reads lists of tensors and files of values."""
+        """Return (path, begin, bytes) of all reads after the constructor, which reads tensor lists and values."""
         slices: dict[int, Sliced] = {}
         if loads_slices(self.training.model):
             for replica in engines_of(self.training.model):
@@ -336,8 +336,8 @@ class Reader:
     ) -> None:
         """Check this rank's share of all blocks, or those of `spans`.
 
-        New tensors are filled now, and live tensors as far as `spare` memory, (address, nbytes), can hold their old values.
-        take_back() restores those.
+        Fills new tensors now, and live tensors as far as `spare` memory, (address, nbytes), can hold their old values,
+        which take_back() restores.
         """
         live = [] if self._is_sliced() else list(self._model_reads[0])
         if self._optimizer is not None:
@@ -360,14 +360,14 @@ class Reader:
     # into the training ------------------------------------------------------------------------------------------------
 
     def apply(self, rank: int, world_size: int, *, everything: bool) -> Any:
-        """Fill model and optimizer, with `everything` the rest of the training too, and return `extra`."""
+        """Fill model and optimizer, and with `everything` the rest of the training. Return `extra`."""
         self._fill_model()
         if self._optimizer is not None:
             with torch.no_grad():
                 self._apply_optimizer(self._optimizer)
         tensors = self._load_state()
         for name, module in self._found.extras.items():
-            if name in self._extra_state and self._names.takes(name):  # a folder of dcp.save has none
+            if name in self._extra_state and self._names.takes(name):  # a folder of dcp.save has no extra state
                 module.set_extra_state(tree.decode(self._extra_state[name], tensors))
         if everything:
             for name in _STATEFUL:
@@ -558,7 +558,7 @@ class Reader:
         return self._tree(path) if path in self.folder.files else None
 
     def _own_stored(self, rank: int, body: Any) -> dict[str, Stored]:
-        """Return the places of the tensors that a rank's tree names."""
+        """Return where the tensors that a rank's tree names are stored."""
         names = tree.tensor_names(body)
         if has_rows(self.folder):
             self._rows = self._rows or stored_tensors(self.folder, TENSORS)[0]
@@ -567,7 +567,7 @@ class Reader:
         return {name: stored[name] for name in names if name in stored}
 
     def _own_tensors(self, rank: int, body: Any) -> dict[str, torch.Tensor]:
-        """Read the tensors that a rank's tree names into new ones."""
+        """Read the tensors that a rank's tree names into new tensors."""
         return self._load(self._own_stored(rank, body))
 
     def _apply_own(self, rank: int, everything: bool) -> None:
@@ -597,7 +597,7 @@ class Reader:
         return getattr(getattr(self.training.model, "_orig_mod", self.training.model), "compression_state", None)
 
     def _apply_compressor(self, rank: int) -> None:
-        """Restore the compressor's state: this rank's own, or in another world an equal share of all ranks' error."""
+        """Restore the compressor's state: this rank's own or, in another world, an equal share of all ranks' error."""
         state = self._compression_state()
         if state is None:
             return
@@ -638,7 +638,7 @@ class Reader:
 
 
 def _stand_in(node: Any) -> Any:
-    """Return the value of a tree with an empty tensor in place of each."""
+    """Return the value of a tree with empty tensors in place of its tensors."""
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     return tree.decode(node, dict.fromkeys(tree.tensor_names(node), empty))
 
@@ -651,13 +651,13 @@ def _add_in_turn(turns: list[dict[Stored, torch.Tensor]], stored: Stored, target
 
 
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
-    """Return whether a sliced optimizer keeps a slice of this entry, instead of all of it."""
+    """Return whether a sliced optimizer keeps only a slice of this entry."""
     shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
     return key != "step" and shape == tuple(parameter.shape)
 
 
 def _key(parameter: torch.Tensor, optimizer: Any, key: str) -> Any:
-    """Return the key with the type that the live state has: the file holds strings."""
+    """Return the key in the type of the live state's keys: the file holds strings."""
     return next((k for k in optimizer.state.get(parameter, {}) if str(k) == key), key)
 
 

@@ -30,7 +30,7 @@ def is_composed(value: Any) -> bool:
 
 
 def apart(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a parameter's state with the inner tensors of wrapper subclasses as entries of their own."""
+    """Return a parameter's state with the inner tensors of wrapper subclasses as separate entries."""
     if not any(map(is_composed, state.values())):
         return state
     found: dict[Any, Any] = {}
@@ -70,7 +70,7 @@ def together(state: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
 def check_sliceable(name: str, state: Mapping[Any, Any], *, is_whole: bool) -> None:
     """Raise CheckpointError for an entry of a sliced optimizer's state that no checkpoint can hold.
 
-    `is_whole`: this rank has the state of all of the parameter.
+    `is_whole`: this rank has the state of the whole parameter.
     """
     for key, value in state.items():
         if is_composed(value) and not is_whole:

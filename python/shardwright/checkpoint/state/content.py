@@ -26,7 +26,7 @@ from .optimizer_extras import further_state
 
 #: (source, begin, nbytes, address, eager, on_device)
 Source = tuple[int, int, int, int, bool, bool]
-#: which ranks hold a source: all with equal values, all with rank 0's to be written, or each a part (csrc/checkpoint/plan.h)
+#: holders of a source: all with equal values, all but rank 0 writes, or each a part (csrc/checkpoint/plan.h)
 BY_ALL, BY_FIRST, IN_PARTS = 0, 1, 2
 #: arguments of CheckpointPlan: groups of tensors, and texts
 Entries = tuple[list[tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]], list[tuple[str, int, int]]]
@@ -69,7 +69,7 @@ class Group:
 
 
 class Ahead(Protocol):
-    """The first groups of a content, and their sources: those of the first `count` numbers."""
+    """The first groups of a content, and their sources, which have the first `count` numbers."""
 
     groups: list[Group]
     sources: list[Source]
@@ -83,7 +83,7 @@ class Content:
     Attributes
     ----------
     staging : DeviceStaging
-        The reader of tensors on a GPU; it copies those that it cannot read in place.
+        Reads tensors on a GPU; copies those that it cannot read in place.
     texts : dict of str to bytes
         Files that every rank holds whole.
     lines : dict of str to (int, int, bytes)
@@ -91,7 +91,7 @@ class Content:
     held : list
         The memory that addresses of sources point into. Keep it until the snapshot is taken.
     ahead : Ahead, optional
-        The groups before `groups`, whose sources are known already.
+        The groups before `groups`, with sources that are already known.
     """
 
     groups: list[Group]
@@ -122,8 +122,8 @@ class Content:
                     group.tensors[name] = slice_of_dtensor(tensor, boxes, stays=self.staging.takes)
 
     def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
-        """Return this rank's sources in ascending order: of content that all ranks hold, the numbers in `needed` (None: all); of
-        content in parts, the parts that this rank has to write."""
+        """Return this rank's sources in ascending order: of replicated content those in `needed` (None: all), of
+        content in parts those that this rank must write."""
         wanted = None if needed is None else set(needed)
         found: list[Source] = []
         number = -1
@@ -218,7 +218,7 @@ def optimizer_content(
     body: dict[str, Any] = {"groups": group_options(optimizer, names, tensors)}
     if further:
         body["further"] = {key: tree.encode(value, f"further.{key}", tensors) for key, value in further.items()}
-    eager = frozenset(tensors)  # a scheduler writes to them outside the optimizer's step
+    eager = frozenset(tensors)  # a scheduler writes to these outside the optimizer's step
     state = {}
     for parameter, name in ordered_parameters(optimizer, names, found):
         values = apart(whole.get(parameter, {}))
@@ -307,8 +307,8 @@ def ordered_parameters(optimizer: Any, names: Mapping[int, str], found: ModelTen
 
 
 def random_state(tensors: dict[str, torch.Tensor], kept: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the states of this process's random generators as a tree. `kept`: that of Python's, of the call before, which is slow
-    to encode and changes in few steps."""
+    """Return the states of this process's random generators as a tree. `kept`: caches Python's encoded state between
+    calls, since it is slow to encode and rarely changes."""
     numpy = sys.modules.get("numpy")
     states = {
         "python": random.getstate(),
@@ -339,10 +339,10 @@ def set_random_state(states: Mapping[str, Any]) -> None:
 
 
 def try_random_state(states: Mapping[str, Any]) -> None:
-    """Raise an error if set_random_state() would. Generators of no use take the states, but those of CUDA."""
+    """Raise an error if set_random_state() would. Sets the states in temporary generators, except those of CUDA."""
     random.Random().setstate(states["python"])
     torch.Generator().set_state(states["torch"])
-    numpy = sys.modules.get("numpy")  # a load without it needs no state of it
+    numpy = sys.modules.get("numpy")  # without numpy its state is not needed
     if numpy and states.get("numpy") is not None:
         numpy.random.RandomState().set_state(states["numpy"])
     if not all(each.dtype == torch.uint8 and each.ndim == 1 for each in states.get("cuda") or ()):

@@ -54,7 +54,7 @@ class ModelTensors:
     parameters, buffers : dict of str to Tensor
         Each tensor once, under its first name. Non-persistent buffers are left out.
     tied : dict of str to str
-        Further names of a tensor -> its name in `parameters` or `buffers`.
+        Additional name of a tensor -> its name in `parameters` or `buffers`.
     extras : dict of str to Module
         Modules with get_extra_state(), by name.
     """

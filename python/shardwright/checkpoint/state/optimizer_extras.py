@@ -1,8 +1,8 @@
 """State that an optimizer keeps outside `state` and `param_groups`; torch's own optimizers have none.
 
-A save stores further keys of state_dict(), and restore() passes them to load_state_dict(). State of an inner optimizer, and state that
-state_dict() has and `state` lacks, cannot be stored by parameter: the save raises before it writes. Tensors in attributes may
-be caches or state: they are logged.
+A save stores further keys of state_dict(), and restore() passes them to load_state_dict(). State of an inner optimizer,
+and state in state_dict() that `state` lacks, cannot be stored by parameter: the save raises before it writes. Tensors
+in attributes may be caches or state, so they are logged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def stepping_optimizer(optimizer: Any) -> Any:
 
 
 def further_state(optimizer: Any) -> dict[str, Any]:
-    """Return the entries of the optimizer's state_dict() beside torch's own keys, of any type.
+    """Return the entries of the optimizer's state_dict() other than torch's own keys, of any type.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
 def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
     """Raise CheckpointError for an inner optimizer with its own state.
 
-    Accept one that is in `user_state`, or whose state's tensors are in `user_state` or `extra`."""
+    Accept it if `user_state` contains it, or if `user_state` or `extra` contain its state's tensors."""
     optimizer = users_optimizer(optimizer)
     passed = list(user_state.values()) if isinstance(user_state, dict) else [user_state]
     for name, value in _attributes(optimizer).items():
@@ -139,7 +139,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def _tells_more(optimizer: Any) -> bool:
-    """Return whether state_dict() may have more entries than torch's own."""
+    """Return whether state_dict() may have more entries than those of torch."""
     made = getattr(type(optimizer), "state_dict", None)
     if "state_dict" in _attributes(optimizer) or getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
         return True

@@ -55,7 +55,7 @@ _logger = logging.getLogger("shardwright")
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Make torch's default process group, as sw.wrap would. It takes DeepSpeed's arguments, which have no effect."""
+    """Make torch's default process group, as sw.wrap would. Accepts DeepSpeed's arguments without effect."""
     resolve_group(None, None, trains=True)
 
 
@@ -82,26 +82,26 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
-    """Wrap a model by DeepSpeed's configuration. Collective.
+    """Wrap a model according to DeepSpeed's configuration. Collective.
 
     Parameters
     ----------
     args : object, optional
-        Its deepspeed_config is the configuration, if `config` is None.
+        Has the configuration in deepspeed_config, if `config` is None.
     model : Module
-        A model. Where GPUs are visible it is moved to this rank's, as DeepSpeed does.
+        A model. If GPUs are visible it is moved to this rank's GPU, as DeepSpeed does.
     optimizer : Optimizer, or callable of parameters to one, optional
         Instead of the configuration's.
     model_parameters : iterable of Parameter or of groups, optional
-        Parameters of the configuration's optimizer. Default: all that train.
+        Parameters of the configuration's optimizer. Default: all parameters that train.
     training_data : Dataset, optional
-        A data set, of which each rank reads its part in micro-batches.
+        A data set. Each rank reads its part in micro-batches.
     lr_scheduler : scheduler, or callable of an optimizer to one, optional
         Instead of the configuration's.
     config, config_params : dict or path
         The configuration.
     collate_fn : callable, optional
-        The function of the loader.
+        The collate function of the loader.
     distributed_port, dist_init_required
         Without effect: sw.wrap reads the launcher's variables.
 
@@ -192,7 +192,7 @@ def _make_loader(made: Plan, group: Any, data: Any, collate_fn: Any) -> DataLoad
 
 
 class DeepSpeedEngine(torch.nn.Module):
-    """A wrapped model with the loop of DeepSpeed: forward, backward, step.
+    """A wrapped model with DeepSpeed's training loop: forward, backward, step.
 
     Attributes
     ----------
@@ -216,7 +216,7 @@ class DeepSpeedEngine(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.module = model
-        self.__dict__["wrapped"] = wrapped  # no submodule: parameters keep the one prefix "module."
+        self.__dict__["wrapped"] = wrapped  # not a submodule, so that parameters keep the single prefix "module."
         self.plan, self.config = made, config
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, scheduler, loader
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
@@ -239,7 +239,7 @@ class DeepSpeedEngine(torch.nn.Module):
     # the loop -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, inside torch.autocast if the configuration asks for it."""
+        """Call the model, inside torch.autocast if the configuration enables it."""
         if self.plan.autocast is None:
             return self.wrapped(*args, **kwargs)
         with torch.autocast(self.device.type, self.plan.autocast):
@@ -311,7 +311,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backwards are local, at any stage."""
+        """Return a context in which backwards do not synchronise, at any stage."""
         before, self._is_local = self._is_local, True
         try:
             yield
@@ -325,7 +325,7 @@ class DeepSpeedEngine(torch.nn.Module):
         return (self.micro_steps + 1) % self.plan.accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the current micro-batch is the last one of a step, from now on instead of counting."""
+        """Set whether the current micro-batch is the last one of a step. From now on this replaces counting."""
         self._boundary = bool(is_boundary)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
@@ -340,7 +340,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.module.compile(*args, **kwargs)
 
     def destroy(self) -> None:
-        """Take the wrapper off: every rank has a whole model of its own afterwards. Collective."""
+        """Remove the wrapper. Afterwards every rank has its own whole model. Collective."""
         for engine in self.wrapped._engines():
             engine.retire(together=True)
         end_local_parameters(self.module)
@@ -367,7 +367,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale in force."""
+        """The current loss scale."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def was_step_applied(self) -> bool:
@@ -375,26 +375,26 @@ class DeepSpeedEngine(torch.nn.Module):
         return getattr(self, "_was_applied", False)
 
     def train_batch_size(self) -> int:
-        """Return the rows of a step over all ranks."""
+        """Return the number of rows in a step over all ranks."""
         return self.plan.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the rows of a backward of one rank."""
+        """Return the number of rows in one backward of one rank."""
         return self.plan.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the backwards of a step."""
+        """Return the number of backwards in a step."""
         return self.plan.accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the rows of a step; the micro-batch stays, and the number of backwards changes."""
+        """Change the number of rows in a step. The micro-batch stays; the number of backwards changes."""
         rows = self.plan.micro_batch_size * self.world_size
         if train_batch_size < rows or train_batch_size % rows:
             raise ValueError(f"train_batch_size must be a multiple of {rows}, got {train_batch_size!r}")
         self.plan.train_batch_size, self.plan.accumulation_steps = train_batch_size, train_batch_size // rows
 
     def gradient_clipping(self) -> float:
-        """Return the norm to which gradients are clipped; 0.0 if they are not."""
+        """Return the norm to which gradients are clipped; 0.0 for no clipping."""
         return self.plan.clip_grad_norm
 
     def zero_optimization_stage(self) -> int:
@@ -476,7 +476,7 @@ class DeepSpeedEngine(torch.nn.Module):
         return True
 
     def _plain_scheduler_state(self) -> dict[str, Any]:
-        """Return the entries of the schedule's state that a checkpoint holds; name the others once."""
+        """Return the entries of the schedule's state that a checkpoint can hold; log the names of the others once."""
         state = self.lr_scheduler.state_dict()
         plain = (int, float, str, bool, list, tuple, type(None))
         kept = {name: value for name, value in state.items() if isinstance(value, plain)}
@@ -508,11 +508,11 @@ class DeepSpeedEngine(torch.nn.Module):
         load_dir : str
             The save_dir.
         tag : str, optional
-            Default: the one in load_dir/latest. Rank 0's is loaded on all ranks.
+            Default: the tag in load_dir/latest. All ranks load rank 0's.
         load_optimizer_states, load_lr_scheduler_states : bool
-            False: leave the optimizer, or the schedule, as it is.
+            False: leave the optimizer, or the schedule, unchanged.
         load_module_only : bool
-            Load the model alone.
+            Load only the model.
         load_module_strict, custom_load_fn
             True and None only.
 
@@ -574,7 +574,7 @@ class DeepSpeedEngine(torch.nn.Module):
     save_fp16_model = save_16bit_model
 
     def _on_rank_0(self, work: Callable[[], str | None], label: str) -> str | None:
-        """Return rank 0's work(), on every rank. Collective: an error of rank 0 is one on all ranks."""
+        """Return the result of work() on rank 0, on every rank. An error of rank 0 raises on all ranks. Collective."""
         comm = host_group(self.wrapped.process_group, self.wrapped._options.timeout_s).comm
 
         def answer() -> bytes:

@@ -1,4 +1,4 @@
-"""Read DeepSpeed's JSON: which arguments of sw.wrap, which optimizer and which schedule it becomes.
+"""Reader of DeepSpeed's JSON: converts it to arguments of sw.wrap, an optimizer and a schedule.
 
 Every key is looked up in the table of deepspeed_keys. An unknown or refused key, a contradiction and a left-over "auto"
 are errors before anything is made. docs/deepspeed.md describes the meaning of each key.
@@ -53,7 +53,7 @@ _TRAINER = {
     "bf16.enabled": "bf16",
     "bfloat16.enabled": "bf16",
 }
-#: keys whose "auto" the Trainer fills from the model's width; without one the default holds
+#: keys with an "auto" that the Trainer fills from the model's width; without a width the default applies
 _FREE = (
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
@@ -63,7 +63,7 @@ _FREE = (
 
 @dataclasses.dataclass
 class Reading:
-    """The row of one given key: its value, its state and what it became."""
+    """The report row of one given key: its value, its state and its effect here."""
 
     key: str
     value: Any
@@ -73,14 +73,14 @@ class Reading:
 
 @dataclasses.dataclass
 class Plan:
-    """What a JSON becomes.
+    """The settings that a JSON configuration converts to.
 
     Attributes
     ----------
     micro_batch_size, accumulation_steps, train_batch_size : int
-        Rows a rank and backward, backwards a step, rows a step over all ranks.
+        Rows per rank and backward, backwards per step, rows per step over all ranks.
     wrap : dict
-        Arguments of sw.wrap beside module, optimizer and clip_grad_norm.
+        Arguments of sw.wrap other than module, optimizer and clip_grad_norm.
     optimizer, scheduler : (str, dict), optional
         A name and its arguments.
     clip_grad_norm : float
@@ -114,7 +114,7 @@ def load_config(config: Any) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If the file is no JSON object, or repeats a key.
+        If the file is not a JSON object, or repeats a key.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -153,7 +153,7 @@ def fill_auto(
     config : dict or path
         DeepSpeed's configuration.
     args : object
-        Anything with the fields of TrainingArguments that the "auto" keys need.
+        An object with the fields of TrainingArguments that the "auto" keys need.
     world_size : int
         The number of ranks.
     num_training_steps : int, optional
@@ -164,7 +164,7 @@ def fill_auto(
     Raises
     ------
     ValueError
-        If a given value contradicts `args`: one sentence with all contradictions.
+        If a given value contradicts `args`; one message lists all contradictions.
     """
     filled = load_config(config)
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -200,14 +200,14 @@ def fill_auto(
 
 
 def plan(config: Any, world_size: int) -> Plan:
-    """Return what a configuration becomes with this number of ranks.
+    """Convert a configuration for this number of ranks.
 
     Raises
     ------
     ValueError
         For an unknown key, a contradiction, an "auto" that nothing filled, or a value out of range.
     NotImplementedError
-        For a feature that does not exist here.
+        For a feature that shardwright lacks.
     """
     return _Reader(load_config(config)).read(world_size)
 
@@ -221,7 +221,7 @@ class _Reader:
         self._check("", config)
 
     def _check(self, section: str, values: dict[str, Any]) -> None:
-        """Raise for keys that are unknown or refused, and note all others."""
+        """Raise for keys that are unknown or refused; record all others."""
         for last, value in values.items():
             name = f"{section}{last}"
             key = key_of(name)
@@ -464,7 +464,7 @@ class _Reader:
                     "optimizer.params.bias_correction=false does not exist here: a warm-up of the learning rate is nearest"
                 )
             params["betas"] = tuple(params.get("betas", (0.9, 0.999)))
-            if not is_torch:  # DeepSpeed's own classes decay nothing by default, torch.optim.AdamW does
+            if not is_torch:  # DeepSpeed's own classes have no weight decay by default, torch.optim.AdamW has
                 params.setdefault("weight_decay", 0.0)
             name = "sw.optim.AdamW" if decoupled else "sw.optim.Adam"
         elif kind == "sgd":

@@ -145,7 +145,7 @@ for _row in _TABLE.strip().splitlines():
 
 
 def key_of(name: str) -> Key | None:
-    """Return the row of a dotted name, which may be that of a section above it; None for an unknown name."""
+    """Return the row of a dotted name, or of a section that contains it; None for an unknown name."""
     name = "bf16" + name.removeprefix("bfloat16") if name.startswith("bfloat16.") else name
     section = name
     while section:
@@ -159,7 +159,7 @@ def key_of(name: str) -> Key | None:
 
 
 def nearest(name: str) -> str:
-    """Return the known name nearest to an unknown one, of the same section if one is near; "" if none is."""
+    """Return the known name nearest to an unknown one, preferably of the same section; "" if none is near."""
     section, _, last = name.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in KEYS if each.rpartition(".")[0] == section}
     found = difflib.get_close_matches(last, siblings, n=1)

@@ -15,7 +15,7 @@ _Values = float | list[float]
 
 
 class _Absolute(torch.optim.lr_scheduler.LambdaLR):
-    """A LambdaLR whose functions return learning rates, not factors of the first one.
+    """A LambdaLR with functions that return learning rates instead of factors of the first rate.
 
     Functions are called with the number of steps taken. DeepSpeed's schedules count from -1: their first step repeats
     the first learning rate.
@@ -38,7 +38,7 @@ def _each(optimizer: torch.optim.Optimizer, name: str, value: _Values) -> list[f
 
 
 def _warmup(kind: str, steps: int, step: int) -> float:
-    """Return the share of the way from the first to the largest rate at `step`, which is below `steps`."""
+    """Return the fraction of the warm-up from the first to the largest rate at `step`, which is below `steps`."""
     return step / steps if kind == "linear" else math.log(step + 1) / math.log(steps)
 
 
@@ -51,13 +51,13 @@ def _check_warmup(steps: Any, kind: Any) -> int:
 
 
 class WarmupLR(_Absolute):
-    """A warm-up from one learning rate to another, which then stays.
+    """A warm-up from one learning rate to another, then a constant rate.
 
     Parameters
     ----------
     optimizer : Optimizer
     warmup_min_lr, warmup_max_lr : float or list of float
-        The first rate, and the largest; None: the optimizer's.
+        The first and the largest rate; None: the optimizer's rate.
     warmup_num_steps : int
         Steps of the warm-up; at least 2 are taken.
     warmup_type : {"log", "linear"}
@@ -110,14 +110,14 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Absolute):
-    """A warm-up to the optimizer's learning rate, and a half cosine to a share of it.
+    """A warm-up to the optimizer's learning rate, then a half cosine to a fraction of it.
 
     Parameters
     ----------
     optimizer : Optimizer
     total_num_steps : int
     warmup_min_ratio, cos_min_ratio : float
-        Shares of the optimizer's rate at the begin of the warm-up and at the end.
+        Fractions of the optimizer's rate at the start of the warm-up and at the end.
     warmup_num_steps, warmup_type
         See WarmupLR.
     """
@@ -149,7 +149,7 @@ class WarmupCosineLR(_Absolute):
 
 
 class OneCycle(_Absolute):
-    """One cycle of the learning rate, and of the first of Adam's betas against it; then a decay.
+    """One cycle of the learning rate, with an inverse cycle of Adam's first beta; then a decay.
 
     Parameters
     ----------
@@ -157,12 +157,12 @@ class OneCycle(_Absolute):
     cycle_min_lr, cycle_max_lr : float
         The rates at the ends and in the middle of the cycle.
     cycle_first_step_size, cycle_second_step_size : int
-        Steps up and steps down; None: as many.
+        Steps up and steps down; None: as many down as up.
     decay_step_size, decay_lr_rate, decay_mom_rate
         After the cycle the rate is divided by 1 + decay_lr_rate for each decay_step_size steps; the momentum is
         multiplied likewise. 0: no decay.
     cycle_momentum, cycle_min_mom, cycle_max_mom
-        True: betas move from the smaller momentum to the larger one against the rate.
+        True: betas cycle between the two momenta, inversely to the rate.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class OneCycle(_Absolute):
         super().__init__(optimizer, [self._rate] * len(optimizer.param_groups))
 
     def _height(self, taken: int) -> float:
-        """Return the share of the way up at a step of the cycle."""
+        """Return the fraction of the rise at a step of the cycle."""
         x, turn = taken / self._total % 1.0, self._up / self._total
         return x / turn if x <= turn else (x - 1) / (turn - 1)
 
@@ -207,7 +207,7 @@ class OneCycle(_Absolute):
     def get_lr(self) -> Any:
         if self._cycles_momentum:
             (low, high), taken = self._momenta, self.last_epoch
-            if not taken:  # DeepSpeed begins with the smaller one, and its first step jumps to the larger
+            if not taken:  # DeepSpeed starts with the smaller momentum, and its first step jumps to the larger
                 momentum = low
             elif taken <= self._total:
                 momentum = high - (high - low) * self._height(taken)
@@ -219,7 +219,7 @@ class OneCycle(_Absolute):
 
 
 class LRRangeTest(_Absolute):
-    """A learning rate that grows linearly, or in stairs, from a first one.
+    """A learning rate that grows from a first value, linearly or in stairs.
 
     Parameters
     ----------
@@ -230,7 +230,7 @@ class LRRangeTest(_Absolute):
         Steps in which the rate grows by its first value times `lr_range_test_step_rate`.
     lr_range_test_step_rate : float
     lr_range_test_staircase : bool
-        True: grow at the end of each such interval only.
+        True: grow only at the end of each interval.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ SCHEDULES: dict[str, type[_Absolute]] = {
 
 
 class LossScale:
-    """The factor of the loss under float16, which overflows halve and quiet windows double.
+    """The factor of the loss under float16. An overflow halves it; a window without overflow doubles it.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ class LossScale:
     hysteresis : int
         The overflow, counted from 1, that first halves the factor.
     consecutive_hysteresis : bool
-        True: a step without an overflow begins the count again; False: a full window does.
+        True: a step without an overflow restarts the count; False: only a full window does.
     min_loss_scale : float
         The smallest factor.
     """
@@ -321,7 +321,7 @@ class LossScale:
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float]:
-        """Return what changes in training."""
+        """Return the state that changes in training."""
         return {"scale": self.scale, "left": self._left, "quiet": self._quiet}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

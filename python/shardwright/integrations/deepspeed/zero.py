@@ -1,4 +1,4 @@
-"""The names of deepspeed.zero: whole parameters for a while, and the place where a model is built."""
+"""The names of deepspeed.zero: a context with whole parameters, and a context in which to build a model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def GatheredParameters(
     fwd_module: Any = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Give every rank whole parameters inside. Collective.
+    """Return a context in which every rank has whole parameters. Collective.
 
     Parameters
     ----------
     params : Parameter or iterable of Parameter
-        Parameters of any modules. Those that no engine holds are whole anyway.
+        Parameters of any modules. Parameters that no engine holds are always whole.
     modifier_rank : int, optional
-        The rank that writes to them inside; afterwards all ranks have its values. None: they are read only.
+        The rank that writes to them inside; afterwards all ranks have its values. None: only reads.
     fwd_module : object
         Without effect.
     enabled : bool
@@ -43,7 +43,7 @@ def GatheredParameters(
     held = [p for p in given if id(p) in homes] if enabled else []
     with full_parameters(held, writable=modifier_rank is not None):
         yield
-        if modifier_rank:  # full_parameters gives all ranks those of rank 0
+        if modifier_rank:  # full_parameters gives all ranks the values of rank 0
             for replica in dict.fromkeys(homes[id(p)] for p in held):
                 ours = [p for p in held if homes[id(p)] is replica]
                 replica.group.broadcast(ours, modifier_rank, f"parameters that rank {modifier_rank} wrote")

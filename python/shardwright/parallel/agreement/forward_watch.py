@@ -1,4 +1,4 @@
-"""Forwards of a wrapped module that an exception ended, and their ranges in a profile."""
+"""A warning about forwards that an exception ended, and the range of each forward in a profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ForwardWatch:
 
     def begin(self) -> None:
         """Begin a forward with gradients."""
-        # a recomputation inside a backward may stop once it has the values it needs
+        # a recomputation inside a backward may stop as soon as it has its values
         if _hooks.graph_task_id() < 0:
             if self.is_inside and self._warns:
                 self._warns = False

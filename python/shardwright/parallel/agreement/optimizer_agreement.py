@@ -1,8 +1,8 @@
 """Checks that ranks agree about an optimizer, and that a saved state belongs to the optimizer that loads it.
 
-Ranks with different learning rates silently get different parameters. So hyperparameters are compared in wrap() and at
-each step. At zero >= 1 the comparison is part of the exchange that begins a step. At zero=0 a step exchanges nothing: a
-digest travels with the next round's use bits.
+Ranks with different learning rates silently get different parameters, so ranks compare hyperparameters in wrap() and at
+each step. At zero >= 1 the comparison is part of the exchange that begins a step. At zero=0 a step exchanges no data: a
+digest travels with the use bits of the next round.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from ..._engine import Error
 from ...torch_compat.optimizers import on_meta
 
-#: keys of a parameter group that are not hyperparameters: options of the step's form, schedulers' values, additions of newer torch
+#: keys of a parameter group that are no hyperparameters: implementation options, schedulers' values, newer torch's keys
 _BESIDE = frozenset(
     ("params", "indices", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize", "master")
     + ("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
 )
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-#: the most characters of hyperparameters in a message
+#: largest number of characters of hyperparameters in a message
 _DESCRIBED = 200
 _Gather = Callable[[bytes, str], list[bytes]]
 #: (title, parameters, values) of each group, or of all groups together
@@ -68,7 +68,7 @@ def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label
         try:
             raise refusal if refusal is not None and str(refusal) == refused else Error(refused)
         finally:
-            refusal = None  # its traceback holds this frame
+            refusal = None  # its traceback would keep this frame alive
     if any(digest != digests[0] for digest in digests):
         tables = {rank: json.loads(data) for rank, data in enumerate(gather(encoded, "hyperparameters"))}
         raise Error(f"ranks disagree about {difference(tables)}")
@@ -105,7 +105,7 @@ def _some(items: list[Any]) -> str:
 
 
 def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -> list[Row]:
-    """Return one row a group. `names`: by id of the module's parameters; other parameters are described by their shape."""
+    """Return one row per group. `names`: id of a module's parameter -> name; other parameters appear by their shape."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [
         (
@@ -120,7 +120,7 @@ def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -
 def given_rows(
     optimizer: torch.optim.Optimizer | None, names: Mapping[int, str], partition: str, clip_grad_norm: float | None
 ) -> list[Row]:
-    """Return the values that ranks compare when an optimizer is given to wrap."""
+    """Return the values that ranks compare when wrap() gets an optimizer."""
     kind = "no optimizer" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     return [
         ("it", [], {"class": kind, "partition": partition, "clip_grad_norm": clip_grad_norm}),
@@ -169,7 +169,7 @@ class StepNotes:
         return "; ".join(groups)[:_DESCRIBED]
 
     def explain(self, gather: _Gather, contributes: bool = True) -> None:
-        """Raise if the last hyperparameters differ. Called after digests differed. Collective.
+        """Raise if the last hyperparameters differ. Call it on all ranks after digests differed. Collective.
 
         `contributes`: False for a joined rank, which did not take the last step.
         """
@@ -241,7 +241,7 @@ def check_members(
 
 
 def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
-    """Return why an optimizer with a parameter of another module cannot be sliced."""
+    """Return the reason why an optimizer with a parameter of another module cannot be sliced."""
     return (
         f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
         "give each module an optimizer of its own"

@@ -1,9 +1,9 @@
 """The check for silent corruption every n steps: equal parameters on all ranks, and finite averaged gradients.
 
-Ranks that average the same gradients and step alike hold equal parameters. Faulty memory or a faulty processor on one
-rank breaks that, and the loss does not show it for long. A digest of the parameters joins the numbers that ranks
-compare in a round (sw_reducer_note_step), so a check sends no message. If digests differ, ranks exchange one number a
-parameter, which identifies the rank and the parameter. See docs/design/replica_check.md.
+Ranks that average the same gradients and make the same steps hold equal parameters. Faulty memory or a faulty processor
+on one rank breaks that, and the loss may not show it for a long time. A digest of the parameters joins the numbers that
+ranks compare in a round (sw_reducer_note_step), so a check sends no message of its own. If digests differ, ranks
+exchange one number per parameter, which identifies the rank and the parameter. See docs/design/replica_check.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["NOT_FINITE", "ReplicaCheck"]
 
 #: error of a rank that owns a slice of a gradient that is not finite; explain_not_finite() adds names
 NOT_FINITE = "the averaged gradient is not finite"
-#: the most rows in a message
+#: largest number of rows in a message
 _MOST_NAMED = 3
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -64,7 +64,7 @@ class ReplicaCheck:
         self._replica = weakref.ref(replica)
         self._every = every
         self._finite: dict[int, torch.Tensor] = {}  # True if this rank's gradients since the last zero_grad are finite
-        self._is_stale = False  # True if a step was counted since
+        self._is_stale = False  # True if a step has been counted since then
         self._stepped = 0  # the number of rounds at the last step
         self._since = "the start of these ranks"
         #: the lowest rank with the same parameters; a save uses it to tell ranks with other shards apart
@@ -92,7 +92,7 @@ class ReplicaCheck:
         """Count from 0 again on all ranks, after a join in which not all ranks counted."""
         self._count_from_zero()
         self._since, self._is_stale = "the last join", True
-        self._state_is_equal = False  # a rank that ran out of inputs did not step
+        self._state_is_equal = False  # a joined rank did not step
 
     @property
     def has_model_ranks(self) -> bool:
@@ -179,7 +179,7 @@ class ReplicaCheck:
         names += [f"the optimizer's state for {name}" for name in names]
         mine = json.dumps([self._digested, self._digests]).encode()
         rows = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"replicas of {replica.label}")]
-        newest = max(row[0] for row in rows)  # a rank that ran out of inputs no longer checks
+        newest = max(row[0] for row in rows)  # a joined rank no longer checks
         ranks = [rank for rank, row in enumerate(rows) if row[0] == newest and newest >= 0]
         of_rank = replica.slicing.of_rank if _is_private(replica) else [0] * len(rows)
         for own in sorted({of_rank[rank] for rank in ranks}):
@@ -194,9 +194,9 @@ class ReplicaCheck:
     # finite gradients -------------------------------------------------------------------------------------------------
 
     def take(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Note a gradient of this rank before it is accumulated."""
+        """Record a gradient of this rank before it is accumulated."""
         own = self._of_parameter.get(index)
-        if own is not None and own.count % self._every:  # refuse() looks at the first step of each optimizer
+        if own is not None and own.count % self._every:  # refuse() checks the first step of each optimizer
             return
         if self._is_stale:
             self._finite.clear()
@@ -236,7 +236,7 @@ class ReplicaCheck:
             if found or is_bad():
                 raise Error(NOT_FINITE)
         finally:
-            refusal = None  # its traceback holds this frame
+            refusal = None  # its traceback would keep this frame alive
 
     def not_finite(self) -> list[str]:
         """Return the names of parameters whose gradient on this rank is not finite."""
@@ -331,7 +331,7 @@ def _digest(held: torch.Tensor) -> Any:
 
 
 def _is_dense(held: torch.Tensor) -> bool:
-    """Return True if the elements lie in one piece, in any order. Equal on all ranks."""
+    """Return True if the elements fill contiguous memory, in any order. Equal on all ranks."""
     expected = 1
     for stride, size in sorted(zip(held.stride(), held.shape)):
         if size > 1 and stride != expected:
@@ -346,7 +346,7 @@ def _is_private(replica: Any) -> bool:
 
 
 def _has_replicas(replica: Any) -> bool:
-    """Return True if some parameter data exists twice. Equal on all ranks."""
+    """Return True if several ranks hold some of the parameter data. Equal on all ranks."""
     group, storage = replica.group, replica.parameters()
     if group.world_size == 1:
         return False
@@ -356,7 +356,7 @@ def _has_replicas(replica: Any) -> bool:
 
 
 def _difference(names: Sequence[str], rows: dict[int, list[int]]) -> str:
-    """Describe which ranks hold which parameters with other values than most ranks."""
+    """Describe the ranks and parameters with other values than on most ranks."""
     columns = list(zip(*rows.values()))
     differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if not differing:

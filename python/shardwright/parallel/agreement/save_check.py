@@ -1,4 +1,4 @@
-"""The comparison of replicas with which a save begins: of all engines of a module, or of the stages of a pipeline."""
+"""The comparison of replicas at the start of a save: of all engines of a module, or of the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Row = tuple[int, int, int]
 
 
 class SaveCheck:
-    """The checks of what one save stores; none without check_every=.
+    """The checks of the modules that one save stores; none without check_every=.
 
     Parameters
     ----------
     parts : iterable of (Module, Optimizer or None)
-        What this rank saves: a module, or stages in order.
+        The modules that this rank saves: one, or stages in order.
     """
 
     def __init__(self, parts: Iterable[tuple[Any, Any]]) -> None:
@@ -33,13 +33,14 @@ class SaveCheck:
             self._checks += [(each.check, optimizer) for each in engines if each.check is not None]
 
     def rows(self) -> list[Row]:
-        """Return this rank's digests, for the exchange with which a save begins."""
+        """Return this rank's digests, for the exchange at the start of a save."""
         return [(at, check.column, check.digest_of_save(each)) for at, (check, each) in enumerate(self._checks)]
 
     def compare(self, told: Sequence[Sequence[Row]], exchange: Callable[[Any, str], Sequence[Any]]) -> None:
-        """Raise Error on all ranks, with one sentence, if replicas differ. `told`: the rows of all ranks.
+        """Raise the same Error on all ranks if replicas differ. `told`: the rows of all ranks.
 
-        Collective if digests differ. Ranks that hold other shards differ by right, and tell one another what they found.
+        Collective if digests differ. Digests of ranks with other shards may differ, so these ranks exchange their
+        findings.
         """
         digests = collections.defaultdict(set)
         for at, column, digest in (row for rows in told for row in rows):

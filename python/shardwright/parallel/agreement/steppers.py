@@ -28,11 +28,11 @@ class Steppers:
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
         self._rounds_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._notes = StepNotes()
-        #: at zero=0: returns the digest of the next step's hyperparameters
+        #: at zero=0: function that returns the digest of the next step's hyperparameters
         self.note = self._notes.note
-        #: raises if replicas differ
+        #: function that raises if replicas differ
         self.explain_replicas: Callable[[], None] | None = None
-        #: True if this rank ran out of inputs in a join that goes on
+        #: True if this rank ran out of inputs in a join that still runs
         self.has_joined = False
         self.stop: StopRequest | None = None
 
@@ -60,7 +60,7 @@ class Steppers:
         return max((each.rounds_at_step for each in holders), default=0)
 
     def count_step(self, optimizer: torch.optim.Optimizer, rounds: int) -> int:
-        """Note that `optimizer` steps after `rounds` rounds. Return the number at its previous step."""
+        """Record that `optimizer` steps after `rounds` rounds. Return the count at its previous step."""
         before = self._rounds_at_step.get(optimizer, 0)
         self._rounds_at_step[optimizer] = rounds
         return before

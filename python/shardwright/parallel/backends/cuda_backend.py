@@ -1,6 +1,6 @@
-"""CudaBackend: modules on one GPU a rank, over NCCL or slots, in the order of torch's streams.
+"""CudaBackend: modules on one GPU per rank, over NCCL or slots, in the order of torch's streams.
 
-What the host alone has is an error with a name.
+Features that only the host supports raise an error that names the feature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...torch_compat import cuda
 
 
 class CudaBackend:
-    """See Backend. Making it is collective."""
+    """The backend of a GPU; see Backend. Construction is collective."""
 
     capabilities = Capabilities(
         one_copy=False,
@@ -50,7 +50,7 @@ class CudaBackend:
         #: link over the ranks that own all slices together
         self.row = self.link
         if request.zero and (request.plans is not None or request.slicing.is_replicated):
-            # A communicator of its own: gathers and means each have one order on all ranks, and none between them.
+            # A separate communicator: gathers and means each have an order on all ranks, but none between them.
             self.row = device_link(group, self._like, self._timeout_s, request.slicing.rows(), borrows)
         #: links of this rank's row and column, over which NCCL reduces on a mesh
         self._mesh: tuple[DeviceLink, DeviceLink] | None = None
@@ -126,7 +126,7 @@ class CudaBackend:
 
 
 class CudaBuckets:
-    """Buckets in tensors of torch's, or registered with NCCL, gathered behind the work of torch's current stream. See
+    """Buckets in torch tensors, optionally registered with NCCL, gathered after the work on torch's current stream. See
     Buckets."""
 
     reason = ""
@@ -147,7 +147,7 @@ class CudaBuckets:
         self.arrange_hooks = self._gathers.arrange
         self._memory: dict[int, torch.Tensor] = {}
         self._registered: dict[int, torch.Tensor] = {}
-        if registers:  # gathering each is an operation of its own: those that come later lie elsewhere
+        if registers:  # each gather is a separate operation: buckets added later are in other memory
             ordered = sorted(buckets)
             sizes = [self._nbytes(bucket) for bucket in ordered]
             made = Registration(row, sizes, like, f"parameters of {request.label}")
@@ -174,8 +174,8 @@ class CudaBuckets:
         failed: bool | None,
         owned: Callable[[int], Sequence[tuple[int, int]]],
     ) -> None:
-        """Cost: of the parameters, (world_size - 1) / world_size to and from each rank. Waits for nothing, so what `failed` is told
-        by hosts."""
+        """Publish. Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank. Does not wait:
+        hosts exchange `failed`."""
         self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(buckets)})
 
     def protect(self, writable: bool) -> None:
@@ -183,9 +183,9 @@ class CudaBuckets:
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
-    """Raise NotImplementedError where a batch normalisation over the same ranks would use torch's communicator inside a backward.
+    """Raise NotImplementedError if a batch normalisation over the same ranks would share torch's communicator with us.
 
-    It would in the forward and in the backward, in which ours is using it on a stream of its own.
+    It would use it in forward and backward, while the engine uses it on a separate stream.
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm) and group.is_of(part.process_group):
@@ -196,8 +196,7 @@ def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
 
 
 def _reduces_by_rows(request: Request) -> bool:
-    """Return False where means are folds or a compressor's. A sum is a fold at zero >= 2, so it is none by rows at any
-    stage."""
+    """Return False if means are folds or come from a compressor. A sum is a fold at zero >= 2, so no sum is by rows."""
     options = request.options
     return not options.deterministic and options.reduce == "mean" and request.compress is None
 
@@ -216,8 +215,8 @@ def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
 
 
 def _digest_of(memory: weakref.ref[DeviceUnitMemory]) -> Callable[[], int]:
-    """Return the callable that gives the reducer the order of units. It holds the memory weakly, because the memory
-    holds the reducer."""
+    """Return a function that returns the order of units, for the reducer. It refers to the memory weakly, because the
+    memory holds the reducer."""
 
     def digest() -> int:
         alive = memory()

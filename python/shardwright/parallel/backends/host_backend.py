@@ -17,15 +17,15 @@ from ...layout.views import as_real, dense_strides, dtype_name
 from ...options.compressors import Compressor
 from ...parameters.sharded_groups import UnitMemory
 
-#: at zero >= 2 gradients share a ring that holds the largest bucket and one more: large ones would keep much memory
+#: at zero >= 2 gradients share a ring for the largest bucket and one more; large buckets would need much memory
 _SLICED_CAP_BYTES = 8 << 20
-#: between hosts the wire is what takes time: it starts with the first bucket, which is therefore small, and stands still for
+#: between hosts the wire is the bottleneck. It starts with the first bucket, which is therefore small, and is idle for
 #: up to 4 ms between batches. Compressed buckets that leave at the end of the backward (zero >= 2) are best few and large
 _HOSTS_CAP_BYTES, _HOSTS_FIRST_CAP_BYTES = 8 << 20, 1 << 20
 
 
 class HostBackend:
-    """See Backend."""
+    """The backend of host memory; see Backend."""
 
     capabilities = Capabilities(
         one_copy=True,
@@ -105,9 +105,9 @@ class HostBackend:
 
 
 class HostBuckets:
-    """Buckets in an arena that the ranks of a host map: one copy a rank, or (`shared`) a host. See Buckets.
+    """Buckets in an arena that the ranks of a host map: one copy per rank or, if `shared`, per host. See Buckets.
 
-    `narrows`: 16-bit casts of parameters lie behind the buckets, in their layout (narrow()).
+    `narrows`: 16-bit casts of parameters follow the buckets, in the same layout (narrow()).
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class HostBuckets:
                 raise
             self.reason = str(error)
             return
-        if not slicing.is_replicated:  # else a rank may not see all others'
+        if not slicing.is_replicated:  # else a rank may not see all other ranks' outcomes
             self._outcomes = Outcomes(self._arena, self._nbytes, group.rank, group.world_size, self._home)
         if self.is_home:
             populate(self._arena, [*map(self._range, buckets), *[(self._narrow_offset, narrow_bytes)] * narrows])
@@ -156,7 +156,7 @@ class HostBuckets:
         return from_dlpack(self._arena.tensor(first, dtype, list(like.shape), strides and list(strides), self._home))
 
     def narrow(self, bucket: int, begin: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the place of a parameter's cast to a 16-bit dtype."""
+        """Return the memory of a parameter's cast to a 16-bit dtype."""
         assert self._arena is not None
         offset = self._reducer.bucket_shape(bucket)[0]
         first = self._narrow_offset + offset // 2 + begin * dtype.itemsize  # casts take half of a bucket at most
@@ -165,7 +165,7 @@ class HostBuckets:
         return from_dlpack(self._arena.tensor(first, dtype_name(dtype), shape, strides and list(strides), self._home))
 
     def words(self) -> torch.Tensor:
-        """All of it, as words of 4 bytes."""
+        """Return all of the memory as words of 4 bytes."""
         if self._arena is None:
             return torch.empty(0, dtype=torch.int32, device="cpu")
         return from_dlpack(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
@@ -176,8 +176,8 @@ class HostBuckets:
         failed: bool | None,
         owned: Callable[[int], Sequence[tuple[int, int]]],
     ) -> list[int] | None:
-        """Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier. Over hosts, each sends the
-        others what its ranks have updated, once."""
+        """Publish. Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier.
+        Across hosts, each host also sends the slices that its ranks updated to the others once."""
         comm, label = self._group.comm, f"updated parameters of {self._label}"
         outcomes = [] if self._outcomes is None or failed is None else [self._outcomes.put(failed)]
         is_apart = self._group.is_apart(self._slicing)
@@ -194,7 +194,7 @@ class HostBuckets:
         return self._outcomes.read() if self._outcomes is not None and outcomes else None
 
     def settle(self) -> None:
-        """Do nothing: publish() waits."""
+        """Do nothing: publish() already waits."""
 
     def arrange_hooks(self, is_compiling: bool) -> None:
         """Do nothing: there are none."""

@@ -1,4 +1,4 @@
-"""Loss scaling of modules with DTensors: one vote about overflow over all ranks that have a part of the gradients."""
+"""Loss scaling for modules with DTensors: one agreement about overflow of all ranks with a part of the gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LABEL = "whether a gradient overflowed"
 
 
 def install() -> None:
-    """Have GradScaler unscale gradients of wrapped modules with DTensors here."""
+    """Make GradScaler unscale the gradients of wrapped modules with DTensors through this file."""
     unscale_by(_unscale)
 
 
@@ -27,10 +27,10 @@ def install() -> None:
 def _unscale(
     optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor] | None:
-    """Unscale the gradients of an optimizer, and return on all ranks if one found an overflow. Collective.
+    """Unscale the gradients of an optimizer; return on all ranks whether any rank found an overflow. Collective.
 
-    None for an optimizer that steps on no wrapped module with DTensors. The number of votes depends on the engines alone:
-    gradients that a rank has, and their dtypes, may differ over the ranks that hold other shards.
+    None for an optimizer that steps on no wrapped module with DTensors. The number of agreements depends only on the
+    engines, because ranks with other shards may have other gradients and dtypes.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     engines = [each for each in live_replicas() if any(map(each.holds, parameters))]
@@ -42,13 +42,13 @@ def _unscale(
         if gradient is None:
             continue
         if gradient.dtype == torch.float16 and not allow_fp16:
-            raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
+            raise ValueError("Attempting to unscale FP16 gradients.")  # torch's wording
         held = waited(held_tensor(gradient)) if is_dtensor(gradient) else gradient
         if held.is_sparse and held.dtype == torch.float16:  # sums of equal indices may overflow
             held = parameter.grad = held.coalesce()
         held = held._values() if held.is_sparse else held
         lists.setdefault((gradient.device, gradient.dtype), []).append(held)
-    devices = {device for device, _ in lists} or {found_inf.device}  # a rank without gradients has an answer, too
+    devices = {device for device, _ in lists} or {found_inf.device}  # a rank without gradients answers, too
     found = {device: found_inf.to(device, copy=True) for device in devices}
 
     def overflowed() -> bool:
@@ -63,7 +63,7 @@ def _unscale(
 
 
 def _any_rank(engines: Sequence[Replica], overflowed: Callable[[], bool]) -> bool:
-    """Return True if `overflowed` does on some rank of the engines' groups and meshes; where it raises, all do. Collective."""
+    """Return True if any rank of the engines' groups and meshes overflowed; if one raises, all raise. Collective."""
     found: bool | None = None
     failure: Error | None = None
 
@@ -77,7 +77,7 @@ def _any_rank(engines: Sequence[Replica], overflowed: Callable[[], bool]) -> boo
     for engine in engines:
         try:
             board = engine.gradients.sliced_board
-            if board is not None:  # else its ranks have equal gradients
+            if board is not None:  # without one, its ranks have equal gradients
                 board.announce("vote")
                 found = b"\1" in gather_answers(engine.group.comm, answer, _LABEL)
             if engine.model_ranks is not None:

@@ -1,4 +1,4 @@
-"""Wrappers inside a module that is wrapped: those that stay, and those whose parameters the outer one takes over."""
+"""Wrappers inside a wrapped module: some stay active, the outer wrapper takes over the parameters of the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..._engine import Error
 
 
 def _check_takeable(wrapper: Any, *, is_whole: bool) -> None:
-    """Raise Error if a wrapper around this one cannot take its parameters over. `is_whole`: there is nothing around it."""
+    """Raise Error if an outer wrapper cannot take this one's parameters over. `is_whole`: there is no outer module."""
     if is_whole:
         raise Error("this module is wrapped already: pass sw.unwrap(module)")
     if not hasattr(wrapper, "_options"):
@@ -31,10 +31,10 @@ def _check_takeable(wrapper: Any, *, is_whole: bool) -> None:
 
 
 def find_inner(outer: Any, zero: int) -> tuple[list[Any], list[Any]]:
-    """Return the wrappers inside that go on averaging their parameters' gradients, and those that this one takes over.
+    """Return (inner wrappers that still average their own gradients, inner wrappers that this one takes over).
 
-    Wrappers of zero=0 nest as torch's do. Otherwise the outermost has all parameters, so that one engine slices, clips
-    and saves them, and those inside only call their modules. Collective if they had engines.
+    Wrappers of zero=0 nest as torch's do. Otherwise the outermost wrapper has all parameters, so that one engine
+    slices, clips and saves them, and inner wrappers only call their modules. Collective if they had engines.
     """
     inner: list[Any] = [each for each in outer.module.modules() if isinstance(each, TorchDDP)]
     inner = [each for each in inner if not getattr(each, "_is_taken", False)]
@@ -47,7 +47,7 @@ def find_inner(outer: Any, zero: int) -> tuple[list[Any], list[Any]]:
             if replica is not None and not replica.retired:
                 replica.retire(together=True)
         if each._replica is not None:
-            each._retire.detach()  # it would keep the engines as long as the wrapper lives
+            each._retire.detach()  # the finalizer would keep the engines alive with the wrapper
         each._reset_engine()
         each._given_back = each._inner, each._is_around
     take(inner, outer)
@@ -55,13 +55,13 @@ def find_inner(outer: Any, zero: int) -> tuple[list[Any], list[Any]]:
 
 
 def take(inner: Iterable[Any], outer: Any) -> None:
-    """Mark wrappers whose parameters an outer one has: they only call their modules."""
+    """Mark inner wrappers as taken over by `outer`: they then only call their modules."""
     for each in inner:
         each._inner, each._is_taken, each._is_around = [], True, True
         each._outer = weakref.ref(outer)
 
 
 def give_back(inner: Iterable[Any]) -> None:
-    """Undo take(), before an outer wrapper that could not be made. Each makes an engine anew."""
+    """Undo take() if the outer wrapper could not be made. Each wrapper makes a new engine."""
     for each in inner:
         (each._inner, each._is_around), each._is_taken = each._given_back, False

@@ -1,4 +1,4 @@
-"""Parts: the parameters of a module that other ranks than the rest average (`groups=`), such as experts."""
+"""Parts: parameters of a module, such as experts, that other ranks average than those of the rest (`groups=`)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Part", "by_name", "find_parts"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The parameters of the entries of `groups=` that have the same ranks.
+    """The parameters of all entries of `groups=` with the same ranks.
 
     Attributes
     ----------
     title : str
-        The entries' keys, for messages.
+        Keys of the entries, for messages.
     names : frozenset of str
-        All names of its parameters in the module.
+        All names of the part's parameters in the module.
     ranks : tuple of int
-        The global numbers of the ranks that average them.
+        Global numbers of the ranks that average the part.
     options : Options
-        The wrapper's, with the entry's ranks as its group.
+        The wrapper's options, with the entry's ranks as the group.
     """
 
     title: str
@@ -49,7 +49,7 @@ class Part:
 
 
 def by_name(module: torch.nn.Module, groups: Any) -> Any:
-    """Return the option with the names of modules in place of modules inside `module`: a copy of it has them, too."""
+    """Return the option with inner modules replaced by their names, which are also valid in a copy of `module`."""
     names = {id(each): name for name, each in module.named_modules() if name}
     return groups and {glob.escape(names[id(key)]) if id(key) in names else key: ranks for key, ranks in groups.items()}
 
@@ -57,7 +57,7 @@ def by_name(module: torch.nn.Module, groups: Any) -> Any:
 def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str], group: HostGroup) -> list[Part]:
     """Return the parts of a module that is averaged over `group`, in the order of `groups=`.
 
-    Collective over `group`, if there are groups. What cannot be is the same error on all ranks.
+    Collective over `group`, if there are groups. Invalid groups raise the same error on all ranks.
     """
     if options.groups is None:
         return []
@@ -73,7 +73,7 @@ def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str
             _check(part, named, ranks)
         _check_together(parts, named, ranks)
         lines = [[f"group {p.title}", f"of {len(p.ranks)} ranks, {', '.join(sorted(p.names))}"] for p in parts]
-    except Exception as error:  # any error: the peers get it before they wait for this rank
+    except Exception as error:  # any error: report it to the peers before they wait for this rank
         refusal = error
     try:
         mine = "" if refusal is None else str(refusal) or type(refusal).__name__
@@ -118,7 +118,7 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return True if the pattern is that of a parameter, or of a module around it."""
+    """Return True if the pattern matches a parameter's name, or that of a module around it."""
     steps = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(steps[:count]), pattern) for count in range(1, len(steps) + 1))
 
@@ -136,7 +136,7 @@ def _near(key: Any, named: Sequence[tuple[str, Any]]) -> str:
 
 
 def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise for a part whose group and DTensors are not those of `ranks`, which average the rest."""
+    """Raise if a part's group and DTensors do not fit `ranks`, which average the rest."""
     for name in sorted(part.names):
         parameter = named[name]
         if not is_dtensor(parameter):
@@ -155,7 +155,7 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
 
 
 def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise for a part that other ranks than those of the rest hold: a checkpoint of the module would miss some, or write twice."""
+    """Raise if a part is on other ranks than the rest: a checkpoint would miss parameters, or write them twice."""
     apart = {name for part in parts for name in part.names}
     rest = first_mesh((p for name, p in named.items() if name not in apart), ranks)
     count = len(ranks) * (1 if rest is None else rest.mesh.size())

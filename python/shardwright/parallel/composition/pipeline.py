@@ -1,4 +1,4 @@
-"""PipelineStage: torch's stage of a pipeline over a wrapped module, whose gradients are averaged once a step."""
+"""PipelineStage: torch's pipeline stage for a wrapped module, with gradients averaged once per step."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class PipelineStage(TorchPipelineStage):
     Error
         For a module that is not wrapped.
     ValueError
-        For a module that is another stage already.
+        For a module that already is another stage.
     NotImplementedError
-        For a torch whose schedules do not say when all backwards of a step are done.
+        For a torch version with schedules that do not report the end of all backwards of a step.
 
     Notes
     -----
-    Backwards of micro-batches add up locally. When the schedule has run all of them, the sums are averaged in one round.
-    That holds for zero-bubble schedules, too, whose weight gradients pass by all hooks of autograd. Those schedules read
-    parameters in their backwards, so private units are whole during each.
+    Backwards of micro-batches add up locally. After the schedule has run all of them, one round averages the sums. This
+    includes zero-bubble schedules, which compute weight gradients without autograd hooks. These schedules read
+    parameters in their backwards, so private units are whole during each backward.
     """
 
     def __init__(self, submodule: torch.nn.Module, *args: Any, keep_whole: bool = False, **kwargs: Any) -> None:
@@ -94,7 +94,7 @@ class PipelineStage(TorchPipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward of a micro-batch, or a part of it: "full", "input" or "weight". It averages nothing."""
+        """Run a backward of a micro-batch, or a part of it: "full", "input" or "weight". Averages no gradients."""
         reads = backward_type != "full" and self._wrapper._engine().releases_parameters
         whole = self._whole() if reads else contextlib.nullcontext()
         with self._wrapper.no_sync(), whole:
@@ -108,12 +108,12 @@ class PipelineStage(TorchPipelineStage):
         self._is_averaged = True
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Scale the gradients of the step. A schedule that calls this alone, without perform_reduce_grad, averages here."""
+        """Scale the gradients of the step. Average them here if the schedule does not call perform_reduce_grad."""
         if not self._is_averaged:
             self._average()
         super().scale_grads(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Average the gradients of the step, and scale them. The schedule calls it once all backwards are done."""
+        """Average and scale the gradients of the step. The schedule calls this after all backwards."""
         self._average()
         super().perform_reduce_grad(grad_scale_factor)
