@@ -87,7 +87,8 @@ int sw_channel_merges_until(const sw_channel *channel);
  * it merges. */
 bool sw_channel_have_others_written(sw_channel *channel, uint64_t number);
 void sw_channel_say_written(sw_channel *channel, uint64_t number);
-/* Rank 0: return the lowest rank that, or whose host, has not written; -1: all have. */
+/* Rank 0: return the lowest rank that, or whose host, has not written; -1: all have. A group's
+ * first host says "written" after the others of its group, so those come before it. */
 int sw_channel_find_unwritten(sw_channel *channel, uint64_t number);
 /* Return the bytes of tallies of a host whose ranks have all written: of any on rank 0, of those
  * that it merges on a carrier. */
