@@ -316,16 +316,30 @@ void sw_channel_say_written(sw_channel *channel, uint64_t number)
     sw_channel_relay(channel, number);
 }
 
+static bool has_written(const sw_channel *channel, int rank, uint64_t number)
+{
+    const sw_channel_page *page = channel->pages[rank];
+    return get(page ? &page->written : &channel->slots[channel->host_of[rank]].written) >= number;
+}
+
 int sw_channel_find_unwritten(sw_channel *channel, uint64_t number)
 {
+    int found = -1, first = 0;
     sw_channel_relay(channel, number);
     for (int r = 0; r < channel->world_size; ++r) {
-        const sw_channel_page *page =
-            channel->pages[r] ? channel->pages[r] : &channel->slots[channel->host_of[r]];
-        if (get(&page->written) < number)
+        int host = channel->host_of[r];
+        if (has_written(channel, r, number))
+            continue;
+        if (found >= 0 && host > first && host < first + SW_CHANNEL_GROUP)
+            return r;
+        if (found >= 0)
+            continue;
+        found = r;
+        first = host;
+        if (host == 0 || host % SW_CHANNEL_GROUP != 0) /* else it may wait for its group */
             return r;
     }
-    return -1;
+    return found;
 }
 
 uint64_t sw_channel_tally_bytes(const sw_channel *channel, int host)

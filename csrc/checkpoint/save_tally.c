@@ -149,12 +149,23 @@ static sw_status remove_file(const sw_saver *saver, int host, sw_error *err)
     return sw_file_remove(path, err);
 }
 
+/* True if the hosts from `first` to before `end` have one rank. */
+static bool is_alone(const sw_channel *channel, int first, int end)
+{
+    int ranks = 0;
+    for (int r = 0; r < channel->world_size; ++r)
+        ranks += channel->host_of[r] >= first && channel->host_of[r] < end;
+    return ranks == 1;
+}
+
 sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err)
 {
     sw_tally_list sum = {0};
     bool is_alike = true;
     int own = saver->channel->host, end = sw_channel_merges_until(saver->channel);
     sw_status status = SW_OK;
+    if (is_alone(saver->channel, own, end))
+        return SW_OK; /* its list is the sum */
     for (int host = own; host < end && is_alike && status == SW_OK; ++host)
         status = merge_file(saver, host, &sum, &is_alike, err);
     if (status == SW_OK && is_alike)

@@ -15,7 +15,7 @@
 
 static int failed;
 static char directory[64];
-static atomic_int late_tally_reads; /* opens to read the tallies of hosts from number 16 on */
+static atomic_int tally_reads[CASE_HOSTS_MAX]; /* opens to read each host's tallies */
 
 static void check(bool right, const char *what, const char *detail)
 {
@@ -141,19 +141,59 @@ static void the_first_host_of_a_group_merges_its_tallies(void)
                           .host_of = hosts,
                           .board_path = path,
                           .thread_count = 1};
-    atomic_store(&late_tally_reads, 0);
+    for (int h = 0; h < HOSTS; ++h)
+        atomic_store(&tally_reads[h], 0);
     check(case_save_together(settings, &err) == SW_OK, "a save", err.message);
     snprintf(name, sizeof name, "%s/step-000007", directory);
     check(case_is_valid(name, &step, &err) && step == 7, "it is valid", err.message);
     check(case_newest(directory, names, &left) == 7 && left == 0, "nothing is left", directory);
-    /* the carrier reads three files, and rank 0 what it made of them */
-    snprintf(name, sizeof name, "%d", atomic_load(&late_tally_reads));
-    check(atomic_load(&late_tally_reads) == 4, "reads of the second group's tallies", name);
+    for (int h = 1; h < HOSTS; ++h) {
+        int reads = atomic_load(&tally_reads[h]);
+        snprintf(name, sizeof name, "%d of host %d", reads, h);
+        /* host 16's carrier reads its own, too, and rank 0 what it made of its group's */
+        check(reads == (h == SW_CHANNEL_GROUP ? 2 : 1), "reads of tallies", name);
+    }
     snprintf(name, sizeof name, "%s/step-000007/TALLIES-00017", directory);
     check(access(name, F_OK) != 0, "merged tallies are removed", name);
 }
 
 enum { LATER_US = 30000 };
+
+/* The carrier of host 16 says "written" after the rest of its group, for which it waits. */
+static void a_host_that_stalls_is_named_and_not_the_first_of_its_group(void)
+{
+    enum { HOSTS = SW_CHANNEL_GROUP + 4, STALLED = HOSTS - 2 };
+    static uint8_t memory[HOSTS][SW_CHANNEL_PAGE_BYTES] __attribute__((aligned(4096)));
+    static const int order[] = {3, STALLED, SW_CHANNEL_GROUP, -1};
+    sw_channel channels[HOSTS];
+    int hosts[HOSTS];
+    char path[128], found[48];
+    sw_error err = {0};
+    _Static_assert((int)HOSTS <= (int)CASE_HOSTS_MAX, "room for the ranks");
+    for (int r = 0; r < HOSTS; ++r)
+        hosts[r] = r;
+    case_clear(directory);
+    mkdir(directory, 0777);
+    make_board(path);
+    for (int r = 0; r < HOSTS; ++r) {
+        uint8_t *pages[HOSTS] = {NULL};
+        pages[r] = memory[r];
+        check(sw_channel_init(&channels[r], r, HOSTS, pages, hosts, path, &err) == SW_OK,
+              "a channel", err.message);
+        if (r != STALLED && r != SW_CHANNEL_GROUP && r != 3)
+            sw_channel_say_written(&channels[r], 1);
+    }
+    for (size_t i = 0; i < 4; ++i) {
+        usleep(LATER_US);
+        int rank = sw_channel_find_unwritten(&channels[0], 1);
+        snprintf(found, sizeof found, "%d, not %d", rank, order[i]);
+        check(rank == order[i], "the rank that is waited for", found);
+        if (order[i] >= 0)
+            sw_channel_say_written(&channels[order[i]], 1);
+    }
+    for (int r = 0; r < HOSTS; ++r)
+        sw_channel_fini(&channels[r]);
+}
 
 /* Four ranks on two hosts, each with pages of its own. */
 typedef struct team {
@@ -658,9 +698,8 @@ int open(const char *path, int flags, ...)
         va_start(arguments, flags);
         mode = (mode_t)va_arg(arguments, int);
         va_end(arguments);
-    } else if ((flags & O_ACCMODE) == O_RDONLY && strstr(path, "/TALLIES-0001") &&
-               atoi(strrchr(path, '-') + 1) >= SW_CHANNEL_GROUP) {
-        atomic_fetch_add(&late_tally_reads, 1);
+    } else if ((flags & O_ACCMODE) == O_RDONLY && strstr(path, "/TALLIES-")) {
+        atomic_fetch_add(&tally_reads[atoi(strrchr(path, '-') + 1)], 1);
     }
     if (!(flags & O_CREAT) && refusals > 0 && strstr(path, "/TALLIES-")) {
         refusals--;
@@ -699,6 +738,7 @@ int main(void)
     a_board_that_is_gone_is_no_reason_to_remove_the_folder();
     hosts_save_through_a_file();
     the_first_host_of_a_group_merges_its_tallies();
+    a_host_that_stalls_is_named_and_not_the_first_of_its_group();
     carriers_pass_on_what_is_said();
     a_last_word_that_cannot_be_written_at_once_is_said_again();
     a_commit_that_has_begun_is_awaited();

@@ -319,6 +319,33 @@ def save_slowly(rank, world_size, folder):
     return time.monotonic() - begin, str(caught.value)
 
 
+def lose_rank_0(rank, world_size, folder, hosts):
+    process_group._forced_hosts = hosts
+    pair = wrapped(None, 2, 0)
+    checkpoints = sw.Checkpointer(folder, *pair, bandwidth_bytes_per_s=2_000, timeout_s=600)
+    checkpoints.save(STOP - 1)
+    while not any(os.path.exists(f"{folder}/{name}/LOCK") for name in os.listdir(folder)):
+        time.sleep(0.01)
+    gather(None)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(sw.CheckpointError, match="another rank failed or left"):
+        checkpoints.wait()
+    return time.monotonic() - begin
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
+def test_no_verdict_of_a_dead_rank_0_is_waited_for(fresh_ranks, hosts):
+    """The others look at its lock: with a dead peer alone they wait 5 s for the verdict."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(2) as team:
+        team.start(lose_rank_0, folder=f"{folder}/of", hosts=hosts)
+        outcome = team.wait(40, patient=True)[1]
+    assert outcome.ok, outcome.trace
+    assert outcome.value < 4, outcome.value
+
+
 @pytest.mark.timeout(120)
 def test_hosts_that_are_apart_save_and_other_hosts_resume(hosts, fresh_ranks):
     with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:

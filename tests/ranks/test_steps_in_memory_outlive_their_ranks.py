@@ -13,11 +13,14 @@ import logging
 import os
 import random
 import resource
+import select
 import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
+import types
 import zlib
 from unittest import mock
 
@@ -536,6 +539,79 @@ def test_a_guardian_that_is_stopped_is_not_waited_for():
     assert second.ask("list")[0]["pid"] == pid
     second.close(goodbye=True)
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+def test_a_thread_that_waits_to_ask_receives_no_answer_of_another():
+    """Two threads ask a guardian that is stopped. It goes on as the first gives up: its answer is for nobody."""
+
+    class Slow(threading.Semaphore):
+        """A lock after whose release the next thread runs on at once."""
+
+        def __exit__(self, *raised):
+            os.kill(pid, signal.SIGCONT)
+            super().__exit__(*raised)
+            time.sleep(0.2)
+
+    def ask(what):
+        with pytest.raises(sw.CheckpointError) as caught:
+            asked.ask(what, "own-0")
+        errors.append(caught.value)
+
+    errors = []
+    name, launcher = client.name_of("6" * 32, None), client.ancestors()[0]
+    asked = client.Client.start(name, "a", launcher, answer_s=0.3)
+    pid = asked.ask("list")[0]["pid"]
+    other = client.Client(name, "a")
+    Image.make(other, "own-0", 1 << 20, 1).close()
+    asked._asking = Slow()
+    os.kill(pid, signal.SIGSTOP)
+    threads = [threading.Thread(target=ask, args=(what,)) for what in ("open", "list")]
+    for each in threads:
+        each.start()
+        time.sleep(0.05)
+    for each in threads:
+        each.join()
+    assert [type(each) for each in errors] == [client.Silent] * 2, errors
+    assert "guardian does not answer" in str(errors[1]) and not asked.is_alive
+    with other._asking:  # its thread is between its question and the answer, which has come
+        other._socket.sendall(b'{"what": "list", "name": ""}')
+        assert select.select([other._socket], [], [], 10)[0] and other.is_alive, "an answer is no end"
+        other._socket.recv(1 << 16)
+    assert other.is_alive and other.ask("list")[0]["pid"] == pid
+    other.close(goodbye=True)
+    assert not other.is_alive, "a closed connection is no error inside a collective"
+    client.Client(name, "b").close(goodbye=True)
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+def test_an_interrupted_question_ends_the_connection():
+    """Its answer comes late, and would be taken for that to the next question."""
+    asked = client.Client.start(client.name_of("7" * 32, None), "a", client.ancestors()[0])
+    with mock.patch.object(client.socket, "recv_fds", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        asked.ask("list")
+    with pytest.raises(client.Silent):
+        asked.ask("list")
+    assert not asked.is_alive
+    client.Client(client.name_of("7" * 32, None), "b").close(goodbye=True)
+
+
+def test_starts_of_a_guardian_have_one_deadline():
+    """The other ranks wait for all of them together, for four times the time of an answer."""
+    now = [100.0]
+
+    def runs(*arguments, timeout, **options):
+        limits.append(timeout)
+        now[0] += timeout * 0.75  # and starts none
+
+    limits = []
+    name = client.name_of("8" * 32, None)
+    with (
+        mock.patch.object(client, "time", types.SimpleNamespace(monotonic=lambda: now[0])),
+        mock.patch.object(client.subprocess, "run", runs),
+        pytest.raises(sw.CheckpointError, match="this host's guardian does not answer: Connection refused"),
+    ):
+        client.Client.start(name, "a", client.ancestors()[0], answer_s=4.0)
+    assert limits == [8.0, 2.0, 0.5], limits
 
 
 def stopped_guardian(rank, world_size, folder):

@@ -17,6 +17,7 @@ from ..comm.failures import PEER_LOST
 from ..optim.sharded import ShardedOptimizer
 from . import rows, tree
 from .device_staging import DeviceStaging
+from .folder.partial import is_abandoned
 from .memory.repeated import Repeated, optimizer_json
 from .memory.tier import MemoryTier
 from .peers import Peers, averages_gradients, os_error, whole_parameters
@@ -227,6 +228,7 @@ class Writer:
         self._entries_text = b""  # the text of "state" in optimizer.json, on rank 0
         self._random: dict[str, Any] = {}  # content.random_state of the last step
         self._held: Content | None = None
+        self._target = "", ""  # folder and nonce of the last save
         self._spoiled = ""  # the reason why the beginning save must be cancelled
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
@@ -398,10 +400,11 @@ class Writer:
         replaces: str,
     ) -> None:
         self._held, self._spoiled = shared if lazy else None, ""
+        self._target = folder, self._nonce_prefix + _base36(self._number)
         plan.trim(self._peers.rank, self._peers.world_size, _NAMES_KEPT_BYTES if lazy else 0)
         self._saver.begin(
             folder=folder,
-            nonce=self._nonce_prefix + _base36(self._number),
+            nonce=self._target[1],
             replaces=replaces,
             number=self._number,
             step=step,
@@ -726,7 +729,8 @@ class Writer:
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
                 lost_at = time.monotonic()
-            grace_s = _HURRIED_S if is_hurried() else _GRACE_S
+            is_short = lost_at is not None and (is_hurried() or is_abandoned(*self._target))
+            grace_s = _HURRIED_S if is_short else _GRACE_S
             if lost_at is not None and time.monotonic() - lost_at > grace_s:  # until then the outcome may still arrive
                 self._saver.cancel(f"{PEER_LOST} while the checkpoint was written")
         self._held = None

@@ -29,6 +29,12 @@ _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
 is_alive = CheckpointFolder.is_alive
 
 
+def is_abandoned(folder: str, nonce: str) -> bool:
+    """Return whether rank 0 of a save to `folder` has died: the save's LOCK is there, and has no holder."""
+    looks = [is_alive(path) for path in (f"{folder}.{nonce}.partial", folder)]
+    return False in looks and True not in looks
+
+
 def of_saves(directory: str, name: str | None = None) -> list[str]:
     """Return the folders that dead saves left in `directory`, only those of `name` if given; [] if listing fails."""
     found: list[str] = []

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -120,35 +121,45 @@ class Client:
         linger_s: float | None = None,
         answer_s: float = ANSWER_S,
     ) -> Client:
-        """Return a connection to the guardian with this name. Start it if none runs."""
+        """Return a connection to the guardian with this name. Start it if none runs; takes about 2 * answer_s at most."""
         options = ["-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s or LINGER_S)]
-        for _ in range(_STARTS):
+        until = time.monotonic() + 2 * answer_s
+        starts = 0
+        while True:
+            left_s = max(until - time.monotonic(), 0.001)
             try:
-                return cls(name, run, answer_s)
+                made = cls(name, run, min(answer_s, left_s))
+                made._socket.settimeout(answer_s)
+                return made
             except Silent:  # no other guardian can take its name
                 raise
             except CheckpointError:
-                pass
+                if starts == _STARTS or time.monotonic() >= until:
+                    raise
+            starts += 1
             try:
                 subprocess.run(
                     [sys.executable or "python3", *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    start_new_session=True, timeout=2 * answer_s, check=True,
+                    start_new_session=True, timeout=max(until - time.monotonic(), 0.001), check=True,
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
                 raise CheckpointError(f"the guardian cannot be started: {error}") from error
-        return cls(name, run, answer_s)
 
     def ask(self, what: str, name: str = "", **arguments: Any) -> tuple[dict[str, Any], int]:
         """Return the guardian's answer and the file descriptor in it, which the caller closes; -1 without one."""
-        try:
-            with self._asking:
+        with self._asking:
+            if self.is_silent:  # set while this thread waited: the next message may answer an earlier request
+                raise Silent("this host's guardian does not answer")
+            try:
                 self._socket.sendall(json.dumps({"what": what, "name": name, **arguments}).encode())
                 message, passed, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
-        except OSError as error:
-            self.is_silent = True  # a late answer would be mistaken for that to the next request
-            self._socket.close()
-            kind = Silent if isinstance(error, TimeoutError) else CheckpointError
-            raise kind(f"this host's guardian does not answer: {error.strerror or error}") from error
+            except BaseException as error:
+                self.is_silent = True  # a late answer would be mistaken for that to the next request
+                self._socket.close()
+                if not isinstance(error, OSError):
+                    raise
+                kind = Silent if isinstance(error, TimeoutError) else CheckpointError
+                raise kind(f"this host's guardian does not answer: {error.strerror or error}") from error
         if not message:
             raise CheckpointError("this host's guardian has ended")
         answer = json.loads(message)
@@ -165,12 +176,18 @@ class Client:
 
     @property
     def is_alive(self) -> bool:
-        """Return False once the guardian has ended. It sends nothing between two calls."""
-        if self.is_silent:
-            return False
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
+        """Return False once the guardian has ended or the connection is closed. It sends nothing between two calls."""
+        if not self._asking.acquire(blocking=False):  # a readable message is an answer to another thread
+            return True
+        try:
+            fd = self._socket.fileno()
+            if self.is_silent or fd < 0:
+                return False
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            return not poll.poll(0)
+        finally:
+            self._asking.release()
 
     def close(self, *, goodbye: bool) -> None:
         """Disconnect. After a `goodbye` of every rank of a start, the guardian ends and frees the images."""
