@@ -283,7 +283,8 @@ def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         where = " of a module on a GPU" if offload == "cpu" else ""
         raise ValueError(f"offload={offload!r}{where} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
-    name = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    name = next((name for name, p in module.named_parameters() if id(p) in held and is_dtensor(p)), None)
     if name is not None and not zero:
         raise ValueError(
             f"offload={offload!r} at zero=0 keeps the state of whole parameters, and parameter {name!r} is a DTensor, of which ranks hold shards: "

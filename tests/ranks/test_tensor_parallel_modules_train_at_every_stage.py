@@ -349,6 +349,12 @@ def test_offloaded_state_of_shards_is_refused_at_stage_0_and_has_the_same_bits_a
             found = trained(zero, f"nvme:{folder}", dtype)
             assert_equal_states(found[0], expected[0])
             assert_equal_optimizers(found[1], expected[1])
+    plain = torch.nn.Linear(2, 2)
+    optimizer = sw.optim.SGD(plain.parameters(), lr=0.1)
+    plain, optimizer = sw.wrap(plain, optimizer, device_mesh=mesh["dp"], offload=f"nvme:{folder}")
+    with pytest.raises(ValueError, match="parameter 0 of group 1 is a DTensor, whose state cannot be offloaded"):
+        optimizer.add_param_group({"params": [parallelized(mesh).embedding.weight]})
+    assert len(optimizer.param_groups) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrapping, "_is_on_gpu", lambda module: True)
         told_everywhere(lambda: trained(0, "cpu"), "offload='cpu' at zero=0", "is a DTensor", "zero=1 or higher")

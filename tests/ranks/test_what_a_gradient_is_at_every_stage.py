@@ -146,7 +146,7 @@ def test_a_norm_that_is_asked_on_one_rank_alone_is_named_on_all(rank, world_size
 @on_every_rank(at_least=2, spoils=True)
 @pytest.mark.parametrize("others", ["step", "read another", "go on"])
 def test_a_gradient_that_one_rank_alone_reads_is_named_on_all(rank, world_size, others):
-    model, optimizer = wrap(2 if others == "step" else 3, timeout_s=6)
+    model, optimizer = wrap(2 if others == "step" else 3, timeout_s=30)
     first, second = (p.grad for p in [*backed(model, rank)][:2])
     begun = time.monotonic()
     with pytest.raises(engine.Error) as caught:
@@ -160,7 +160,7 @@ def test_a_gradient_that_one_rank_alone_reads_is_named_on_all(rank, world_size, 
             for step in range(1, 4):
                 backward(model, rank, step)
     assert "the whole gradient of '0.weight' of Mlp" in str(caught.value), caught.value
-    assert time.monotonic() - begun < (15 if others == "go on" else 4)
+    assert time.monotonic() - begun < 25  # at once, and not at the deadline
 
 
 class Edges(nn.Module):

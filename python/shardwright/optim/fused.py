@@ -120,12 +120,12 @@ class _Fused(torch.optim.Optimizer):
             of the step that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
         """
         super().add_param_group(param_group)
-        self._note_dtensors()
         try:
             self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
+        self._note_dtensors()
 
     def _note_dtensors(self) -> None:
         self._has_dtensors = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
@@ -173,6 +173,11 @@ class _Fused(torch.optim.Optimizer):
                     f"sw.optim.{name}: {option}={other} is not supported, since the step is one fused pass; use torch.optim.{name} for it"
                 )
         for position, p in enumerate(group["params"]):
+            if self.store is not None and is_dtensor(p):
+                raise ValueError(
+                    f"sw.optim.{name}: parameter {position} of group {number} is a DTensor, whose state cannot be offloaded at zero=0: wrap with "
+                    "zero=1 or higher"
+                )
             if p.dtype is not torch.float32 and p.dtype not in LOW:
                 raise ValueError(
                     f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
