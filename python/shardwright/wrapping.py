@@ -242,7 +242,7 @@ def _agree_on_optimizer(
             check_members(type(module).__name__, names, optimizer, all_of_them=bool(zero))
             _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:
-            _check_offload(module, offload, optimizer)
+            _check_offload(module, offload, optimizer, zero)
     except (TypeError, ValueError, Error) as error:  # reported to the peers before they wait for this rank
         refusal = error
     rows = [] if refusal else given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
@@ -276,13 +276,20 @@ def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
     return TensorPartitionedOptimizer if replica.backend.link is None else DeviceTensorPartitionedOptimizer
 
 
-def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
     if offload_folder(offload) is None and not (offload == "cpu" and _is_on_gpu(module)):
         return
     if not (optimizer is not None and has_own_masters(optimizer)):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         where = " of a module on a GPU" if offload == "cpu" else ""
         raise ValueError(f"offload={offload!r}{where} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    name = next((name for name, p in module.named_parameters() if id(p) in held and is_dtensor(p)), None)
+    if name is not None and not zero:
+        raise ValueError(
+            f"offload={offload!r} at zero=0 keeps the state of whole parameters, and parameter {name!r} is a DTensor, of which ranks hold shards: "
+            "wrap with zero=1 or higher, which keeps the state of this rank's slice of each shard"
+        )
 
 
 def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, zero: int, partition: str) -> None:

@@ -185,6 +185,40 @@ def beside_tensors(mesh, over, placements, is_parallel=True):
 
 
 @on_every_rank(exactly=4)
+def test_experts_alone_are_refused_in_groups_and_train_over_the_ranks_of_their_group(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def alone(mesh, over, placements):
+        model, value = torch.nn.Module(), torch.arange(12.0).view(4, 3)
+        model.expert = torch.nn.Parameter(distribute_tensor(value, mesh[over], placements))
+        model.gate = torch.nn.Parameter(torch.zeros(3), requires_grad=False)  # frozen: not averaged either
+        model.forward = lambda x: (model.expert.to_local() * x).sum()
+        return model, value
+
+    beside = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_mod_ep", "ep", "tp"))
+    mesh = mesh_of(2)
+    for own, over, placements, ranks in (
+        (
+            beside,
+            ("ep", "tp"),
+            [Shard(0), Replicate()],
+            beside["ep"],
+        ),  # its mesh has ranks outside of those that average
+        (mesh, ("ep",), [Shard(0)], None),
+    ):
+        model, _ = alone(own, over, placements)
+        options = {"device_mesh": ranks, "groups": {"expert": own["dp_mod_ep"]}}
+        with pytest.raises(sw.Error, match="groups: every parameter that requires a gradient is in groups, and ranks"):
+            sw.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=1, **options)
+    model, value = alone(mesh, ("ep",), [Shard(0)])
+    model, optimizer = sw.wrap(model, torch.optim.SGD([model.expert], lr=1.0), zero=2, device_mesh=mesh["dp_mod_ep"])
+    model(1.0 + mesh.get_local_rank("dp_mod_ep")).backward()  # the mean of 1 and 2
+    optimizer.step()
+    assert torch.equal(sw.full_state_dict(model)["expert"], value - 1.5)
+
+
+@on_every_rank(exactly=4)
 def test_experts_beside_tensor_parallelism(rank, world_size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard

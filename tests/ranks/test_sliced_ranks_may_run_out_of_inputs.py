@@ -294,6 +294,46 @@ def test_ranks_that_come_to_different_things_are_told(rank, world_size):
             optimizer.step()
 
 
+@on_every_rank(at_least=2, spoils=True)
+def test_a_gradient_that_one_rank_alone_reads_inside_a_join_is_told(rank, world_size):
+    torch.manual_seed(0)
+    module = Mlp()
+    model, optimizer = sw.wrap(module, ADAMW(module.parameters()), zero=2, timeout_s=20)
+    with pytest.raises(
+        sw.Error,
+        match="inside join: rank 0 comes to a read of a whole gradient of Mlp, rank 1 to a step of an optimizer",
+    ):  # noqa: PT012
+        with model.join():
+            loss_of(model, rank, 0).backward()
+            if rank == 0:
+                module[0].weight.grad.mean()
+            optimizer.step()
+
+
+@on_every_rank(at_least=2)
+def test_what_is_read_of_gradients_inside_a_join_is_that_of_stage_0(rank, world_size):
+    found = []
+    for zero in (0, 2, 3):
+        torch.manual_seed(0)
+        module = Mlp()
+        model, optimizer = sw.wrap(module, ADAMW(module.parameters()), zero=zero, bucket_cap_mb=0.001)
+        reads = []
+        with model.join():
+            for step in turns(rank):
+                loss_of(model, rank, step).backward()
+                for parameter in module.parameters():
+                    parameter.grad.mul_(0.5)
+                    reads += [parameter.grad.mean().item(), parameter.grad.abs().max().item(), parameter.grad.tolist()]
+                if zero and step == 0:
+                    with pytest.raises(sw.Error, match=r"full_gradients is collective, and inside join .* ran out"):
+                        sw.full_gradients(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(reads)
+        gather(None)
+    assert found[1] == found[0] and found[2] == found[0]
+
+
 STAGES = [(1, 1), (2, 3), (0, 2), (3, 0)]
 
 

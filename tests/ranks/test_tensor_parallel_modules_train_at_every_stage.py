@@ -23,6 +23,7 @@ from model_parallel_subjects import (
 )
 from oracle.fold import bits_equal
 from peer import PEER, sw
+from shardwright import wrapping
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
@@ -276,6 +277,87 @@ def test_low_precision_compression_and_accumulation(rank, world_size):
         next(each for each in slices if each.numel())[0] = float("inf")
     scaler.unscale_(optimizer)
     assert gather(scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item()) == [1.0] * world_size
+
+
+@on_every_rank(exactly=2)
+def test_optimizer_state_that_is_placed_otherwise_than_its_parameter_is_written(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(24.0).view(4, 6) / 24
+
+    def sgd(p, kind):
+        return kind.SGD([p], lr=0.1, momentum=0.9)
+
+    def adam(p, kind):
+        return kind.AdamW([p], lr=0.1, amsgrad=True)
+
+    def trained(make, kind, placement=None, other=None, dtype=torch.float32):
+        p = torch.nn.Parameter(whole.to(dtype, copy=True))
+        if placement is not None:
+            p = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [placement]))
+        optimizer = make(p, kind)
+        for step in range(3):
+            grad = (whole - step).to(dtype)
+            p.grad = grad if placement is None else distribute_tensor(grad, mesh, [other or placement])
+            optimizer.step()
+            state = optimizer.state[p]
+            for key in [key for key, value in state.items() if other and hasattr(value, "placements")]:
+                assert tuple(state[key].placements) == tuple(p.placements)
+                state[key] = state[key].redistribute(placements=[other])
+        held = {"parameter": p.detach(), **optimizer.state[p]}
+        return {key: each.full_tensor() if hasattr(each, "placements") else each for key, each in held.items()}
+
+    for make in (sgd, adam):
+        for dtype in (torch.float32, torch.bfloat16):
+            expected = trained(make, sw.optim, dtype=dtype)
+            assert len(expected) == (2 if make is sgd else 5) + (dtype is torch.bfloat16)  # the master, too
+            for placement, other in [(Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(1), Shard(0))]:
+                assert_equal_states(trained(make, sw.optim, placement, other, dtype), expected)
+    other_mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [[0, 1]])
+    p = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    optimizer = sgd(p, sw.optim)
+    p.grad = torch.zeros_like(p)
+    optimizer.state[p]["momentum_buffer"] = distribute_tensor(whole, other_mesh, [Shard(0), Shard(0)])
+    with pytest.raises(
+        ValueError, match="step: the state 'momentum_buffer' of a parameter .* over the mesh of its param"
+    ):
+        optimizer.step()
+
+
+@on_every_rank(exactly=4)
+def test_offloaded_state_of_shards_is_refused_at_stage_0_and_has_the_same_bits_above(rank, world_size):
+    mesh = mesh_of(2, 2)
+    place = mesh.get_local_rank("dp")
+    folder = os.environ["SW_TEST_FOLDER"]
+
+    def trained(zero, offload, dtype=torch.float32):
+        model = parallelized(mesh).to(dtype)
+        optimizer = sw.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = sw.wrap(model, optimizer, zero=zero, device_mesh=mesh["dp"], offload=offload)
+        train(model, optimizer, place, steps=2)
+        return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        told_everywhere(
+            lambda dtype=dtype: trained(0, f"nvme:{folder}", dtype),
+            *("at zero=0 keeps the state of whole parameters", "'embedding.weight' is a DTensor", "zero=1 or higher"),
+        )
+        expected = trained(0, None, dtype)
+        for zero in (1, 2, 3) if LONG else (1, 3):
+            found = trained(zero, f"nvme:{folder}", dtype)
+            assert_equal_states(found[0], expected[0])
+            assert_equal_optimizers(found[1], expected[1])
+    plain = torch.nn.Linear(2, 2)
+    optimizer = sw.optim.SGD(plain.parameters(), lr=0.1)
+    plain, optimizer = sw.wrap(plain, optimizer, device_mesh=mesh["dp"], offload=f"nvme:{folder}")
+    with pytest.raises(ValueError, match="parameter 0 of group 1 is a DTensor, whose state cannot be offloaded"):
+        optimizer.add_param_group({"params": [parallelized(mesh).embedding.weight]})
+    assert len(optimizer.param_groups) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapping, "_is_on_gpu", lambda module: True)
+        told_everywhere(lambda: trained(0, "cpu"), "offload='cpu' at zero=0", "is a DTensor", "zero=1 or higher")
 
 
 def saves(rank, world_size, folder):

@@ -1,5 +1,7 @@
 """Laws of `.grad` and of what is asked of it at zero >= 2, beside those of the averages themselves: docs/design/zero_promises.md has the list."""
 
+import time
+
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
@@ -20,6 +22,11 @@ def wrap(zero, build=Mlp, **options):
 
 def backward(model, rank, step=0):
     model(batch(rank, 6, 7, step=step)).square().mean().backward()
+
+
+def backed(model, rank):
+    backward(model, rank)
+    return model.parameters()
 
 
 @sliced_gradients
@@ -134,6 +141,26 @@ def test_a_norm_that_is_asked_on_one_rank_alone_is_named_on_all(rank, world_size
         if rank == 0:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+
+
+@on_every_rank(at_least=2, spoils=True)
+@pytest.mark.parametrize("others", ["step", "read another", "go on"])
+def test_a_gradient_that_one_rank_alone_reads_is_named_on_all(rank, world_size, others):
+    model, optimizer = wrap(2 if others == "step" else 3, timeout_s=30)
+    first, second = (p.grad for p in [*backed(model, rank)][:2])
+    begun = time.monotonic()
+    with pytest.raises(engine.Error) as caught:
+        if rank == 0:
+            first.mean()
+        if others == "step":
+            optimizer.step()
+        elif others == "read another":
+            second.mean()
+        else:
+            for step in range(1, 4):
+                backward(model, rank, step)
+    assert "the whole gradient of '0.weight' of Mlp" in str(caught.value), caught.value
+    assert time.monotonic() - begun < 25  # at once, and not at the deadline
 
 
 class Edges(nn.Module):

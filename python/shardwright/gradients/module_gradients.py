@@ -89,7 +89,7 @@ class ModuleGradients:
         self._board: GradientBoard | None = None
         if zero >= 2:
             self._board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
-            self._board.whole_of = weakref.WeakMethod(self._gathered)
+            self._board.whole_of = weakref.WeakMethod(self.gathered)
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
         self.closed_without_backward = False
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -311,15 +311,16 @@ class ModuleGradients:
             if not isinstance(gradient, ShardedGradient):
                 found[name] = None if gradient is None else whole_of(parameter, gradient)
                 continue
-            found[name] = whole_of(parameter, self._gathered(index, gradient.averaged_piece()))
+            found[name] = whole_of(parameter, self.gathered(index, gradient.averaged_piece()))
         return found
 
-    def _gathered(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+    def gathered(self, index: int, piece: torch.Tensor) -> torch.Tensor:
         """Return a whole gradient from all ranks' slices. Collective."""
         parameter, name = self._table.parameters[index], self._table.names[index]
         data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
         flat = parameter.new_empty(parameter.numel(), dtype=piece.dtype)
-        for rank, each in enumerate(self._group.comm.all_gather_bytes(data, f"gradient of {name}")):
+        label = f"the whole gradient of {name!r} of {self._label}"
+        for rank, each in enumerate(self._group.comm.all_gather_bytes(data, label)):
             low, high = self._storage.run(index, rank)
             if low < high and each:
                 flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)

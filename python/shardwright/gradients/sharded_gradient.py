@@ -205,6 +205,7 @@ class ShardedGradient(torch.Tensor):
         gather = self._board.whole_of()
         if gather is None:
             raise Error("this gradient's module is no longer wrapped, and no rank has the others' slices")
+        self._board.announce("read", self._index)
         whole = gather(self._index, self.piece)
         whole = torch.zeros_like(whole) if self._cleared else whole
         return whole if self._pending is None else whole + self._pending

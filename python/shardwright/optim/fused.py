@@ -120,21 +120,50 @@ class _Fused(torch.optim.Optimizer):
             of the step that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
         """
         super().add_param_group(param_group)
-        self._note_dtensors()
         try:
             self._check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
+        self._note_dtensors()
 
     def _note_dtensors(self) -> None:
         self._has_dtensors = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
 
-    def _plain(self, tensors: _Tensors, like: list[Tensor]) -> _Tensors:
-        """Return tensors for the engine: the local tensors of DTensors, placed like the parameters `like`."""
+    def _plain(self, tensors: _Tensors) -> _Tensors:
+        """Return tensors that the engine writes: the local tensors of DTensors, which _place_state() has placed."""
         if tensors is None or not self._has_dtensors:
             return tensors
-        return [waited(held_tensor(placed_as(each, p))) if is_dtensor(each) else each for each, p in zip(tensors, like)]
+        return [waited(held_tensor(each)) if is_dtensor(each) else each for each in tensors]
+
+    def _plain_gradients(self, gradients: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+        """Return gradients that the engine reads, placed like the parameters `like`; what is re-placed is a copy."""
+        if not self._has_dtensors:
+            return gradients
+        return self._plain([placed_as(each, p) if is_dtensor(each) else each for each, p in zip(gradients, like)])
+
+    def _place_state(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Place the state's DTensors like their parameter, whose local tensors the engine writes side by side.
+
+        Collective over the mesh if placements differ.
+
+        Raises
+        ------
+        ValueError
+            If one lies on another mesh, or its parameter is no DTensor.
+        """
+        for key, value in state.items():
+            if not is_dtensor(value) or key == "step":
+                continue
+            if not is_dtensor(p) or value.device_mesh != p.device_mesh:  # type: ignore[attr-defined]
+                mesh = f"a DTensor on {p.device_mesh}" if is_dtensor(p) else "a plain tensor"  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"step: the state {key!r} of a parameter that is {mesh} is a DTensor on {value.device_mesh}: distribute it over the mesh "
+                    "of its parameter"
+                )
+            if tuple(value.placements) != tuple(p.placements):  # type: ignore[attr-defined]
+                made = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
+                state[key] = made.copy_(placed_as(value, p))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
@@ -144,6 +173,11 @@ class _Fused(torch.optim.Optimizer):
                     f"sw.optim.{name}: {option}={other} is not supported, since the step is one fused pass; use torch.optim.{name} for it"
                 )
         for position, p in enumerate(group["params"]):
+            if self.store is not None and is_dtensor(p):
+                raise ValueError(
+                    f"sw.optim.{name}: parameter {position} of group {number} is a DTensor, whose state cannot be offloaded at zero=0: wrap with "
+                    "zero=1 or higher"
+                )
             if p.dtype is not torch.float32 and p.dtype not in LOW:
                 raise ValueError(
                     f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
@@ -287,6 +321,8 @@ class _AdamStep(_Fused):
             if grad is None:
                 continue
             state = of_state[p]
+            if self._has_dtensors:
+                self._place_state(p, state)
             if "exp_avg" not in state:
                 self._init_state(p, state)
             if amsgrad and "max_exp_avg_sq" not in state:
@@ -321,17 +357,17 @@ class _AdamStep(_Fused):
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=first, exp_avg_sq=second)
 
     def _call(self, lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
-        of, like, plain = lists.lists, lists.params, self._plain
+        of, plain = lists.lists, self._plain
         steps = of.pop("step")  # scalars have no layout
         lists.run(
             lambda: _engine.adam_step(
-                plain(lists.targets, like),
-                plain(lists.grads, like),
-                plain(of["exp_avg"], like),
-                plain(of["exp_avg_sq"], like),
-                plain(of.get("max_exp_avg_sq"), like),
+                plain(lists.targets),
+                self._plain_gradients(lists.grads, lists.params),
+                plain(of["exp_avg"]),
+                plain(of["exp_avg_sq"]),
+                plain(of.get("max_exp_avg_sq")),
                 steps,
-                plain(copies, like),
+                plain(copies),
                 **options,
             )
         )
@@ -521,6 +557,8 @@ class SGD(_Fused, torch.optim.SGD):
                 continue
             has_master = self._has_master(p)
             state = self.state[p] if buffered or has_master else {}
+            if self._has_dtensors:
+                self._place_state(p, state)
             if self.store is not None:
                 self.store.adopt(state)
             elif not p.is_cpu:
@@ -542,13 +580,13 @@ class SGD(_Fused, torch.optim.SGD):
             self._written(lists, lists.targets if has_master else [])
 
     def _call(self, lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
-        buffers, like, plain = lists.lists.get("momentum_buffer"), lists.params, self._plain
+        buffers, plain = lists.lists.get("momentum_buffer"), self._plain
         lists.run(
             lambda: _engine.sgd_step(
-                plain(lists.targets, like),
-                plain(lists.grads, like),
-                plain(buffers, like),
-                plain(copies, like),
+                plain(lists.targets),
+                self._plain_gradients(lists.grads, lists.params),
+                plain(buffers),
+                plain(copies),
                 **options,
             )
         )

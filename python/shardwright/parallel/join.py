@@ -161,7 +161,7 @@ class Announcer:
         """Announce an operation in which joined ranks must take part, before it begins. Every training rank calls it.
         Collective.
 
-        `number` names the optimizer, or the order of the norm.
+        `number` names the optimizer, the order of the norm, or the parameter whose gradient is read.
         """
         members = self._members()
         if not members:
@@ -261,6 +261,7 @@ _WORDS = {
     "norm": "clipping by the norm",
     "norms": "the norms of gradients",
     "vote": "unscaling gradients",
+    "read": "a read of a whole gradient",
 }
 #: the state of a gradient on a training rank
 NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
@@ -295,6 +296,14 @@ def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
     replica.gradients.board.gather_norms(heard["number"])
 
 
+def _shadow_read(replica: Replica, heard: dict[str, Any]) -> None:
+    replica.gradients.follow_factors(heard["factors"])
+    index = int(heard["number"])
+    view = replica.gradients.views[index]
+    assert isinstance(view, ShardedGradient)
+    replica.gradients.gathered(index, view.piece)
+
+
 def _shadow_vote(replica: Replica, heard: dict[str, Any]) -> None:
     slices = _own_slices(replica, heard["gradients"])
     overflowed = any(piece is not None and not bool(piece.isfinite().all()) for piece in slices)
@@ -325,6 +334,7 @@ _SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
     "norm": _shadow_norm,
     "norms": _shadow_norms,
     "vote": _shadow_vote,
+    "read": _shadow_read,
     "step": _shadow_step,
 }
 

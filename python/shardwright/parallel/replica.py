@@ -404,6 +404,11 @@ class Replica:
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2."""
+        if self.zero >= 2 and self.join_link.is_on:
+            raise Error(
+                f"full_gradients is collective, and inside join a rank of {self.label} that ran out of inputs takes no part in it: read "
+                "p.grad.clone() of each parameter on every rank that trains, or call it after the join"
+            )
         self.rounds.close_pending()
         return self.gradients.whole()
 

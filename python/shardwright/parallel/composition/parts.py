@@ -155,9 +155,20 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
 
 
 def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise if a part is on other ranks than the rest: a checkpoint would miss parameters, or write them twice."""
+    """Raise if all parameters are in parts, or if a part is on other ranks than the rest.
+
+    A checkpoint would miss parameters, or write them twice.
+    """
     apart = {name for part in parts for name in part.names}
-    rest = first_mesh((p for name, p in named.items() if name not in apart), ranks)
+    outside = [p for name, p in named.items() if name not in apart]
+    if parts and not any(p.requires_grad for p in outside):
+        title, numbers = parts[0].title, _numbers(parts[0].ranks)
+        raise Error(
+            f"groups: every parameter that requires a gradient is in groups, and ranks {_numbers(ranks)} have none to average: wrap a module around "
+            "it that has others too, such as the router of the experts, or wrap it without groups= over the ranks of one group, such as "
+            f"{numbers} of {title}, whose mean is then its gradient"
+        )
+    rest = first_mesh(outside, ranks)
     count = len(ranks) * (1 if rest is None else rest.mesh.size())
     for part in parts:
         name = min(part.names)
