@@ -21,6 +21,7 @@ EXAMPLES = {
     "07_deepspeed_json.py": ((), [([], ["--stage", stage]) for stage in "0123"]),
     "08_accelerate.py": (("accelerate",), [([], []), (["-m", "shardwright", "run", "zero2"], [])]),
     "09_three_d.py": ((), [([], [])]),
+    "12_everyday_tools.py": (("torchdata", "torchmetrics", "tensorboard"), [([], [form]) for form in ("ddp", "0", "1", "2", "3", "fsdp")]),
 }  # fmt: skip
 RANKS = {"09_three_d.py": "8"}
 NUMBER = re.compile(r"^((?:\w+ )?(?:epoch|step|steps) .*(?:loss|norm).*|\d.* parameters train.*)$", re.MULTILINE)
