@@ -85,6 +85,7 @@ LAWS: list[tuple[str, dict[str, Any]]] = [
     ("a_rank_without_any_input_and_training_afterwards", {}),
     ("closures_and_several_optimizers", {}),
     ("a_join_that_is_not_enabled_announces_nothing", {}),
+    ("what_is_read_of_gradients_inside_a_join_is_that_of_stage_0", {}),
     ("several_modules_in_one_join_have_the_bits_of_the_naive_loop", {}),
     ("a_forward_without_gradients_inside_a_join_has_no_round", {"zero": 2}),
     *[
@@ -98,7 +99,7 @@ LAWS: list[tuple[str, dict[str, Any]]] = [
 
 
 @at_least_two
-@pytest.mark.parametrize("law", LAWS if LONG else LAWS[:7], ids=lambda law: law[0])
+@pytest.mark.parametrize("law", LAWS if LONG else LAWS[:8], ids=lambda law: law[0])
 def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], law: Any) -> None:
     run(teams, world_size, paths, keep_law, *law, policy=POLICIES[len(law[0]) % len(POLICIES)])
 

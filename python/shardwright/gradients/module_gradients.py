@@ -319,7 +319,7 @@ class ModuleGradients:
         parameter, name = self._table.parameters[index], self._table.names[index]
         data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
         flat = parameter.new_empty(parameter.numel(), dtype=piece.dtype)
-        label = f"the whole gradient of {name!r} of {self._label}"
+        label = f"the whole gradient of {name} of {self._label}"
         for rank, each in enumerate(self._group.comm.all_gather_bytes(data, label)):
             low, high = self._storage.run(index, rank)
             if low < high and each:
