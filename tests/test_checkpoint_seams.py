@@ -395,7 +395,7 @@ def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardwright.checkpoint.restore import reading
-    from shardwright.checkpoint.writing import Training
+    from shardwright.checkpoint.training import Training
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(1500, 1500)

@@ -24,6 +24,8 @@ EXAMPLES = {
     "12_everyday_tools.py": (("torchdata", "torchmetrics", "tensorboard"), [([], [form]) for form in ("ddp", "0", "1", "2", "3", "fsdp")]),
 }  # fmt: skip
 RANKS = {"09_three_d.py": "8"}
+#: programs in bfloat16, whose last digit depends on the processor's kernels, with torch's own wrapper too
+ROUNDED = {"05_peft_lora.py"}
 NUMBER = re.compile(r"^((?:\w+ )?(?:epoch|step|steps) .*(?:loss|norm).*|\d.* parameters train.*)$", re.MULTILINE)
 
 
@@ -66,7 +68,10 @@ def test_an_example_prints_what_its_readme_says_at_every_stage(name):
     expected = quoted(name)
     assert expected
     first = printed(name, *runs[0])  # torch's wrapper, or zero=0
-    assert in_words(first) == in_words(expected)
-    assert in_numbers(first) == pytest.approx(in_numbers(expected), rel=2e-3)  # low precision rounds by the processor
+    if name in ROUNDED:
+        assert in_words(first) == in_words(expected)
+        assert in_numbers(first) == pytest.approx(in_numbers(expected), abs=2e-4)
+    else:
+        assert first == expected
     for before, behind in runs[1:]:
         assert printed(name, before, behind) == first, (before, behind)

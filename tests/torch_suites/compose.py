@@ -9,7 +9,6 @@ ours must be in compose_differences.txt with a reason, and one that is there mus
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import types
@@ -23,8 +22,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "300")
 
 sys.path.insert(0, str(Path(__file__).parent))
-import dcp  # noqa: E402
 import fsdp2_stand_in  # noqa: E402
+import own_process  # noqa: E402
 import stand_in  # noqa: E402
 from outcomes import read_differences, run_all  # noqa: E402
 
@@ -43,20 +42,9 @@ def prepare(*, stock: bool) -> None:
     import torch.distributed.pipelining
     from torch.testing._internal import common_distributed as common
 
-    common.logger.setLevel(logging.CRITICAL)
-    common.TIMEOUT_DEFAULT = dcp.LIMIT_S = LIMIT_S
+    own_process.fork_ranks_on_cpu(LIMIT_S)
     common.at_least_x_gpu = lambda count: True
     common.requires_accelerator_dist_backend = lambda *_: lambda function: function
-    fork = torch.multiprocessing.get_context("fork").Process
-    common.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(fork)
-    run_test = common.MultiProcessTestCase.run_test
-
-    def run_on_cpu(self: Any, test_name: str, pipe: Any) -> None:
-        torch.set_num_threads(1)
-        with stand_in.gpus_on_cpu():
-            run_test(self, test_name, pipe)
-
-    common.MultiProcessTestCase.run_test = run_on_cpu
     torch.cuda.device_count = torch.accelerator.device_count = lambda: GPUS
     torch.accelerator.set_device_index = lambda *_: None
     to = torch.nn.Module.to
@@ -154,7 +142,11 @@ def main() -> int:
     names = [name for name in found if not options.names or any(word in name for word in options.names)]
     expected = {} if options.stock else read_differences(DIFFERENCES.read_text())
     return run_all(
-        "FSDP2 in compositions", names, lambda name: dcp.run_apart(found[name]), expected, verbose=options.verbose
+        "FSDP2 in compositions",
+        names,
+        lambda name: own_process.run_case_apart(found[name], LIMIT_S),
+        expected,
+        verbose=options.verbose,
     )
 
 

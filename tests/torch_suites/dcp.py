@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
-import multiprocessing
 import os
 import re
 import sys
 import types
 import unittest
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,9 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
 
 sys.path.insert(0, str(Path(__file__).parent))
+import own_process  # noqa: E402
 import stand_in  # noqa: E402
-from outcomes import read_differences, run_all, run_case  # noqa: E402
+from outcomes import read_differences, run_all  # noqa: E402
 
 DIFFERENCES = Path(__file__).with_name("dcp_differences.txt")
 LIMIT_S = 120.0
@@ -50,19 +48,8 @@ def prepare(*, stock: bool) -> None:
     from torch.testing._internal.distributed._shard import sharded_tensor
     from torch.testing._internal.distributed._tensor import common_dtensor
 
-    common.logger.setLevel(logging.CRITICAL)
-    common.TIMEOUT_DEFAULT = LIMIT_S
+    own_process.fork_ranks_on_cpu(LIMIT_S)
     common.requires_nccl = common_dtensor.requires_nccl = lambda: lambda function: function
-    fork = torch.multiprocessing.get_context("fork").Process
-    common.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(fork)
-    run_test = common.MultiProcessTestCase.run_test
-
-    def run_on_cpu(self: Any, test_name: str, pipe: Any) -> None:
-        torch.set_num_threads(1)
-        with stand_in.gpus_on_cpu():
-            run_test(self, test_name, pipe)
-
-    common.MultiProcessTestCase.run_test = run_on_cpu
 
     def begin(self: Any, *_: Any, **__: Any) -> None:
         dist.init_process_group(
@@ -131,31 +118,6 @@ def _flat(suite: Any) -> Iterator[unittest.TestCase]:
             yield each
 
 
-def run_apart(case: unittest.TestCase) -> tuple[str, str]:
-    """Run a test in a process of its own: some change what torch keeps for the whole process."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(case, sender))
-    process.start()
-    sender.close()
-    outcome = receiver.recv() if receiver.poll(LIMIT_S * 2) else ("failed", f"Error: no end within {LIMIT_S * 2} s")
-    process.kill()
-    process.join()
-    return outcome
-
-
-def _answer(case: unittest.TestCase, sender: Any) -> None:
-    warnings.simplefilter("ignore")
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    with stand_in.gpus_on_cpu():
-        outcome = run_case(case)
-    if getattr(case, "world_size", 1) == 0:  # a rank a GPU
-        outcome = "skipped", "no rank ran: the test starts one a GPU"
-    sender.send(outcome)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/torch_suites/dcp.py", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="test/distributed/checkpoint of torch's source")
@@ -171,7 +133,7 @@ def main() -> int:
     return run_all(
         "torch.distributed.checkpoint",
         names,
-        lambda name: run_apart(found[name]),
+        lambda name: own_process.run_case_apart(found[name], LIMIT_S),
         expected,
         unknown,
         verbose=options.verbose,

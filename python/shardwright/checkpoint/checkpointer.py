@@ -33,7 +33,8 @@ from .remote.store import address_of, local_folder
 from .restore.agreeing import agree_on, apply_together
 from .restore.reading import Reader
 from .state.optimizer_extras import stepping_optimizer
-from .writing import Training, Writer
+from .training import Training
+from .writing import Writer
 
 logger = logging.getLogger("shardwright")
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -20,7 +20,8 @@ from .peers import Peers, os_error
 from .pipeline import Stage, is_pipeline, load_stages, make_writer, peers_of, stages_of
 from .remote.store import Store, address_of, local_folder, on_first
 from .restore.agreeing import agree_on, apply_together
-from .writing import Training, Writer, new_nonce
+from .training import Training
+from .writing import Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
 #: an address with a scheme; one slash suffices, since pathlib.Path drops the second

@@ -28,7 +28,8 @@ from .slices import Sliced, released_slices, sliced_state
 from .state.content import Content, Group
 from .state.names import ModelTensors, model_tensors
 from .state.stored import stored_tensors
-from .writing import Training, Writer, new_nonce
+from .training import Training
+from .writing import Writer, new_nonce
 
 __all__ = [
     "PipelineWriter",

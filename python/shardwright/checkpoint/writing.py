@@ -52,8 +52,9 @@ from .state.content import (
     random_state,
     stateful_tree,
 )
-from .state.names import ModelTensors, check_wrappers, model_tensors
-from .state.optimizer_extras import bare_optimizer, check_inside, unseen_attributes
+from .state.names import ModelTensors, model_tensors
+from .state.optimizer_extras import check_inside, unseen_attributes
+from .training import Training
 
 logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.1, 0.5
@@ -61,43 +62,6 @@ _GRACE_S, _HURRIED_S = 5.0, 0.2
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 #: limit of the names kept for messages; beyond it a lazy save reports a changed tensor by its position in a file
 _NAMES_KEPT_BYTES = 4 << 20
-
-
-@dataclasses.dataclass
-class Training:
-    """The objects that a checkpoint holds. `extra` is a tree of plain values and tensors."""
-
-    model: torch.nn.Module
-    optimizer: Any = None
-    scheduler: Any = None
-    scaler: Any = None
-    dataloader: Any = None
-    user_state: Any = None
-    extra: Any = None
-
-    def __post_init__(self) -> None:
-        from ..optim.diloco import DiLoCo
-
-        if isinstance(self.optimizer, DiLoCo):
-            raise ValueError(
-                "optimizer is a DiLoCo, whose ranks differ between exchanges: save after its synchronise(), with the DiLoCo in "
-                "user_state={'trainer': ...}, which any number of ranks takes back, and in dataloader=[...], which holds each "
-                "rank's own"
-            )
-        self.optimizer = bare_optimizer(self.optimizer)
-        if not isinstance(self.model, torch.nn.Module):
-            raise ValueError(f"model must be a torch.nn.Module, got a {type(self.model).__name__}")
-        check_wrappers(self.model)
-        if not (self.optimizer is None or hasattr(self.optimizer, "param_groups")):
-            raise ValueError(
-                f"optimizer must be one torch.optim.Optimizer, got a {type(self.optimizer).__name__}: pass the others in user_state={{...}}"
-            )
-        user_state = self.user_state.values() if isinstance(self.user_state, dict) else (self.user_state,)
-        if any(isinstance(each, DiLoCo) and each.is_sliced for each in user_state):
-            raise ValueError(
-                "user_state, which is rank 0's, has a DiLoCo over a mesh, and this DiLoCo keeps slices of each rank's own: pass it in "
-                "dataloader=[...], and give each replica a folder of its own"
-            )
 
 
 @dataclasses.dataclass

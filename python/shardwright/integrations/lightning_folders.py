@@ -18,7 +18,7 @@ from .._engine import CheckpointError, CheckpointFolder
 from ..checkpoint import load, save, tree
 from ..checkpoint.files import PathSaver
 from ..checkpoint.peers import Peers
-from ..checkpoint.writing import Training
+from ..checkpoint.training import Training
 from ..parallel.ddp import DistributedDataParallel
 
 __all__ = ["Folders", "check_kind", "folder_at", "load_folder", "load_state", "save_state"]

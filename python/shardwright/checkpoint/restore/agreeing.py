@@ -11,7 +11,7 @@ from ...options.name_map import NameMap
 from ..memory.restoring import Source
 from ..peers import Peers
 from ..rows import TENSORS
-from ..writing import Training
+from ..training import Training
 from .reading import Mismatch, Reader
 
 SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"

@@ -45,7 +45,7 @@ from ..state.content import (
 from ..state.names import dtype_name, model_tensors, stored_shape
 from ..state.optimizer_extras import further_state, give_back, users_optimizer
 from ..state.stored import Stored, stored_tensors
-from ..writing import Training
+from ..training import Training
 from .filling import Filler, Span
 
 _logger = logging.getLogger("shardwright")
