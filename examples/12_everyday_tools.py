@@ -25,14 +25,14 @@ CLASSES, WIDTH, STEPS = 4, 32, 40
 
 
 class Points(torch.utils.data.Dataset):
-    """Points around the corners of a cube, with the corner's number as label; each rank has its own."""
+    """Points around random centres, each with its centre's number as label; each rank has its own."""
 
     def __init__(self, rank, ranks):
         generator = torch.Generator().manual_seed(1)
         labels = torch.randint(0, CLASSES, (1024,), generator=generator)
-        corners = torch.randn(CLASSES, WIDTH, generator=generator)
+        centres = torch.randn(CLASSES, WIDTH, generator=generator)
         noise = torch.randn(len(labels), WIDTH, generator=generator)
-        self.points = list(zip(corners[labels] + 2 * noise, labels))[rank::ranks]
+        self.points = list(zip(centres[labels] + 2 * noise, labels))[rank::ranks]
 
     def __len__(self):
         return len(self.points)
