@@ -368,7 +368,7 @@ def test_a_profile_has_a_range_for_each_bucket_unit_and_broadcast(rank, world_si
     with torch.no_grad():
         wrapped(torch.randn(3, 7))
     wrapped.zero_grad()
-    loss_of(wrapped, rank).backward()  # without a profiler: nobody is told
+    loss_of(wrapped, rank).backward()  # without a profiler, nothing is traced
     assert not wrapped._replica.rounds._is_traced
 
 

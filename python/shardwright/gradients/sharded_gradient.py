@@ -396,7 +396,7 @@ def _read(function: Any) -> Callable[..., Any]:
     """Handle an operation that writes to nothing and whose result shares no memory with a gradient. Collective."""
 
     def read(*arguments: Any, **options: Any) -> Any:
-        whole: dict[int, torch.Tensor] = {}  # an operand may be there twice
+        whole: dict[int, torch.Tensor] = {}  # one gradient may be several operands
         for each in arguments:
             if isinstance(each, ShardedGradient) and id(each) not in whole:
                 whole[id(each)] = each.as_on_this_rank()
@@ -405,7 +405,7 @@ def _read(function: Any) -> Callable[..., Any]:
     return read
 
 
-#: answered by _read(). Arithmetic with other tensors is not among them: `p.grad = p.grad + penalty` would be no average
+#: operations that _read() handles. Arithmetic with other tensors is left out: `p.grad = p.grad + penalty` would be no average
 _READS = (
     "abs,clone,isnan,isposinf,isneginf,sign,sqrt,log,log10,log2,histc,median,nanmedian,sort,topk,amax,amin,aminmax,argmax,argmin",
     "sum,sum.dim_IntList,nansum,mean,mean.dim,std.correction,var.correction,var_mean.correction,max,max.dim,min,min.dim",
