@@ -412,6 +412,8 @@ def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed
     monkeypatch.setattr(reading, "Filler", lambda _, *place: filler(counting, *place))
     reader = reading.Reader(str(tmp_path / "a"), folder, Training(fresh, fresh_optimizer), 0, 1)
     before = fresh.weight.detach().clone()
+    reader.offer()
+    reader.read_alone(0, 1, ())
     reader.verify_share(0, 1)
     assert sorted(counting.blocks) == list(range(reader.folder.block_count))  # every block once
     assert torch.equal(fresh.weight, before) and not fresh_optimizer.state

@@ -118,7 +118,6 @@ static sw_status open_file(worker *w, const sw_manifest_file *file, sw_error *er
         return SW_OK;
     close_file(w);
     SW_TRY(sw_checkpoint_open_file(w->job->folder, file, false, w->path, &w->fd, err));
-    (void)posix_fadvise(w->fd, 0, 0, POSIX_FADV_SEQUENTIAL); /* a hint: larger read-ahead */
     if (w->job->options->is_direct && !file->is_in_memory &&
         sw_checkpoint_open_file(w->job->folder, file, true, w->path, &w->direct_fd, NULL) ==
             SW_OK &&
@@ -126,6 +125,9 @@ static sw_status open_file(worker *w, const sw_manifest_file *file, sw_error *er
         close(w->direct_fd);
         w->direct_fd = -1;
     }
+    /* Hints. Read-ahead beyond a header would lead the reads of its neighbours through the cache. */
+    bool is_stream = w->job->options->thread_count > 1 && w->direct_fd < 0;
+    (void)posix_fadvise(w->fd, 0, 0, is_stream ? POSIX_FADV_SEQUENTIAL : POSIX_FADV_RANDOM);
     w->file = file;
     return SW_OK;
 }

@@ -198,6 +198,10 @@ class Peers:
         self._group.comm.broadcast([(memory.data_ptr(), nbytes)], 0, label)
         return data if self.rank == 0 else memory.numpy().tobytes()
 
+    def send(self, root: int, ranges: Sequence[tuple[int, int]], label: str) -> None:
+        """Copy memory, (address, nbytes), from rank `root` to the other ranks. Collective."""
+        self._group.comm.broadcast(ranges, root, label)
+
     def together(self, make: Callable[[], Any], label: str) -> list[Any]:
         """Return the result of make() (of JSON) on every rank. Collective. If make() raises on one rank, the exchange
         still completes and all raise the same CheckpointError. A rank with a wrong argument raises its own ValueError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,18 +45,18 @@ def agree_on(
         return None, refusal
     made: list[Reader] = []
     is_sound = False
+    offers: list[str] = []
     ranges: list[tuple[str, int, int]] = []
     arriving = None if source is None or source.is_whole else source
 
     def look() -> None:
         made.append(Reader(path, folder, training, peers.rank, peers.world_size, names))
-        if arriving is None:
-            check()
+        offers.append(made[0].offer())
 
     def check() -> None:
         made[0].try_generators(peers.rank)
         if verify:
-            made[0].verify_share(peers.rank, peers.world_size, spare, None if arriving is None else arriving.share())
+            made[0].verify_share(peers.rank, peers.world_size, None if arriving is None else arriving.share())
 
     def agree(call: Callable[[], None]) -> str:
         mine = _verdict_of(call, path)
@@ -63,10 +64,13 @@ def agree_on(
 
     try:
         refusal = agree(look)
+        if not refusal:
+            _share(made[0], offers[0] if source is None else "", spare, peers)
         if arriving is not None and not refusal:
             _agree_on_compressor(made[0], peers)
             refusal = agree(lambda: ranges.extend(made[0].reads(peers.rank, peers.world_size)))
-            refusal = refusal or arriving.bring(ranges) or agree(check)
+            refusal = refusal or arriving.bring(ranges)
+        refusal = refusal or agree(check)
         is_sound = not refusal
     finally:
         if made and not is_sound:
@@ -131,6 +135,19 @@ def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
     return ""
 
 
+def _share(reader: Reader, offer: str, spare: Sequence[tuple[int, int]], peers: Peers) -> None:
+    """Decide whether each rank reads its part of the tensors for all ranks, or all of them itself. Collective on one host.
+
+    `offer`: the digest of its ranges; "" if they are not on a disk.
+    """
+    room = sum(nbytes for _, nbytes in spare)
+    told = [[offer, room]] if peers.has_hosts else peers.exchange([offer, room], f"ranges of {reader.path}")
+    if len(told) > 1 and offer and all(each == offer for each, _ in told):
+        reader.share(peers.rank, [each for _, each in told], spare)
+    else:
+        reader.read_alone(peers.rank, peers.world_size, spare)
+
+
 def _agree_on_compressor(reader: Reader, peers: Peers) -> None:
     """Decide whether every rank restores the compressor state that it wrote itself. Collective."""
     same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "owner of compressor")
@@ -139,19 +156,33 @@ def _agree_on_compressor(reader: Reader, peers: Peers) -> None:
 
 def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
     """Fill the training on every rank and return `extra`. All ranks raise CheckpointError if one fails. Collective."""
-    extra, failure = None, ""
+    extra = None
     if everything:
         try:
             _agree_on_compressor(reader, peers)
         except BaseException:
             reader.take_back()
             raise
-    try:
+
+    def apply() -> None:
+        nonlocal extra
         extra = reader.apply(peers.rank, peers.world_size, everything=everything)
+
+    if reader.is_shared:
+        _load_together(reader, peers, reader.read_rest)
+        reader.trade(functools.partial(peers.send, label=f"parts of {reader.path}"))
+    _load_together(reader, peers, apply)
+    return extra
+
+
+def _load_together(reader: Reader, peers: Peers, call: Callable[[], None]) -> None:
+    """Call call() on every rank. All ranks raise CheckpointError if one fails. Collective."""
+    failure = ""
+    try:
+        call()
     except Exception as error:
         failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     for rank, text in enumerate(peers.exchange(failure, f"load of {reader.path}")):
         if text:
             where = "" if peers.world_size == 1 else f"rank {rank}: "
             raise CheckpointError(f"{where}'{reader.path}' was loaded in part, and the training is not usable: {text}")
-    return extra

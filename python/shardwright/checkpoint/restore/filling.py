@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..._engine import CheckpointFolder
-from ...layout.memory import has_memory
 from ..slices import Boxes, Sliced, is_dtensor, slice_of_dtensor
 from ..state.names import plain
 from ..state.stored import Stored
+from .shares import Place, Shares
 
 _BLOCK_BYTES = 1 << 20
 Span = tuple[str, int, int]
 """(path, first, end) of blocks of a file"""
-_READERS, _READERS_ALONE = 2, 4  # some wait for the disk while others compute checksums and copy
+_READERS, _READERS_SHARED, _READERS_ALONE = 2, 4, 6
+"""threads: some wait for the disk while others compute checksums and copy"""
 
 
 class _Piece(NamedTuple):
@@ -49,8 +50,11 @@ class Filler:
         self._first_block: dict[str, int] = {}
         self._checked = bytearray(folder.block_count)
         self._kept: list[_Piece] = []
-        self._ahead: dict[tuple[str, int, int], int] = {}
-        """(path, begin, address) -> bytes from there on that fill_ahead() has read"""
+        self._shares: Shares | None = None
+        self._spare: list[tuple[int, int]] = []
+        self._rest: list[Place] = []
+        self._done: set[tuple[Any, ...]] = set()
+        """(path, begin, bytes, address) of tensors that are complete"""
         count = 0
         for path, nbytes in folder.files.items():
             self._first_block[path] = count
@@ -68,10 +72,9 @@ class Filler:
                 landed.append(functools.partial(_land_slice, sliced))
             else:
                 memory = plain(target)
-                address = memory.data_ptr()
-                there = self._ahead.get((stored.path, stored.begin, address), 0)
-                if there < stored.nbytes:
-                    shared.append(_Piece(stored.path, stored.begin + there, stored.nbytes - there, address + there))
+                piece = _Piece(stored.path, stored.begin, stored.nbytes, memory.data_ptr())
+                if piece[:4] not in self._done:
+                    shared.append(piece)
                 landed.append(functools.partial(_land, target, memory))
         alone = self._turn[1] == 1
         self._read(shared, direct=alone, turn=self._turn)
@@ -79,43 +82,63 @@ class Filler:
         for land in landed:
             land()
 
-    def fill_ahead(self, reads: Iterable[tuple[Stored, torch.Tensor]], spare: Sequence[tuple[int, int]]) -> None:
-        """Read into live tensors before the ranks know that the folder is sound.
+    def share(self, shares: Shares, spare: Sequence[tuple[int, int]]) -> None:
+        """Set what read_ahead() reads. `spare` memory, (address, nbytes), keeps old values of live tensors until take_back()."""
+        self._shares, self._spare, self._rest = shares, list(spare), shares.parts[shares.rank]
 
-        `spare` memory, (address, nbytes), keeps the old values until take_back(). fill() reads what does not fit in it. A rank
-        starts with its share of the files, which it alone reads from the disk.
-        """
+    def read_ahead(self) -> None:
+        """Read this rank's part into new tensors, and into live ones as far as the spare memory goes. The ranks do not know yet
+        that the folder is sound. Blocks that other ranks read are theirs to check."""
+        assert self._shares is not None
         pieces: list[_Piece] = []
-        room = list(spare)
-        for stored, address in self._own_part_first(_apart(_aliased(reads))):
-            done = 0
-            while room and done < stored.nbytes:
-                undo, left = room.pop(0)
-                nbytes = min(left, stored.nbytes - done)
-                pieces.append(_Piece(stored.path, stored.begin + done, nbytes, address + done, undo))
-                done += nbytes
-                if left > nbytes:
-                    room.insert(0, (undo + nbytes, left - nbytes))
-            self._ahead[stored.path, stored.begin, address] = done
-        self._kept = pieces
-        self._read(pieces, direct=self._turn[1] == 1)
+        for place in self._shares.ahead(self._shares.rank):
+            pieces += self._kept_apart(place) if place.is_live else [_Piece(*place[:4])]
+        self._kept = [piece for piece in pieces if piece.undo]
+        self._read(pieces, direct=self._reads_past_cache)
+        self._rest = self._shares.rest()
+        for rank in range(len(self._shares.parts)):
+            self._mark(self._shares.ahead(rank))
 
-    def _own_part_first(self, places: Sequence[tuple[Stored, int]]) -> Sequence[tuple[Stored, int]]:
-        """Return the places in the order of the files, rotated to start with this rank's share."""
-        ordered = sorted(places, key=lambda each: (each[0].path, each[0].begin))
-        rank, world_size = self._turn
-        before = sum(stored.nbytes for stored, _ in ordered) * rank // world_size
-        first = 0
-        while first < len(ordered) and before >= ordered[first][0].nbytes:
-            before -= ordered[first][0].nbytes
-            first += 1
-        return ordered[first:] + ordered[:first]
+    def _kept_apart(self, place: Place) -> Iterator[_Piece]:
+        """Yield a live place, cut into pieces with spare memory for their old values."""
+        done = 0
+        while done < place.nbytes:
+            undo, left = self._spare.pop(0)
+            nbytes = min(left, place.nbytes - done)
+            yield _Piece(place.path, place.begin + done, nbytes, place.address + done, undo)
+            done += nbytes
+            if left > nbytes:
+                self._spare.insert(0, (undo + nbytes, left - nbytes))
+
+    def read_rest(self) -> None:
+        """Read what remains of this rank's part. Call it after the ranks agreed that the folder is sound."""
+        self._read([_Piece(*place[:4]) for place in self._rest], direct=self._reads_past_cache)
+        self._rest = []
+        if self._shares is not None and not self.is_shared:
+            self._done.update(place[:4] for place in self._shares.places)
+
+    def trade(self, send: Callable[[int, list[tuple[int, int]]], None]) -> None:
+        """Take the other ranks' parts from their memory: send(rank, ranges) broadcasts ranges of `rank`. Collective."""
+        assert self._shares is not None
+        for rank, part in enumerate(self._shares.parts):
+            send(rank, [(place.address, place.nbytes) for place in part])
+        self._done.update(place[:4] for place in self._shares.places)
+
+    @property
+    def is_shared(self) -> bool:
+        """Return True if the other ranks of the host read the other parts."""
+        return self._shares is not None and len(self._shares.parts) > 1
+
+    @property
+    def _reads_past_cache(self) -> bool:
+        """Return True if no other rank of this host reads the same bytes."""
+        return self._turn[1] == 1 or self.is_shared
 
     def take_back(self) -> None:
         """Restore the values that fill_ahead() overwrote."""
         for piece in self._kept:
             ctypes.memmove(piece.address, piece.undo, piece.nbytes)
-        self._kept, self._ahead = [], {}
+        self._kept = []
 
     def verify(self, first: int, end: int) -> None:
         """Check the blocks in [first, end), counted over all files, that were not read yet."""
@@ -149,33 +172,18 @@ class Filler:
     def _read(self, pieces: Iterable[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
         ordered = sorted(pieces, key=lambda each: (each.path, each.begin))
         self._load(ordered, direct=direct, turn=turn)
-        for piece in ordered:
+        self._mark(ordered)
+
+    def _mark(self, read: Iterable[_Piece | Place]) -> None:
+        """Record that the blocks of ranges are checked."""
+        for piece in read:
             at = self._first_block[piece.path]
             first, last = piece.begin // _BLOCK_BYTES, (piece.begin + piece.nbytes - 1) // _BLOCK_BYTES
             self._checked[at + first : at + last + 1] = b"\1" * (last + 1 - first)
 
     def _load(self, pieces: Sequence[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
-        readers = _READERS_ALONE if self._turn[1] == 1 else _READERS
+        readers = _READERS_ALONE if self._turn[1] == 1 else _READERS_SHARED if self.is_shared and direct else _READERS
         self._folder.load([*pieces], readers, direct, turn)
-
-
-def _aliased(reads: Iterable[tuple[Stored, torch.Tensor]]) -> Iterable[tuple[Stored, int]]:
-    """Yield (stored, address) of tensors that can be read into in place."""
-    for stored, target in reads:
-        if stored.nbytes and not is_dtensor(target) and target.device.type == "cpu" and target.is_contiguous():
-            if has_memory(target) and not target.is_conj() and not target.is_neg():
-                yield stored, target.data_ptr()
-
-
-def _apart(places: Iterable[tuple[Stored, int]]) -> list[tuple[Stored, int]]:
-    """Drop places that overlap another: their saved old values would already be overwritten."""
-    found: list[tuple[Stored, int]] = []
-    end_of_last = 0
-    for stored, address in sorted(places, key=lambda each: each[1]):
-        if address >= end_of_last:
-            found.append((stored, address))
-            end_of_last = address + stored.nbytes
-    return found
 
 
 def _land(target: torch.Tensor, memory: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from ..state.optimizer_extras import further_state, give_back, users_optimizer
 from ..state.stored import Stored, stored_tensors
 from ..training import Training
 from .filling import Filler, Span
+from .shares import Place, Shares, digest_of, in_own_order, is_in_place, places_of
 
 _logger = logging.getLogger("shardwright")
 _NAMES_SHOWN = 5
@@ -116,7 +117,8 @@ class Reader:
         self._model_reads = self._match_model()
         self._optimizer = self._match_optimizer() if training.optimizer is not None else None
         self._optimizer_targets: _Targets | None = None
-        self._has_new = False  # True after the new tensors were filled
+        self._places: list[Place] = []
+        self._has_new = False  # True after the new tensors that are not read in place were filled
         self.keeps_compressor = False
         """True if every rank restores the compressor state that it wrote"""
 
@@ -331,27 +333,64 @@ class Reader:
         found += [(stored, None) for each, node in nodes for stored in self._own_stored(each, node).values()]
         return list(self._filler.ranges(found))
 
-    def verify_share(
-        self, rank: int, world_size: int, spare: Sequence[tuple[int, int]] = (), spans: Sequence[Span] | None = None
-    ) -> None:
-        """Check this rank's share of all blocks, or those of `spans`.
-
-        Fills new tensors now, and live tensors as far as `spare` memory, (address, nbytes), can hold their old values,
-        which take_back() restores.
-        """
+    def offer(self) -> str:
+        """Choose the tensors that are read in place. Return a digest, equal on ranks that read the same ranges; "" for none."""
         live = [] if self._is_sliced() else list(self._model_reads[0])
+        new: list[tuple[Stored, Any]] = []
         if self._optimizer is not None:
             with torch.no_grad():
-                targets = self._targets(self._optimizer)
-                self._fill_optimizer(self._optimizer, targets.new)
-                self._has_new = True
-                live += [(self._optimizer["stored"][n], t) for n, t in targets.live.items()]
-        self._filler.fill_ahead(live, spare)
+                targets, stored = self._targets(self._optimizer), self._optimizer["stored"]
+            new += [(stored[name], target) for name, target in targets.new.items()]
+            live += [(stored[name], target) for name, target in targets.live.items()]
+        self._places = places_of(new, live)
+        return digest_of(self._places)
+
+    def share(self, rank: int, rooms: Sequence[int], spare: Sequence[tuple[int, int]]) -> None:
+        """Read the tensors in place together with the other ranks of this host, which offer() the same ranges.
+
+        Parameters
+        ----------
+        rank : int
+        rooms : sequence of int
+            Bytes of each rank's `spare` memory.
+        spare : sequence of (int, int)
+            (address, nbytes) of memory that keeps old values of live tensors until take_back().
+        """
+        self._filler.share(Shares(self._places, rank, rooms), spare)
+
+    def read_alone(self, rank: int, world_size: int, spare: Sequence[tuple[int, int]]) -> None:
+        """Read the tensors in place on this rank alone, its share of the files first."""
+        places = in_own_order(self._places, rank, world_size)
+        self._filler.share(Shares(places, 0, [sum(nbytes for _, nbytes in spare)]), spare)
+
+    def verify_share(self, rank: int, world_size: int, spans: Sequence[Span] | None = None) -> None:
+        """Check this rank's share of all blocks, or those of `spans`.
+
+        Fills new tensors now, and live tensors as far as spare memory can hold their old values, which take_back() restores.
+        """
+        self._filler.read_ahead()
+        if self._optimizer is not None:
+            new = self._targets(self._optimizer).new
+            self._fill_optimizer(self._optimizer, {name: each for name, each in new.items() if not is_in_place(each)})
+            self._has_new = True
         count = self.folder.block_count
         if spans is None:
             self._filler.verify(count * rank // world_size, count * (rank + 1) // world_size)
         else:
             self._filler.check(spans)
+
+    @property
+    def is_shared(self) -> bool:
+        """Return True after share()."""
+        return self._filler.is_shared
+
+    def read_rest(self) -> None:
+        """Read what remains of this rank's part of the tensors in place."""
+        self._filler.read_rest()
+
+    def trade(self, send: Callable[[int, list[tuple[int, int]]], None]) -> None:
+        """Take the parts of the other ranks: see Filler.trade(). Collective."""
+        self._filler.trade(send)
 
     def take_back(self) -> None:
         """Restore the values that live tensors had before verify_share()."""
@@ -361,6 +400,8 @@ class Reader:
 
     def apply(self, rank: int, world_size: int, *, everything: bool) -> Any:
         """Fill model and optimizer, and with `everything` the rest of the training. Return `extra`."""
+        if not self.is_shared:
+            self.read_rest()
         self._fill_model()
         if self._optimizer is not None:
             with torch.no_grad():
@@ -492,8 +533,9 @@ class Reader:
     def _apply_optimizer(self, body: Mapping[str, Any]) -> None:
         optimizer = self.training.optimizer
         targets = self._targets(body)
-        if not self._has_new:
-            self._fill_optimizer(body, targets.new)
+        self._fill_optimizer(
+            body, {name: each for name, each in targets.new.items() if not self._has_new or is_in_place(each)}
+        )
         self._fill_optimizer(body, targets.live)
         tensors = targets.tensors()
         if "further" in body:
