@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from checkpoint_subjects import assert_same_state, state_of, train
+from checkpoint_subjects import assert_same_state, state_of
 from harness import gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
