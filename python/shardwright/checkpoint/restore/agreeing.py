@@ -140,7 +140,7 @@ def _share(reader: Reader, offer: str, spare: Sequence[tuple[int, int]], peers: 
 
     `offer`: the digest of its ranges; "" if they are not on a disk.
     """
-    mine = [offer, sum(nbytes for _, nbytes in spare)]
+    mine: list[Any] = [offer, sum(nbytes for _, nbytes in spare)]
     told = [mine] if peers.has_hosts else peers.exchange(mine, f"ranges of {reader.path}")
     if len(told) > 1 and offer and all(each[0] == offer for each in told):
         reader.share(peers.rank, [each[1] for each in told], spare)
