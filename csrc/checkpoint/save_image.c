@@ -32,13 +32,23 @@ static void start_save(sw_saver *saver, const sw_save_request *request, uint8_t 
     saver->image = image;
 }
 
-/* Copy all chunks, together with helping threads. */
+/* Starting and ending a thread costs about as much as copying 1 MiB. */
+enum { HELPER_LEAST_BYTES = 8 << 20 };
+
+static int threads_for(const sw_saver *saver)
+{
+    uint64_t useful = 1 + saver->bytes_total / HELPER_LEAST_BYTES;
+    return useful < (uint64_t)saver->options.thread_count ? (int)useful
+                                                          : saver->options.thread_count;
+}
+
+/* Copy all chunks, together with helping threads if these pay. */
 static sw_status copy_all(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     sw_save_claim claim = {0};
-    int started = 1;
+    int wanted = threads_for(saver), started = 1;
     SW_TRY(sw_save_claim_live(saver, false, &claim, err));
-    while (started < saver->options.thread_count && (size_t)started < saver->chunk_count &&
+    while (started < wanted && (size_t)started < saver->chunk_count &&
            sw_thread_start(&saver->threads[started], help, saver, "sw-keep", NULL) == SW_OK)
         ++started; /* the threads that exist do all of the work */
     sw_save_copy_claim(saver, &claim, request);

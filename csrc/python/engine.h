@@ -126,6 +126,8 @@ bool sw_py_comm_is_own(const comm_object *self);
 void sw_py_comm_link(engine_state *state, comm_object *self);
 void sw_py_comm_unlink(engine_state *state, const comm_object *self);
 int sw_py_fork_functions_add(PyObject *module);
+/* object_marks.c */
+int sw_py_marks_functions_add(PyObject *module);
 
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);

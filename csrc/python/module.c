@@ -28,7 +28,8 @@ static int module_exec(PyObject *module)
         sw_py_optim_functions_add(module) < 0 || sw_py_compress_functions_add(module) < 0 ||
         sw_py_device_functions_add(module) < 0 || sw_py_device_codec_functions_add(module) < 0 ||
         sw_py_device_powersgd_functions_add(module) < 0 ||
-        sw_py_device_check_functions_add(module) < 0 || sw_py_fork_functions_add(module) < 0)
+        sw_py_device_check_functions_add(module) < 0 || sw_py_fork_functions_add(module) < 0 ||
+        sw_py_marks_functions_add(module) < 0)
         return -1;
     return 0;
 }

@@ -53,6 +53,12 @@ def sample_crc32c(address: int, nbytes: int, stride: int, /) -> int:
 def prefer_huge_pages(address: int, nbytes: int, /) -> None:
     """Asks for huge pages in memory that nobody touched yet. A hint."""
 
+def object_addresses(containers: list[Any], /) -> bytes:
+    """The identities of the members of dicts (keys and values) and lists, and of any other object itself."""
+
+def tensor_places(tensors: list[Any], /) -> bytes | None:
+    """Address, device type, dtype, shape and strides of each tensor; None if torch shows no view of one of them in C."""
+
 def host_limits() -> dict[str, Any]:
     """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
 

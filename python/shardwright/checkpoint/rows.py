@@ -18,6 +18,7 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from . import tree
 from .slices import Sliced
+from .state.content import Content, Group
 from .state.stored import Stored
 
 LINES, TENSORS = "ranks/all.jsonl", "ranks/all"
@@ -96,6 +97,18 @@ class Rows:
                 parts = ((row * flat.numel(), flat),)
             found[name] = Sliced(kind, whole, parts)
         return found
+
+
+def add_rows(content: Content, rows: Rows, text: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Add the text and the tensors of a rank's own tree to the shared content."""
+    each_ranks = rows.tensors({name: dense(each) for name, each in tensors.items()})
+    content.groups.append(Group(TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
+    content.lines[LINES] = rows.line(text)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor detached, resolved and row-major."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _of(rank: int, name: str) -> str:

@@ -21,7 +21,7 @@ from .folder.partial import is_abandoned
 from .memory.repeated import Repeated, optimizer_json
 from .memory.tier import MemoryTier
 from .peers import Peers, averages_gradients, os_error, whole_parameters
-from .rows import Rows, Structure, structure_of
+from .rows import Rows, Structure, add_rows, dense, structure_of
 from .samples import Samples, check_alike, digest, take_samples
 from .slices import (
     VALUE,
@@ -42,6 +42,7 @@ from .slices import (
 )
 from .state.content import (
     Content,
+    Entries,
     Group,
     Source,
     digest_of,
@@ -190,6 +191,7 @@ class Writer:
         self._repeated: Repeated | None = None
         self._draft: _Draft | None = None  # the draft of content that is not yet in _repeated
         self._entries_text = b""  # the text of "state" in optimizer.json, on rank 0
+        self._planned: tuple[Entries, CheckpointPlan] | None = None  # of rank 0's own files in memory
         self._random: dict[str, Any] = {}  # content.random_state of the last step
         self._held: Content | None = None
         self._target = "", ""  # folder and nonce of the last save
@@ -281,16 +283,14 @@ class Writer:
         ):
             return None
         try:
-            body, tensors = self._own_tree(training)
-            text = tree.dumps(body)
-            if not layout.rows.fits(structure_of(tensors), len(text)):
+            held = last.rest(layout.rows, *self._own_tree(training), self._staging)
+            if held is None:
                 return None
-            rest, own = Content([], self._staging, ahead=last), None
-            _add_rows(rest, layout, text, tensors)
+            own = None
             if self._peers.rank == 0:
                 optimizer_text = last.optimizer_text(training)
                 own = self._own_files(_state_tree(training, last.found, step), layout, optimizer_text, last.found)
-            return Ready(rest.sources(), own, rest)
+            return Ready(held.sources, own, held.content)
         except Exception:  # keep() then meets the same error, and its agreement raises it on all ranks
             return None
 
@@ -320,13 +320,20 @@ class Writer:
 
     def _put(self, step: int, nonce: str, training: Training, tier: MemoryTier, ready: Ready) -> None:
         assert self._layout is not None and self._layout.plan is not None
-        own = None if ready.own is None else (ready.own.plan(), ready.own.sources())
+        own = None if ready.own is None else (self._own_plan(ready.own), ready.own.sources())
 
         def share() -> tuple[int, bool]:
             held = held_bytes(training.model, training.optimizer, self._peers.world_size)
             return held, loads_slices(training.model)
 
         tier.put(step, nonce, self._layout, self._layout.plan, ready.sources, own, share, self._staging.for_saver())
+
+    def _own_plan(self, own: Content) -> CheckpointPlan:
+        """Return the plan of rank 0's own files, the last one if they have the same names and sizes."""
+        entries = own.entries()
+        if self._planned is None or self._planned[0] != entries:
+            self._planned = entries, CheckpointPlan(*entries)
+        return self._planned[1]
 
     def _give_up(self, reason: str) -> None:
         """Abandon a save that is being started. Its threads may already read memory that this writer keeps alive."""
@@ -542,7 +549,7 @@ class Writer:
     ) -> tuple[Content, Content | None]:
         """Build the content from the last save's sources of model and optimizer, without communication."""
         rest = Content([], self._staging, ahead=last)
-        _add_rows(rest, layout, tree.dumps(draft.body), draft.tensors)
+        add_rows(rest, layout.rows, tree.dumps(draft.body), draft.tensors)
         self._add_state(rest, draft, layout)
         rest.slice_tensors(self._boxes)
         if self._peers.rank:
@@ -569,7 +576,7 @@ class Writer:
         if training.optimizer is not None:
             group, optimizer_tree = optimizer_content(training.optimizer, draft.found, self._max_file_bytes, states)
             shared.groups.append(group)
-        _add_rows(shared, layout, tree.dumps(draft.body), draft.tensors)
+        add_rows(shared, layout.rows, tree.dumps(draft.body), draft.tensors)
         self._add_state(shared, draft, layout)
         shared.slice_tensors(self._boxes)
         return shared, optimizer_tree
@@ -586,7 +593,7 @@ class Writer:
         if tensor is not None and is_dtensor(tensor):
             return tensor
         mine = tensor is not None and self._peers.rank == 0
-        parts = ((0, _dense(tensor).reshape(-1)),) if mine and tensor is not None else ()
+        parts = ((0, dense(tensor).reshape(-1)),) if mine and tensor is not None else ()
         return Sliced(getattr(torch, dtype), tuple(shape), parts)
 
     def _look_for_more(self, training: Training) -> None:
@@ -737,18 +744,6 @@ def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dic
         "extra": tree.encode(training.extra, "extra", tensors),
     }
     return body, tensors
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor detached, resolved and row-major."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _add_rows(content: Content, layout: _Layout, text: bytes, tensors: dict[str, torch.Tensor]) -> None:
-    """Add the text and the tensors of a rank's own tree to the shared content."""
-    each_ranks = layout.rows.tensors({name: _dense(each) for name, each in tensors.items()})
-    content.groups.append(Group(rows.TENSORS, each_ranks, {"format": "pt"}, eager=frozenset(each_ranks)))
-    content.lines[rows.LINES] = layout.rows.line(text)
 
 
 def _tellable(reason: str) -> str:

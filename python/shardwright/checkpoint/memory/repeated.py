@@ -4,16 +4,17 @@ copy."""
 from __future__ import annotations
 
 import bisect
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..._engine import CheckpointError
+from ..._engine import CheckpointError, object_addresses, tensor_places
 from ...layout.memory import address_of
 from ...torch_compat.dtensor import held_tensor
 from .. import tree
+from ..device_staging import DeviceStaging
+from ..rows import LINES, Rows, add_rows, dense, structure_of
 from ..slices import Sliced, is_dtensor
 from ..state.content import Content, Source, group_options, holds_shards, parameter_names
 from ..state.names import ModelTensors, walk
@@ -54,13 +55,22 @@ class Repeated:
             found.buffers or released or layout.state is not None or holds_shards([training.user_state, training.extra])
         )
         self._modules = [module for _, module in walk(training.model, "")]
-        self._marks = list(self._each_mark(training))
+        containers = self._containers(training)
+        self._kept = [list(_members_of(each)) for each in containers]
+        self._identities = object_addresses(containers)
         self._tensors = [
             *(each for each in found.parameters.values() if id(each) not in released),
             *found.buffers.values(),
             *_state_of(training.optimizer),
         ]
-        self._addresses = self._places(released)
+        plain = [each for each in self._tensors if not is_dtensor(each)]
+        self._plain = plain if tensor_places(plain) is not None else []
+        self._places = tensor_places(self._plain)
+        self._odd = [each for each in self._tensors if not self._plain or is_dtensor(each)]
+        self._odd_places = self._places_of_odd(released)
+        self._options: bytes | None = None  # tree.mark() of the options of the groups
+        self._optimizer_text = b""  # of these options
+        self._rest: OwnRows | None = None
         self._entries = entries_text  # the text of "state" in optimizer.json, on rank 0
 
     @classmethod
@@ -86,17 +96,16 @@ class Repeated:
 
     def fits(self, training: Any, released: Mapping[int, Sliced] = {}) -> bool:
         """Return True if the training has the same tensors with the same memory, shape and layout."""
-        marks = list(self._each_mark(training))
         return (
-            len(marks) == len(self._marks)
-            and all(map(operator.is_, marks, self._marks))
-            and self._places(released) == self._addresses
+            object_addresses(self._containers(training)) == self._identities
+            and tensor_places(self._plain) == self._places
+            and self._places_of_odd(released) == self._odd_places
             and self._has_plain_options(training)
         )
 
-    def _places(self, released: Mapping[int, Sliced]) -> list[Any]:
-        """Return address, dtype, shape and strides of each tensor: `.data = ` replaces them under the same object."""
-        held = [_memory_of(tensor) for tensor in self._tensors]
+    def _places_of_odd(self, released: Mapping[int, Sliced]) -> list[Any]:
+        """Return address, dtype, shape and strides of each tensor that C cannot read."""
+        held = [_memory_of(tensor) for tensor in self._odd]
         held += [memory for each in released.values() for _, memory in each.parts]
         return [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in held]
 
@@ -104,30 +113,83 @@ class Repeated:
         """Return True if no option of the optimizer is a tensor, and its state_dict() has no further keys."""
         if training.optimizer is None:
             return True
-        tensors: dict[str, Any] = {}
         options = [{k: v for k, v in group.items() if k != "params"} for group in training.optimizer.param_groups]
+        mark = tree.mark(options)
+        tensors: dict[str, Any] = {}
         try:
-            tree.encode(options, "options", tensors)
+            if mark is None or mark != self._options:
+                tree.encode(options, "options", tensors)
+                self._options, self._optimizer_text = mark, b""
             return not tensors and not further_state(training.optimizer)
         except CheckpointError:
             return False
+
+    def rest(
+        self, rows: Rows, body: dict[str, Any], tensors: Mapping[str, torch.Tensor], staging: DeviceStaging
+    ) -> OwnRows | None:
+        """Return the content of a step whose rank's own values are `body` and `tensors`; None if they do not fit."""
+        if self._rest is None:
+            self._rest = OwnRows(rows, tensors, Content([], staging, ahead=self))
+        return self._rest if self._rest.fill(body, tensors) else None
 
     def optimizer_text(self, training: Any) -> bytes:
         """Return the text of optimizer.json on rank 0, b"" without an optimizer. Call fits() first."""
         if training.optimizer is None:
             return b""
-        groups = group_options(training.optimizer, parameter_names(training.optimizer, self.found), {})
-        return optimizer_json(groups, self._entries)
+        if not self._optimizer_text:
+            groups = group_options(training.optimizer, parameter_names(training.optimizer, self.found), {})
+            self._optimizer_text = optimizer_json(groups, self._entries)
+        return self._optimizer_text
 
-    def _each_mark(self, training: Any) -> Iterator[Any]:
+    def _containers(self, training: Any) -> list[Any]:
+        """Return the dicts and lists that hold the modules, parameters, buffers and state of a training."""
+        found: list[Any] = []
         for module in self._modules:
-            for held in (module._parameters, module._buffers, module._modules):
-                yield from held
-                yield from held.values()
+            found += module._parameters, module._buffers, module._modules
         if training.optimizer is not None:
-            for group in training.optimizer.param_groups:
-                yield from group["params"]
-            yield from _state_of(training.optimizer)
+            found += [group["params"] for group in training.optimizer.param_groups]
+            found += training.optimizer.state.values()
+        return found
+
+
+class OwnRows:
+    """A rank's own line and rows in memory that each step overwrites, so that a step's sources are those of the last.
+
+    Attributes
+    ----------
+    content : Content
+    sources : its sources.
+    """
+
+    def __init__(self, rows: Rows, tensors: Mapping[str, torch.Tensor], content: Content) -> None:
+        self._rows, self.content = rows, content
+        self._mark: bytes | None = None
+        self._copies = {name: dense(each).cpu().clone() for name, each in tensors.items()}
+        self._line = bytearray(rows.line_bytes)
+        self._fits = rows.fits(structure_of(tensors), 0)
+        if self._fits:
+            add_rows(content, rows, b"", self._copies)
+            nbytes, begin, _ = content.lines[LINES]
+            content.lines[LINES] = nbytes, begin, self._line
+            self.sources = content.sources()
+
+    @torch.no_grad()
+    def fill(self, body: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Copy a step's values here. Return False if they do not fit."""
+        if not self._fits or tensors.keys() != self._copies.keys():
+            return False
+        if any(each.dtype != tensors[n].dtype or each.shape != tensors[n].shape for n, each in self._copies.items()):
+            return False
+        mark = tree.mark(body)
+        if mark is None or mark != self._mark:
+            text = tree.dumps(body)
+            if len(text) >= self._rows.line_bytes:
+                return False
+            self._line[:] = self._rows.line(text)[2]
+            self._mark = mark
+        for name, each in self._copies.items():
+            each.copy_(tensors[name])
+        return True
 
 
 def optimizer_json(groups: list[Any], entries_text: bytes) -> bytes:
@@ -138,6 +200,17 @@ def optimizer_json(groups: list[Any], entries_text: bytes) -> bytes:
 def _memory_of(tensor: Any) -> Any:
     """Return the tensor that holds the memory this rank saves of `tensor`."""
     return held_tensor(tensor) if is_dtensor(tensor) else tensor
+
+
+def _members_of(container: Any) -> Iterator[Any]:
+    """Yield the objects that object_addresses() reads."""
+    if isinstance(container, dict):
+        yield from container
+        yield from container.values()
+    elif isinstance(container, list):
+        yield from container
+    else:
+        yield container
 
 
 def _state_of(optimizer: Any) -> Iterator[Any]:

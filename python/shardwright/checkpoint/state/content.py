@@ -87,7 +87,7 @@ class Content:
     texts : dict of str to bytes
         Files that every rank holds whole.
     lines : dict of str to (int, int, bytes)
-        Files in parts: bytes of the file, first byte of this rank's part, the part.
+        Files in parts: bytes of the file, first byte of this rank's part, the part. A bytearray is read in place.
     held : list
         The memory that addresses of sources point into. Keep it until the snapshot is taken.
     ahead : Ahead, optional
@@ -97,7 +97,7 @@ class Content:
     groups: list[Group]
     staging: DeviceStaging
     texts: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    lines: dict[str, tuple[int, int, bytes]] = dataclasses.field(default_factory=dict)
+    lines: dict[str, tuple[int, int, bytes | bytearray]] = dataclasses.field(default_factory=dict)
     held: list[Any] = dataclasses.field(default_factory=list)
     ahead: Ahead | None = None
 
@@ -155,8 +155,8 @@ class Content:
             found.append((number, begin, len(line), self._keep(line), True, False))
         return found
 
-    def _keep(self, text: bytes) -> int:
-        memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def _keep(self, text: bytes | bytearray) -> int:
+        memory = torch.frombuffer(text if isinstance(text, bytearray) else bytearray(text), dtype=torch.uint8)
         self.held.append(memory)
         return memory.data_ptr()
 
@@ -313,7 +313,7 @@ def random_state(tensors: dict[str, torch.Tensor], kept: dict[str, Any] | None =
     states = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
-        "numpy": numpy.random.get_state(legacy=True) if numpy else None,
+        "numpy": _numpy_state(numpy) if numpy else None,
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
     }
     kept = {} if kept is None else kept
@@ -323,6 +323,14 @@ def random_state(tensors: dict[str, torch.Tensor], kept: dict[str, Any] | None =
         key: kept["node"] if key == "python" else tree.encode(value, f"random.{key}", tensors)
         for key, value in states.items()
     }
+
+
+def _numpy_state(numpy: Any) -> Any:
+    """Return numpy.random.get_state(), which converts the numbers of the state twice."""
+    found = numpy.random.get_state(legacy=False)
+    if found["bit_generator"] != "MT19937":
+        return found
+    return "MT19937", found["state"]["key"], found["state"]["pos"], found["has_gauss"], found["gauss"]
 
 
 def set_random_state(states: Mapping[str, Any]) -> None:
