@@ -1,6 +1,8 @@
 """Law: stages of a pipeline over tensor-parallel ranks, with experts or pieces of sequences as the fourth dimension, train as one process
-does with the whole model, with the same bits at every stage of ZeRO; one checkpoint holds them, with the bytes of the whole model's."""
+does with the whole model, with the same bits at every stage of ZeRO; one checkpoint holds them, with the bytes of the whole model's.
+Experts that are sharded over two dimensions do so, too."""
 
+import contextlib
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -140,3 +142,73 @@ def test_at_every_stage(rank, world_size, fourth):
     assert all(bits_equal(loaded[name], value) for name, value in found.items())
     sw.save(folder / f"{fourth}-whole", model, optimizer)
     assert files_of(folder / f"{fourth}-stages") == files_of(folder / f"{fourth}-whole")
+
+
+class Sum(torch.autograd.Function):
+    """The sum over a group: of the values, or of their gradients."""
+
+    @staticmethod
+    def forward(context, x, group, of_values):
+        context.group, context.of_values = group, of_values
+        return Sum.over(x, group) if of_values else x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient if context.of_values else Sum.over(gradient, context.group), None, None
+
+    @staticmethod
+    def over(x, group):
+        dist.all_reduce(x := x.clone(memory_format=torch.contiguous_format), group=group)
+        return x
+
+
+class Split(nn.Module):
+    """Experts of one rank of `ep`, by columns and rows over `tp`."""
+
+    def __init__(self, whole_experts, mesh):
+        super().__init__()
+        self.group = mesh["tp"].get_group()
+        for name, over_tp in (("up", Shard(2)), ("down", Shard(1))):
+            value = getattr(whole_experts, name).detach()
+            sharded = distribute_tensor(value, mesh["ep", "tp"], [Shard(0), over_tp])
+            self.register_parameter(name, nn.Parameter(sharded))
+
+    def forward(self, rows, counts):
+        parts = zip(Sum.apply(rows, self.group, False).split(counts), self.up.to_local(), self.down.to_local())
+        return Sum.apply(torch.cat([torch.relu(part @ a) @ b for part, a, b in parts]), self.group, True)
+
+
+@contextlib.contextmanager
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.timeout(170)
+@on_every_rank(exactly=8)
+def test_experts_that_are_sharded_twice(rank, world_size):
+    """In float64: in float32 AdamW divides gradients of 1e-8 by their own size, and another order of a sum then shows as 2e-6."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_mod_ep", "ep", "tp"))
+    over, first = mesh["dp_mod_ep", "ep"]._flatten("dp"), None
+    with in_float64():
+        expected, expected_norms, _ = experts.oracle(4)
+        for stage in STAGES:
+            model = experts.build()
+            for layer in model.layers:
+                layer.group, layer.experts = mesh["ep"].get_group(), Split(layer.experts, mesh)
+            plan = {"inlet": ColwiseParallel(output_layouts=Replicate())}
+            plan["outlet"] = RowwiseParallel(input_layouts=Replicate())
+            parallelize_module(model, mesh["tp"], plan)
+            options = {"zero": 3, "share_parameters": False} if stage == "private" else {"zero": stage}
+            options |= {"device_mesh": over, "groups": {"layers.*.experts": mesh["dp_mod_ep"]}}
+            model, optimizer = sw.wrap(model, experts.optimizer_of(model), **options)
+            norms = experts.train(model, optimizer, over.get_local_rank())
+            assert norms == pytest.approx(expected_norms, rel=1e-12) and gather(norms) == [norms] * world_size, stage
+            found = sw.full_state_dict(model)
+            first = first or found
+            for name, value in expected.items():
+                assert bits_equal(found[name], first[name]), (stage, name)
+                assert torch.allclose(found[name], value, rtol=0, atol=1e-12), (stage, name)
