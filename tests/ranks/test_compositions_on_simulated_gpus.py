@@ -55,7 +55,14 @@ def inside(gpus: SimulatedGpus) -> Any:
 def of_tensors(zero: Any, rank: int) -> Any:
     mesh = tensors.mesh_of(2, 2)
     model, optimizer = tensors.wrapped(mesh, zero)
-    norms = tensors.train(model, optimizer, mesh.get_local_rank("dp"), 3, 0.7)
+    place = mesh.get_local_rank("dp")
+    norms = tensors.train(model, optimizer, place, 2, 0.7)
+    optimizer.zero_grad()
+    tensors.with_loss_parallel(model, tensors.tokens(2, place))
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)  # by the program, right before the norm
+    norms.append(sw.clip_grad_norm_(model, 0.3).item())
+    optimizer.step()
     return sw.full_state_dict(model), norms
 
 
