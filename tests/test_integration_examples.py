@@ -22,8 +22,9 @@ EXAMPLES = {
     "08_accelerate.py": (("accelerate",), [([], []), (["-m", "shardwright", "run", "zero2"], [])]),
     "09_three_d.py": ((), [([], [])]),
     "12_everyday_tools.py": (("torchdata", "torchmetrics", "tensorboard"), [([], [form]) for form in ("ddp", "0", "1", "2", "3", "fsdp")]),
+    "13_long_context.py": ((), [([], [stage]) for stage in "0123"]),
 }  # fmt: skip
-RANKS = {"09_three_d.py": "8"}
+RANKS = {"09_three_d.py": "8", "13_long_context.py": "4"}
 #: programs in bfloat16, whose last digit depends on the processor's kernels, with torch's own wrapper too
 ROUNDED = {"05_peft_lora.py"}
 NUMBER = re.compile(r"^((?:\w+ )?(?:epoch|step|steps) .*(?:loss|norm).*|\d.* parameters train.*)$", re.MULTILINE)

@@ -11,12 +11,18 @@ import model_parallel_subjects as tensors
 import pytest
 import test_pipeline_stages_average_once_a_step as stages
 import torch
-from harness import LONG
+import torch.distributed.pipelining  # seconds: here once, and not on every rank
+import torch.distributed.tensor.parallel
+from harness import in_turn
 from oracle.fold import bits_equal
 from peer import PEER
-from simulated_gpus import SimulatedGpus, run, sw
+from shardwright.optim import device_offload
+from simulated_gpus import SimulatedGpus, meet, run, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+
+KINDS = ("of_stages", "of_experts", "of_lean_experts", "of_offloaded_tensors", "of_saved_tensors", "of_tensors")
 
 
 class OnGpu:
@@ -42,13 +48,47 @@ def inside(gpus: SimulatedGpus) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         for each in (experts, tensors, stages):
             patch.setattr(each, "sw", OnGpu(gpus))
+        patch.setattr(device_offload, "SLOT_BYTES", 1 << 10)
         yield
 
 
 def of_tensors(zero: Any, rank: int) -> Any:
     mesh = tensors.mesh_of(2, 2)
     model, optimizer = tensors.wrapped(mesh, zero)
+    place = mesh.get_local_rank("dp")
+    norms = tensors.train(model, optimizer, place, 2, 0.7)
+    optimizer.zero_grad()
+    tensors.with_loss_parallel(model, tensors.tokens(2, place))
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)  # by the program, right before the norm
+    norms.append(sw.clip_grad_norm_(model, 0.3).item())
+    optimizer.step()
+    return sw.full_state_dict(model), norms
+
+
+def of_offloaded_tensors(zero: Any, rank: int) -> Any:
+    """With AdamW's state on the host, at the stages that have it."""
+    mesh = tensors.mesh_of(2, 2)
+    model = tensors.parallelized(mesh)
+    options = {"share_parameters": False} if zero == "private" else {}
+    optimizer = sw.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = 3 if zero == "private" else zero or 1
+    model, optimizer = tensors.sw.wrap(model, optimizer, zero=zero, device_mesh=mesh["dp"], offload="cpu", **options)
     norms = tensors.train(model, optimizer, mesh.get_local_rank("dp"), 3, 0.7)
+    return sw.full_state_dict(model), norms
+
+
+def of_saved_tensors(zero: Any, rank: int) -> Any:
+    """Trained on while a checkpoint is written, and then restored."""
+    mesh = tensors.mesh_of(2, 2)
+    place = mesh.get_local_rank("dp")
+    model, optimizer = tensors.wrapped(mesh, zero)
+    with sw.Checkpointer(meet(rank), model, optimizer) as checkpoints:
+        tensors.train(model, optimizer, place, 1)
+        checkpoints.save(0)
+        tensors.train(model, optimizer, place, 1, first=1)
+        checkpoints.restore()
+    norms = tensors.train(model, optimizer, place, 1, 0.7, first=1)
     return sw.full_state_dict(model), norms
 
 
@@ -81,7 +121,7 @@ def of_stages(zero: Any, rank: int) -> Any:
     return stages.train(mesh, stages.ONE, zero)[:2]
 
 
-@pytest.mark.parametrize("kind", ["of_tensors", "of_stages", "of_experts", "of_lean_experts"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_has_the_bits_of_the_cpu(teams: Any, paths: dict[str, str], kind: str) -> None:
     run(teams, 4, paths, train, kind)
 
@@ -90,7 +130,7 @@ def train(gpus: SimulatedGpus, rank: int, world_size: int, kind: str) -> None:
     body = globals()[kind]
     with gpus.torch_on_cpu():
         expected, norms = body(0, rank)
-    for zero in (0, 1, 2, 3) if LONG else (1, 3):
+    for zero in in_turn((0, 1, 2, 3, "private"), KINDS.index(kind)):
         OnGpu.places.clear()
         found, theirs = body(zero, rank)
         assert OnGpu.places == {True}

@@ -18,10 +18,12 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 WIDTH, MICRO_BATCHES, STEPS, MAX_NORM = 8, 4, 5, 0.05
 ZERO_BUBBLE, INTERLEAVED, ONE = "ScheduleInterleavedZeroBubble", "ScheduleInterleaved1F1B", "Schedule1F1B"
+#: stages 0 and 3 are of one rank
+IN_V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 STAGES = (0, 1, 2, 3, "private", "whole", "by hand")
 #: schedule, sizes of (pp, dp, tp), stages of ZeRO
 CASES = (
-    [(name, (2, 2, 1), STAGES) for name in (ZERO_BUBBLE, INTERLEAVED, ONE, "ScheduleGPipe", "ScheduleZBVZeroBubble")]
+    [(name, (2, 2, 1), STAGES) for name in (ZERO_BUBBLE, INTERLEAVED, ONE, "ScheduleGPipe", *IN_V)]
     + [(ONE, (2, 1, 2), STAGES)]
     if LONG
     else [
@@ -80,7 +82,7 @@ def train(mesh, name, stage):
     kind = getattr(schedules, name)
     several = issubclass(kind, schedules.PipelineScheduleMulti)
     place = mesh.get_local_rank("pp")
-    own = [place, (3 - place) if name == "ScheduleZBVZeroBubble" else (place + 2)] if several else [place]
+    own = [place, (3 - place) if name in IN_V else (place + 2)] if several else [place]
     count = 4 if several else 2
     pairs = [wrapped(index, stage, mesh, mesh["tp"].size() > 1) for index in own]
     group = mesh["pp"].get_group()

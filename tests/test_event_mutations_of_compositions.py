@@ -1,0 +1,138 @@
+"""Law of the GPU path's order under compositions: each wait and each record that tensor parallelism, pipelines and experts beside data
+parallelism come to is needed by their own scenes (tests/ranks/test_compositions_on_simulated_gpus.py). The mutations are those of
+test_event_mutations.py; here the ranks' engine is the mutated one. An engine that notes each place finds the scenes that come there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from test_csrc import ROOT, run_checked, shipped_flags
+from test_event_mutations import LONG, PYTHON, Mutation, mutations, polls, records
+from test_layers import built_objects
+
+SCENES = "tests/ranks/test_compositions_on_simulated_gpus.py"
+#: the shorter ones first
+KINDS = ("of_experts", "of_lean_experts", "of_tensors", "of_stages", "of_saved_tensors", "of_offloaded_tensors")
+TRANSPORTS = ("nccl", "shm")
+IMPORTS = ("torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest")
+LIMIT_S = 600
+ALL = [*mutations(), *polls(), *records()]
+#: (file, text of the wait or record, how it is wrong) -> why no scene can tell, or none comes there
+UNSEEN: dict[tuple[str, str, str], str] = {}
+
+NOTE = """
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+void note_place(int number);
+void note_place(int number)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%d", getenv("SW_PLACES"), number);
+    close(open(path, O_CREAT | O_WRONLY, 0600));
+}
+"""
+
+
+def noting() -> dict[Path, str]:
+    """The files with mutations, in which each place calls note_place()."""
+    changed: dict[Path, str] = {}
+    at_once = sorted(enumerate(ALL), key=lambda pair: pair[1].start, reverse=True)
+    for number, mutation in at_once:
+        if mutation.wrong == "elsewhere":  # the same place as "early"
+            continue
+        text = changed.get(mutation.file) or mutation.file.read_text()
+        own, call = text[mutation.start : mutation.end], f"note_place({number})"
+        if mutation.wrong:
+            noted = f"({call}, {own})"
+        elif own.startswith(("while (", "if (")):
+            opened = own.index("(") + 1
+            noted = f"{own[:opened]}({call}, true) && {own[opened:]}"
+        else:
+            noted = f"{{ {call}; {own} }}"
+        changed[mutation.file] = text[: mutation.start] + noted + text[mutation.end :]
+    return {file: f"void note_place(int number);\n{text}" for file, text in changed.items()}
+
+
+def engine(folder: Path, changed: dict[Path, str], more: str = "") -> Path:
+    """A package with the tree's Python and an engine in which files are changed; the folder that holds it."""
+    include = ["-Icsrc", "-include", "csrc/platform/glibc_compat.h"]
+    relaxed = [flag for flag in shipped_flags() if flag != "-Werror"]
+    command = [os.environ.get("CC", "gcc"), *relaxed, "-w", "-D_GNU_SOURCE", "-fPIC", "-pthread"]
+    objects = dict(built_objects())
+    assert changed.keys() <= objects.keys(), "run `make build`"
+    for file, text in {**changed, Path("more.c"): more}.items():
+        source = folder / file.name
+        source.write_text(text)
+        objects[file] = source.with_suffix(".o")
+        run_checked([*command, *include, "-c", str(source), "-o", str(objects[file])])
+    place = folder / "python" / PYTHON.name
+    place.mkdir(parents=True)
+    for each in PYTHON.iterdir():
+        if not each.name.startswith(("_engine.abi3", "__pycache__")):
+            (place / each.name).symlink_to(each)
+    linked = [str(made) for _, made in sorted(objects.items())]
+    run_checked([*command, "-shared", *linked, "-lm", "-ldl", "-o", str(place / "_engine.abi3.so")])
+    return place.parent
+
+
+@functools.cache
+def warm() -> subprocess.Popen[str]:
+    """The process out of which scenes run."""
+    command = [sys.executable, str(ROOT / "tests" / "warm_pytest.py"), *IMPORTS]
+    started = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(started.terminate)
+    return started
+
+
+def succeeds(package: Path, kind: str, transport: str, places: str = "") -> bool:
+    """Whether a scene succeeds with an engine."""
+    environment = {"SHARDWRIGHT_GPU_TRANSPORT": transport, "SW_PLACES": places, "PYTHONDONTWRITEBYTECODE": "1"}
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", SCENES, "-k", f"[{kind}]"]
+    given = {"path": str(package), "environment": environment, "arguments": arguments, "limit_s": LIMIT_S}
+    process = warm()
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(given), file=process.stdin, flush=True)
+    code = int(process.stdout.readline())
+    assert code in (-1, 0, 1), f"pytest ended with {code}: {' '.join(arguments)}"
+    return code == 0
+
+
+@functools.cache
+def scenes_at() -> dict[int, list[tuple[str, str]]]:
+    """Number of a mutation -> the scenes that come there. Unchanged, they succeed."""
+    found: dict[int, list[tuple[str, str]]] = {number: [] for number in range(len(ALL))}
+    with tempfile.TemporaryDirectory() as folder:
+        package = engine(Path(folder), noting(), NOTE)
+        for kind, transport in itertools.product(KINDS, TRANSPORTS):
+            with tempfile.TemporaryDirectory() as places:
+                assert succeeds(package, kind, transport, places), (kind, transport)
+                for number in map(int, os.listdir(places)):
+                    twin = ALL[number].wrong == "early"
+                    for each in (number, number + 1) if twin else (number,):
+                        found[each].append((kind, transport))
+    return found
+
+
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("number", range(len(ALL)), ids=lambda number: ALL[number].name)
+def test_a_composition_fails_without_an_order_that_it_uses(number: int, tmp_path: Path) -> None:
+    mutation: Mutation = ALL[number]
+    scenes = scenes_at()[number]
+    package = engine(tmp_path, {mutation.file: mutation.mutated()})
+    is_seen = not all(succeeds(package, *scene) for scene in scenes)
+    reason = UNSEEN.get((mutation.file.name, mutation.text, mutation.wrong))
+    what = f"{mutation.name}: {mutation.text}, of {len(scenes)} scenes"
+    assert is_seen == (reason is None), f"listed as {reason!r}, and {'seen' if is_seen else 'not seen'}: {what}"
