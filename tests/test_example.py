@@ -5,7 +5,6 @@ that README quotes. The number of threads fits the machine's free cores.
 Programs start slowly: tests that are not about a launcher run in ranks forked from one process with all imports done.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -78,12 +77,10 @@ for name in ("torch._dynamo", "torch.distributed", "shardwright"):
 sys.modules["matplotlib"] = None  # a curve costs more than 20 steps; test_the_loss_falls_under_every_launcher draws
 for line in sys.stdin:
     request, pids = json.loads(line), []
-    for rank in range(request["world"]):
+    for rank, variables in enumerate(request["variables"]):
         pid = os.fork()
         if pid == 0:
-            ranks = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=request["world"], LOCAL_WORLD_SIZE=request["world"])
-            os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
-            os.environ["MASTER_PORT"] = str(request["port"])
+            os.environ.update(variables)
             out = os.open(request["output"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(out, 1), os.dup2(out, 2)
             sys.argv = request["arguments"]
@@ -91,28 +88,41 @@ for line in sys.stdin:
             runpy.run_path(sys.argv[0], run_name="__main__")
             sys.exit()
         pids.append(pid)
+    print(json.dumps(pids), flush=True)
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    """Return forked(program, *arguments), which returns the output of two ranks with torchrun's variables."""
+    """Return forked(program, *arguments), which returns the output of two ranks with torchrun's variables.
+
+    `ranks=1`: of one process without any. `killed_when`: a function; once it is true, all ranks are killed.
+    """
     folder = tmp_path_factory.mktemp("forked")
     forge = subprocess.Popen(
         [sys.executable, "-c", _FORGE],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True,
     )  # fmt: skip
 
-    def run_forked(program, *arguments):
+    def run_forked(program, *arguments, ranks=2, killed_when=None):
         output = folder / f"{len(os.listdir(folder))}.txt"
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        request = dict(world=2, port=port, output=str(output), arguments=[str(program), *map(str, arguments)])
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        variables = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **meeting} for rank in range(ranks)]
+        request = {"output": str(output), "arguments": [str(program), *map(str, arguments)]}
+        request["variables"] = variables if ranks > 1 else [{}]
         print(json.dumps(request), file=forge.stdin, flush=True)
+        pids = json.loads(forge.stdout.readline())
+        deadline = time.monotonic() + 60
+        while killed_when and not killed_when() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pid in pids if killed_when else []:
+            os.kill(pid, 9)
         assert select.select([forge.stdout], [], [], LIMIT_S)[0], output.read_text()
         codes = json.loads(forge.stdout.readline())
-        assert codes == [0, 0], output.read_text()
+        assert codes == [-9 if killed_when else 0] * ranks, output.read_text()
         return output.read_text()
 
     yield run_forked
@@ -123,17 +133,7 @@ def forked(tmp_path_factory):
 @pytest.fixture
 def train(forked):
     """Return train(*arguments), which returns the output of the main example."""
-    return lambda *arguments: forked(EXAMPLE, *SMALL, *arguments)
-
-
-def children_of(pid):
-    """Return the ranks; torchrun gives each its own session, out of reach of killpg."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-    return found
+    return lambda *arguments, **options: forked(EXAMPLE, *SMALL, *arguments, **options)
 
 
 def run(launcher, *arguments):
@@ -154,8 +154,10 @@ def losses(output):
 
 
 @pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("one process", 1), ("accelerate", 2)])
-def test_the_loss_falls_under_every_launcher(tmp_path, launcher, ranks):
-    output = run(launcher, "--steps", "40", "--out", str(tmp_path))
+def test_the_loss_falls_under_every_launcher(tmp_path, train, launcher, ranks):
+    words = ["--steps", "40", "--out", str(tmp_path)]
+    # a program that one process starts is test_the_readme_program's, too
+    output = run(launcher, *words) if ranks > 1 or LONG else train(*words, ranks=1)
     assert (tmp_path / "loss.png").exists() or "matplotlib is not installed" in output
     found = LAST_LINE.fullmatch(output.strip().splitlines()[-1])
     assert found, output
@@ -170,15 +172,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, train):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     length = ["--steps", "60", "--validate-every", "20"]
     train(*length, "--out", whole)
-    process = start("torchrun", *length, "--out", str(killed))
-    try:
-        deadline = time.monotonic() + 60
-        while not newest(killed) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        for pid in [*children_of(process.pid), process.pid]:  # every rank, in the middle of a step
-            os.kill(pid, 9)
-        process.communicate()
+    train(*length, "--out", killed, killed_when=lambda: newest(killed))  # every rank, in the middle of a step
     assert "step-000020" <= newest(killed) < "step-000060"
     train(*length, "--resume", "--zero", "2", "--out", killed)
     assert saved_losses(killed) == saved_losses(whole)

@@ -15,6 +15,7 @@ their stacks, are killed (through pidfds, so never a stranger), and the test fai
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import faulthandler
@@ -23,6 +24,7 @@ import gc
 import hashlib
 import importlib
 import inspect
+import json
 import multiprocessing.connection
 import os
 import pathlib
@@ -38,6 +40,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import network
 import torch
 import torch.distributed as dist
 
@@ -174,6 +177,12 @@ def _join_group(rank: int, world_size: int, folder: str) -> None:
     os.environ["SW_TEST_FOLDER"] = folder  # removed with the team
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+
+
+def join_from_own_namespaces(rank: int, world_size: int, folder: str, pids: bool = False) -> None:
+    """Join the group from namespaces of the rank's own; `joins` of a team."""
+    network.leave_for_own(pids=pids)
+    _join_group(rank, world_size, folder)
 
 
 def _answer(connection: multiprocessing.connection.Connection, rank: int, world_size: int) -> bool:
@@ -583,38 +592,49 @@ def run_programs(
     folder: str,
     *,
     prefix: Sequence[str] = (),
+    imported: Sequence[str] = (),
     limit_s: float = 50,
     **arguments: Any,
 ) -> tuple[list[str], list[int]]:
-    """The same body in W programs that start, run it and exit as any Python program does: what each printed, and its exit
-    status. `prefix`: what runs them; `limit_s`: how long they may take."""
-    here = pathlib.Path(__file__).resolve()
-    request = pickle.dumps((body.__module__, body.__name__, arguments)).hex()
-    command = [*prefix, sys.executable, str(here), str(world_size), folder, request]
+    """Run a body in W programs, forked from one that has imported its module, which end as any Python program does.
+
+    Returns what each printed, and its exit status. `prefix`: a command that runs the one; `imported`: more modules that it
+    imports; `limit_s`: how long they may take.
+    """
+    request = pickle.dumps(([*imported, body.__module__], body.__name__, arguments)).hex()
+    command = [*prefix, sys.executable, str(pathlib.Path(__file__).resolve()), str(world_size), folder, request]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    programs = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for rank in range(world_size)
-    ]
+    program = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, start_new_session=True)
     try:
-        outputs = [program.communicate(timeout=limit_s)[0] for program in programs]
+        statuses = json.loads(program.communicate(timeout=limit_s)[0])
     finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-    return outputs, [program.returncode for program in programs]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    return [pathlib.Path(folder, f"printed-{rank}").read_text() for rank in range(world_size)], statuses
 
 
-def _spawned_main() -> None:
-    world_size, folder, request, rank = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    module, name, arguments = pickle.loads(bytes.fromhex(request))
-    _join_group(rank, world_size, folder)
-    __import__(module)
-    body = getattr(sys.modules[module], name)
-    body(rank, world_size, **arguments)
+def _fork_programs(world_size: int, folder: str) -> int | None:
+    """Return the rank in each of W children; in their parent print their exit statuses and return None."""
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            printed = os.open(os.path.join(folder, f"printed-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            os.dup2(printed, 1), os.dup2(printed, 2)
+            return rank
+        pids.append(pid)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+    return None
 
 
 if __name__ == "__main__":
-    _spawned_main()
+    _world_size, _folder = int(sys.argv[1]), sys.argv[2]
+    _modules, _name, _arguments = pickle.loads(bytes.fromhex(sys.argv[3]))
+    for _module in _modules:
+        __import__(_module)
+    _rank = _fork_programs(_world_size, _folder)
+    if _rank is not None:
+        _join_group(_rank, _world_size, _folder)
+        _body = getattr(sys.modules[_modules[-1]], _name)
+        _body(_rank, _world_size, **_arguments)

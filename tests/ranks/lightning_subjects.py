@@ -169,6 +169,7 @@ def _join(folder: str, rank: int, size: int) -> None:
         dist.destroy_process_group()
     if rank < size:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{name}", size), rank=rank, world_size=size)
+        dist.barrier()  # a rank that leaves at once would close connections that slower ranks have not accepted
 
 
 def fit(strategy, folder, build=Subject, *, ckpt_path=None, epochs=EPOCHS, data=None, **options):

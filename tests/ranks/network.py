@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 
@@ -38,6 +39,31 @@ def enter(namespaces: Sequence[str]) -> None:
         if libc.setns(fd, 0):
             raise Refused(f"setns({path}): {os.strerror(ctypes.get_errno())}")
         os.close(fd)
+
+
+def leave_for_own(*, pids: bool) -> None:
+    """Move this process, which must have one thread, into new user and mount namespaces, where it is root.
+
+    `pids`: into a new PID namespace with its own /proc, too, as the first process. A process that has its number waits for it.
+    """
+    new_mounts, new_user, new_pids, private, parent_death = 0x20000, 0x10000000, 0x20000000, 0x4000 | 0x40000, 1
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+
+    def check(what: str, failed: int) -> None:
+        if failed:
+            raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+    check("unshare", libc.unshare(new_user | new_mounts | (new_pids if pids else 0)))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    check("mount /", libc.mount(b"none", b"/", None, private, None))
+    if not pids:
+        return
+    if child := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    libc.prctl(parent_death, signal.SIGKILL)
+    check("mount /proc", libc.mount(b"proc", b"/proc", b"proc", 0, None))
 
 
 class Network:

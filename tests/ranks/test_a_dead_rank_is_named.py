@@ -15,7 +15,15 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import LONG, RanksFailed, at_least_two, gather, on_every_rank, run_programs
+from harness import (
+    LONG,
+    RanksFailed,
+    at_least_two,
+    gather,
+    join_from_own_namespaces,
+    on_every_rank,
+    run_programs,
+)
 from models import Mlp
 from peer import PEER, batch, compare_step, data_parallel, engine, host_comm, in_a_child, pair, sw, zero_grad
 
@@ -545,24 +553,27 @@ def trains_in_a_namespace(rank, world_size):
     for step in range(2):
         compare_step(wrapped, naive, lambda model, step=step: backward(model, rank, step))
     gather(None)
-    print("pid", os.getpid(), "transport", wrapped._replica.reducer.transport, flush=True)  # it may end without an exit
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM) if os.getpid() != 1 else os._exit(9)
-    print("named", report(lambda: backward(wrapped, rank, 9)))
+        os._exit(9)
+    return os.getpid(), wrapped._replica.reducer.transport, report(lambda: backward(wrapped, rank, 9))
 
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
-def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(tmp_path):
+def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(fresh_ranks):
     try:
         subprocess.run([*UNSHARE, "true"], check=True, capture_output=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no user namespaces here: {error}")
-    outputs, _ = run_programs(3, trains_in_a_namespace, str(tmp_path), prefix=UNSHARE)
-    for rank, output in enumerate(outputs):
-        assert "pid 1 transport pool" in output, outputs
-        assert rank == 1 or "named ('CommError', 1," in output, outputs
+    with fresh_ranks(3, [(join_from_own_namespaces, {"pids": True})] * 3) as team:
+        team.start(trains_in_a_namespace)
+        outcomes = team.wait(30, patient=True)
+    assert outcomes[1].ended == "exit 9", outcomes
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome
+        pid, transport, said = outcome.value
+        assert (pid, transport) == (1, "pool") and said[:2] == ("CommError", 1), outcome.value
 
 
 # ---------------------------------------------------------------- while joining, and with the model gone

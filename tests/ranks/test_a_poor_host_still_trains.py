@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from harness import at_least_two, gather, run_programs
+from harness import at_least_two, gather, join_from_own_namespaces
 from models import Mlp
 from peer import PEER, batch, compare_step, data_parallel, engine, pair, sw
 
@@ -155,10 +155,10 @@ def trains_beside_a_small_dev_shm(rank, world_size):
         compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_bsize == 64 << 10
     assert os.listdir("/dev/shm") == []
-    print("transport", wrapped._replica.reducer.transport, "in", sw.describe()["models"][-1]["transport"])
+    return wrapped._replica.reducer.transport, sw.describe()["models"][-1]["transport"]
 
 
-def test_a_small_dev_shm_does_not_matter(tmp_path):
+def test_a_small_dev_shm_does_not_matter(fresh_ranks):
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         subprocess.run(
@@ -166,5 +166,5 @@ def test_a_small_dev_shm_does_not_matter(tmp_path):
         )
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no mount namespaces here: {error}")
-    outputs, _ = run_programs(3, trains_beside_a_small_dev_shm, str(tmp_path), prefix=unshare)
-    assert all("transport pool in pool" in output for output in outputs), outputs
+    with fresh_ranks(3, [(join_from_own_namespaces, {})] * 3) as team:
+        assert team.run(trains_beside_a_small_dev_shm) == [("pool", "pool")] * 3

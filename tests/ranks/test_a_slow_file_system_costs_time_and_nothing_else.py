@@ -80,8 +80,9 @@ def test_saves_become_durable_and_all_ranks_hear_so(tmp_path, library):
     for each in (store, folder):
         each.mkdir()
     prefix = ["env", f"LD_PRELOAD={library}", f"SLOW_FOLDER={folder}"]
+    late, limit_s = ["torch._dynamo"], 110 * len(TURNS) // 2
     said, statuses = run_programs(
-        3, save_and_restore, str(store), prefix=prefix, limit_s=110 * len(TURNS) // 2, within=str(folder)
+        3, save_and_restore, str(store), prefix=prefix, imported=late, limit_s=limit_s, within=str(folder)
     )
     assert statuses == [0] * 3, said
     lines = [[line.split()[1:] for line in text.splitlines() if line.startswith("waited ")] for text in said]

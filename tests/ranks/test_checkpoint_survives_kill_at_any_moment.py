@@ -162,7 +162,14 @@ def save_and_end(rank, world_size, directory):
 @pytest.mark.timeout(120)
 def test_a_program_that_ends_brings_its_save_to_the_end(world_size, tmp_path):
     (tmp_path / "store").mkdir()
-    said, statuses = run_programs(world_size, save_and_end, str(tmp_path / "store"), directory=str(tmp_path / "c"))
+    said, statuses = run_programs(
+        world_size,
+        save_and_end,
+        str(tmp_path / "store"),
+        imported=["torch._dynamo"],
+        limit_s=100,
+        directory=str(tmp_path / "c"),
+    )
     assert statuses == [0] * world_size, said
     assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-000001"] and not any(
         "failed" in text for text in said
