@@ -143,16 +143,16 @@ def test_a_missing_checkpoint_is_exit_code_2(directory: Path, capsys: pytest.Cap
     (top / "file").write_text("x")
     sw.save(top / "bare", nn.Module())
     for words, said in (
-        (("ls", top / "file"), "is no directory"),
-        (("ls", ""), "is no directory"),
-        (("verify", top / "none"), "is no directory"),
+        (("ls", top / "file"), "is not a directory"),
+        (("ls", ""), "is not a directory"),
+        (("verify", top / "none"), "is not a directory"),
         (("verify", top), "holds no checkpoint"),
         (("inspect", top), "has no MANIFEST.json"),
         (("diff", directory / "step-000001", top), "has no MANIFEST.json"),
-        (("export", directory / "step-000001", top), "exists already"),
+        (("export", directory / "step-000001", top), "already exists"),
         (("export", top / "bare", top / "out"), "holds no model"),
-        (("prune", top / "none", "--keep-last", "1"), "is no directory"),
-        (("prune", directory), "name what to keep"),
+        (("prune", top / "none", "--keep-last", "1"), "is not a directory"),
+        (("prune", directory), "no rule given"),
     ):
         assert main(["ckpt", *map(str, words), "--json"]) == 2, words
         out, sentence = capsys.readouterr()
