@@ -1,5 +1,6 @@
-"""Law: for any contents of a directory of checkpoints, `shardwright ckpt` ends. Exit code 1 comes with one sentence
-about damage, exit code 2 if there is no checkpoint. It follows no link and leaves nothing half done."""
+"""Law: `shardwright ckpt` ends for any contents of a directory of checkpoints. Exit code 1 comes with one sentence
+about damage; exit code 2 means that there is no checkpoint. The command follows no link and leaves nothing half done.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Kinds(nn.Module):
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three checkpoints with equal metrics."""
+    """Make three checkpoints with equal metrics."""
     torch.manual_seed(0)
     model = Kinds()
     with sw.Checkpointer(tmp_path / "c", model) as checkpoints:

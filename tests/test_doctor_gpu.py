@@ -1,6 +1,6 @@
-"""Laws of the doctor on GPUs. Each finding has a value, a verdict and, unless it is ok, one line with the fix. A
-machine without a GPU, or with hidden GPUs, is no error. Findings come from the given folders, whatever bytes these
-have.
+"""Laws of the GPU part of the doctor. Each finding has a value, a verdict and, unless it is ok, a fix in one line. A
+host without GPUs, or with hidden ones, is not an error. Findings come from the given folders, whatever bytes these
+contain.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_numbers_are_read_as_nccl_reads_them() -> None:
 
 
 def test_lines_that_nccl_misreads_are_named(tmp_path: Path) -> None:
-    """Lines in which NCCL takes all text before '=' for the name and all behind it for the value."""
+    """Lines of a file in which NCCL takes all text before '=' as the name and all text after it as the value."""
     lines = {
         "NCCL_PROTO = Simple": "bad",
         " NCCL_NTHREADS=64": "bad",

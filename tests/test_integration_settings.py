@@ -1,5 +1,6 @@
-"""Laws of options outside a program: a word, a list, a file and a variable stand for the same arguments; all else is an
-error; `shardwright run` runs a program with our Accelerator."""
+"""Laws of options outside a program: a word, a list, a file and a variable mean the same arguments; anything else is an
+error; `shardwright run` runs a program with our Accelerator.
+"""
 
 import json
 import os
