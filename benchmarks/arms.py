@@ -24,7 +24,7 @@ TORCH_SETTINGS: dict[str, dict[str, Any]] = {
     **{f"torch DDP view static cap {cap}": {**VIEW_STATIC, "bucket_cap_mb": cap} for cap in (1, 5, 25, 100)},
 }
 QUICK_SETTINGS = ["torch DDP view static cap 5", "torch DDP view static cap 25"]
-#: keywords of sw.wrap
+#: keyword arguments of sw.wrap
 STAGES: dict[str, dict[str, Any]] = {
     "ours": {"zero": 0},
     "zero=1": {"zero": 1},
@@ -32,11 +32,11 @@ STAGES: dict[str, dict[str, Any]] = {
     "zero=3": {"zero": 3},
     "zero=3 private": {"zero": 3, "share_parameters": False},
 }
-#: ZeroRedundancyOptimizer over DDP with bucket views; True: its parameters are views of buckets, too
+#: ZeroRedundancyOptimizer over DDP with bucket views; True: parameters_as_bucket_view
 REDUNDANCY = {"ZeroRedundancyOptimizer": False, "ZeroRedundancyOptimizer view": True}
-#: FSDP2: reshard_after_forward of each block or layer; the root keeps its own, as is FSDP2's default
+#: FSDP2: reshard_after_forward of each block or layer; the root keeps FSDP2's default
 FSDP2 = {"FSDP2 resharded": True, "FSDP2 kept": False}
-#: DeepSpeed's ZeRO stages, if it is installed
+#: DeepSpeed's ZeRO stages, if DeepSpeed is installed
 DEEPSPEED = {f"DeepSpeed {stage}": stage for stage in (1, 2, 3)}
 
 
@@ -45,17 +45,17 @@ def torch_settings(quick: bool) -> list[str]:
 
 
 def best_of(times: dict[str, common.Timing], family: str) -> str:
-    """Return the fastest of the arms whose names begin with `family`."""
+    """Return the fastest arm whose name begins with `family`."""
     return min((name for name in times if name.startswith(family)), key=lambda name: times[name].median)
 
 
 def missing_deepspeed() -> str:
-    """Return the reason why there are no arms of DeepSpeed; "" if there are."""
+    """Return the reason why the DeepSpeed arms are missing, or ""."""
     return "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
 
 
 def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the module for a forward, and the optimizer.
+    """Return the wrapped module and its optimizer.
 
     Collective, except for the arm `none`, which never communicates.
     """
@@ -72,7 +72,7 @@ def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def _shard_fully(module: nn.Module, reshard_after_forward: bool) -> None:
-    from torch.distributed.fsdp import fully_shard  # slow to import
+    from torch.distributed.fsdp import fully_shard  # imported here because the import is slow
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layers = [layer for layer in module.children() if isinstance(layer, nn.Linear)]
@@ -89,7 +89,7 @@ def _deepspeed_engine(module: nn.Module, optimizer: torch.optim.Optimizer, stage
     created. DeepSpeed's own table of compatible extensions is therefore told that this machine cannot run it.
     """
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
-    import deepspeed  # takes seconds to import
+    import deepspeed  # imported here because the import takes seconds
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
@@ -103,7 +103,7 @@ def _deepspeed_engine(module: nn.Module, optimizer: torch.optim.Optimizer, stage
 
 
 class DeepSpeedTrainer:
-    """A trainer like Trainer, whose engine does backward and step and zeroes gradients."""
+    """A Trainer whose DeepSpeed engine runs backward and step and zeroes gradients."""
 
     def __init__(self, case: str, arm: str, rank: int) -> None:
         self._case = CASES[case]
@@ -120,7 +120,7 @@ class DeepSpeedTrainer:
 
 
 class Trainer:
-    """One arm: a copy of the case's model, and its step."""
+    """One arm: a copy of the case's model, and its training step."""
 
     def __init__(self, case: str, arm: str, rank: int) -> None:
         self._case = CASES[case]
@@ -135,7 +135,7 @@ class Trainer:
         return loss
 
     def step(self) -> Tensor:
-        """Take a step and return the loss before it, this rank's own."""
+        """Take one step and return this rank's loss before it."""
         loss = self.backward()
         self._optimizer.step()
         return loss.detach()

@@ -1,6 +1,6 @@
-"""The fused optimizers against torch's, and the exact norm against a plain sum. One process, one thread, CPU.
+"""Benchmark of the fused optimizers against torch's, and of the exact norm against a plain sum, on one CPU thread.
 
-Every arm has its own tensors and does the same work: first a few steps whose results must be equal, then samples in
+Each arm has its own tensors and does the same work. A check of equal results comes first; then the arms are sampled in
 turns.
 """
 
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from shardwright import _engine
 
 LARGE = 16 << 20
-PARTS = [LARGE // 16] * 16  # several arrays, so that the address of one does not decide
+PARTS = [LARGE // 16] * 16  # several arrays, so that no arm depends on the address of one
 SMALL = [256, 1024, 64 * 24, 2048] * 100
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.01}
 Arms = dict[str, Callable[[], None]]
 
 
 def tensors(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return parameters with gradients, the same at each call."""
+    """Return parameters with gradients; every call returns the same values."""
     made = []
     for index, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(index)
@@ -39,7 +39,7 @@ def tensors(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.
 
 
 def verify(arms: Arms, results: dict[str, list[torch.Tensor]]) -> Arms:
-    """Check that three turns of each arm leave the same bits."""
+    """Check that three steps of each arm give the same bits."""
     for _ in range(3):
         for work in arms.values():
             work()
@@ -51,7 +51,7 @@ def verify(arms: Arms, results: dict[str, list[torch.Tensor]]) -> Arms:
 
 
 def memory_pass(library: str, *, adam: bool, copy: bool = False) -> Callable[[], None]:
-    """Return the pass over new arrays of PARTS as a step moves them."""
+    """Return a pass over new arrays of sizes PARTS that moves as many bytes as a step."""
     loop = getattr(ctypes.CDLL(library), "plain_adam" if adam else "plain_sgd")
     arrays = [[torch.zeros(size) for _ in range(4 if adam else 3)] for size in PARTS]
     copies = [torch.zeros(size, dtype=torch.bfloat16) if copy else None for size in PARTS]
@@ -81,7 +81,7 @@ def plain_arms(name: str, sizes: list[int], library: str, **options: Any) -> Arm
 
 
 def copy_arms(library: str) -> Arms:
-    """Step float32 parameters and write a bfloat16 copy of them; ours writes it in the same pass."""
+    """Step float32 parameters and write a bfloat16 copy of them. Our kernel writes the copy in the same pass."""
     ps, qs = tensors(PARTS), tensors(PARTS)
     ours, theirs = ([torch.empty_like(p, dtype=torch.bfloat16) for p in ps] for _ in range(2))
     m, v, step = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps], [torch.zeros(()) for _ in ps]
@@ -101,7 +101,9 @@ def copy_arms(library: str) -> Arms:
 
 
 def master_arms() -> Arms:
-    """Step a bfloat16 model: torch widens the gradient into the master's, steps, and rounds the master back."""
+    """Step a bfloat16 model through float32 masters. torch widens the gradients, steps the masters and rounds them
+    back.
+    """
     ps, qs = tensors(PARTS, torch.bfloat16), tensors(PARTS, torch.bfloat16)
     masters = [q.detach().float().requires_grad_() for q in qs]
     for master in masters:
@@ -128,7 +130,7 @@ def norm_arms(dtype: torch.dtype, library: str) -> Arms:
     return {"ours": lambda: sw.optim.global_norm([x]), "plain": lambda: plain(x.data_ptr(), LARGE)}
 
 
-CASES: dict[str, tuple[str, float, int]] = {  # peer, least speedup, calls a sample
+CASES: dict[str, tuple[str, float, int]] = {  # (peer, least speedup, calls per sample)
     "AdamW float32, 16 x 1 Mi": ("torch fused=True", 1.0, 2),
     "AdamW + bfloat16 copy, 16 x 1 Mi": ("torch fused=True, then foreach copy", 1.5, 2),
     "AdamW bfloat16 model, masters, 16 x 1 Mi": ("torch: widen gradient, fused=True, round back", 1.5, 2),
@@ -159,7 +161,7 @@ def measure(rank: int, world_size: int, rounds: int, budget_s: float, library: s
 
 def main() -> None:
     report, quick = common.begin("adamw", __doc__)
-    effort = (7, 7.0) if quick else (25, 40.0)  # rounds, seconds
+    effort = (7, 7.0) if quick else (25, 40.0)  # (rounds, seconds)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         library = str(Path(folder) / "plain.so")
         flags = ["-O3", "-march=native", "-std=c11", "-shared", "-fPIC"]
@@ -170,7 +172,7 @@ def main() -> None:
         times = common.timings([result], repeat)
         peer = times["torch" if "torch" in times else "plain"]
         extra = {}
-        if "memory" in times:  # of the best, since other processes use the memory, too
+        if "memory" in times:  # not of the median: other processes share the memory bandwidth
             extra["share_of_memory"] = min(times["memory"].every) / min(times["ours"].every)
         report.add_times(case, times["ours"], peer, peer_name, goal=round(goal, 3), larger=True, **extra)
 

@@ -1,7 +1,8 @@
-"""all_reduce of float32: the pool form against the memory's ceiling, and calls from Python against torch on Gloo.
+"""Benchmark of float32 all_reduce: in pool memory against the memory's ceiling, and called from Python against torch's
+Gloo.
 
-The ceiling is the fastest of five loops (ceiling.c), all ranks at once on the pages of the all_reduce: W * n bytes read
-and W * n written in all, best of 5, in the same run.
+The ceiling is the fastest of five loops (ceiling.c). All ranks run it at once on the pages of the all_reduce, and it
+reads and writes W * n bytes in all. The best of 5 in the same run counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BEST_OF = 5
 
 
 class Pool:
-    """A float32 tensor of `nbytes` in memory that all ranks map, and its all_reduce."""
+    """A float32 tensor of `nbytes` in memory that all ranks map, with its all_reduce."""
 
     def __init__(self, comm: Any, nbytes: int) -> None:
         self._comm = comm
@@ -38,7 +39,7 @@ class Pool:
 
 
 def verify(tensor: torch.Tensor, all_reduce: Callable[[], None], rank: int, world_size: int) -> None:
-    """Sum small integers, whose sum is exact; leave zeros, which stay zeros in any number of sums."""
+    """Check the sum of small integers, which is exact. Leave zeros, which any number of sums keeps."""
     pattern = torch.arange(tensor.numel(), dtype=torch.int32).remainder_(1021).float()
     torch.mul(pattern, rank + 1, out=tensor)
     all_reduce()
@@ -50,7 +51,7 @@ def verify(tensor: torch.Tensor, all_reduce: Callable[[], None], rank: int, worl
 def time_against_ceiling(
     rank: int, world_size: int, sizes: list[int], rounds: int, budget_s: float, library: str
 ) -> list[Any]:
-    group = host_group(dist.group.WORLD, 60.0)  # closed when it is garbage
+    group = host_group(dist.group.WORLD, 60.0)  # closed by the garbage collector
     comm = group.comm
     run = ctypes.CDLL(library).ceiling_run
     run.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
@@ -70,7 +71,7 @@ def time_against_ceiling(
 
 
 def time_against_gloo(rank: int, world_size: int, sizes: list[int], rounds: int, budget_s: float) -> list[Any]:
-    group = host_group(dist.group.WORLD, 60.0)  # closed when it is garbage
+    group = host_group(dist.group.WORLD, 60.0)  # closed by the garbage collector
     comm = group.comm
     results = []
     for size in sizes:
@@ -92,7 +93,7 @@ def time_against_gloo(rank: int, world_size: int, sizes: list[int], rounds: int,
 
 
 def repeats_of(size: int) -> int:
-    """Return the calls of a sample: enough to read clock ticks of 10 ms."""
+    """Return the number of calls per sample, enough for clock ticks of 10 ms."""
     return max(1, 200 * MB // size)
 
 
@@ -107,7 +108,7 @@ def size_name(size: int) -> str:
 
 def main() -> None:
     report, quick = common.begin("allreduce", __doc__)
-    effort = (common.LEAST_ROUNDS, 1.0) if quick else (15, 12.0)  # rounds, seconds
+    effort = (common.LEAST_ROUNDS, 1.0) if quick else (15, 12.0)  # (rounds, seconds)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         library = str(Path(folder) / "ceiling.so")
         subprocess.run(

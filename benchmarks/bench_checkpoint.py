@@ -1,11 +1,12 @@
-"""Checkpoints: the time until save() returns, the cost to training, the time until a save is durable, the time of a
-cold load.
+"""Benchmark of checkpoints: time until save() returns, training time lost, time until a save is durable, cold load.
 
-Every rank has Adam's state (p, m, v) of one size. The loop overwrites all of it in each step and computes for the rest
-of the step. Peers are torch.distributed.checkpoint (async_save and load), and raw O_DIRECT writes and reads of as many
-bytes on the same disk in the same run. "Durable" includes fsync in every arm; caches are dropped before a load. The
-first save allocates its memory and is reported apart. SW_BENCH_DIR names the directory (default: the system's for
-temporary files). SW_BENCH_CASES="1:0.35,2:0.12" selects world sizes and step lengths (seconds) of the full form.
+Each rank has Adam's state (p, m, v) of one size. Each training step overwrites all of it and computes for the rest of
+the step. Peers are torch.distributed.checkpoint (async_save and load), and raw O_DIRECT writes and reads of as many
+bytes on the same disk in the same run. "Durable" includes fsync in every arm. Caches are dropped before a load. The
+first save allocates its memory and has a row of its own.
+
+SW_BENCH_DIR names the directory (default: the system's temporary directory). SW_BENCH_CASES="1:0.35,2:0.12" selects
+world sizes and step lengths in seconds for the full form.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ ARMS = ("copy", "lazy", "dcp", "dcp staged")
 
 
 class Subject:
-    """Parameters with Adam's two moments, `size_bytes` in all, and a step that overwrites them."""
+    """Parameters with Adam's two moments, `size_bytes` in all, and a step that overwrites all of them."""
 
     def __init__(self, size_bytes: int, step_s: float) -> None:
         numel = size_bytes // 12 // 8
-        torch.manual_seed(0)  # equal on all ranks
+        torch.manual_seed(0)  # the same on all ranks
         self.model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(numel)) for _ in range(8)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.step_s = step_s
@@ -50,7 +51,7 @@ class Subject:
         self.size_bytes = 3 * 4 * sum(p.numel() for p in self.model)
 
     def step(self) -> float:
-        """Take one training step and return its seconds.
+        """Run one training step and return its seconds.
 
         The arithmetic is a fixed amount of work, so any loss shows.
         """
@@ -64,7 +65,7 @@ class Subject:
         return time.perf_counter() - begin
 
     def calibrate(self) -> float:
-        """Set the amount of work for `step_s`; return the median of quiet steps."""
+        """Calibrate the amount of work to `step_s`. Return the median time of undisturbed steps."""
         self.work = 0
         bare = statistics.median(self.step() for _ in range(3))
         self.work = 200
@@ -82,7 +83,7 @@ class Subject:
         }
 
     def align(self) -> None:
-        """Broadcast the state, since ranks have taken different numbers of steps."""
+        """Broadcast the state: ranks took different numbers of steps."""
         for group in self.state().values() if dist.get_world_size() > 1 else ():
             for tensor in group.values():
                 dist.broadcast(tensor, 0)
@@ -94,7 +95,9 @@ class Subject:
 def one_save(
     subject: Subject, quiet_s: float, begin: Callable[[], Any], is_durable: Callable[[Any], bool]
 ) -> dict[str, float]:
-    """Train on while a save runs. Return the seconds until save() returned and until it was durable, and those lost."""
+    """Train while a save runs. Return the seconds until save() returned, until the save was durable, and lost to
+    training.
+    """
     subject.align()
     dist.barrier()
     start = time.perf_counter()
@@ -102,7 +105,7 @@ def one_save(
     returned = time.perf_counter() - start
     ended: list[float] = []
 
-    def watch() -> None:  # the loop below would see the end late, since steps are long
+    def watch() -> None:  # not in the loop below, which would see the end up to a step late
         while not is_durable(handle):
             time.sleep(0.002)
         ended.append(time.perf_counter() - start)
@@ -118,7 +121,7 @@ def one_save(
 
 
 def chunk_memory(*, huge: bool) -> memoryview:
-    """Return CHUNK bytes in huge pages, or in small ones: the page size decides how many requests a device gets."""
+    """Return CHUNK bytes in huge or small pages. The page size decides the number of requests that the device gets."""
     slack = 2 * MIB
     memory = mmap.mmap(-1, CHUNK + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
@@ -127,7 +130,7 @@ def chunk_memory(*, huge: bool) -> memoryview:
 
 
 def raw_write(path: str, size_bytes: int) -> float:
-    """Return the seconds for O_DIRECT writes of this many bytes, allocated before and synced after."""
+    """Return the seconds for O_DIRECT writes of `size` bytes to an allocated file, with the sync at the end."""
     memory = chunk_memory(huge=True)
     memory[:] = os.urandom(4096) * (CHUNK // 4096)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -142,7 +145,7 @@ def raw_write(path: str, size_bytes: int) -> float:
 
 def raw_read(path: str, size_bytes: int, *, huge: bool = True) -> float:
     memory = chunk_memory(huge=huge)
-    memory[:] = bytes(CHUNK)  # allocate before the clock starts
+    memory[:] = bytes(CHUNK)  # allocation must not count as writing
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     begin = time.perf_counter()
     for offset in range(0, size_bytes, CHUNK):
@@ -160,7 +163,7 @@ def drop_caches(folder: str) -> None:
 
 
 class Bench:
-    """One rank's arms over one directory."""
+    """The arms of one rank, which share a directory."""
 
     def __init__(self, rank: int, world_size: int, directory: str, size_bytes: int, step_s: float) -> None:
         self.rank, self.world_size, self.directory = rank, world_size, directory
@@ -188,7 +191,7 @@ class Bench:
         return found
 
     def save_dcp(self, arm: str) -> dict[str, float]:
-        """Save with DCP's default, or with a stager thread, whose copy must be complete before the next step."""
+        """Save with DCP's default, or with a stager thread whose copy must end before the next step."""
         path = f"{self.directory}/dcp/{self.count}"
         extra: dict[str, Any] = {}
         if arm == "dcp staged":
@@ -211,7 +214,7 @@ class Bench:
         return found
 
     def keep_newest(self, folder: str) -> None:
-        """Remove old saves outside of any arm's time."""
+        """Remove old saves, outside of timed code."""
         dist.barrier()
         if self.rank == 0:
             *old, _ = sorted(
@@ -241,7 +244,7 @@ class Bench:
     def load(self, arm: str) -> float:
         folder = f"{self.directory}/{'dcp' if arm == 'dcp' else 'copy'}"
         drop_caches(folder)
-        if arm == "new":  # as after a restart: no optimizer state, and no staging of an earlier save
+        if arm == "new":  # as after a restart: no optimizer state, and no staging memory of an earlier save
             self.subject.optimizer.state.clear()
         dist.barrier()
         begin = time.perf_counter()
@@ -255,7 +258,9 @@ class Bench:
         return time.perf_counter() - begin
 
     def raw(self) -> tuple[float, float, float]:
-        """Return (write, read, read into small pages) of the whole state by rank 0 while the others are idle."""
+        """Return seconds of (write, read, read into small pages) of the whole state by rank 0 while other ranks are
+        idle.
+        """
         path = f"{self.directory}/raw"
         times = (0.0, 0.0, 0.0)
         dist.barrier()
@@ -274,7 +279,7 @@ class Bench:
 def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: float, rounds: int) -> dict[str, Any]:
     bench = Bench(rank, world_size, directory, size_bytes, step_s)
     bench.verify()
-    arms = ARMS if world_size == 1 else ARMS[:3]  # with several ranks only DCP's default, whose saves take minutes
+    arms = ARMS if world_size == 1 else ARMS[:3]  # with several ranks only DCP's default: its saves take minutes
     first = {arm: bench.save(arm) for arm in arms}
     samples: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     loads: dict[str, list[float]] = {"copy": [], "new": [], "dcp": []}
@@ -288,7 +293,7 @@ def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: fl
             loads[arm].append(bench.load(arm))
         raw.append(bench.raw())
     cpu = {}
-    for arm in ("copy", "lazy"):  # lazy: nothing is overwritten, so the background does all of the work
+    for arm in ("copy", "lazy"):  # lazy: no step overwrites the state, so the background thread copies everything
         bench.subject.align()
         begin, own = time.process_time(), time.thread_time()
         bench.ours[arm].save(10_000_000)
@@ -307,7 +312,7 @@ def work(rank: int, world_size: int, directory: str, size_bytes: int, step_s: fl
 
 
 def slowest(results: list[dict[str, Any]], arm: str, figure: str) -> float:
-    """Return the median over rounds of the slowest rank."""
+    """Return the median over rounds of the slowest rank's time."""
     return statistics.median(
         max(r["samples"][arm][i][figure] for r in results) for i in range(len(results[0]["samples"][arm]))
     )

@@ -1,10 +1,10 @@
-"""A whole training step on two hosts with 1 Gbit/s between them, compressed, against torch's DDP plain and with its own
-hook.
+"""Benchmark of a compressed training step on two hosts with 1 Gbit/s between them, against torch's DDP plain and with
+its hook.
 
-Hosts are as in bench_hosts. Each arm trains a copy of the 26 M MLP, in turns. `predicted` adds up compute, codec and
-wire of the same run: the step without communication, the codec timed on 4 MiB, and the arm's own bytes at the speed of
-a plain exchange. A share above 1 means that some of it overlapped. `beside` is the least possible time if all wire time
-overlapped the computation: the larger of compute + codec and wire.
+Hosts are those of bench_hosts. Each arm trains a copy of the 26 M MLP, in turns. `predicted` is the sum of compute,
+codec and wire in the same run: the step without communication, the codec timed on 4 MiB, and the arm's bytes at the
+rate of a plain exchange. A share above 1 means that parts overlapped. `beside` is the least possible time with full
+overlap: the larger of compute + codec and wire.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 CASE = "mlp"
 RANK = 4
 COMPRESSORS = {"PowerSGD r=4": sw.PowerSGD(rank=RANK), "Bf16": sw.Bf16(), "Fp16": sw.Fp16(), "Int8": sw.Int8()}
-#: least speedup against torch's DDP without a hook; None: the row has no goal
+#: least speedup against torch's DDP without a hook; None: no goal
 GOALS = {"PowerSGD r=4": 5.0, "Bf16": 1.6, "Fp16": None, "Int8": None}
 SHARE_GOAL = 0.85
 HOOK_GOAL = 1.4
-#: torch's two fastest in bench_hosts
+#: the two fastest of torch's arms in bench_hosts
 PLAIN = ["torch DDP view", "torch DDP view static cap 1"]
 HOOK = "torch DDP + powerSGD_hook r=4, one bucket"
-#: rounds that torch's hook leaves plain; it accepts no fewer
+#: plain rounds before torch's hook compresses; torch accepts no fewer
 PLAIN_ROUNDS = 2
 
 
 class CompressedTrainer(Trainer):
-    """An arm of this benchmark alone: `outer` makes the module for a forward."""
+    """An arm of this benchmark only. `outer` makes the module that runs the forward."""
 
     def __init__(self, rank: int, outer: Callable[[nn.Module], nn.Module]) -> None:
         self._case = CASES[CASE]
@@ -60,13 +60,15 @@ def with_torchs_hook(module: nn.Module) -> nn.Module:
 
 
 def verify(trainers: dict[str, Trainer], arms: Sequence[str]) -> None:
-    """Check that after one backward on equal weights every arm has torch's plain gradients within its own bound."""
+    """Check that all arms have torch's plain gradients, each within its own bound, after one backward from equal
+    weights.
+    """
     for trainer in trainers.values():
         trainer.backward()
     expected = [p.grad for p in trainers[PLAIN[0]].module.parameters()]
     for arm in arms:
         if arm == "PowerSGD r=4":
-            continue  # tests/ranks checks its promises
+            continue  # tests/ranks checks the promises of this compressor
         for mine, theirs in zip(trainers[arm].module.parameters(), expected):
             off = float((mine.grad - theirs).norm() / theirs.norm())
             if not off < 0.03:

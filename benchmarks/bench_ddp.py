@@ -1,8 +1,8 @@
-"""A whole training step (forward, backward, AdamW(fused=True)) under sw.wrap's defaults, against torch's DDP at its
-best.
+"""Benchmark of a whole training step (forward, backward, AdamW(fused=True)) with sw.wrap's defaults against torch's
+fastest DDP.
 
-Each arm trains its own copy of the model, in the same ranks, step by step in turns. `none` is the same step without any
-communication. Also: the cost of a parameter beyond that of a backward without hooks, and peak memory (PSS).
+Each arm trains its own copy of the model in the same ranks; arms take turns step by step. `none` is the same step
+without communication. Other rows: the cost per parameter beyond a backward without hooks, and peak memory (PSS).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwright.comm.process_group import host_group
 
 
 def verify(trainers: dict[str, Trainer], arms: Sequence[str]) -> None:
-    """Check that ours and every torch arm hold equal gradients after one backward on equal weights."""
+    """Check that ours and all torch arms have equal gradients after one backward from equal weights."""
     for trainer in trainers.values():
         trainer.backward()
     ours = dict(trainers["ours"].module.named_parameters())

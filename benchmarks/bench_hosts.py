@@ -1,9 +1,9 @@
-"""A whole training step on two hosts with 1 Gbit/s between them, one and two ranks on each, against torch's DDP at its
-best; and a broadcast over two to four hosts against torch's.
+"""Benchmark of a whole training step, and of a broadcast, over hosts with 1 Gbit/s between them, against torch's
+fastest DDP.
 
-The hosts are network namespaces of this machine; `tc` limits their links, and their interfaces count bytes. Also: the
-bytes that a host sends in a step against 2 (H - 1) / H gradients, the least for an all-reduce over H hosts. Needs the
-right to create namespaces.
+Hosts are network namespaces of this machine. `tc` limits their links, and their interfaces count bytes. Steps run on
+two hosts of one and of two ranks, broadcasts on two to four hosts. Another row compares the bytes that a host sends in
+a step with 2 (H - 1) / H gradients, the least for an all-reduce over H hosts. Needs permission to create namespaces.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RATE = "1gbit"
 HOSTS = 2
 STEP_GOALS = {1: 0.9, 2: 0.8}
 BYTES_GOAL = 1.02
-#: the parts that --only may name: a model, and ranks a host
+#: the parts that --only accepts: a model and the ranks per host
 PARTS = {
     f"{case}-{HOSTS}x{ranks_a_host}": (case, ranks_a_host) for ranks_a_host in STEP_GOALS for case in ("mlp", "gpt")
 }
-#: ranks on each host, by broadcast
+#: ranks on each host, by broadcast case
 BROADCASTS = {
     "broadcast-2x1": (1, 1),
     "broadcast-3x1": (1, 1, 1),
@@ -42,7 +42,7 @@ BROADCASTS = {
 }
 BROADCAST_MB = (1, 25, 100)
 BROADCAST_GOAL = 1.0
-#: torch's settings are tried once before the arms take turns; this many of them remain
+#: number of torch's settings that take part in the timed turns, after one trial of each
 CONTENDERS = 2
 COUNTED_STEPS = 2
 
@@ -53,7 +53,7 @@ def enter_host(namespaces: Sequence[Sequence[str]], rank: int) -> None:
 
 
 def bytes_sent() -> int:
-    """Return the bytes that this host has sent; a frame of 64 KiB, which the interface cuts later, has one header."""
+    """Return the bytes that this host has sent. A frame of 64 KiB, which the interface splits later, has one header."""
     with open("/proc/self/net/dev", encoding="ascii") as file:
         return next(int(line.split()[9]) for line in file if line.strip().startswith("eth0:"))
 
@@ -70,7 +70,7 @@ def count_bytes(trainer: Trainer) -> int:
 
 
 def choose(trainers: dict[str, Trainer], settings: Sequence[str]) -> list[str]:
-    """Return the fastest of torch's settings, by one sample after a warm-up; all ranks agree."""
+    """Return the fastest of torch's settings by one sample after a warm-up. All ranks get the same answer."""
     times = []
     for arm in settings:
         trainers[arm].step()
@@ -83,7 +83,7 @@ def choose(trainers: dict[str, Trainer], settings: Sequence[str]) -> list[str]:
 def time_steps(
     rank: int, world_size: int, case: str, settings: Sequence[str], rounds: int, budget_s: float
 ) -> tuple[dict[str, list[common.RankSample]], dict[str, int], int]:
-    """Return samples by arm, bytes that this rank's host sent in a step by arm, and bytes of a gradient."""
+    """Return samples by arm, bytes that this rank's host sent in a step by arm, and bytes of all gradients."""
     trainers = {arm: Trainer(case, arm, rank) for arm in ("ours", "none", *settings)}
     verify(trainers, settings)
     arms = ["ours", "none", *choose(trainers, settings)]
@@ -119,7 +119,7 @@ def whole_steps(report: common.Report, case: str, ranks_a_host: int, *, quick: b
 def time_broadcasts(
     rank: int, world_size: int, sizes: Sequence[int], rounds: int, budget_s: float
 ) -> list[dict[str, list[common.RankSample]]]:
-    """Samples by arm, of each size in MB: rank 0's to all."""
+    """Return samples by arm of a broadcast from rank 0, for each size in MB."""
     group = host_group(dist.group.WORLD, 60)
     found = []
     for size in sizes:

@@ -1,6 +1,7 @@
-"""The processor time of `import shardwright` beyond torch's, and of `shardwright --help`, which imports no torch.
+"""Benchmark of `import shardwright`: processor time beyond torch's import. Also `shardwright --help`, which does not
+import torch.
 
-Each sample is a new process. Bytecode is written first, as pip does it.
+Each sample is a new process. Bytecode is compiled first, as pip does it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ IMPORT_GOAL_S, HELP_GOAL_S = 0.15, 0.2
 
 
 def processor_s(command: list[str]) -> float:
-    """Run a command; return the processor time of it and its children."""
+    """Run a command. Return the processor time of the process and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)

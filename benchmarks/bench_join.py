@@ -1,8 +1,9 @@
-"""Time until W ranks of one host have joined and passed a first barrier, against torch's Gloo group of the same ranks.
+"""Benchmark of joining: time until W ranks of one host have joined and passed a barrier, against torch's Gloo group of
+these ranks.
 
-Both arms meet through the same kind of store, one TCPStore in rank 0, and begin at the same time on every rank. A sample
-ends when the slowest rank has passed the barrier. `HostComm` alone is measured: `sw.wrap` takes addresses from torch's own
-group instead of the store, so a program that has such a group pays for both.
+Both arms meet through the same kind of store, one TCPStore in rank 0, and begin at the same time on every rank. A
+sample ends when the slowest rank has passed the barrier. Only `HostComm` is measured. `sw.wrap` reads addresses from
+torch's group instead of the store, so a program that has such a group pays for both.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from shardwright._engine import HostComm
 
 WORLDS = (2, 4, 8, 16, 32, 64, 128, 192)
 QUICK_WORLDS = (2, 8, 32)
-#: largest ratio to Gloo's time, where there is a goal
+#: largest ratio to Gloo's time, if there is a goal
 GOALS = {64: 1.0}
 DEADLINE_S = 120.0
-#: from the last rank's arrival to the common begin of a sample
+#: seconds between the last rank's arrival and the common start of a sample
 HEAD_START_S = 0.1
 
 
@@ -52,7 +53,7 @@ ARMS: dict[str, Callable[[Any, int, int], Any]] = {"ours": join_ours, "gloo": jo
 
 
 def run_rank(rank: int, world_size: int, rounds: int, port: int, met: Any, begin: Any, seconds: Any) -> None:
-    """Join `rounds` times each way. seconds[(turn * arms + arm) * world_size + rank] is this rank's time."""
+    """Join `rounds` times per arm. seconds[(turn * arms + arm) * world_size + rank] is this rank's time."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=DEADLINE_S))
     for turn in range(rounds):
@@ -78,7 +79,7 @@ def free_port() -> int:
 
 
 def measure(world_size: int, rounds: int) -> dict[str, list[float]]:
-    """Return the time of the slowest rank by arm and round."""
+    """Return the slowest rank's time, by arm and round."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "shardwright._engine"])
     met, begin = context.Barrier(world_size), context.Value("d")

@@ -1,8 +1,8 @@
-"""A step of sw.optim.AdamW over state in a file (offload="nvme:<folder>") against the disk alone.
+"""Benchmark of a step of sw.optim.AdamW with its state in a file (offload="nvme:<folder>") against the disk alone.
 
-The disk reads and writes as many bytes at once in the same run, bypassing the page cache: the faster of one thread a
-direction and of two, 8 MiB a request. SW_BENCH_DIR names a folder on the disk to measure (default: the working
-directory). A row without a goal has the same step in memory.
+In the same run the disk reads and writes as many bytes at the same time, past the page cache. The faster of one and two
+threads per direction counts, with requests of 8 MiB. SW_BENCH_DIR names a folder on the measured disk (default: the
+working directory). A row without a goal times the same step in memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardwright.comm.process_group import host_group
 
 GOAL = 0.8
 REQUEST_BYTES = 8 << 20
-DISK_THREADS = (1, 2)  # threads a direction
-STATE_BYTES = 8  # bytes an element: two moments in float32
+DISK_THREADS = (1, 2)  # threads per direction
+STATE_BYTES = 8  # bytes per element: two float32 moments
 
 
 class Disk:
-    """Read and write all bytes of the state's own file, in the step's blocks, by `count` threads each."""
+    """Read and write all bytes of the state's own file, in the blocks of a step, with `count` threads per direction."""
 
     def __init__(self, folder: str, nbytes: int, count: int) -> None:
         names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
@@ -39,12 +39,12 @@ class Disk:
         self._count = count
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # huge pages keep a request in few segments
         self._buffers = [mmap.mmap(-1, REQUEST_BYTES, flags=private) for _ in range(2 * count)]
-        for buffer in self._buffers:  # not zeros, which a virtual disk may not write; valid as moments
+        for buffer in self._buffers:  # not zeros, since a virtual disk may skip writing them; valid as moments
             buffer.madvise(mmap.MADV_HUGEPAGE)
             buffer[:] = torch.rand(REQUEST_BYTES // 4).numpy().tobytes()
 
     def _move(self, call: Any, number: int) -> None:
-        """Issue every count-th request; writers are half a file away from readers."""
+        """Issue every count-th request. Writers are half a file away from readers."""
         writes, lane = divmod(number, self._count)
         own = self._requests[lane :: self._count]
         half = len(own) // 2 if writes else 0

@@ -1,9 +1,9 @@
-"""Compression without a network: PowerSGD's passes over a 25 MB bucket, and the half codecs. One process, one thread,
-CPU.
+"""Benchmark of compression without a network: PowerSGD's passes over a bucket of 25 MB, and the half codecs. One
+thread, CPU.
 
-Both arms of a hook case are the whole hook on a group of one rank, so nothing travels and neither side folds. A bucket
-enters as it left the turn before: result plus error stay the same, so every turn does the same work. Here each arm's
-result plus its error must be its first input. First results agree to 1e-5 from the same basis, as tests/ranks shows.
+Both arms of a hook case run the whole hook on a group of one rank: nothing travels, and neither side folds. Each turn's
+result plus error is the next turn's input, so every turn does the same work. The benchmark checks that each arm's
+result plus its error is its first input. tests/ranks shows that first results from the same basis agree to 1e-5.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Arms = dict[str, Callable[[], None]]
 
 
 class Bucket:
-    """A GradBucket with the methods that both hooks call."""
+    """A stand-in for GradBucket with the methods that both hooks call."""
 
     def __init__(self) -> None:
         self.parameters_ = [torch.nn.Parameter(torch.empty(SIDE, SIDE)) for _ in range(MATRICES)]
@@ -74,7 +74,7 @@ def powersgd_arms(rank: int) -> Arms:
 
 
 def half_hook_arms(dtype: torch.dtype) -> Arms:
-    """Run the whole hook; torch's bfloat16 hook runs outside of its DistributedDataParallel."""
+    """Run the whole hook, torch's bfloat16 hook included, without a DistributedDataParallel."""
     ours, theirs = Bucket(), Bucket()
     name = "fp16_compress_hook" if dtype == torch.float16 else "bf16_compress_hook"
     mine, other = getattr(hooks, name), getattr(default_hooks, name)
@@ -93,7 +93,7 @@ def half_hook_arms(dtype: torch.dtype) -> Arms:
 
 
 def half_codec_arms(dtype: torch.dtype) -> Arms:
-    """Run the codec alone, encode and decode, against torch's whole hook, which does the same work."""
+    """Time our codec alone, encode and decode, against torch's whole hook, which does the same work."""
     source, out = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), torch.empty(NUMEL)
     wire, name = torch.empty(NUMEL, dtype=dtype), str(dtype).removeprefix("torch.")
 
@@ -138,7 +138,7 @@ def main() -> None:
     for (case, (peer_name, goal, _)), result in zip(CASES.items(), results):
         times = common.timings([result], 2)
         extra = {"ours_ns_per_element": times["ours"].median / NUMEL * 1e9}
-        if "copy" in times:  # a copy moves 8 bytes an element; PowerSGD needs at least 20, a half codec 6 each way
+        if "copy" in times:  # a copy moves 8 bytes per element, PowerSGD at least 20, a half codec 6 in each direction
             least_bytes = 12 if "codec" in case else 20
             extra["share_of_streaming"] = least_bytes / 8 * times["copy"].median / times["ours"].median
         report.add_times(case, times["ours"], times["torch"], peer_name, goal=goal, larger=True, **extra)

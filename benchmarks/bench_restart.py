@@ -1,11 +1,14 @@
-"""Time from SIGKILL of a rank to the first step after torchrun has started the ranks again, and the steps lost.
+"""Benchmark of restarts: time from SIGKILL of a rank to the first step after torchrun has restarted the ranks, and
+steps lost.
 
-Each job is killed several times, each time another rank, at a moment inside a step that the seed draws. A sample begins with the
-kill and ends when the last rank is about to step. *Process start* is the time that the slowest rank takes from its making by the
-kernel until it has imported torch and made an optimizer: Python's and torch's part of each restart, which no engine changes.
-Steps go to disk, or to memory alone. A step on disk is durable only after the next one has begun, so a kill may cost two.
-The peer is DistributedDataParallel with torch.save of the same state after each step, over
-`--rdzv-backend c10d` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it does not restart; ours has torchrun's defaults.
+Each job is killed several times, each time at another rank, at a moment inside a step that the seed draws. A sample
+begins with the kill and ends when the last rank is about to step. *Process start* is the slowest rank's time from the
+creation of its process until it has imported torch and made an optimizer. Python and torch spend it at each restart,
+whatever the engine.
+
+Steps go to disk, or only to memory. A step on disk is durable only after the next one has begun, so a kill may cost
+two. The peer is DistributedDataParallel with torch.save of the same state after each step, under `--rdzv-backend c10d`
+with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it does not restart. Our jobs use torchrun's defaults.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ TIMEOUT_S = 600.0
 
 
 def run(arm: str, world_size: int, kills: int) -> list[dict[str, Any]]:
-    """Return a row a kill: total_s, process_s, steps_lost."""
+    """Return one row per kill: total_s, process_s, steps_lost."""
     faults = [
         Fault("kill", turn % world_size, (turn + 1) * STEPS_APART, at=((turn * 7) % 10) / 10) for turn in range(kills)
     ]
-    # one start is torchrun's own: --rdzv-backend c10d at a free port of this host
+    # torchrun makes the first start itself: --rdzv-backend c10d at a free port of this host
     rendezvous = ["--standalone"] if arm == "torch" else ["--master-port", str(_free_port())]
     with tempfile.TemporaryDirectory(prefix="sw-restart-") as folder:
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]

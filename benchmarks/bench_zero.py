@@ -31,16 +31,16 @@ COMPUTING = "no communication, no optimizer"
 PSS_GOALS = {2: 0.5, 4: 0.4}
 PSS_REDUNDANCY_GOAL = 0.7
 VERIFIED_STEPS = 3
-#: a case whose arms do not fit into 24 GiB together: peers run in the settings that are fastest for the smaller GPT
+#: a case whose arms exceed 24 GiB together: peers run with the settings that were fastest for the smaller GPT
 LARGE = "gpt-50m"
 LARGE_PEERS = ["torch DDP view static cap 25", "torch DDP view static cap 100", "ZeroRedundancyOptimizer view", *FSDP2]
 TOLERANCE = 1e-4
-#: DeepSpeed's first two losses are torch's to 5e-6, its third is 2e-3 below
+#: measured distance from torch: DeepSpeed's first two losses 5e-6, its third 2e-3 below
 DEEPSPEED_TOLERANCE = 5e-3
 
 
 def verify(trainers: dict[str, Trainer | DeepSpeedTrainer]) -> None:
-    """Check that three steps from equal weights give the same losses, except without communication."""
+    """Check that three steps from equal weights give the same losses in all arms but `none`."""
     losses = {arm: torch.stack([trainer.step() for _ in range(VERIFIED_STEPS)]) for arm, trainer in trainers.items()}
     reference = next(arm for arm in losses if arm.startswith("torch"))
     for arm, found in losses.items():
@@ -95,13 +95,13 @@ def whole_steps(report: common.Report, case: str, *, quick: bool) -> None:
         report.add_times(
             f"{name} {arm} against none", times[arm], times["none"], "no communication", goal=NONE_GOALS.get(arm)
         )
-    for arm in (*FSDP2_GOALS, redundancy):  # the best that any communication could reach
+    for arm in (*FSDP2_GOALS, redundancy):  # the ratio that a communication without cost would reach
         report.add_times(f"{name} none", times["none"], times[arm], arm, goal=None)
         report.add_times(f"{name} none without optimizer", times[COMPUTING], times[arm], arm, goal=None)
 
 
 def deepspeed(report: common.Report) -> None:
-    """Time DeepSpeed in its own ranks, because it changes torch's functions for the whole process."""
+    """Time DeepSpeed in its own ranks, because it patches torch for the whole process."""
     if missing_deepspeed():
         report.add_no_result("gpt step W=2 against DeepSpeed", missing_deepspeed())
         return

@@ -1,4 +1,4 @@
-"""Plans and commits of checkpoints at 1,024 to 16,384 ranks, without tensors' bytes: compiles and runs checkpoint_scale.c.
+"""Benchmark of checkpoint plans and commits at 1,024 to 16,384 ranks without tensor bytes; runs checkpoint_scale.c.
 
 .venv/bin/python benchmarks/checkpoint_scale.py [--quick] [--json FILE]     # SW_BENCH_DIR: a directory for sparse files
 """
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: model, form, ranks, ranks a host
+#: (model, form, ranks, ranks per host)
 CASES = [
     ("70B", "slices", 1024, 8),
     ("70B", "slices", 4096, 8),
@@ -22,14 +22,14 @@ CASES = [
     ("70B", "rows", 1024, 8),
     ("70B", "rows", 4096, 8),
     ("70B", "rows", 16384, 8),
-    ("10TB", "rows", 1024, 8),  # a minute of processor time each
+    ("10TB", "rows", 1024, 8),  # each takes a minute of processor time
     ("10TB", "rows", 1024, 1),
 ]
 FOLDERS = ("checkpoint", "base", "platform", "device", "tensor")
 
 
 def compile_driver(folder: Path) -> Path:
-    """Return the program, linked with the engine's sources that it needs."""
+    """Build the program with the engine sources that it needs. Return its path."""
     sources = [path for each in FOLDERS for path in sorted((ROOT / "csrc" / each).rglob("*.c"))]
     sources.append(ROOT / "csrc/kernels/host/crc32c.c")
     made = folder / "checkpoint_scale"

@@ -1,7 +1,7 @@
 """Common parts of the benchmarks: ranks, timed samples, dropped samples, and rows.
 
-A *sample* is one arm's work on every rank at once, between two barriers; its wall time is that of the slowest rank.
-An *arm* is one way to do the work. Arms take turns inside the same ranks, so that a disturbance meets all of them.
+A *sample* is the work of one arm on all ranks at once, between two barriers; its wall time is that of the slowest rank.
+An *arm* is one way to do the work. Arms take turns in the same ranks, so that a disturbance meets all of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CORES = len(os.sched_getaffinity(0))
-#: share of a sample's wall time that other processes may take
+#: largest share of a sample's wall time that other processes may take
 DELAY_ALLOWED = 0.05
 LEAST_ROUNDS = 5
-#: with fewer undisturbed samples than this, all samples count
+#: if fewer samples than this are undisturbed, all samples count
 LEAST_KEPT = 3
 TIMEOUT_S = 300.0
 
@@ -112,7 +112,7 @@ def _run_rank(
     dist.barrier()
     time.sleep(
         0.1
-    )  # Gloo's worker releases its last tensors; else the group's destructor would wait for it with the GIL
+    )  # Gloo's worker releases its last tensors; otherwise the group's destructor waits for it with the GIL held
     dist.destroy_process_group()
 
 
@@ -121,14 +121,14 @@ def _run_rank(
 
 @dataclass
 class RankSample:
-    """The measurements of one rank in a sample. Ticks are those of the whole machine."""
+    """One rank's measurements of a sample. Ticks are those of the whole machine."""
 
     wall_s: float
     cpu_s: float
     run_delay_s: float
     steal_ticks: int
     busy_ticks: int
-    waited_s: float = 0.0  # asleep in the engine's waits for other ranks, of one call
+    waited_s: float = 0.0  # seconds per call asleep in the engine's waits for other ranks
 
 
 def _machine_ticks() -> tuple[int, int]:
@@ -145,7 +145,7 @@ def _run_delay_s() -> float:
         try:
             with open(f"/proc/self/task/{task}/schedstat", encoding="ascii") as file:
                 total += int(file.read().split()[1])
-        except OSError:  # the thread ended
+        except OSError:  # the thread has ended
             pass
     return total * 1e-9
 
@@ -153,7 +153,7 @@ def _run_delay_s() -> float:
 def take_sample(
     work: Callable[[], Any], barrier: Callable[[], None], repeat: int, waited_s: Callable[[], float] | None = None
 ) -> RankSample:
-    """Time `repeat` calls that all ranks begin together; wall time and waits are those of one call, the rest of all.
+    """Time `repeat` calls that all ranks begin together. Wall time and waits are per call, the rest is for all calls.
 
     `waited_s` returns the seconds that this rank has slept in waits for others since its start.
     """
@@ -182,7 +182,7 @@ def interleave(
     repeat: dict[str, int] | int = 1,
     waited_s: Callable[[], float] | None = None,
 ) -> dict[str, list[RankSample]]:
-    """Take `rounds` samples of each arm, in turns, with another arm first in each round.
+    """Take `rounds` samples of each arm, in turns; each round begins with another arm.
 
     `waited_s` as in take_sample. Once rank 0 has spent `budget_s`, stop after at least LEAST_ROUNDS rounds.
     """
@@ -205,18 +205,18 @@ def interleave(
 
 
 def effort(quick: bool) -> tuple[int, float]:
-    """Return the rounds, and the seconds after which fewer rounds suffice."""
+    """Return (rounds, seconds after which fewer rounds suffice)."""
     return (LEAST_ROUNDS, 1.0) if quick else (15, 12.0)
 
 
 @dataclass
 class Timing:
-    """The samples of an arm, slowest rank of each. Attributes are in seconds.
+    """Samples of one arm; each value is the slowest rank's. Attributes are in seconds.
 
-    A rank that waits for another one's computing is not the cost of communication. `skew` is by how much the slowest
-    rank of a sample was slower than the mean: it shows only where ranks do not wait inside of the sample. Where they do,
-    both wait for communication as long as the one that waits less, `waited`; the other also waits for that one,
-    `waited_for_rank`. `cpu` is the processor time of a rank, which no wait is part of.
+    A wait for a rank that still computes is no communication cost. `skew` is the slowest rank's time above the mean; it
+    shows only if ranks do not wait inside of the sample. If they do, `waited` is the wait of the rank that waits least,
+    which is for communication only, and `waited_for_rank` is what the other ranks wait beyond it. `cpu` is a rank's
+    processor time, without waits.
     """
 
     kept: list[float]
@@ -241,7 +241,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Return half the distance between the quartiles over the median."""
+        """Return half the interquartile range over the median."""
         if len(self.kept) < 3:
             return 0.0
         low, _, high = statistics.quantiles(self.kept, n=4)
@@ -249,7 +249,9 @@ class Timing:
 
 
 def is_disturbed(ranks: Sequence[RankSample], repeat: int) -> bool:
-    """Return True for stolen time, or for delay by other processes, which shows only while the ranks fit the cores."""
+    """Return True for stolen time, or for delay by other processes. Such delay shows only while the ranks fit the
+    cores.
+    """
     if any(rank.steal_ticks > 0 for rank in ranks):
         return True
     if len(ranks) > CORES:
@@ -261,7 +263,9 @@ def is_disturbed(ranks: Sequence[RankSample], repeat: int) -> bool:
 
 
 def timings(results: Sequence[dict[str, list[RankSample]]], repeat: dict[str, int] | int = 1) -> dict[str, Timing]:
-    """Join the ranks' samples. If too few are undisturbed, all count, and `disturbed` says how many should not."""
+    """Merge the ranks' samples and drop disturbed ones. If too few remain, keep all and count the disturbed in
+    `disturbed`.
+    """
     joined = {}
     for name in results[0]:
         times = repeat if isinstance(repeat, int) else repeat[name]
@@ -293,7 +297,7 @@ def _mean(values: Iterable[float]) -> float:
 
 @dataclass
 class Report:
-    """A report that prints rows as they come and saves them for --json."""
+    """A report that prints rows as they arrive and saves them for --json."""
 
     bench: str
     json_path: Path | None
@@ -305,7 +309,7 @@ class Report:
         self._before = self.json_path.read_text(encoding="utf-8") if partial and self.json_path else ""
 
     def wants(self, part: str) -> bool:
-        """Return True if this part of the benchmark was asked for."""
+        """Return True if this part of the benchmark is selected."""
         return not self.only or part in self.only
 
     def add(
@@ -322,10 +326,10 @@ class Report:
         discarded: int = 0,
         **extra: Any,
     ) -> None:
-        """Add a row. `larger`: the ratio is a speedup, peer / ours, with a least goal; else it is ours / peer with a
-        largest goal.
+        """Add a row.
 
-        goal=None: the row has no goal.
+        With `larger` the ratio is a speedup, peer / ours, and `goal` its least value. Otherwise the ratio is ours / peer
+        and `goal` its largest value. A row with goal=None cannot fail.
         """
         ratio = peer / ours if larger else ours / peer
         ok = None if goal is None else ratio >= goal if larger else ratio <= goal
@@ -382,13 +386,13 @@ class Report:
         )
 
     def add_no_result(self, case: str, reason: str) -> None:
-        """Add a row with the reason why there is no figure."""
+        """Add a row without a figure, with the reason."""
         self.rows.append({"bench": self.bench, "case": case, "ok": False, "no_result": reason})
         self._save()
         print(f"none {case:<44} {reason}", flush=True)
 
     def _save(self) -> None:
-        """Write a head with the machine, then one object a row. An interrupted run keeps its rows."""
+        """Write a header with the machine, then one object per row. Rows of an interrupted run are kept."""
         if self.json_path:
             head = {"bench": self.bench, "machine": machine(), "command": command()}
             self.json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -416,7 +420,7 @@ def command() -> str:
 
 
 def begin(bench: str, description: str | None, parts: Sequence[str] = ()) -> tuple[Report, bool]:
-    """Parse the command line; return (report, quick). --only may name `parts`, whose rows are added to the file's."""
+    """Parse the command line; return (report, quick). --only selects from `parts` and appends the rows to the file."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and samples: ends within 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a row")

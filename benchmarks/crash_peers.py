@@ -1,10 +1,10 @@
-"""Checkpoints that survive a kill during an overwrite, or damage: a flipped bit, a zeroed page, a truncated file.
+"""Test of checkpoint libraries: a kill during an overwrite, a flipped bit, a zeroed page, a truncated file.
 
     python benchmarks/crash_peers.py [--kills 20] [--only DeepSpeed]
 
 Compares torch.save, torch's DCP, accelerate, DeepSpeed (if it is installed) and this library. Every value of a state is
 the number of its save, so that a wrong or mixed load shows. One process; the overwritten path is the same each time, as
-in each library's own examples. Prints the table of docs/design/checkpoint.md.
+in each library's own examples. Prints the table in Markdown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE = 4096
 
 
 def state(step: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return a state of 24 MB in which every value is `step`."""
+    """Return a state of 24 MB whose every value is `step`."""
     model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(2)])
     optimizer = torch.optim.AdamW(model.parameters())
     with torch.no_grad():
@@ -114,7 +114,7 @@ class DeepSpeed:
         import deepspeed
 
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        os.environ.update(alone)  # else DeepSpeed asks MPI
+        os.environ.update(alone)  # otherwise DeepSpeed asks MPI
         model, optimizer = state(step)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config={"train_micro_batch_size_per_gpu": 1}, dist_init_required=True
@@ -184,7 +184,7 @@ def outcome(arm: object, path: str, allowed: set[float]) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = arm.load(path)
-    except BaseException as error:  # DCP's error is no Exception
+    except BaseException as error:  # DCP's error is not an Exception
         if isinstance(error, KeyboardInterrupt):
             raise
         return "error"
@@ -199,7 +199,7 @@ def overwrite_for_ever(name: str, path: str) -> None:
 
 
 def killed(name: str, kills: int) -> str:
-    """Return the outcomes of loads after kills at random moments of overwriting."""
+    """Kill overwriting saves at random moments. Return the outcomes of the loads that follow."""
     counts: collections.Counter[str] = collections.Counter()
     chance = random.Random(5)
     for _ in range(kills):
@@ -209,7 +209,7 @@ def killed(name: str, kills: int) -> str:
             writer = subprocess.Popen([sys.executable, __file__, "--overwrite", name, path], stdout=subprocess.PIPE)
             assert writer.stdout is not None
             began = time.monotonic()
-            writer.stdout.readline()  # until it is warm
+            writer.stdout.readline()  # first warm up
             writer.stdout.readline()
             time.sleep(chance.uniform(0, min(0.5, time.monotonic() - began)))
             writer.send_signal(signal.SIGKILL)

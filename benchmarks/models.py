@@ -1,4 +1,4 @@
-"""The models of the benchmarks, their inputs and losses. benchmarks/README.md has batch and sequence."""
+"""Models of the benchmarks, with inputs and losses. benchmarks/README.md lists batch and sequence sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ SMALL_COUNT, SMALL_NUMEL = 400, 16
 
 @dataclass
 class Case:
-    """A model to train: `model()` is equal on all ranks, `batch(rank)` is not; `loss(module, batch)` is a scalar."""
+    """A model to train. `model()` is the same on all ranks, `batch(rank)` differs, and `loss(module, batch)` is a
+    scalar.
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, ...]]
@@ -29,7 +31,7 @@ class Case:
 
 
 class SmallParameters(nn.Module):
-    """Many parameters and almost no arithmetic, to show the cost of a parameter."""
+    """A model of many small parameters and almost no arithmetic, which exposes the cost per parameter."""
 
     def __init__(self) -> None:
         super().__init__()

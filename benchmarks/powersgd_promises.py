@@ -1,7 +1,6 @@
-"""The laws of PowerSGD hooks, checked on torch's and on ours: two ranks over Gloo, one matrix of 40 x 30. Prints a
-table.
+"""Check of the laws of PowerSGD hooks, torch's and ours: two ranks over Gloo, one matrix of 40 x 30. Prints a table.
 
-No speed is measured: each row is a law of docs/design/compress_promises.md, and each hook gets the same gradients.
+Nothing is timed. Each row is a law of docs/design/compress_promises.md, and both hooks get the same gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROWS, COLS = 40, 30
 
 
 class Bucket:
-    """One matrix in the form in which torch's reducer passes it."""
+    """A matrix in the form in which torch's reducer passes it to a hook."""
 
     def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         self.parameter, self.flat = parameter, gradient.clone().flatten()
@@ -45,7 +44,7 @@ class Bucket:
 
 
 class Arm:
-    """A hook and its state."""
+    """A hook with its state."""
 
     def __init__(self, ours: bool, rank: int, rate: float = 0.0) -> None:
         module: Any = hooks if ours else power
@@ -68,7 +67,7 @@ def gradient_of(rank: int, step: int) -> torch.Tensor:
 
 
 def try_all(rank: int, world_size: int, but: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return the findings for ours and for torch's, for each law that is not in `but`."""
+    """Return what each law found for ours and for torch's hook; skip the laws in `but`."""
     rows: dict[str, list[str]] = {}
     for ours in (True, False):
         for name, law in LAWS.items():
@@ -76,7 +75,7 @@ def try_all(rank: int, world_size: int, but: Collection[str] = ()) -> dict[str, 
                 continue
             try:
                 found = law(ours, rank, world_size)
-            except Exception as error:  # a hook that fails is a result
+            except Exception as error:  # an exception of a hook is its result
                 found = f"raises {type(error).__name__}"
             rows.setdefault(name, []).append(found)
             dist.barrier()

@@ -1,4 +1,4 @@
-"""Peak memory of all ranks of an arm, as proportional set size (PSS), which counts a shared page once."""
+"""Measurement of peak memory of all ranks of an arm as proportional set size (PSS), which counts a shared page once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from arms import Trainer
 
 STEPS = 3
-#: trained models stay until the process ends: dropping a wrapper gives each rank parameters of its own again
+#: keeps trained models alive: dropping a wrapper would give each rank its own parameters again
 _kept: list[Trainer] = []
 
 
@@ -24,7 +24,7 @@ def pss_bytes(pid: int | str) -> int:
 
 
 def train_and_weigh(rank: int, world_size: int, case: str, arm: str) -> int:
-    """Return the PSS at the start, before the model; the parent watches the rest."""
+    """Return the PSS before the model exists. The parent process watches the peak."""
     dist.barrier()
     start = pss_bytes("self")
     dist.barrier()
@@ -37,7 +37,7 @@ def train_and_weigh(rank: int, world_size: int, case: str, arm: str) -> int:
 
 
 def peak_pss(case: str, arm: str, world_size: int) -> tuple[int, int]:
-    """Return (start, peak) of all ranks together."""
+    """Return (start, peak), each the sum over all ranks."""
     peak = 0
 
     def watch(pids: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ def peak_pss(case: str, arm: str, world_size: int) -> tuple[int, int]:
 
 
 def peaks(case: str, arms: Sequence[str], world_size: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return medians by arm in MiB: peaks above the start, and total peaks. The arms take turns."""
+    """Return medians in MiB by arm: peaks above the start, and absolute peaks. Arms take turns."""
     found: dict[str, list[tuple[int, int]]] = {arm: [] for arm in arms}
     for _ in range(rounds):
         for arm in arms:

@@ -1,5 +1,6 @@
-"""The training that bench_restart.py kills: restart_program.py ours|memory|torch FOLDER STEPS. All save after each step, memory
-to memory alone."""
+"""Training program that bench_restart.py kills: restart_program.py ours|memory|torch FOLDER STEPS. Saves after each
+step; `memory` only to memory.
+"""
 
 import os
 import sys
@@ -12,14 +13,14 @@ import torch  # noqa: E402
 arm, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])  # 8 MiB
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # imports as much as torch itself
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # imports as much as torch's own optimizers do
 
 import shardwright as sw  # noqa: E402
 from shardwright.chaos import agent_of  # noqa: E402
 
 
 def born_s() -> float:
-    """Return the time at which the kernel made this process."""
+    """Return the time at which the kernel created this process."""
     with open("/proc/self/stat", encoding="ascii") as file:
         ticks = int(file.read().rsplit(")", 1)[1].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

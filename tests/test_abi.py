@@ -1,6 +1,4 @@
-"""Laws of foreign interfaces: each structure, number and signature that csrc declares by hand equals the real header's.
-tests/abi/abi_*.cpp are files of static assertions; compiling one is the test, and nothing runs.
-"""
+"""Laws of foreign interfaces: each structure, number and signature that csrc declares by hand equals the real header's."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def test_the_header_is_on_this_machine(header: str) -> None:
 
 
 def test_every_file_is_compared_if_its_headers_exist() -> None:
-    """Check that no header is left out: torch's own wheel has its CUDA headers, also the wheel for CPUs."""
+    """Check that no header set is skipped. torch's wheel contains its CUDA headers, and so does the CPU wheel."""
     compared = {name for name, _ in cases()}
     if not RUNTIME or not all(map(cuda_files.headers, ("cuda.h", "nvrtc.h", "nccl.h"))):
         pytest.skip(cuda_files.why_missing())

@@ -1,5 +1,6 @@
-"""Law: a checkpoint at an address of fsspec is the local one, copied; it exists once its manifest does, which comes last; an
-upload that was cut off goes on; and a training resumes from the address alone."""
+"""Law: a checkpoint at an fsspec address is a copy of the local one. It exists once its manifest does, which is
+uploaded last. An interrupted upload continues, and a job resumes from the address alone.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def test_an_upload_that_was_cut_off_goes_on(address: str, tmp_path: Path, monkey
 
 
 def failing_downloads(monkeypatch: pytest.MonkeyPatch, *broken_names: str) -> list[str]:
-    """Make downloads of these names fail. Return the names, as a list to take some out of."""
+    """Make downloads of these names fail. Return the list of names; a test removes entries from it."""
     download, broken = Store.download, [*broken_names]
 
     def fetch(self: Store, name: str, local: str) -> None:

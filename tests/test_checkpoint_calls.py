@@ -1,5 +1,6 @@
-"""Law: calls of one Checkpointer come one at a time; a second thread, and a signal's handler in the midst of one, are told so, and
-what they did not begin is not hurt."""
+"""Law: one Checkpointer runs one call at a time. A second thread, or a signal handler during a call, gets an error, and
+the running call is not disturbed.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_the_engine_itself_bears_a_second_thread(tmp_path: Path) -> None:
 
 
 def waiting(checkpoints: sw.Checkpointer) -> threading.Thread:
-    """A thread that is inside wait()."""
+    """A program with a thread inside wait()."""
     thread = threading.Thread(target=checkpoints.wait, daemon=True)
     thread.start()
     while checkpoints._call._lock.acquire(blocking=False):

@@ -1,5 +1,6 @@
-"""Law: for any contents of a directory of checkpoints, `shardwright ckpt` ends. Exit code 1 comes with one sentence
-about damage, exit code 2 if there is no checkpoint. It follows no link and leaves nothing half done."""
+"""Law: `shardwright ckpt` ends for any contents of a directory of checkpoints. Exit code 1 comes with one sentence
+about damage; exit code 2 means that there is no checkpoint. The command follows no link and leaves nothing half done.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Kinds(nn.Module):
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three checkpoints with equal metrics."""
+    """Make three checkpoints with equal metrics."""
     torch.manual_seed(0)
     model = Kinds()
     with sw.Checkpointer(tmp_path / "c", model) as checkpoints:
@@ -143,16 +144,16 @@ def test_a_missing_checkpoint_is_exit_code_2(directory: Path, capsys: pytest.Cap
     (top / "file").write_text("x")
     sw.save(top / "bare", nn.Module())
     for words, said in (
-        (("ls", top / "file"), "is no directory"),
-        (("ls", ""), "is no directory"),
-        (("verify", top / "none"), "is no directory"),
+        (("ls", top / "file"), "is not a directory"),
+        (("ls", ""), "is not a directory"),
+        (("verify", top / "none"), "is not a directory"),
         (("verify", top), "holds no checkpoint"),
         (("inspect", top), "has no MANIFEST.json"),
         (("diff", directory / "step-000001", top), "has no MANIFEST.json"),
-        (("export", directory / "step-000001", top), "exists already"),
+        (("export", directory / "step-000001", top), "already exists"),
         (("export", top / "bare", top / "out"), "holds no model"),
-        (("prune", top / "none", "--keep-last", "1"), "is no directory"),
-        (("prune", directory), "name what to keep"),
+        (("prune", top / "none", "--keep-last", "1"), "is not a directory"),
+        (("prune", directory), "no rule given"),
     ):
         assert main(["ckpt", *map(str, words), "--json"]) == 2, words
         out, sentence = capsys.readouterr()

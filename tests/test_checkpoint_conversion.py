@@ -1,5 +1,6 @@
-"""Law: a checkpoint that another program wrote has the same bits after `ckpt import`, and what `ckpt export` writes that
-program loads with the same bits. Nothing that a file pickles is executed."""
+"""Law: `ckpt import` keeps the bits of another library's checkpoint, and that library loads what `ckpt export` writes
+with the same bits. Nothing in a pickle is executed.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +210,7 @@ GOLDEN = Path(__file__).parent / "golden" / "deepspeed"
 
 
 class DeepSpeedNet(nn.Module):
-    """The module of golden/deepspeed/make.py."""
+    """The module that golden/deepspeed/make.py trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +268,7 @@ def test_a_universal_export_reads_back(tmp_path: Path) -> None:
 
 
 class MegatronBlock(nn.Module):
-    """The layout of a layer of golden/megatron/make.py, by the names that Megatron's checkpoints have."""
+    """The layout of a layer of golden/megatron/make.py, under the names in Megatron's checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()

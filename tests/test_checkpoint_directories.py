@@ -1,5 +1,6 @@
-"""A directory of checkpoints has one writer, whatever else is done to it; restoring needs no permission to write; a rollback stays
-rolled back; and what is no checkpoint is refused before it costs memory."""
+"""Laws of a directory of checkpoints: it has one writer at any time; restoring needs no write permission; a rollback is
+permanent; and a file that is not a checkpoint is refused before it costs memory.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ def test_a_ranks_own_tree_of_another_shape_is_refused_before_anything_changes(tm
 
 
 def reseal(folder: Path, name: str, data: bytes) -> None:
-    """Another file of less than a block in a checkpoint, whose checksums are sound."""
+    """Replace a file of less than a block in a checkpoint by another one, with valid checksums."""
 
     def checksum(text: bytes) -> int:
         memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -235,7 +236,7 @@ def test_retention_counts_no_checkpoint_of_an_abandoned_course(tmp_path, capsys)
 
 
 def test_a_save_beside_many_checkpoints_opens_the_newest_alone(tmp_path):
-    """Retention reads each manifest once, and sees a folder that has changed since."""
+    """Retention reads each manifest once, and notices a folder that has changed since."""
     known: retention.Known = {}
     with sw.Checkpointer(tmp_path, *trained(), keep_last=20) as checkpoints:
         with mock.patch.object(retention, "_look", wraps=retention._look) as looks:

@@ -1,8 +1,9 @@
-"""Law: folders of the first release in every form stay readable, and what docs/format.md promises to be the same bytes still is.
+"""Law: checkpoints of the first release stay readable in every form, and bytes that docs/format.md fixes have not
+changed.
 
-`checkpoint` (test_checkpoint_seams.py) is one rank's. Here are `two_ranks`: two ranks, with several files of model and optimizer and
-their index; and `through_dcp`, which torch.distributed.checkpoint wrote through StorageWriter. Both were made by `write_two_ranks` on
-two ranks, and `write_through_dcp` on one.
+`checkpoint` (test_checkpoint_seams.py) is one rank's. `two_ranks` has several model and optimizer files with their
+index, written by `write_two_ranks` on two ranks. `through_dcp` was written by torch.distributed.checkpoint through
+StorageWriter, by `write_through_dcp` on one rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EXTRA = {"epoch": 3, "seen": (1, "é")}
 
 
 def numbered(tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """Values by arithmetic alone, so that no torch release changes them."""
+    """Fill tensors by arithmetic only, so that no torch release changes the values."""
     return ((torch.arange(tensor.numel()) % 97 + first) / 4).reshape(tensor.shape).to(tensor.dtype)
 
 
@@ -44,7 +45,7 @@ def training(filled: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def write_two_ranks(path: Path) -> None:
-    """On both ranks of two, whose generators are in states of few digits."""
+    """Write the folder on two ranks, whose generators have short states."""
     random.setstate((3, (*[1] * 624, 624), None))
     sw.save(path, *training(), step=STEP, extra=EXTRA, max_file_bytes=400)
 

@@ -1,5 +1,6 @@
-"""Law: a hostile file ends in one sentence. It runs no code, changes no class of this process, forges no memory of numpy, and
-reads and writes nothing outside its folder; a further value never takes the place of the model."""
+"""Law: a hostile file ends in an error of one sentence. It runs no code, changes no class of this process, forges no
+numpy memory, and touches nothing outside its folder. An additional value never replaces the model.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_torchscript_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @dataclasses.dataclass
 class Call:
-    """An object whose pickle calls a function, and sets the result's state if there is one."""
+    """An object whose pickle calls a function and then sets the state of the result, if given."""
 
     function: Any
     arguments: tuple[Any, ...]

@@ -1,5 +1,6 @@
-"""Laws of a load: any ranges of a checkpoint, by any number of threads, past the page cache or through it, are the bytes of its
-files; a block that is damaged is named; and what stood in live memory can be had back, whatever the outcome."""
+"""Laws of a load: any ranges, read by any number of threads, through the page cache or past it, have the bytes of the
+files. A damaged block is named. Former values in live memory can be restored whatever the outcome.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ GUARD = 64
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files of 3 to 6 blocks whose last ones are odd, and small ones."""
+    """Write three files of 3 to 6 blocks with a partial last block, and small files."""
     torch.manual_seed(0)
     model = torch.nn.ParameterList([torch.randn(n) for n in (1_000_003, 300_001, 7, 700_000, 1_200_011)])
     path = tmp_path_factory.mktemp("load") / "a"
@@ -36,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forget(path: Path) -> None:
-    """Drops the files from the page cache."""
+    """Drop the files from the page cache."""
     for file in path.rglob("*.*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
@@ -46,7 +47,7 @@ def forget(path: Path) -> None:
 
 
 class Memory:
-    """Ranges chosen at random, destinations with guards around them, and what stood there kept where `undo` says."""
+    """Return random ranges, destinations between guard bytes, and copies of former values where `undo` asks for them."""
 
     def __init__(self, folder: CheckpointFolder, seed: int) -> None:
         chance = random.Random(seed)

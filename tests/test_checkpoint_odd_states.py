@@ -1,5 +1,6 @@
-"""Laws of what a training may hold beyond plain parameters, on one rank: it comes back, or is named before a byte is written;
-and what a save reads of it is of one moment."""
+"""Laws of state beyond plain parameters, on one rank: it is restored, or named in an error before a byte is written; a
+save captures one moment of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from torch import nn
 
 
 class Counting(nn.Linear):
-    """With state that is no tensor."""
+    """A module with extra state that is not a tensor."""
 
     count = 0
 
@@ -52,7 +53,9 @@ def test_state_of_every_kind_comes_back(tmp_path: Path) -> None:
 
 
 def test_what_changes_between_saves_is_saved(tmp_path: Path) -> None:
-    """A save of the tensors of the last one lists nothing anew. Each change of them, and of an option's kind, is noticed."""
+    """A save of the same tensors as the last one lists nothing again. Each change of a tensor or of an option's type is
+    noticed.
+    """
     model = nn.Sequential(collections.OrderedDict(first=nn.Linear(3, 2), norm=nn.BatchNorm1d(2)))
     model.register_buffer("table", torch.arange(9.0).reshape(3, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -325,7 +328,7 @@ def test_a_zero_byte_in_a_name_is_told_with_the_name(tmp_path: Path) -> None:
 
 
 class Wrapped(torch.optim.Optimizer):
-    """An Optimizer by its class alone, as accelerate's is."""
+    """An Optimizer by class only, like accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -343,7 +346,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 class Stepping:
-    """None at all, with parameters."""
+    """Not an Optimizer, but an object with groups and state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups, self.state = optimizer.param_groups, optimizer.state

@@ -1,5 +1,6 @@
-"""Law: what an optimizer keeps beside torch's `state` and `param_groups` comes back, or is named before a byte is written: never
-lost in silence. The classes are made as popular ones are."""
+"""Law: state that an optimizer keeps outside of torch's `state` and `param_groups` is restored, or named in an error
+before a byte is written; it is never lost silently. The optimizers imitate popular ones.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Its mode and sums are options of groups, z is state: nothing beside."""
+    """Like schedule-free AdamW: mode and sums are group options and z is state, so nothing is outside."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True})
@@ -55,7 +56,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Soap(torch.optim.Optimizer):
-    """Preconditioners: lists of matrices, some of them None, in state."""
+    """Like Shampoo: state holds lists of preconditioner matrices, some of them None."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "shampoo_beta": 0.9})
@@ -78,7 +79,7 @@ class Soap(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Around another, whose state it shows as its own; slow weights under a key of their own."""
+    """Like Lookahead: wraps another optimizer, exposes its state, and keeps slow weights under a key of their own."""
 
     def __init__(self, inner: torch.optim.Optimizer, k: int = 3) -> None:
         self.optimizer, self.k, self.count = inner, k, 0
@@ -113,13 +114,13 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def without_hooks(optimizer: Lookahead) -> Lookahead:
-    """As those are that were written before torch's optimizers had any."""
+    """Remove the hooks, as in optimizers from before torch's optimizers had any."""
     del optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return optimizer
 
 
 class Sam(torch.optim.Optimizer):
-    """Keeps a base optimizer whose state no state_dict() of its own has."""
+    """Keeps a base optimizer whose state is missing from its own state_dict()."""
 
     def __init__(self, params: Any, base: Any, **options: Any) -> None:
         super().__init__(params, {"rho": 0.05, **options})
@@ -144,14 +145,16 @@ class Sam(torch.optim.Optimizer):
 
 
 class Shampoo(torch.optim.SGD):
-    """As distributed Shampoo: refuses state_dict()."""
+    """Like distributed Shampoo: state_dict() raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError("use distributed_state_dict")
 
 
 class EightBit(torch.optim.Optimizer):
-    """Codes, maxima and a map that all parameters share, in state; load_state_dict() of its own, for dtypes."""
+    """Like 8-bit Adam: state holds codes, maxima and a map that all parameters share; its load_state_dict() keeps
+    dtypes.
+    """
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -177,7 +180,7 @@ class EightBit(torch.optim.Optimizer):
 
 
 class Cached(torch.optim.SGD):
-    """A tensor in an attribute."""
+    """Keeps a tensor in an attribute."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)

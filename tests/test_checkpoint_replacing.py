@@ -1,5 +1,6 @@
-"""Law: where a file system cannot exchange two names, a checkpoint that is being replaced is found under one name or the other by
-everybody who looks for it, whatever stops the writer between, and the next save leaves one folder."""
+"""Law: on a file system that cannot exchange two names, a reader finds a checkpoint under one name or the other while
+it is replaced, wherever the writer stops. The next save leaves one folder.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from test_checkpoint_takes_the_place_of_checkpoints_alone import model_of
 
 @pytest.fixture
 def between(tmp_path: Path) -> Path:
-    """A directory whose writer stopped between the two steps of replacing the checkpoint of step 2."""
+    """Make a directory whose writer stopped between the two renames that replace the checkpoint of step 2."""
     with sw.Checkpointer(tmp_path / "c", model_of(1.0)) as checkpoints:
         checkpoints.save(0)
     with sw.Checkpointer(tmp_path / "c", model_of(2.0)) as checkpoints:
@@ -96,7 +97,7 @@ def test_retention_and_prune_take_it_as_any_other(between: Path) -> None:
 
 
 def test_who_lists_while_a_writer_replaces_finds_every_step(tmp_path: Path) -> None:
-    """The writer takes its three steps after so many looks of the reader."""
+    """Let the writer take its three steps after the given numbers of lookups by the reader."""
     for steps in itertools.combinations_with_replacement(range(6), 3):
         directory = tmp_path / "-".join(map(str, steps))
         name, replaced, new = (directory / each for each in ("step-000002", "step-000002.replaced", "new"))
@@ -134,7 +135,7 @@ def test_a_single_save_takes_the_place_of_checkpoints_alone(tmp_path: Path) -> N
 
 
 def test_what_was_replaced_goes_before_its_successor_does(between: Path) -> None:
-    """Else a writer that stops between the two has made it a checkpoint again."""
+    """Otherwise a writer that stops between the two removals would make the replaced folder a checkpoint again."""
     os.rename(between / "step-000001", between / "step-000002")
     with sw.Checkpointer(between, model_of(3.0), keep_last=1) as checkpoints:
         with mock.patch.object(checkpoints._writer, "begin") as begin:

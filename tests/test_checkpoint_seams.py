@@ -1,5 +1,6 @@
-"""Laws of a checkpoint's edges, on one rank: what safetensors and the command line read is what was saved, names are the
-bare model's, and folders of the first release stay readable."""
+"""Laws of a checkpoint's interfaces, on one rank: safetensors and the command line read what was saved, names are those
+of the bare model, and folders of the first release stay readable.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Tied(nn.Module):
 
 
 def read_by_hand(path: str | os.PathLike[str]) -> tuple[dict[str, bytes], dict]:
-    """A reader of safetensors in a few lines: name -> bytes, and the header."""
+    """Read a safetensors file in a few lines. Return name -> bytes, and the header."""
     data = Path(path).read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -305,7 +306,7 @@ def test_the_command_line_says_in_words_what_json_says(tmp_path: Path, capsys: p
 
 
 def golden_training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Values by arithmetic alone, so that no torch release changes them."""
+    """Fill tensors by arithmetic only, so that no torch release changes the values."""
     model = Tied()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.125)
     with torch.no_grad():
@@ -373,7 +374,7 @@ def test_names_that_would_meet_and_keys_of_any_kind_come_back_as_they_were(tmp_p
 
 
 class CountingFolder:
-    """A CheckpointFolder that notes which blocks are read."""
+    """A CheckpointFolder that records which blocks are read."""
 
     def __init__(self, folder: sw.checkpoint.restore.reading.CheckpointFolder) -> None:
         self._folder, self.blocks, self.files, self.block_count = folder, [], folder.files, folder.block_count

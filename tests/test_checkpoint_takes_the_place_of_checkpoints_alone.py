@@ -1,5 +1,6 @@
-"""Law: a save replaces, and retention removes, nothing but a checkpoint that is alone in its folder and of a version known here; what
-holds anything else is named and stays as it was. Dead saves are cleared away, and no other; the last sound checkpoint stays."""
+"""Law: a save replaces, and retention removes, only a folder that holds nothing but a checkpoint of a known version.
+Any other folder is named and left unchanged. Only dead saves are cleared away, and the last sound checkpoint stays.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ every_writer = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 
 
 def tree_of(path: Path) -> dict[str, bytes | str]:
-    """Everything below, but for what writers leave beside the folders."""
+    """List everything below, except the files that writers leave beside the folders."""
     found: dict[str, bytes | str] = {}
     for each in sorted(path.rglob("*")):
         if each.name not in (".lock", ".board"):

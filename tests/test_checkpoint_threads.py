@@ -1,5 +1,6 @@
-"""Law: the threads of a save yield to the training: their writes are of the idle class, they write through memory that is kept, and a save
-that was given up leaves live memory alone."""
+"""Law: the threads of a save yield to training. Their writes have the idle I/O class, they reuse staging memory, and an
+abandoned save does not touch live memory again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
 
 
 class Training:
-    """24 MiB of parameters that every step overwrites, saved at 40 MB/s."""
+    """Train 24 MiB of parameters, which every step overwrites, during a save at 40 MB/s."""
 
     def __init__(self, folder: pathlib.Path, **options) -> None:
         torch.manual_seed(0)
@@ -32,7 +33,7 @@ class Training:
 
 
 def save_threads() -> dict[str, list[int]]:
-    """Name -> ids, of this process's threads that save."""
+    """Return name -> thread ids of this process's saving threads."""
     found: dict[str, list[int]] = {}
     for task in os.listdir("/proc/self/task"):
         try:

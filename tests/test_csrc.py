@@ -1,11 +1,11 @@
-"""Runs the C tests: each tests/csrc/test_*.c, linked with the engine's sources that need no Python, and with the
-other files of that folder, which the tests share (one of them fails allocations in turn: hence --wrap).
+"""Build and run the C tests: each tests/csrc/test_*.c with the engine sources that need no Python and the folder's
+shared files. One shared file makes allocations fail in turn, hence --wrap.
 
-Modes: the quick form has plain (what is shipped: the very objects of `make build`, where they are up to date). `make asan-quick`, of
-which CI's check consists too, adds asan (address and undefined behaviour, without optimisation, which halves the time of a build),
-by naming it in SW_TEST_MODES; the long form (SW_TEST_LONG=1) optimises asan and adds tsan and clang. Other objects are compiled once a mode, under
-build/csrc-tests, and again only if they or a header changed. The engine's objects are one archive, of which a program links what
-it needs. A C test passes if it exits with 0.
+The quick form runs mode plain, which links the shipped objects of `make build` if they are up to date. `make
+asan-quick`, a part of CI's check, adds asan (address and undefined behaviour, unoptimised to halve the build time)
+through SW_TEST_MODES. The long form (SW_TEST_LONG=1) optimises asan and adds tsan and clang. Objects are compiled once
+per mode under build/csrc-tests, and again if they or a header change. The engine's objects form an archive, from which
+a program links what it needs. A C test passes if it exits with 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Mode:
 
     @property
     def folder(self) -> Path:
-        """Return the place of its objects; those of the two forms differ."""
+        """Return the folder of the mode's objects. The quick and the long form differ."""
         return ROOT / "build" / "csrc-tests" / f"{self.name}{'' if '-O0' not in self.flags else '-quick'}"
 
 
@@ -61,7 +61,7 @@ MODES = [
 
 
 def shipped_flags() -> list[str]:
-    """The flags of setup.py: one truth for what is shipped and what is tested."""
+    """Return the flags of setup.py, so that the tested code is built like the shipped code."""
     spec = importlib.util.spec_from_file_location("shardwright_setup", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -74,7 +74,7 @@ def engine_sources() -> list[Path]:
 
 
 def shipped_object(compiler: str, source: Path) -> Path | None:
-    """What setup.py has made of an engine source with this compiler and without sanitizers; None if it is out of date."""
+    """Return setup.py's object of an engine source for this compiler without sanitizers; None if it is out of date."""
     newest = max(source.stat().st_mtime, newest_header(tests=False))
     for flags in sorted(ROOT.glob("build/temp.*/flags.txt")):
         made = (flags.parent / source.relative_to(ROOT)).with_suffix(".o")
@@ -107,7 +107,7 @@ def compile_object(mode: Mode, source: Path, folder: Path, command: list[str]) -
 
 
 class Builder:
-    """Objects of one mode, compiled at the first use; a lock keeps two test runs from writing one file."""
+    """Compile the objects of one mode at the first use. A lock keeps two test runs from writing the same file."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
@@ -124,7 +124,7 @@ class Builder:
         self.objects: list[Path] | None = None
 
     def program(self, test: Path, with_it: Sequence[str] = ()) -> Path:
-        """The test as a program; `with_it` are more files and options of its link."""
+        """Build a test program. `with_it` are additional files and linker options."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Law: a program of DeepSpeed's has the losses, norms and learning rates of DeepSpeed itself at stages 1 to 3."""
+"""Law: a DeepSpeed program has the losses, norms and learning rates of DeepSpeed itself at stages 1 to 3."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ if os.environ.get("SW_TEST_LONG") != "1" or importlib.util.find_spec("deepspeed"
 
 
 def run(package):
-    """Return what rank 0 of three finds; JSON keys are the stages."""
+    """Return the JSON that rank 0 of three prints; its keys are the stages."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])

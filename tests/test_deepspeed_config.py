@@ -1,5 +1,6 @@
-"""Laws of DeepSpeed's JSON: each key is in one table, which the document prints; files with the keys of other people's
-programs become the options that they ask for; all else is an error that names the key."""
+"""Laws of DeepSpeed's JSON: each key is in one table, which the document prints. Files of published programs become the
+options that they request. Anything else is an error that names the key.
+"""
 
 import importlib.util
 import json

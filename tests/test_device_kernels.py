@@ -211,7 +211,7 @@ def test_images_are_compiled_ahead_of_time(
         with pytest.raises(SystemExit) as usage:
             main(["kernels", *wrong])
         assert usage.value.code == 2
-    assert "no GPU was found" in capsys.readouterr().err
+    assert "no GPU found" in capsys.readouterr().err
 
 
 def text_program(builder: Builder) -> Path:

@@ -1,5 +1,6 @@
-"""Laws of the GPU path's Python that need no GPU: where the compiler of kernels is looked for, what a module on several devices
-is told, which device_ids are taken, and that the benchmark on GPUs says why it was skipped."""
+"""Laws of the GPU path's Python that need no GPU: where the kernel compiler is searched, the error for a module on
+several devices, the accepted device_ids, and the reason that the GPU benchmark prints when it is skipped.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_the_compiler_is_that_of_torchs_cuda(tmp_path: Path) -> None:
 
 
 def test_a_real_nccl_gives_identifiers_and_stays() -> None:
-    """Also where nobody else holds it: each identifier has a thread in it."""
+    """The library stays loaded even if no other code holds it: each identifier has a thread inside it."""
     libraries = cuda_files.nccl_libraries()
     if not libraries:
         pytest.skip("no libnccl on this machine: torch's CUDA wheels bring one")
@@ -86,7 +87,9 @@ def test_a_module_on_several_devices_is_an_error_that_names_two_of_its_tensors()
 
 
 def test_a_row_of_ranks_may_be_linked_while_the_group_of_all_is_looked_after() -> None:
-    """By the program's thread, while another goes over the rows that there are: with an error there, all communicators would end."""
+    """The program's thread changes the table while another thread iterates over it. An exception there would end all
+    communicators.
+    """
     main, first, second = (DeviceLink.__new__(DeviceLink) for _ in range(3))
     for link in (main, first, second):
         link._main, link._rows, link._lender = (None if link is main else main), (), None

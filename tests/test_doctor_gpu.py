@@ -1,6 +1,6 @@
-"""Laws of the doctor on GPUs. Each finding has a value, a verdict and, unless it is ok, one line with the fix. A
-machine without a GPU, or with hidden GPUs, is no error. Findings come from the given folders, whatever bytes these
-have.
+"""Laws of the GPU part of the doctor. Each finding has a value, a verdict and, unless it is ok, a fix in one line. A
+host without GPUs, or with hidden ones, is not an error. Findings come from the given folders, whatever bytes these
+contain.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_numbers_are_read_as_nccl_reads_them() -> None:
 
 
 def test_lines_that_nccl_misreads_are_named(tmp_path: Path) -> None:
-    """Lines in which NCCL takes all text before '=' for the name and all behind it for the value."""
+    """Lines of a file in which NCCL takes all text before '=' as the name and all text after it as the value."""
     lines = {
         "NCCL_PROTO = Simple": "bad",
         " NCCL_NTHREADS=64": "bad",
@@ -221,7 +221,7 @@ def test_topology_comes_from_sys(tmp_path: Path) -> None:
     assert found["PCI 0000:10:00.0"].value == "NUMA node 1, PCIe x8 of x16"
     assert found["PCI 0000:10:00.0"].verdict == "slow" and found["InfiniBand mlx5_0:1"].verdict == "slow"
     assert "PCI 0000:00:00.0" not in found
-    assert found["GPU links"] == Finding("GPU links", "one GPU: none needed")
+    assert found["GPU links"] == Finding("GPU links", "not needed: one GPU")
 
 
 def matrix(cells: list[list[str]]) -> str:
@@ -286,7 +286,7 @@ def test_nccl_is_named_with_its_version_and_two_are_bad(tmp_path: Path) -> None:
     assert found.verdict == "bad" and f"{made} (2.30.7)" in found.value and "/b/libnccl.so.2.21" in found.value
     maps(tmp_path, f"{made} (deleted)")
     found = look(tmp_path)["NCCL"]
-    assert found.verdict == "note" and f"{made} (2.30.7), replaced since" in found.value
+    assert found.verdict == "note" and f"{made} (2.30.7), replaced on disk since" in found.value
     old = library(tmp_path / "old", "libnccl.so.2", NCCL_C % 21305)
     also = ctypes.CDLL(str(old))
     maps(tmp_path, str(old))
@@ -303,12 +303,14 @@ def test_the_compiler_and_the_driver_are_named_with_their_versions(tmp_path: Pat
     assert look(tmp_path, nvrtc=nvrtc, libcuda=newer)["NVRTC"].verdict == "ok"
     older = str(library(tmp_path / "12", "libcuda.so.1", driver % 12080))
     found = look(tmp_path, nvrtc=nvrtc, libcuda=older)
-    assert found["NVRTC"].verdict == "note" and "none needed here" in found["NVRTC"].fix  # the driver shows no GPU
+    assert found["NVRTC"].verdict == "note" and "not needed here" in found["NVRTC"].fix  # the driver shows no GPU
     gpus = " int cuInit(unsigned flags) { return flags; } int cuDeviceGetCount(int *count) { *count = %d; return 0; }"
     for count, verdict in ((0, "note"), (2, "bad")):
         told = str(library(tmp_path / f"of {count}", "libcuda.so.1", driver % 12080 + gpus % count))
         nvrtc_of = look(tmp_path, nvrtc=nvrtc, libcuda=told)["NVRTC"]
-        assert nvrtc_of.verdict == verdict and "install a driver for CUDA 13, or a torch for CUDA 12" in nvrtc_of.fix
+        assert (
+            nvrtc_of.verdict == verdict and "install a driver for CUDA 13, or a torch built for CUDA 12" in nvrtc_of.fix
+        )
     assert found["CUDA driver"].value.startswith("CUDA 12.8: ")
     module = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
     plant(tmp_path / "proc/driver/nvidia", {"version": module})
@@ -320,7 +322,7 @@ def test_gpus_are_hidden_only_where_there_is_a_driver(tmp_path: Path) -> None:
     driver = str(library(tmp_path, "libcuda.so.1", text))
     for visible in ("", "-1"):
         hidden = {"CUDA_VISIBLE_DEVICES": visible}
-        assert look(tmp_path, hidden)["CUDA driver"].fix == "none needed on a machine without GPUs"
+        assert look(tmp_path, hidden)["CUDA driver"].fix == "not needed on a host without GPUs"
         assert "unset CUDA_VISIBLE_DEVICES" in look(tmp_path, hidden, libcuda=driver)["CUDA driver"].fix
 
 

@@ -1,4 +1,6 @@
-"""Law of sw.elastic: at any world size, and through changes of it, each sample is trained once an epoch, in the same global batches."""
+"""Law of sw.elastic: at any world size, and across changes of it, each sample is trained once an epoch, in the same
+global batches.
+"""
 
 import contextlib
 import tracemalloc
@@ -20,7 +22,7 @@ def micro_batches(size, global_batch, micro_batch, world_size, state=None, **opt
 
 
 def train(ranks, steps):
-    """Return the samples of each step; the samplers' state moves on."""
+    """Return the samples of each step, and advance the samplers."""
     done = []
     while len(done) < steps:
         rows = zip(*(iter(sampler) for sampler in ranks))  # as many micro-batches on all ranks

@@ -1,12 +1,13 @@
-"""Law of the GPU path's order: each wait is needed. Every wait of a stream, for an event or a peer's number, and of the host, and every
-place where one stream follows another (but those inside csrc/device, which are the calls themselves), is deleted in turn, and the simulated training must then fail, or the wait
-stands in REDUNDANT with its reason. `make mutate-events` runs this; the quick form of the tests leaves it out.
+"""Law of the GPU path's order: each wait is needed. Each wait of a stream (for an event or a peer's number) and of the
+host, and each place where one stream follows another, is deleted in turn, except inside csrc/device, which implements
+the calls. The simulated training must then fail, or REDUNDANT lists the wait with a reason. `make mutate-events` runs
+this; the quick form of the tests leaves it out.
 
-Each event, too, is recorded too early, before the last operation of its stream, and then on a stream that has none (the simulation does
-that: sim.h): a training must fail, or the record stands in UNSEEN with its reason.
+Each event is also recorded too early: before the last operation of its stream, and on a stream without operations
+(sim.h does that). A training must fail, or UNSEEN lists the record with a reason.
 
-Waits of the host that poll by themselves (sw_device_comm_await, sw_slot_drain, is_closed_elsewhere) are no single call that could go: they are in POLLS, and
-their loop's condition is what is replaced.
+Host waits that poll (sw_slot_drain, is_closed_elsewhere, sw_device_comm_await) are not single calls that can be
+deleted. POLLS lists them, and the condition of their loop is replaced.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class Mutation:
         return f"{self.file.name}:{line}{self.wrong and '-'}{self.wrong}"
 
     def mutated(self) -> str:
-        """The file without the wait; a function whose value it was says that all is well. Or with the record elsewhere."""
+        """Return the source without the wait, with success in place of its return value; or with the event recorded
+        elsewhere.
+        """
         text = self.file.read_text()
         if self.wrong:
             stream = f"(sw_stream *)(void *)((char *)({text[self.start : self.end]}) + {WRONG[self.wrong]})"
@@ -93,7 +96,7 @@ def mutations() -> list[Mutation]:
 
 
 def records() -> list[Mutation]:
-    """Each in each way that is wrong."""
+    """Run each mutation of each place."""
     files = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in OTHERS]
     return [
         Mutation(path, match.start("stream"), match.end("stream"), " ".join(match[0].split()), wrong)
@@ -123,7 +126,7 @@ def test_every_wait_of_the_engine_is_seen_by_the_pattern() -> None:
 
 
 def test_streams_are_ordered_by_the_engine_alone() -> None:
-    """A mutation of Python would be a scene of its own."""
+    """A mutation in Python would need a scene of its own."""
     assert not [path.name for path in PYTHON.rglob("*.py") if FOLLOW.search(path.read_text())]
 
 
@@ -137,7 +140,7 @@ def polls() -> list[Mutation]:
 
 
 def succeeds(source: Path, file: Path, changed: Path, folder: Path) -> bool:
-    """The program of `source` on the fakes, with `changed` instead of the engine's `file`."""
+    """Build the program of `source` on the fakes, with the file `changed` in place of the engine's `file`."""
     builder = BUILDERS["plain"]
     fakes = libraries(builder.mode)
     shared = [str(builder.compile(path)) for path in SHARED]

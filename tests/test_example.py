@@ -1,6 +1,6 @@
 """Laws of the main example. It runs unchanged under torchrun, as one process and under accelerate, and the loss falls.
-A resumed or killed run continues with the losses of the uninterrupted one, at every stage. The last line is the one
-that README quotes. The number of threads fits the machine's free cores.
+A resumed or killed run continues with the losses of an uninterrupted one, at every stage. Its last line is the one that
+the README quotes. Its number of threads fits the machine's free cores.
 
 Programs start slowly: tests that are not about a launcher run in ranks forked from one process with all imports done.
 """
@@ -241,7 +241,7 @@ def test_the_compression_study_in_its_short_form(tmp_path, forked):
 
 @pytest.fixture
 def gpt_threads(monkeypatch):
-    """Return the example's module; restore this process's number of threads afterwards."""
+    """Return the example's module. Restore this process's number of threads afterwards."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from gpt import threads
 
@@ -264,7 +264,7 @@ def test_nothing_is_timed_if_the_user_has_chosen_or_cores_are_few(gpt_threads, m
 
 
 def test_threads_are_as_many_as_there_are_free_cores(gpt_threads, monkeypatch):
-    """The number is chosen at once, after a slow step, and some time after a fall to one."""
+    """The number of threads is chosen at once, after a slow step, and a while after it fell to one."""
     costs = {1: 1.0, 2: 0.6}
     asked = []
     monkeypatch.setattr(gpt_threads, "seconds_with", lambda n, enough_s: asked.append(n) or costs[n])

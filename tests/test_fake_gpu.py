@@ -1,5 +1,5 @@
-"""Laws of the GPU path, on simulated GPUs: each tests/fake/test_*.c (but the kernels' text, which needs no driver), linked
-with the engine and run on the fake libcuda.so.1 and libnccl.so.2, which are built here and by nothing else, once.
+"""Laws of the GPU path on simulated GPUs: each tests/fake/test_*.c (but the kernels' text, which needs no driver) is
+linked with the engine and runs on the fake libcuda.so.1 and libnccl.so.2. Only this file builds the fakes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror")
 
 
 def build_library(made: Path, command: Sequence[str], inputs: Iterable[Path]) -> Path:
-    """`command` makes it, if there is none or an input is newer. Of several test processes, one does."""
+    """Run `command` to make the file if it is missing or older than an input. Of several test processes one runs it."""
     made.parent.mkdir(parents=True, exist_ok=True)
     with open(made.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -44,7 +44,7 @@ def build_library(made: Path, command: Sequence[str], inputs: Iterable[Path]) ->
 
 
 def libraries(mode: Mode) -> dict[str, Path]:
-    """The fakes, built for that mode; the second one finds the first beside it."""
+    """Build the fakes for a mode. The second library finds the first in its own folder."""
     folder = ROOT / "build" / "fake" / mode.name
     made: dict[str, Path] = {}
     for name, sources in LIBRARIES.items():
@@ -57,7 +57,7 @@ def libraries(mode: Mode) -> dict[str, Path]:
 
 
 def reference_kernels(mode: Mode) -> Path:
-    """The engine's host kernels as a library, from the objects of `make build`."""
+    """Build a library of the engine's host kernels, from the objects of `make build`."""
     layers = ("base", "platform", "tensor", "device", "kernels")
     objects = [made for source, made in built_objects().items() if source.relative_to(CSRC).parts[0] in layers]
     assert objects, "run `make build`"
@@ -68,7 +68,7 @@ def reference_kernels(mode: Mode) -> Path:
 
 
 def kernel_text() -> Path:
-    """Build the device kernels' own text as a library, for simulations that run it; see tests/fake/cuda_text.hpp."""
+    """Build a library of the device kernels' text, for simulations that run it; see tests/fake/cuda_text.hpp."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler {compiler!r} on this machine")

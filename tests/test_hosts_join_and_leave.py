@@ -1,5 +1,6 @@
-"""Law: under `torchrun --nnodes 1:3` hosts join and leave a training; every step has its samples once, whatever ranks there are, and
-the parameters at the end are those of one rank alone, up to rounding. Agents are on one machine."""
+"""Law: under `torchrun --nnodes 1:3` hosts join and leave a running job. Each step trains its samples once at any world
+size, and the final parameters are those of one rank, up to rounding. All agents run on one machine.
+"""
 
 import contextlib
 import json
@@ -66,7 +67,7 @@ def free_port():
 
 
 def rows(folder):
-    """Return what ranks have written, in the order of their starts."""
+    """Return what ranks wrote, in the order of their starts."""
     found = []
     for path in sorted(Path(folder).glob("*-*")):
         if path.is_file():
@@ -81,7 +82,7 @@ def said(folder):
 
 
 def wait_for_step_of(folder, world_size, limit_s=400.0):
-    """Wait until ranks of this world size have trained two steps more."""
+    """Wait until ranks of this world size have trained two more steps."""
     deadline = time.monotonic() + limit_s
     had = sum(row[2] == world_size for row in rows(folder))
     while sum(row[2] == world_size for row in rows(folder)) < had + 2 * world_size:
@@ -91,7 +92,7 @@ def wait_for_step_of(folder, world_size, limit_s=400.0):
 
 @contextlib.contextmanager
 def agents():
-    """Yield a function that starts an agent of one rank, in a session of its own."""
+    """Yield a function that starts an agent of one rank in its own session."""
     started = []
 
     def start(program, folder, port, number):
@@ -139,7 +140,7 @@ def children_of(pid):
 
 
 def end(agent):
-    """Kill an agent and its rank, each by its own number: a host that is lost."""
+    """Kill an agent and its rank by pid, as if the host were lost."""
     ranks = children_of(agent.pid)
     agent.kill()
     agent.wait()

@@ -1,5 +1,6 @@
-"""Law: the examples of other people's tools print the numbers that examples/README.md quotes, at each stage and with torch's
-DistributedDataParallel."""
+"""Law: the examples for other libraries print the numbers that examples/README.md quotes, at each stage and with
+torch's DistributedDataParallel.
+"""
 
 import importlib.util
 import os

@@ -1,5 +1,6 @@
-"""Laws of options outside a program: a word, a list, a file and a variable stand for the same arguments; all else is an
-error; `shardwright run` runs a program with our Accelerator."""
+"""Laws of options outside a program: a word, a list, a file and a variable mean the same arguments; anything else is an
+error; `shardwright run` runs a program with our Accelerator.
+"""
 
 import json
 import os
@@ -60,9 +61,9 @@ def test_run_takes_a_module_with_options_of_the_environment(tmp_path, monkeypatc
         assert main(["run", *words]) == 0
         assert given.pop() == expected
     for words in ([], ["-m"], ["zero2"], ["zero2", "-m"]):
-        assert main(["run", *words]) == 2 and "needs a program" in capsys.readouterr().out
+        assert main(["run", *words]) == 2 and "no program given" in capsys.readouterr().out
     monkeypatch.delenv("SHARDWRIGHT_OPTIONS")
-    assert main(["run", *module]) == 2 and "needs options before -m, as" in capsys.readouterr().out
+    assert main(["run", *module]) == 2 and "no options given: pass them before -m, as" in capsys.readouterr().out
     assert not given
 
 
@@ -98,7 +99,7 @@ def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkey
     assert capsys.readouterr().out == f"{Accelerator.__module__} 1 ['more']\n"
     assert main(["run", "zero3"]) == 2
     monkeypatch.delenv("SHARDWRIGHT_OPTIONS")
-    assert main(["run", str(program)]) == 2 and "needs options before" in capsys.readouterr().out
+    assert main(["run", str(program)]) == 2 and "no options given: pass them before" in capsys.readouterr().out
 
 
 TRANSFORMERS = """

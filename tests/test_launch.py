@@ -1,5 +1,6 @@
-"""Laws of launching: the variables of each launcher are read with their meaning; missing or contradictory variables are
-named in an error, and never make one rank in silence."""
+"""Laws of launching: the variables of each launcher are read with their meaning. Missing or contradictory variables are
+an error that names them; they never start a single rank silently.
+"""
 
 import ast
 import inspect

@@ -39,7 +39,7 @@ COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|/\*.*?\*/|//[^\n]*', re.DOTALL)
 
 
 def read_table(csrc: Path) -> dict[str, set[str]]:
-    """Folder -> folders it may include, itself and all that those may include among them."""
+    """Return folder -> folders that it may include: itself and those that the table allows it, transitively."""
     rows = [ROW.match(line) for line in (csrc / "README.md").read_text().splitlines()]
     direct = {row[1]: set(re.findall(r"[a-z_]+", row[2])) for row in rows if row and row[1] != "folder"}
 
@@ -54,7 +54,7 @@ def c_files(csrc: Path) -> list[Path]:
 
 
 def included_folder(csrc: Path, file: Path, target: str) -> str | None:
-    """The layer that an include leads to; None if it is no file of the tree."""
+    """Return the layer of an included file; None if the file is not in the tree."""
     for base in (file.parent, csrc):
         found = (base / target).resolve()
         if found.exists() and csrc.resolve() in found.parents:
@@ -63,7 +63,7 @@ def included_folder(csrc: Path, file: Path, target: str) -> str | None:
 
 
 def wrong_includes(csrc: Path) -> list[str]:
-    """One sentence for each include that the table does not allow."""
+    """Return one sentence for each include that the table does not allow."""
     table, wrong = read_table(csrc), []
     for file in c_files(csrc):
         layer, name = file.relative_to(csrc).parts[0], file.relative_to(csrc)
@@ -80,7 +80,7 @@ def wrong_includes(csrc: Path) -> list[str]:
 
 
 def code_of(file: Path) -> str:
-    """The text without comments and string literals, lines kept."""
+    """Return the text without comments and string literals, with its line breaks."""
     return COMMENT_OR_STRING.sub(lambda match: '""' + "\n" * match[0].count("\n"), file.read_text())
 
 
@@ -110,7 +110,7 @@ def symbols_of(paths: Iterable[Path], *options: str) -> dict[Path, set[str]]:
 
 
 def circles_of(below: dict[str, set[str]]) -> list[list[str]]:
-    """Lists of names each of which reaches all others of its list."""
+    """Return the strongly connected lists of names."""
     reached: dict[str, set[str]] = {}
     while below != reached:
         reached = below
@@ -120,7 +120,7 @@ def circles_of(below: dict[str, set[str]]) -> list[list[str]]:
 
 
 def file_circles(objects: dict[Path, Path], root: Path) -> list[list[str]]:
-    """Circles between source files: each calls, or names an object of, the next, by the symbols of their objects."""
+    """Return circles of source files by the symbols of their objects: each file calls, or names an object of, the next."""
     names = {source: str(source.relative_to(root).with_suffix("")) for source in objects}
     defined, needed = symbols_of(objects.values(), "-g", "--defined-only"), symbols_of(objects.values(), "-u")
     owner = {symbol: names[source] for source, made in objects.items() for symbol in defined[made]}
@@ -133,7 +133,7 @@ def file_circles(objects: dict[Path, Path], root: Path) -> list[list[str]]:
 
 
 def header_circles(csrc: Path) -> list[list[str]]:
-    """Circles between headers: each includes the next."""
+    """Return circles of headers: each includes the next."""
     below = {}
     for file in csrc.rglob("*.h"):
         targets = INCLUDE.findall(COMMENT.sub(r"\1", file.read_text()))
@@ -145,13 +145,13 @@ def header_circles(csrc: Path) -> list[list[str]]:
 
 
 def plain_name(symbol: str) -> str:
-    """__printf_chk is printf."""
+    """Return the plain name: __printf_chk is printf."""
     fortified = re.fullmatch(r"__(\w+)_chk", symbol)
     return fortified[1] if fortified else symbol
 
 
 def built_objects() -> dict[Path, Path]:
-    """Source -> newest object that setup.py made of it."""
+    """Return source -> the newest object that setup.py made of it."""
     found: dict[Path, Path] = {}
     for source in CSRC.rglob("*.c"):
         relative = source.relative_to(ROOT).with_suffix(".o")
@@ -303,7 +303,7 @@ EVERYWHERE, FREE = {"", "__main__"}, {"_engine", "_version"}
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Dotted name below the package -> file; the package itself is the empty name."""
+    """Return dotted name below the package -> file. The package itself has the empty name."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -312,7 +312,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imports(package: Path) -> Iterator[tuple[str, str]]:
-    """(module, module that it imports), wherever in the file the statement stands."""
+    """Return pairs (module, imported module), wherever in the file the import stands."""
     known = modules(package)
     for name, path in known.items():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -334,7 +334,7 @@ def imports(package: Path) -> Iterator[tuple[str, str]]:
 
 
 def wrong_imports(package: Path) -> list[str]:
-    """One sentence for each import that points down the table of docs/design/python.md."""
+    """Return one sentence for each import that the table of docs/design/python.md does not allow."""
     order = [each for each in FOLDER.findall((ROOT / "docs/design/python.md").read_text()) if each != "folder"]
 
     def place(module: str) -> int:
@@ -351,7 +351,7 @@ def wrong_imports(package: Path) -> list[str]:
 
 
 def circles(package: Path) -> list[list[str]]:
-    """Lists of modules that import one another."""
+    """Return circles: lists of modules that import one another."""
     below: dict[str, set[str]] = {name: set() for name in modules(package)}
     for name, target in imports(package):
         if name not in EVERYWHERE and name != target:

@@ -683,7 +683,7 @@ def test_norm_errors_name_the_tensor() -> None:
 
 
 def test_state_that_could_not_be_allocated_is_allocated_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let memory, or the disk of offload=, end between the two moments of a parameter."""
+    """Make memory, or the disk of offload=, run out between the two moments of a parameter."""
     found = []
     for fails in (False, True):
         torch.manual_seed(0)
@@ -712,7 +712,7 @@ def test_state_that_could_not_be_allocated_is_allocated_at_the_next_step(monkeyp
 
 
 def test_clipping_takes_one_parameter_as_torch_does() -> None:
-    """Clip the parameter, not its rows: these have no gradients, so nothing would be clipped."""
+    """The parameter is clipped, not its rows. Rows have no gradients, so clipping them would clip nothing."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
     assert sw.clip_grad_norm_(parameter, 1.0) == 5.0

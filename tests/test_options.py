@@ -1,4 +1,4 @@
-"""Laws of options: each is validated before anything is made, and none is taken where it has no effect."""
+"""Laws of options: each is validated before anything is created, and an option without effect is refused."""
 
 import gc
 import weakref
@@ -52,7 +52,7 @@ def refused():
 
 
 def test_a_refusal_keeps_no_module_alive():
-    """An exception's traceback holds its frames. A frame that held the exception would last until a collection."""
+    """A traceback holds its frames. A frame that held the exception would form a circle, and live until a collection."""
     refused()  # what torch imports at first use holds frames, too
     gc.collect()
     gc.disable()

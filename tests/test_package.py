@@ -1,5 +1,6 @@
-"""Laws of the package: importing it is cheap and starts nothing; the doctor says what was found and by its exit code
-whether all is well; no tensor that it makes lies where the program's default device says, or has its default dtype."""
+"""Laws of the package: importing it is cheap and starts nothing. The doctor reports what it found, and its exit code
+tells if all is well. No tensor that the package creates takes the program's default device or default dtype.
+"""
 
 import ast
 import json
@@ -28,7 +29,8 @@ def run(code, **environment):
 
 
 def test_importing_costs_little_above_torch_and_starts_no_thread():
-    """Bytecode is written as pip does it: the first process may compile, which costs more than the rest together.
+    """Importing costs little processor time. A first process compiles bytecode, as pip does; compiling costs more than
+    the rest.
 
     The modules of sw.wrap are loaded at its first use.
     """
@@ -50,7 +52,7 @@ print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
 
 
 def test_help_costs_little():
-    """Processor time of a whole process, the interpreter's start included; bytecode as above."""
+    """Return the processor time of a whole process, interpreter start included, with bytecode as above."""
     command = [sys.executable, "-m", "shardwright", "--help"]
 
     def processor_s():
@@ -78,7 +80,9 @@ print("torch" in sys.modules)
 
 
 def test_training_on_the_cpu_asks_for_no_driver():
-    """Asking costs time where there is one, is a warning where it is old, and a forked child can use no GPU afterwards."""
+    """The package asks torch for no GPU: asking takes time with a GPU, warns with an old one, and makes GPUs unusable
+    in a forked child.
+    """
     code = """
 import sys, tempfile
 import torch
@@ -141,7 +145,7 @@ for call in (empty.stats, empty.count_step, lambda: empty.gradient(0, []), lambd
 
 
 def of_defaults(text):
-    """Calls that make a tensor without naming both its device and its dtype."""
+    """Return calls that create a tensor without naming both its device and its dtype."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     makers = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}]
     return [
@@ -225,7 +229,7 @@ ADDRESSES = {
 
 
 def test_no_address_is_taken_of_a_tensor_that_may_have_no_memory():
-    """A wrapper subclass, a fake or a freed tensor has the address 0: reading there ends the process."""
+    """A wrapper subclass, a fake or a freed tensor has the address 0. Reading there would end the process."""
     found = {
         str(file.relative_to(PACKAGE).with_suffix(""))
         for file in PACKAGE.rglob("*.py")

@@ -1,5 +1,6 @@
-"""Law of the handlers of `save_on`: closed in any order, or collected, they leave the signals as they were; while one is open, nothing
-else ends the program."""
+"""Law of the handlers of `save_on`: closed in any order, or collected, they leave the program's signal handling as it
+was. While one is open, the signal ends nothing.
+"""
 
 import gc
 import signal
@@ -12,7 +13,7 @@ from shardwright.comm.signals import SaveSignals
 
 @pytest.fixture(params=["the default", "a handler"])
 def heard(request):
-    """Put the program's own handling of SIGUSR1 in place; return what its handler hears."""
+    """Install the program's own handler of SIGUSR1. Return the list of signals that it receives."""
     heard = []
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     if request.param == "a handler":

@@ -1,4 +1,6 @@
-"""torch's own tests with our class in its place: the table of differences, and, in the long form, the run itself."""
+"""Law of torch's own tests with our class in place of torch's: the table of differences is well-formed; the long form
+runs the tests.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ SUITES = ROOT / "tests" / "torch_suites"
 
 
 def differences() -> dict[str, str]:
-    """Return the table, as the runner reads it."""
+    """Return the table as the runner reads it."""
     text = (SUITES / "ddp_differences.txt").read_text()
     found = re.findall(r"^(test_\w+): (.+(?:\n[ \t]+.+)*)", text, re.MULTILINE)
     assert len(found) == sum(line.startswith("test_") for line in text.splitlines())

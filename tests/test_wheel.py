@@ -1,9 +1,10 @@
-"""The wheel: built once from a copy of the tree, then looked at and imported everywhere. The long form's tree is clean; the
-quick form's has the objects of `make build`, of which setup.py takes those that are up to date.
+"""Laws of the wheel, which is built once from a copy of the tree, inspected, and imported everywhere. The long form
+builds from a clean tree. The quick form's tree has the objects of `make build`, of which setup.py reuses those that are
+up to date.
 
-One file serves every CPython >= 3.10 and every glibc >= 2.28, so its tag, the libraries it names, the newest
-glibc symbol and an import on each Python of the machine are checked. The engine is imported by path, without
-the package, because only the package needs torch. Free-threaded builds cannot load abi3 and are left out.
+One file serves every CPython >= 3.10 and every glibc >= 2.28. So the tests check its tag, the libraries that it names,
+the newest glibc symbol and an import on each Python of the machine. They import the engine by path, without the
+package, because only the package needs torch. Free-threaded builds cannot load abi3 and are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ print("imported")
 
 
 def probe(python: str) -> tuple[tuple[int, int], str] | None:
-    """(version, include folder or "") of an interpreter that can load the wheel; None for the others."""
+    """Return (version, include folder or "") of an interpreter that can load the wheel; None for other interpreters."""
     done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     if done.returncode != 0:
         return None
@@ -55,7 +56,7 @@ def probe(python: str) -> tuple[tuple[int, int], str] | None:
 
 
 def find_pythons() -> dict[str, tuple[tuple[int, int], str]]:
-    """Path -> (version, include folder) of each distinct CPython >= 3.10 found, the running one among them."""
+    """Return path -> (version, include folder) of each distinct CPython >= 3.10 found, the running one included."""
     names = ["python3", *(f"python3.{minor}" for minor in range(10, 20))]
     candidates = [sys.executable, "/usr/bin/python3", *filter(None, map(which, names))]
     candidates += sorted(glob.glob(str(Path.home() / ".pyenv/versions/*/bin/python")))
@@ -79,7 +80,7 @@ def output_of(*command: str, **options: object) -> str:
 
 
 def clean_copy(folder: Path) -> Path:
-    """What a wheel is made of, without objects or caches of earlier builds."""
+    """Copy the sources of a wheel, without objects or caches of earlier builds."""
     folder.mkdir(parents=True)
     for name in INPUTS:
         source = ROOT / name
@@ -91,7 +92,7 @@ def clean_copy(folder: Path) -> Path:
 
 
 def with_built_objects(tree: Path) -> dict[str, str]:
-    """Gives the copy the objects of `make build`; returns the settings that those were made with."""
+    """Copy the objects of `make build` into the tree. Return the settings with which they were built."""
     settings = {}
     for flags in (ROOT / "build").glob("temp.*/flags.txt"):
         text = flags.read_text()

@@ -1,9 +1,10 @@
-"""What torchrun does for one host, with ranks forked from a process that has imported torch: a restart takes a tenth of the time.
+"""A launcher like torchrun for one host, with ranks forked from a process that has imported torch. A restart takes a
+tenth of the time.
 
     python tests/warm_launcher.py WORLD_SIZE MAX_RESTARTS program.py its arguments
 
-Like torchrun's agent it keeps one store over restarts, ends the ranks that are left when one fails, gives them 30 s, and sets the same
-variables. It ends the ranks with SIGTERM if it gets that itself.
+Like torchrun's agent it keeps one store over restarts, ends the remaining ranks when one fails, gives them 30 s, and
+sets the same variables. On SIGTERM it ends the ranks with SIGTERM.
 """
 
 import os
@@ -45,7 +46,7 @@ def run_rank(rank, world_size, attempt, port, words):
 
 
 def wait_for_one(pids):
-    """Return the ranks that have ended, with their codes."""
+    """Return the exit codes of the ranks that have ended."""
     found = {}
     for rank, pid in pids.items():
         ended, status = os.waitpid(pid, os.WNOHANG)

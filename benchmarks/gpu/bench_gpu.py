@@ -38,7 +38,7 @@ LIMIT_S = 8 * 60
 
 
 def reason_to_skip() -> str:
-    """Return the reason why nothing can be measured here; "" if something can."""
+    """Return the reason why nothing can be measured here, or ""."""
     try:
         _engine.cuda_devices()
     except (NotImplementedError, sw.Error) as error:
@@ -47,7 +47,7 @@ def reason_to_skip() -> str:
 
 
 def step_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
-    """Time forward, backward and a fused AdamW step, after a check that the losses of three steps agree."""
+    """Time a step of forward, backward and fused AdamW, after a check that the losses of three steps agree."""
     rows = []
     for name, case in sizes.cases.items():
         batch = tuple(where.memory(part) for part in case.batch(rank))
@@ -81,7 +81,7 @@ def step_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
 
 
 def _host_waits(module: Any) -> int:
-    """Return the count of the driver's table."""
+    """Return the number of times that the host waited for the GPU."""
     waits: int = module._engine().reducer.stats()["host_waits"]
     return waits
 
@@ -100,7 +100,7 @@ def _step(
 
 
 class Given(torch.nn.Module):
-    """A module whose gradients are its inputs: a backward of elementwise products, and the averaging behind it."""
+    """A module whose gradients are its inputs. A backward is an elementwise product and the averaging that follows."""
 
     def __init__(self, matrices: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def powersgd_arms(where: Gpu, rank: int, group: Any, matrices: Sequence[tuple[in
 
 
 def powersgd_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
-    """Time whole backwards, as a step sees them, and their time beyond the plain backward, which is the hooks' own."""
+    """Time whole backwards, and from them each hook's own time: the part beyond the plain backward."""
     arms = powersgd_arms(where, rank, nccl, sizes.matrices)
     taken = take_turns(where, arms, sizes.rounds, max(1, sizes.repeat // 2))
     plain = statistics.median(taken["plain"])
@@ -171,7 +171,7 @@ def powersgd_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
 
 
 def all_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Yield the rows section by section, so that rows before a failure are written."""
+    """Yield rows section by section, so that a failure keeps the rows before it."""
     begin = time.monotonic()
     yield from kernel_rows(where, sizes)
     yield from step_rows(where, rank, nccl, sizes)

@@ -1,11 +1,11 @@
-"""The host's milliseconds of a training step on a GPU that takes no time: 303 parameters of 64 elements in 34 units, two
-ranks.
+"""Benchmark of the host's time per training step on a GPU that takes no time: 303 parameters of 64 elements in 34
+units, two ranks.
 
-The driver and NCCL are libraries whose calls succeed and do nothing (idle/), and torch computes on the CPU what a GPU
-would, in all arms alike. So an arm's time less that of the bare module is what its engine costs a host, calls into a
-real driver apart. Values are not averaged, and mean nothing.
+Calls of the driver and NCCL succeed and do nothing (idle/), and in all arms torch computes on the CPU what a GPU would
+compute. So the time of an arm beyond the bare module's is its engine's cost on the host, without the time inside a real
+driver. Values are not averaged and mean nothing.
 
-FSDP2 shards each block as its own unit, over a process group of torch's that does nothing (its fake backend).
+FSDP2 shards each block as its own unit, over torch's fake process group, which does nothing.
 """
 
 import subprocess
@@ -46,7 +46,7 @@ def model() -> nn.Sequential:
 
 
 class IdleGpu(cuda.CudaRuntime):
-    """What the engine sees instead of torch.cuda."""
+    """A stand-in for torch.cuda that the engine sees."""
 
     def __init__(self, library: str) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class IdleGpu(cuda.CudaRuntime):
         return 0
 
     def stream_reader(self, ordinal: int) -> Callable[[], int]:
-        return int  # 0, without a frame of Python's
+        return int  # returns 0 without a Python frame
 
     def libraries(self) -> dict[str, str | None]:
         return {"libcuda": self._library, "libnccl": self._library, "nvrtc": self._library}
 
 
 def build(folder: str) -> str:
-    """Compile the idle libraries; return their path."""
+    """Compile the idle libraries; return their folder."""
     path = f"{folder}/idle.so"
     sources = sorted(str(each) for each in (Path(__file__).parent / "idle").glob("*.c"))
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", "-o", path, *sources], check=True)
@@ -86,7 +86,7 @@ def ddp(module: nn.Module, group: Any) -> nn.Module:
         return future
 
     wrapped = nn.parallel.DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
-    wrapped.register_comm_hook(None, mean)  # the fake backend's futures have no tensors
+    wrapped.register_comm_hook(None, mean)  # futures of the fake backend hold no tensors
     return wrapped
 
 
@@ -101,7 +101,7 @@ def fsdp2(module: nn.Sequential, group: Any) -> nn.Module:
 
 
 def arms(library: str) -> dict[str, Callable[[], Any]]:
-    """Return a step of each arm."""
+    """Return the training step of each arm."""
     found: dict[str, Callable[[], Any]] = {}
 
     def add(name: str, module: Callable[..., Any], optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,8 @@
-"""Kernels against a device-to-device copy that moves as many bytes, the card's own ceiling, and against torch's
-equivalents.
+"""Benchmark of kernels against a device-to-device copy of as many bytes, which is the card's ceiling, and against
+torch's kernels.
 
-An element of AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes of float32. A cast to
-16 bits moves 6 bytes an element, a record of 8-bit blocks 5 and its scale. A copy of n bytes moves 2 n. Each result is
+For each float32 element AdamW reads parameter, gradient and two moments and writes three of them: 28 bytes. A cast to
+16 bits moves 6 bytes per element, a record of 8-bit blocks 5 bytes and its scale, a copy of n bytes 2 n. Each result is
 compared with torch's before it is timed.
 """
 
@@ -22,7 +22,7 @@ _OF_COPY, _OF_COPY_ADAMW = 1 / 0.85, 1 / 0.9
 
 
 class _Copies:
-    """Copies that move a given number of bytes, in memory that they share."""
+    """Copies that move a given number of bytes, in shared buffers."""
 
     def __init__(self, where: Gpu, most_bytes: int) -> None:
         size = most_bytes // 8 + 1

@@ -1,8 +1,8 @@
-"""Checkpoints of GPUs: the time until save() returns, which copies state to the host, and steps during the rest of a
-save.
+"""Benchmark of checkpoints of GPU state: time until save() returns, which includes the copy to the host, and steps
+during a save.
 
-A first save, which allocates its staging memory, is left out. The peer of the first row is a link at the goal of 45
-GB/s; of the second, torch's own copy into pinned memory.
+The first save, which allocates staging memory, is left out. The peer of the first row is a link at the goal of 45 GB/s;
+the peer of the second is torch's own copy into pinned memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST_SLOWDOWN = 1.01
 
 
 def staging_rows(where: Gpu, sizes: Sizes, folder: Path) -> list[Row]:
-    """Time saves in `folder`, which all ranks share."""
+    """Time saves into `folder`, which all ranks share."""
     case = next(iter(sizes.cases.values()))
     module = where.put(torch.nn.ParameterDict({"state": torch.randn(sizes.staged_numel)}))
     trained = where.put(case.model())
@@ -85,7 +85,7 @@ def _steps_ms(where: Gpu, step: Any, count: int) -> float:
 
 
 def _verify(newest: Path, module: torch.nn.Module) -> None:
-    """Check the last save: `state` is never stepped on."""
+    """Check the last save. `state` is never stepped on, so it must be equal."""
     found = torch.nn.ParameterDict({"state": torch.zeros_like(module["state"], device="cpu")})
     found.add_module("trained", module.trained)
     sw.load(newest, found)

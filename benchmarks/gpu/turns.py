@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks on GPUs: rows of the result, the place of a rank's memory, timing of work."""
+"""Common parts of the GPU benchmarks: result rows, placement of a rank's memory, timing of work."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Arms = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the measurements.
+    """Sizes of the measurements.
 
-    The defaults are for a GPU; dry() is for a simulated one, where nothing is timed.
+    The defaults are for a GPU; dry() is for a simulated one, on which times mean nothing.
     """
 
     rounds: int = 15
@@ -45,7 +45,7 @@ class Sizes:
 
     @staticmethod
     def dry() -> Sizes:
-        """Return sizes that produce each row once with little work."""
+        """Return small sizes, with which each row is produced once."""
 
         def batch(rank: int) -> tuple[torch.Tensor, ...]:
             return (torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)),)
@@ -62,7 +62,7 @@ class Sizes:
 def row(
     case: str, ours: list[float], peer: list[float], peer_name: str, unit: str = "ms", goal: float | None = None
 ) -> Row:
-    """Return a row in which smaller is better."""
+    """Return a row whose figure is better if smaller."""
     left, right = statistics.median(ours), statistics.median(peer)
     ratio = left / right
     return {
@@ -81,12 +81,12 @@ def row(
 
 
 def count_row(case: str, count: int) -> Row:
-    """Return a row for the count of an event that must not happen."""
+    """Return a row that counts an event which must not happen."""
     return {**row(case, [count], [1], "none", "count", 0.0), "ratio": count, "ok": count == 0}
 
 
 def take_turns(where: Gpu, arms: Arms, rounds: int, repeat: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each arm, interleaved; ranks begin each sample together, and the slowest counts."""
+    """Return the milliseconds of each arm, interleaved. Ranks begin each sample together, and the slowest rank counts."""
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for work in arms.values():
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What the checkpoint tests save: models with every kind of tensor, and how states are compared bit for bit."""
+"""Subjects of the checkpoint tests: models with every kind of tensor, and bitwise comparison of states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class EveryKind(nn.Module):
-    """Dtypes, layouts, tied and empty tensors, buffers of each sort."""
+    """A model of several dtypes and layouts, with tied and empty tensors and every sort of buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class EveryKind(nn.Module):
 
 
 class Small(nn.Module):
-    """With dropout, so that the loss depends on the generators."""
+    """A model with dropout, whose loss therefore depends on the generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, width:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
-    """Every tensor of both, by a name."""
+    """Return every tensor of model and optimizer by name."""
     found = {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
     if optimizer is not None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -91,7 +91,7 @@ def assert_same_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Ten
 
 
 def digest_of(folder: str, prefixes: tuple[str, ...] = ("model", "optimizer")) -> dict[str, str]:
-    """File -> SHA-256 of its bytes."""
+    """Return file -> SHA-256 of its bytes."""
     return {
         name: hashlib.sha256(open(os.path.join(folder, name), "rb").read()).hexdigest()
         for name in sorted(os.listdir(folder))
@@ -108,7 +108,7 @@ def files_of(folder: str) -> list[str]:
 def train_steps(
     rank: int, model: Any, optimizer: Any, begin: int, end: int, after: Callable[[int], object] = lambda step: None
 ) -> list[float]:
-    """Train steps [begin, end), whose inputs and random numbers rank and step alone decide. Return the losses.
+    """Train steps [begin, end), whose inputs and random numbers depend on rank and step only. Return the losses.
 
     after(step) is called after each.
     """

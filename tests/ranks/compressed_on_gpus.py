@@ -15,7 +15,7 @@ from simulated_gpus import SimulatedGpus, stats, sw
 
 
 class Trained:
-    """The results of some steps: parameters, errors, bytes sent, GPU waits."""
+    """The results of some steps: parameters, errors, bytes sent, host waits."""
 
     def __init__(self, gpus: SimulatedGpus, rank: int, compress: Any, scene: Any, **options: Any) -> None:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def compare_stages(
     same_bytes: bool = True,
     by_bucket: bool = False,
 ) -> None:
-    """Compare each stage on GPUs with the CPU; at zero=1 also stage 0's bytes on the wire, at zero=3 stage 2's bits.
+    """Compare each stage on GPUs with the CPU; at zero=1 also stage 0's wire bytes, at zero=3 stage 2's bits.
 
     `by_bucket`: bits depend on the parameters of a bucket, which at zero=3 is a unit.
     """
@@ -76,7 +76,7 @@ def compare_stages(
 
 
 def some_stages(number: int, by_bucket: bool = False) -> tuple[int, ...]:
-    """Return the stages of scene `number`: all in the long form, else one that compare_stages() does not leave out."""
+    """Return the stages of scene `number`: all in the long form, else one that compare_stages() does not skip."""
     stages = (0, 2, 1) if by_bucket else (3, 1, 0, 2)
     return (0, 1, 2, 3) if LONG else (stages[number % len(stages)],)
 

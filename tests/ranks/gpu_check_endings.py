@@ -1,4 +1,4 @@
-"""Bodies that end badly, and their place. Interpreters that a test starts import this file alone, and not pytest."""
+"""Bodies that end badly, and their place. Interpreters that a test starts import only this file, not pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated GPU in the place of the one that `python -m shardwright.gpu_check` looks for: its --place."""
+"""A simulated GPU for the --place option of `python -m shardwright.gpu_check`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUEUE = 6
 
 
 class Cpu:
-    """The place of what is torch's alone."""
+    """The place that runs plain torch."""
 
     backend, device = "gloo", torch.device("cpu")
 

@@ -1,7 +1,7 @@
-"""What a GPU promises, as bodies that run at any place: on real GPUs (tests/gpu), on simulated ones, and on the CPU.
+"""Promises of GPUs, as bodies that run in any place: on real GPUs (tests/gpu), on simulated ones, and on the CPU.
 
-Where bits are compared, the module is Given: its gradients are what it is called with, so nothing that a device's own library computes is
-in them, and a training on a GPU has the bits of the same ranks' CPUs.
+Bodies that compare bits train Given, whose gradients are its inputs. No result of a device's own libraries is in them,
+so a training on GPUs has the bits of the same ranks' CPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 class Place:
-    """Where a rank's module is.
+    """The place of a rank's module.
 
     Parameters
     ----------
@@ -54,12 +54,12 @@ class Place:
         return self._gpus.adopt(value) if self._gpus else value.to(self.device)
 
     def aside(self) -> Any:
-        """Inside, tensors on the CPU are on the CPU."""
+        """A context in which CPU tensors count as CPU tensors, not as simulated GPU tensors."""
         return self._gpus.torch_on_cpu() if self._gpus else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Inside, torch's stream is captured into a graph."""
+        """A context in which torch's stream is captured into a graph."""
         if self._gpus:
             with self._gpus.capture():
                 yield
@@ -69,7 +69,9 @@ class Place:
 
     @contextlib.contextmanager
     def without_torchs_waits(self) -> Iterator[None]:
-        """Inside, no operation of torch's makes the host wait: on a real GPU one that would raises. The engine's are counted by itself."""
+        """A context in which no torch operation may make the host wait; on a real GPU such an operation raises. The
+        engine counts its own waits.
+        """
         if self._gpus:
             before = len(self._gpus.devices.waits)
             yield
@@ -85,7 +87,7 @@ class Place:
 
     @contextlib.contextmanager
     def lending(self, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
-        """Inside, torch has a communicator of NCCL; options of wrap that name its group."""
+        """A context in which torch has an NCCL communicator. Yields options of wrap that name its group."""
         if self._gpus:
             from test_communicators_are_borrowed_on_simulated_gpus import lending
 
@@ -100,7 +102,7 @@ class Place:
 
 
 class Scale(nn.Module):
-    """Whose weight's gradient is its input."""
+    """A layer whose weight's gradient is its input."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class Scale(nn.Module):
 
 
 class Given(nn.Module):
-    """Whose gradients are what it is called with."""
+    """A module whose gradients are its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def wrapped(place: Place | None, options: dict[str, Any], make: Any = adamw) -> tuple[Any, Any]:
-    """On the CPU without a place."""
+    """Train on the CPU, in no place."""
     module = Given() if place is None else place.put(Given())
     model, optimizer = sw.wrap(module, make(module.parameters()), bucket_cap_mb=0.002, deterministic=True, **options)
     return model, optimizer
@@ -165,7 +167,7 @@ def assert_bits(found: list[torch.Tensor], expected: list[torch.Tensor], what: A
 
 
 def has_the_bits_of_the_cpu(place: Place, rank: int, **options: Any) -> None:
-    """Parameters and state after some steps, at every stage."""
+    """Return parameters and state after some steps, at every stage."""
     shared = {name: value for name, value in options.items() if name == "clip_grad_norm"}
     with place.aside():
         twin = wrapped(None, shared)
@@ -186,7 +188,7 @@ def every_stage(place: Place, rank: int, world_size: int) -> None:
 
 
 def no_hidden_waits(place: Place, rank: int, world_size: int) -> None:
-    """A step in which every parameter was used lets the host go on: what torch itself would wait for, too."""
+    """The host does not wait in a step that used every parameter; torch's own waits count too."""
     for zero in (0, 1, 2, 3):
         make = adamw if zero % 2 else lambda p: torch.optim.AdamW(p, lr=0.01)
         model, optimizer = wrapped(place, {"zero": zero}, make)
@@ -199,7 +201,7 @@ def no_hidden_waits(place: Place, rank: int, world_size: int) -> None:
 
 
 def offload(place: Place, rank: int, world_size: int) -> None:
-    """State on the host: moments and masters are tensors of the CPU."""
+    """With offload="cpu" moments and masters are CPU tensors."""
     has_the_bits_of_the_cpu(place, rank, offload="cpu")
     model, optimizer = wrapped(place, {"zero": 1, "offload": "cpu"})
     steps(model, optimizer, rank, place.device, 1)
@@ -211,7 +213,7 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def checkpoints(place: Place, rank: int, world_size: int) -> None:
-    """A save of a GPU has the CPU's bytes though the training goes on at once, and is taken back at another stage."""
+    """A save of GPU state has the CPU's bytes although training continues at once, and loads at another stage."""
     from test_checkpoint_bytes_do_not_depend_on_the_ranks import manifest_entries, shared_folder
 
     folder = shared_folder(rank)
@@ -251,7 +253,9 @@ FUSED: dict[str, tuple[Any, Any]] = {
 
 
 def fused_optimizers(place: Place, rank: int, world_size: int) -> None:
-    """Beside torch's fused ones on the same device: the bits but for rounding; and the CPU's own bits. No wrapper is needed."""
+    """The optimizers match torch's fused ones on the same device up to rounding, and the CPU bit for bit. They need no
+    wrapper.
+    """
     for name, (ours, theirs) in FUSED.items():
         arms: dict[str, list[nn.Parameter]] = {}
         for arm, make in (("ours", ours), ("torch", theirs), ("cpu", ours)):
@@ -272,7 +276,9 @@ def fused_optimizers(place: Place, rank: int, world_size: int) -> None:
 
 
 def clipping_by_parameters(place: Place, rank: int, world_size: int) -> None:
-    """As torch's function is called, by parameters: of a module, before and after it is wrapped, on whatever device."""
+    """The norm and clipping take parameters as torch's functions do: of a module before and after wrapping, on any
+    device.
+    """
     norms = []
     for where in (None, place):
         with place.aside() if where is None else contextlib.nullcontext():
@@ -288,7 +294,7 @@ def clipping_by_parameters(place: Place, rank: int, world_size: int) -> None:
 
 
 def borrowed(place: Place, rank: int, world_size: int) -> None:
-    """Over torch's communicator: the bits of the CPU, with torch's own collectives between the steps."""
+    """Over torch's communicator the bits are the CPU's, with torch's own collectives between the steps."""
     with place.aside():
         twin = wrapped(None, {})
         steps(*twin, rank, torch.device("cpu"))
@@ -307,7 +313,9 @@ def borrowed(place: Place, rank: int, world_size: int) -> None:
 
 
 def registered(place: Place, rank: int, world_size: int) -> None:
-    """Buckets that NCCL reads and writes where they lie: the bits of the CPU. Where NCCL takes none, the reason is told, and the bits are the same."""
+    """With buckets that NCCL reads and writes in place the bits are the CPU's. If NCCL cannot, the reason is reported
+    and the bits are the same.
+    """
     with place.aside():
         twin = wrapped(None, {})
         steps(*twin, rank, torch.device("cpu"))
@@ -328,7 +336,7 @@ def registered(place: Place, rank: int, world_size: int) -> None:
 
 
 def captures(place: Place, rank: int, world_size: int) -> None:
-    """What begins inside a capture into a CUDA graph is refused by name, and the training goes on as if nothing had been tried."""
+    """A call inside a capture into a CUDA graph is refused by name, and training continues as if it had not been tried."""
     results = []
     for tries in (False, True):
         model, optimizer = wrapped(place, {})
@@ -353,7 +361,7 @@ def captures(place: Place, rank: int, world_size: int) -> None:
 
 
 def join(place: Place, rank: int, world_size: int) -> None:
-    """Ranks that run out of inputs, each after another number of steps."""
+    """Ranks run out of inputs, each after another number of steps."""
 
     def train(model: Any, optimizer: Any, device: torch.device) -> list[torch.Tensor]:
         with model.join():
@@ -368,7 +376,7 @@ def join(place: Place, rank: int, world_size: int) -> None:
 
 
 def hooks(place: Place, rank: int, world_size: int) -> None:
-    """torch's own, over torch's group, and one of the user's; a gradient is what the hook says."""
+    """torch's own hooks over torch's group, and a user's hook, decide the gradient."""
     for zero in (0, 2):
         for hook, factor in ((default_hooks.allreduce_hook, 1.0), (_doubled, 2.0)):
             model, _ = wrapped(place, {"zero": zero})
@@ -386,7 +394,7 @@ def _doubled(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses an
 
 
 def batch_norm(place: Place, rank: int, world_size: int) -> None:
-    """Over the ranks' batches together; statistics are alike on all ranks, bit for bit."""
+    """Statistics are over the ranks' batches together, and equal on all ranks bit for bit."""
     torch.manual_seed(0)
     single = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh())
     synced = place.put(sw.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(single)))
@@ -410,7 +418,7 @@ def batch_norm(place: Place, rank: int, world_size: int) -> None:
 
 
 def elsewhere(place: Place, rank: int, world_size: int) -> None:
-    """A program that never says which GPU is its own: modules and tensors do."""
+    """A program that never selects a GPU trains: the module and its tensors tell the device."""
     hooked = {"compress": sw.Int8()}, {"zero": 2, "compress": sw.PowerSGD(2)}
     for options in ({}, {"zero": 2}, {"zero": 3}, {"offload": "cpu"}, {"compress": sw.Bf16()}, *hooked):
         torch.manual_seed(0)
@@ -425,7 +433,7 @@ def elsewhere(place: Place, rank: int, world_size: int) -> None:
 
 
 def nccl_alone(place: Place, rank: int, world_size: int) -> None:
-    """Over a group of torch's that has NCCL alone, of a program that never says which GPU is its own."""
+    """A program that never selects a GPU trains over a group that has NCCL only."""
     group = dist.new_group(backend="nccl") if place.kind == "cuda" else None
     for zero in (0, 2):
         module = place.put(Given())

@@ -1,7 +1,7 @@
-"""Teams whose ranks are spread over hosts, each host a network namespace of this machine (network.py).
+"""Teams whose ranks are spread over hosts. Each host is a network namespace of this machine (network.py).
 
-A rank enters its host's namespaces and joins the others as a launcher's ranks do: RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and torch's store is rank 0's, over TCP, on host 0.
+A rank enters its host's namespaces and joins the group as a launcher's ranks do: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and rank 0 serves torch's store over TCP on host 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TORCH_TIMEOUT_S = 30.0
 
 
 class Lab:
-    """Ranks on hosts, in order: those of host 0 first.
+    """Ranks on hosts, in order: host 0 has the lowest.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Lab:
         return [rank for rank, place in enumerate(self._host_of) if place == host]
 
     def kill(self, host: int) -> None:
-        """Every rank of a host at once, as a power cut would."""
+        """Kill all ranks of a host at once, as a power cut would."""
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for rank in self.ranks_of(host):
                 self.team.signal(rank, number)
@@ -64,7 +64,7 @@ class Lab:
 def enter(
     rank: int, world_size: int, folder: str, namespaces: Sequence[str], environment: Mapping[str, str], joined: bool
 ) -> None:
-    """A rank's way onto its host, and into the default process group unless the body is to make it."""
+    """Enter a rank's host, and join the default process group unless the body does so itself."""
     network.enter(namespaces)
     os.environ.update(environment)
     os.environ["SW_TEST_FOLDER"] = folder
@@ -76,7 +76,7 @@ def enter(
 
 @contextlib.contextmanager
 def unheard_stderr() -> Iterator[None]:
-    """torch warns, from C++, that our addresses have no names."""
+    """Suppress torch's C++ warning that the hosts' addresses have no names."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -89,7 +89,7 @@ def unheard_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lab(teams: Teams, *ranks_per_host: int, rate: str | None = None, joined: bool = True) -> Iterator[Lab]:
-    """Fresh ranks on fresh hosts, or pytest's skip with the reason why there are none."""
+    """Yield fresh ranks on fresh hosts; skip with the reason if hosts cannot be made."""
     with network.network(len(ranks_per_host), rate) as made:
         found = Lab(teams, made, ranks_per_host, joined)
         with found.team:

@@ -22,7 +22,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding whose weight the head shares, a block that keeps activations whole, one that shards the sequence."""
+    """A model with an embedding that shares its weight with the head, a block with whole activations, and a block with
+    a sharded sequence.
+    """
 
     def __init__(self):
         super().__init__()
@@ -45,8 +47,9 @@ def build():
 
 
 def parallelized(mesh):
-    """The model over the dimension 'tp' of a mesh: column, row, sequence and loss parallelism; `shift` and the first block's
-    norm stay plain."""
+    """Return the model over the mesh dimension 'tp': column, row, sequence and loss parallelism. `shift` and the first
+    block's norm stay plain.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -125,7 +128,7 @@ def train(model, optimizer, rank, steps=STEPS, max_norm=None, first=0):
 
 
 def wrapped(mesh, stage, **options):
-    """(module, optimizer) at a stage: 0 to 3, "private", or "by hand" with fully_shard."""
+    """Return (module, optimizer) at a stage: 0 to 3, "private", or "by hand" with fully_shard."""
     model = parallelized(mesh)
     if stage == "by hand":
         for block in model.blocks:

@@ -1,4 +1,4 @@
-"""Small modules for the tests of ranks. Odd sizes, so that slices and tails never fall together."""
+"""Small modules for rank tests. Sizes are odd, so that slices and tails never coincide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Mlp(nn.Sequential):
-    """7 → 33 → 19 → 5: 1,014 parameters, several buckets under a cap of 1 kB."""
+    """Layers 7 → 33 → 19 → 5: 1,014 parameters, and several buckets under a cap of 1 kB."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 19), nn.Tanh(), nn.Linear(19, 5))
@@ -23,7 +23,7 @@ class Layers(nn.Sequential):
 
 
 class Heads(nn.Module):
-    """A body and two heads of which a forward uses those asked for."""
+    """A body and two heads. A forward uses the requested heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Heads(nn.Module):
 
 
 class Raises(torch.autograd.Function):
-    """Identity whose backward raises when it is told to."""
+    """Identity whose backward raises on request."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, fail: bool) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Raises(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """Two layers with a Raises between them: the upper one's gradients exist when it fails."""
+    """Two layers with a Raises between them, so the upper layer's gradients exist when the backward fails."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Hosts on one machine: network and UTS namespaces of their own, joined by veth pairs and a bridge.
+"""Simulated hosts on one machine: network and UTS namespaces, connected by veth pairs and a bridge.
+
+Processes on two hosts share no more than processes on two machines. Abstract sockets do not cross, each host has its
+own name, and traffic between hosts passes an interface that counts it, that can be slow, and that can fail.
 
 What one kernel would give processes of one machine and two machines lack is gone: abstract sockets do not cross, each host
 has its own name, and what travels between them passes an interface that counts it, that can be slow, and that fails.
@@ -28,11 +31,11 @@ _BURST_BYTES = 256 * 1024
 
 
 class Refused(RuntimeError):
-    """This machine does not let us make hosts; the message is the exact reason."""
+    """Hosts cannot be made on this machine; the message has the reason."""
 
 
 def enter(namespaces: Sequence[str]) -> None:
-    """Moves this process, which must have one thread, onto the host of Network.namespaces()."""
+    """Move this process, which must have one thread, onto a host of Network.namespaces()."""
     libc = ctypes.CDLL(None, use_errno=True)
     for path in namespaces:
         fd = os.open(path, os.O_RDONLY)
@@ -67,7 +70,7 @@ def leave_for_own(*, pids: bool) -> None:
 
 
 class Network:
-    """`count` hosts, numbered from 0. A context manager.
+    """A context manager of `count` hosts, numbered from 0.
 
     Parameters
     ----------
@@ -103,32 +106,32 @@ class Network:
         return f"10.77.0.{host + 1}"
 
     def namespaces(self, host: int) -> list[str]:
-        """Paths for setns(2); good while this process lives and the network is open."""
+        """Return paths for setns(2), valid while this process lives and the network is open."""
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._spaces[host].values()]
 
     def command(self, host: int, *words: str) -> list[str]:
-        """What runs `words` on a host, as a program of its own."""
+        """Return a command that runs `words` on a host, as its own program."""
         net, uts = self.namespaces(host)
         return ["nsenter", f"--net={net}", f"--uts={uts}", *words]
 
     # what a link does ------------------------------------------------------------------------------------------------
 
     def limit(self, host: int, rate: str, burst_bytes: int = _BURST_BYTES) -> None:
-        """A host's link passes no more than `rate`, each way."""
+        """Limit a host's link to `rate` in each direction."""
         shape = ["root", "tbf", "rate", rate, "burst", str(burst_bytes), "latency", "100ms"]
         self._run(host, "tc", "qdisc", "replace", "dev", "eth0", *shape)
         self._run(self.count, "tc", "qdisc", "replace", "dev", f"p{host}", *shape)
 
     def stall(self, host: int) -> None:
-        """A link that is up and passes a packet every few minutes."""
+        """Stall a host's link: it stays up, and passes a packet every few minutes."""
         self.limit(host, "64bit", 1600)
 
     def unplug(self, host: int) -> None:
-        """Cuts a host's link both ways, at the switch."""
+        """Cut a host's link in both directions, at the switch."""
         self._run(self.count, "ip", "link", "set", f"p{host}", "down")
 
     def plug(self, host: int) -> None:
-        """Undoes unplug(), stall() and limit()."""
+        """Undo unplug(), stall() and limit()."""
         self._run(self.count, "ip", "link", "set", f"p{host}", "up")
         if self.rate:
             self.limit(host, self.rate)
@@ -138,21 +141,21 @@ class Network:
                 self._run(place, "tc", "qdisc", "del", "dev", interface, "root")
 
     def mute(self, host: int) -> None:
-        """Cuts a host's link one way: it hears everybody, and nothing that it sends arrives."""
+        """Cut a host's link in one direction: the host receives, but nothing that it sends arrives."""
         for other in range(self.count):
             if other != host:
                 peer = [self.address(other), "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent"]
                 self._run(host, "ip", "neigh", "replace", *peer)
 
     def bytes_sent(self, host: int) -> int:
-        """By a host's interface since the network was made: frames as handed to the link."""
+        """Return the bytes that a host's interface has sent since the network was made, counted as frames at the link."""
         (link,) = json.loads(self._run(host, "ip", "-s", "-j", "link", "show", "dev", "eth0"))
         return int(link["stats64"]["tx"]["bytes"])
 
     # making and unmaking ---------------------------------------------------------------------------------------------
 
     def _hold(self, name: str) -> subprocess.Popen[str]:
-        """A process in new namespaces, whose descriptors are kept."""
+        """Start a process in new namespaces, and keep their file descriptors."""
         script = (
             'echo "$0" >/proc/sys/kernel/hostname && echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6; echo; exec cat'
         )
@@ -203,7 +206,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(count: int, rate: str | None = None) -> Iterator[Network]:
-    """A Network, or pytest's skip with the reason why there is none."""
+    """Yield a Network; skip with the reason if there is none."""
     import pytest
 
     try:

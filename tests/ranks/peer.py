@@ -1,7 +1,7 @@
-"""What is tested, how a test builds it, and how its gradients are compared with the oracle's.
+"""The tested wrapper: how tests build it, and how they compare its gradients with the oracle's.
 
-SW_TEST_PEER=torch runs the behaviour tests on torch's own DistributedDataParallel instead, to try the tests
-themselves: gradients are then compared approximately, and what torch cannot do fails.
+SW_TEST_PEER=torch runs the behaviour tests on torch's DistributedDataParallel instead, to test the tests. Gradients are
+then compared approximately, and tests of features that torch lacks fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRANSPORTS = ("pool", "staged")
 
 
 def data_parallel(module: torch.nn.Module, **options: Any) -> Any:
-    """`module` wrapped by what is tested; asserts the world size, and that a transport asked for is the one in use."""
+    """Return `module` wrapped. Assert the world size, and that a requested transport is in use."""
     group = options.get("process_group")
     if PEER == "torch":
         options.pop("transport", None)
@@ -44,7 +44,7 @@ def data_parallel(module: torch.nn.Module, **options: Any) -> Any:
 
 
 def pair(build: Callable[[], torch.nn.Module], **options: Any) -> tuple[Any, NaiveDataParallel]:
-    """The same module twice: wrapped, and under the naive law. `build` is called with one seed on every rank."""
+    """Return the same module twice: wrapped, and under the naive law. `build` runs with the same seed on every rank."""
     torch.manual_seed(0)
     module = build()
     naive = NaiveDataParallel(copy.deepcopy(module), options.get("process_group"), options.get("reduce", "mean"))
@@ -52,7 +52,7 @@ def pair(build: Callable[[], torch.nn.Module], **options: Any) -> tuple[Any, Nai
 
 
 def batch(rank: int, *shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Data that differs from rank to rank and from step to step."""
+    """Return data that differs by rank and step."""
     generator = torch.Generator().manual_seed(7919 * step + rank + 1)
     return torch.randn(*shape, generator=generator).to(dtype)
 
@@ -90,7 +90,7 @@ def zero_grad(wrapped: Any, naive: NaiveDataParallel, set_to_none: bool = True) 
 
 
 def compare_step(wrapped: Any, naive: NaiveDataParallel, backward: Callable[[Any], None]) -> None:
-    """`backward(model)` on both, one round of the law, and the same bits on every parameter."""
+    """Run `backward(model)` on both modules and one round of the law. Check that every parameter has the same bits."""
     backward(wrapped)
     backward(naive)
     naive.synchronise()
@@ -98,7 +98,7 @@ def compare_step(wrapped: Any, naive: NaiveDataParallel, backward: Callable[[Any
 
 
 def host_comm(rank: int, world_size: int, **options: Any) -> Any:
-    """A communicator of the engine, joined through gloo."""
+    """Return a communicator of the engine, joined through Gloo."""
     comm = engine.HostComm(rank, world_size, host=socket.gethostname(), **options)
     secret = gather(os.urandom(16))[0]
     comm.connect(gather(comm.address), secret, gather(socket.gethostname()))
@@ -107,7 +107,7 @@ def host_comm(rank: int, world_size: int, **options: Any) -> Any:
 
 
 def in_a_child(action: Callable[[], Any]) -> str:
-    """Runs `action` in a forked child; what it raised, or "" if nothing."""
+    """Run `action` in a forked child. Return the error that it raised, or ""."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

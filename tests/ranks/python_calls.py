@@ -1,9 +1,10 @@
-"""How many Python calls a step makes inside of the package: a profile of one step of a small module, phase by phase.
+"""Count of the Python calls that a step makes inside the package: a profile of one step of a small module, by phase.
 
     python -m pytest -rP tests/ranks/test_a_step_makes_few_python_calls.py
 
-prints calls/files/hops/engine calls of each stage, on the host and on simulated GPUs. Words: a *call* is a frame of the package's, a
-*hop* one whose caller is a frame of another file of the package's, an *engine call* a call of the C module by such a frame.
+prints calls/files/hops/engine calls of each stage, on the host and on simulated GPUs. A *call* is a frame of the
+package, a *hop* a call from a frame in another file of the package, and an *engine call* a call of the C module by such
+a frame.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass
 class Counts:
-    """What was called in one phase."""
+    """The calls of one phase."""
 
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     engine: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -49,7 +50,7 @@ class Counts:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what this thread calls inside."""
+    """A context that counts this thread's calls."""
     counts = Counts()
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -81,7 +82,9 @@ def _is_engine(function: Any) -> bool:
 
 
 def profile_step(adopt: Any, **options: Any) -> dict[str, Counts]:
-    """Counts of one step, once buckets leave early and units are gathered ahead. Collective."""
+    """Return the counts of one step, after the steps that make buckets leave early and units be gathered ahead.
+    Collective.
+    """
     gc.collect()
     for listener in list(autograd._listeners):  # an earlier test's that still lives is told of steps, too
         autograd.ignore_steps(listener)

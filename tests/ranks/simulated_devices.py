@@ -1,8 +1,10 @@
-"""On which device torch would have each tensor, while all of them are the CPU's (simulated_gpus.py).
+"""A model of the device on which torch would have each tensor, while all tensors are really the CPU's
+(simulated_gpus.py).
 
-What is adopted is on the GPU, and so is what an operation makes of it; what is made without naming a device is on the host. Of what names one
-nothing is known: a simulated GPU's device is called cpu. So what torch refuses on real GPUs can be refused here, and what makes a host wait
-there can be counted, where the package asks for it; a test's own scenes may mix tensors as they like.
+An adopted tensor is on the GPU, and so are results of operations on it. A tensor created without a device is on the
+host. The device of a tensor created with one is unknown, since a simulated GPU's device is called cpu. So the
+simulation refuses what torch refuses on real GPUs, and counts host waits, if the package makes the call. A test's own
+scenes may mix tensors.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ _GIVE_VALUES = ("full_gradients", "state_dict")
 
 
 class WrongDevice(RuntimeError):
-    """What torch raises on real GPUs."""
+    """The error that torch raises on real GPUs."""
 
 
 class Devices:
-    """What is known of tensors' devices.
+    """The known devices of tensors.
 
     Parameters
     ----------
@@ -70,7 +72,7 @@ class Devices:
         self.waits: list[str] = []
 
     def on_gpu(self, tensor: torch.Tensor) -> bool | None:
-        """None: not known."""
+        """Return the device of a tensor; None if it is unknown."""
         if isinstance(tensor, ShardedGradient):
             return True
         tensor = held(tensor)
@@ -83,7 +85,7 @@ class Devices:
         return True if self._is_adopted(storage.data_ptr()) else None
 
     def put(self, tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
-        """Says where a tensor's memory is."""
+        """Record the device of a tensor's memory."""
         tensor = held(tensor)
         if tensor.layout is torch.strided and not isinstance(tensor, ShardedGradient):
             storage = tensor.untyped_storage()
@@ -94,18 +96,20 @@ class Devices:
         return tensor
 
     def wait(self, what: str) -> None:
-        """torch makes the host wait: counted where the package asks for it, unless the program has asked for values."""
+        """Count a host wait of torch if the package caused it, unless the program asked for values."""
         place = _place_in_package()
         if place is not None and not _is_asked_for():
             self.waits.append(f"{what} at {place}")
 
     def refuse(self, tensor: torch.Tensor, error: Exception) -> None:
-        """Raises `error` where the package asks for something that a tensor on the GPU does not have."""
+        """Raise `error` if the package asks for something that a GPU tensor does not have."""
         if self.on_gpu(tensor) and _place_in_package() is not None:
             raise error
 
     def before(self, operator: Operator, given: list[torch.Tensor], args: Any, kwargs: Any) -> bool | None:
-        """Raises what torch would; where the results are, as far as that is known. `given`: operator.given(args, kwargs)."""
+        """Raise what torch would raise. Return the device of the results if it is known. `given`: operator.given(args,
+        kwargs).
+        """
         on_gpu = self.on_gpu
         where = [on_gpu(tensor) for tensor in given]
         if True in where:
@@ -130,7 +134,7 @@ class Devices:
                 raise WrongDevice(f"{name} at {place}: expected all tensors to be on the same device, cuda:0 and cpu")
 
     def after(self, result: Any, on_gpu: bool | None) -> None:
-        """An operation has made `result`."""
+        """Record the device of an operation's `result`."""
         if on_gpu is None:
             return
         for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
@@ -143,20 +147,20 @@ HOLDERS = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 
 
 def held(tensor: Any) -> Any:
-    """The tensor with memory inside one of HOLDERS, or the tensor itself."""
+    """Return the tensor with memory inside one of HOLDERS, or the tensor itself."""
     while type(tensor).__name__ in HOLDERS:
         tensor = getattr(tensor, HOLDERS[type(tensor).__name__])
     return tensor
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Of an argument, or of a result: most are a tensor, or a flat list."""
+    """Return the tensors of an argument or result; most are a tensor or a flat list."""
     flat = value if type(value) in (list, tuple) else tree_leaves(value)
     return [each for each in flat if isinstance(each, torch.Tensor)]
 
 
 class Operator:
-    """What the schema of an operator of torch's says of its arguments that may hold tensors: (position, name) of each.
+    """The tensor arguments of an operator of torch, as its schema declares them: (position, name) of each.
 
     Attributes
     ----------
@@ -178,7 +182,7 @@ class Operator:
         self.accesses = [] if untouched else [READ | WRITE if is_written else READ for is_written in writes]
 
     def tensors(self, arguments: list[tuple[int, str]], args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """The tensors in these arguments."""
+        """Return the tensors in these arguments."""
         found: list[torch.Tensor] = []
         for position, name in arguments:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -189,7 +193,7 @@ class Operator:
         return found
 
     def accessed(self, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
-        """Each tensor whose values the operator reads or writes, with the access."""
+        """Return each tensor whose values the operator reads or writes, with the access."""
         found: list[tuple[torch.Tensor, int]] = []
         for (position, name), access in zip(self.arguments, self.accesses):
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -204,7 +208,7 @@ _operators: dict[int, Operator] = {}
 
 
 def operator_of(function: Any) -> Operator:
-    """By the identity of the function, which is kept: torch computes its hash in Python."""
+    """Cache by the identity of the function, which is kept alive; torch computes its hash in Python."""
     found = _operators.get(id(function))
     return found or _operators.setdefault(id(function), Operator(function))
 
@@ -214,7 +218,7 @@ def _non_blocking(args: Any, kwargs: Any) -> bool:
 
 
 def _place_in_package() -> str | None:
-    """The line of the package that runs now; None where somebody else's does."""
+    """Return the running line of the package; None if other code runs."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -227,7 +231,7 @@ def _place_in_package() -> str | None:
 
 
 def _is_asked_for() -> bool:
-    """Whether somebody has called what gives him values on the host."""
+    """Return True if a function that returns values to the host is on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name not in _GIVE_VALUES:
         frame = frame.f_back

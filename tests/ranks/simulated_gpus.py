@@ -1,10 +1,11 @@
 """Simulated GPUs for tests of ranks: torch's CPU tensors stand for device tensors, in each rank's own process.
 
-Inside `with SimulatedGpus(...)` the wrapper takes every tensor to be on a GPU, and the engine goes through the fake
-libcuda.so.1 and libnccl.so.2 of tests/fake, whose ranks meet in files. torch's operations run at once, as they are called; a
-TorchDispatchMode tells the simulation, before each, what it reads and writes, so that an operation that is not ordered by
-events after what it needs, or before what comes, is a report, whatever the values are. Leaving fails on any report or leak.
-What torch refuses where tensors are on real GPUs, or waits for, is refused and counted here too (simulated_devices.py).
+Inside `with SimulatedGpus(...)` the wrapper takes every tensor to be on a GPU, and the engine uses the fake
+libcuda.so.1 and libnccl.so.2 of tests/fake, whose ranks meet in files. Operations of torch run at once, when they are
+called. Before each, a TorchDispatchMode tells the simulation what it reads and writes. An operation that events do not
+order after its inputs, or before later writes, is a report, whatever its values are. Leaving the context fails on any
+report or leak. Calls that torch refuses for tensors on real GPUs, or for which it waits, are refused and counted here
+too (simulated_devices.py).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ STALL_S = 0.05
 
 
 def build() -> dict[str, str]:
-    """Builds the fakes; their paths. In pytest's own process."""
+    """Build the fakes in pytest's process. Return their paths."""
     from test_csrc import BUILDERS
     from test_fake_gpu import libraries, reference_kernels
 
@@ -66,7 +67,7 @@ def run(
     policy: str = "random",
     transport: str | None = None,
 ) -> None:
-    """`scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it.
+    """Run `scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it.
 
     A test's module may have inside(gpus), a context around its scenes. `transport`: one of device_transport.TRANSPORTS; default: what the
     environment's SHARDWRIGHT_GPU_TRANSPORT says, so that `SHARDWRIGHT_GPU_TRANSPORT=shm pytest tests/ranks/test_x.py` runs a whole file with it.
@@ -87,7 +88,7 @@ def simulate(
     scene: str,
     given: tuple[Any, ...],
 ) -> None:
-    """A team's body: what run() runs on each rank."""
+    """Body of a team: run() runs it on each rank."""
     found = importlib.import_module(module)
     inside = getattr(found, "inside", lambda gpus: contextlib.nullcontext())
     with SimulatedGpus(paths, meet(rank), policy, transport=transport) as gpus, inside(gpus):
@@ -97,7 +98,7 @@ def simulate(
 def keep_promise(
     gpus: SimulatedGpus, rank: int, world_size: int, module: str, name: str, given: dict[str, Any]
 ) -> None:
-    """A scene: the body of `module`'s test_`name`, whose wrapper puts modules on the simulated GPU first."""
+    """A scene that runs the body of `module`'s test_`name`; its wrapper first moves modules to the simulated GPU."""
     found = importlib.import_module(module)
 
     def wrap(inner: torch.nn.Module, transport: Any = None, **options: Any) -> Any:
@@ -110,14 +111,14 @@ def keep_promise(
 
 
 def meet(rank: int) -> str:
-    """A new folder that all ranks know."""
+    """Return a new folder that all ranks know."""
     made = tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]) if rank == 0 else ""
     folder: str = gather(made)[0]
     return folder
 
 
 class _Runtime(sw_device.CudaRuntime):
-    """What the engine sees instead of torch.cuda."""
+    """A stand-in for torch.cuda that the engine sees."""
 
     watches = False  # a thread that asks for events would learn of their order in the host's name
 
@@ -145,7 +146,7 @@ class _Runtime(sw_device.CudaRuntime):
 
     @property
     def torch_waits(self) -> list[str]:
-        """Where the package has made the host wait through torch."""
+        """Return the places where the package made the host wait through torch."""
         return self._gpus.devices.waits
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +164,7 @@ class _Runtime(sw_device.CudaRuntime):
 
 
 def _guarded(function: Any) -> Any:
-    """A method whose guarded tensors go to their guard first, as torch's methods in C do."""
+    """Return a method that passes guarded tensors to their guard first, as torch's methods in C do."""
 
     @functools.wraps(function)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +176,7 @@ def _guarded(function: Any) -> Any:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells the simulation what each of torch's operations reads and writes of adopted memory."""
+    """Tell the simulation what each operation of torch reads and writes in adopted memory."""
 
     def __init__(self, gpus: SimulatedGpus) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ class _Watch(TorchDispatchMode):
 
 
 class SimulatedGpus:
-    """Simulated GPUs, one a rank, for as long as the context lasts.
+    """A context of simulated GPUs, one per rank.
 
     Parameters
     ----------
@@ -285,7 +286,7 @@ class SimulatedGpus:
         return self
 
     def _change_torch(self) -> None:
-        """Methods of torch's that go past the dispatch of operations do what they do on GPUs."""
+        """Patch the methods of torch that bypass the dispatcher to do what they do on GPUs."""
         of = {name: getattr(torch.Tensor, name) for name in ("tolist", "cpu", "numpy", "__dlpack__")}
 
         def tolist(tensor: torch.Tensor) -> Any:
@@ -319,7 +320,7 @@ class SimulatedGpus:
             self._patch.setattr(torch.Tensor, name, _guarded(changed))
 
     def _read(self, tensor: torch.Tensor, what: str) -> None:
-        """The host is about to have a tensor's values."""
+        """Note that the host is about to read a tensor's values."""
         self.synchronize()
         if self.devices.on_gpu(tensor):
             self.devices.wait(what)
@@ -371,7 +372,7 @@ class SimulatedGpus:
     # memory and operations ------------------------------------------------------------------------------------------
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The engine's streams will touch it. It is kept as long as the simulation."""
+        """Note that the engine's streams will use the tensor. It is kept until the simulation ends."""
         storage = tensor.untyped_storage()
         if self.notice(tensor):
             self._cuda.sim_torch_adopt(self.stream, storage.data_ptr(), storage.nbytes())
@@ -384,7 +385,7 @@ class SimulatedGpus:
         return bool(at) and address < self._ends[at - 1]
 
     def notice(self, tensor: torch.Tensor) -> bool:
-        """Its memory is a GPU's from now on, to torch's operations. Whether it was none before."""
+        """Make the tensor's memory a GPU's to torch's operations from now on. Return True if it was not before."""
         storage = tensor.untyped_storage()
         at = bisect.bisect(self._begins, storage.data_ptr())
         if not storage.nbytes() or (at and self._ends[at - 1] > storage.data_ptr()):
@@ -394,13 +395,13 @@ class SimulatedGpus:
         return True
 
     def adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Its parameters and buffers; of a DTensor the local tensor."""
+        """Adopt parameters and buffers of a module; of a DTensor its local tensor."""
         for tensor in (*module.parameters(), *module.buffers()):
             self.adopt(held(tensor))
         return module
 
     def ranges(self, tensor: torch.Tensor, access: int) -> list[tuple[int, int, int]]:
-        """What `tensor` covers of adopted memory: rows of it, where it is not dense."""
+        """Return the ranges of adopted memory that `tensor` covers; rows if it is not dense."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return []
         address = tensor.data_ptr()
@@ -421,7 +422,7 @@ class SimulatedGpus:
         return [(begin, length, access) for begin, length in spans]
 
     def operate(self, accesses: list[tuple[int, int, int]], label: bytes) -> None:
-        """torch is about to run an operation of that name."""
+        """Note that torch is about to run the operation of this name."""
         words = [word for access in accesses for word in access]  # sim_torch_access: three of 64 bits
         array = (ctypes.c_uint64 * len(words))(*words) if words else None
         if self._cuda.sim_torch_op(self.stream, array, len(accesses), label) < 0:
@@ -432,17 +433,17 @@ class SimulatedGpus:
             self._cuda.sim_torch_look()
 
     def _drain(self) -> None:
-        """Everything on torch's stream runs; the host learns nothing of it."""
+        """Run everything on torch's stream without a host wait."""
         self.operate([], b"a wait for other ranks")
 
     def synchronize(self) -> None:
-        """The host waits for torch's stream."""
+        """Make the host wait for torch's stream."""
         if self._cuda.sim_torch_synchronize(self.stream) < 0:
             raise AssertionError(f"the simulation is stuck: {self.reports()}")
 
     @contextlib.contextmanager
     def other_stream(self) -> Any:
-        """Inside, torch enqueues on a stream of its own."""
+        """A context in which torch enqueues on another stream."""
         before, self.stream = self.stream, self._cuda.sim_torch_stream()
         try:
             yield self.stream
@@ -451,8 +452,9 @@ class SimulatedGpus:
 
     @contextlib.contextmanager
     def capture(self) -> Any:
-        """Inside, torch's stream is captured into a graph by this thread, in torch's own (global) mode: the engine is not to enqueue on it,
-        and calls that a capture forbids end it, from whatever thread: that is a report."""
+        """A context in which this thread captures torch's stream into a graph, in torch's (global) mode. If the engine
+        enqueues on it, or any thread makes a call that a capture forbids, the capture ends with a report.
+        """
         self._cuda.sim_torch_capture(ctypes.c_void_p(self.stream), 1)
         try:
             yield
@@ -461,12 +463,12 @@ class SimulatedGpus:
         assert broken == 0, f"the capture was broken: {self.reports()}"
 
     def watch(self) -> None:
-        """Communicators from now on are watched by a thread, as they are on a GPU."""
+        """Watch later communicators by a thread, as on a GPU."""
         sw_device.runtime.watches = True
 
     @contextlib.contextmanager
     def torch_on_cpu(self) -> Any:
-        """Inside, tensors are what they are."""
+        """A context without the simulation: tensors are CPU tensors."""
         now, sw_device.runtime = sw_device.runtime, self._before
         try:
             yield
@@ -474,12 +476,14 @@ class SimulatedGpus:
             sw_device.runtime = now
 
     def watch_gil(self) -> None:
-        """Calls that enqueue an operation with the GIL are noted from now on: they would block every thread if the queue were full."""
+        """Record calls that enqueue with the GIL held from now on: on a full queue they would block every thread."""
         self._cuda.sim_torch_gil_site.restype = ctypes.c_char_p
         self._cuda.sim_torch_watch_gil(ctypes.cast(ctypes.pythonapi.PyGILState_Check, ctypes.c_void_p))
 
     def held_gil(self) -> set[str]:
-        """The engine's functions through which such calls came, as csrc/python names them; the whole chain where it has none."""
+        """Return the engine functions that made such calls, by their names in csrc/python, or else the whole call
+        chain.
+        """
         found, index = set(), 0
         while chain := self._cuda.sim_torch_gil_site(index).decode():
             own = re.findall(r"(\w+) at \w+_(?:type|module|use)\.c", chain)
@@ -488,96 +492,100 @@ class SimulatedGpus:
         return found
 
     def limit_queue(self, operations: int) -> None:
-        """A stream holds so many operations before a call that adds one blocks, as a driver's queue of launches does; 0: any number."""
+        """Limit a stream to `count` operations; a call that adds one more blocks, as with a driver's launch queue. 0:
+        no limit.
+        """
         self._cuda.sim_torch_limit_queue(operations)
 
     def stall(self, on: bool) -> None:
-        """Nothing runs on the GPU from now on, or again."""
+        """Stop the GPU, or let it run again."""
         self._cuda.sim_torch_stall(int(on))
 
     def blocked(self) -> tuple[int, int]:
-        """(threads that are inside a call which waits for the GPU, calls that found a full queue so far)."""
+        """Return (threads inside a call that waits for the GPU, calls that have found a full queue)."""
         calls = ctypes.c_long()
         found = self._cuda.sim_torch_blocked(ctypes.byref(calls))
         return found, calls.value
 
     def run_text(self, library: str, spoiled: int = -1) -> None:
-        """Kernels from now on are run by their own text (test_fake_gpu.kernel_text()); number `spoiled` comes out wrong."""
+        """Run kernels from their own text from now on (test_fake_gpu.kernel_text()). The result of number `spoiled` is
+        wrong.
+        """
         self._text = ctypes.CDLL(library)  # kept: the simulation calls it
         self._cuda.sim_torch_run_kernels(self._text.run_kernel_text, spoiled)
 
     def limit_memory(self, limit_bytes: int, cached_bytes: int = 0) -> None:
-        """The GPU has so much memory for the engine's own allocations; torch's cache holds some of it until it is asked for it."""
+        """Set the memory for the engine's own allocations. torch's cache holds part of it until it is asked to free it."""
         self._cuda.sim_torch_limit_memory(limit_bytes)
         self._cuda.sim_torch_cache(cached_bytes)
 
     def memory_in_use(self) -> int:
-        """Bytes of GPU memory that the engine has allocated by itself."""
+        """Return the bytes of GPU memory that the engine has allocated."""
         found: int = self._cuda.sim_torch_memory_in_use()
         return found
 
     def communicators(self) -> int:
-        """Of NCCL, that this rank has now."""
+        """Return the number of this rank's open NCCL communicators."""
         found: int = self._nccl.sim_nccl_communicators()
         return found
 
     def registrations(self) -> int:
-        """Pieces of memory that this rank has registered with NCCL now."""
+        """Return the number of buffers that this rank has registered with NCCL."""
         found: int = self._nccl.sim_nccl_registrations()
         return found
 
     def windows(self) -> int:
-        """Windows that this process has made with NCCL so far."""
+        """Return the number of NCCL windows that this process has made."""
         found: int = self._nccl.sim_nccl_windows()
         return found
 
     def averages(self) -> int:
-        """Reductions with ncclAvg that this process has asked NCCL for."""
+        """Return the number of reductions with ncclAvg that this process has requested."""
         found: int = self._nccl.sim_nccl_averages()
         return found
 
     def sent_bytes(self) -> int:
-        """Bytes that this process has sent by NCCL's operations, as rings do."""
+        """Return the bytes that this process has sent by NCCL operations, counted as rings send them."""
         found: int = self._nccl.sim_nccl_sent_bytes()
         return found
 
     def set_node(self, node: int) -> None:
-        """NCCL takes this rank to be on that node from now on."""
+        """Place this rank on a node, as NCCL sees it."""
         self._nccl.sim_nccl_set_node(node)
 
     def sent_across(self) -> float:
-        """Bytes that this process has sent to other nodes through NCCL. A ring leaves each node once."""
+        """Return the bytes that this process has sent to other nodes through NCCL. A ring leaves each node once."""
         found: float = self._nccl.sim_nccl_sent_across()
         return found
 
     def settlements(self) -> int:
-        """Calls and groups of NCCL that this process has had to ask after until they were done."""
+        """Return the number of NCCL calls and groups that this process had to poll until they were done."""
         found: int = self._nccl.sim_nccl_settlements()
         return found
 
     def fail_call(self, nth: int, result: int) -> None:
-        """The nth counted call of the driver or NCCL from now on fails."""
+        """Make the nth counted call of the driver or NCCL from now on fail."""
         self._cuda.sim_torch_fail(nth, result)
 
     def fail_next(self, name: str, result: int) -> None:
-        """The next call of that name fails."""
+        """Make the next call of that name fail."""
         self._cuda.sim_torch_fail_named(name.encode(), result)
 
     def slow_next(self, name: str, seconds: float) -> None:
-        """The next call of that name does not return before."""
+        """Hold the next call of that name until it is released."""
         self._cuda.sim_torch_slow_named(name.encode(), int(seconds * 1000))
 
     def let_aborts_wait(self) -> None:
-        """NCCL's aborts wait for the kernels of this rank's other communicators, and for the peers' aborts."""
+        """Make NCCL's aborts wait for kernels of this rank's other communicators, and for the peers' aborts."""
         self._nccl.sim_nccl_let_aborts_wait(1)
 
     def calls(self) -> int:
-        """Counted calls of the driver and of NCCL."""
+        """Return the number of counted calls of the driver and NCCL."""
         found: int = self._cuda.sim_torch_calls()
         return found
 
     def fork(self) -> int:
-        """os.fork(), while no thread is inside of the simulation, which the child could not enter else."""
+        """Fork while no thread is inside the simulation, which the child could not enter otherwise."""
         self._cuda.sim_lock()
         try:
             return os.fork()
@@ -585,19 +593,19 @@ class SimulatedGpus:
             self._cuda.sim_leave()
 
     def failed_call(self) -> str:
-        """The name of the call that fail_call() hit last."""
+        """Return the name of the call that fail_call() hit last."""
         name: bytes = self._cuda.sim_torch_failed()
         return name.decode()
 
     def reports(self) -> str:
-        """All reports so far, each with its call sites; empty if there are none."""
+        """Return all reports so far, each with its call sites; "" if there are none."""
         text = ctypes.c_char_p()
         count = self._cuda.sim_torch_reports(ctypes.byref(text))
         return f"{count} reports: {text.value.decode()}" if count else ""
 
 
 def stats(wrapped: Any) -> dict[str, int]:
-    """The counts of a wrapped module, with the waits that torch's operations are to the host among the engine's."""
+    """Return the counters of a wrapped module, with torch's host waits added to the engine's."""
     counts: dict[str, int] = wrapped._engine().reducer.stats()
     if isinstance(sw_device.runtime, _Runtime):
         counts["host_waits"] += len(sw_device.runtime.torch_waits)

@@ -1,7 +1,8 @@
-"""Law: what is captured into a CUDA graph would be repeated without its host, so whatever of ours begins inside a capture is refused by
-name, before anything is enqueued on the stream or asked of the driver that would end the capture; afterwards training goes on as if
-nothing had been tried. What the engine does of its own accord meanwhile (it watches, it frees what was dropped) does not end a
-capture on a stream of the program's own."""
+"""Law: a captured CUDA graph would replay our operations without their host code. So any call of ours inside a capture
+is refused by name, before it enqueues anything or makes a driver call that would end the capture. Training then
+continues as if the call had not been tried. The engine's background work (watching, freeing dropped objects) does not
+end a capture on a stream of the program.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Whatever ends between hosts, every survivor raises at once, and says which rank on which host. (Ranks that are stopped or
-late: test_hosts_say_for_whom_they_wait.py.)"""
+"""Law: when a process or host ends, every surviving rank raises at once and names the rank and host. (Stopped or late
+ranks: test_hosts_say_for_whom_they_wait.py.)
+"""
 
 import os
 import pathlib
@@ -26,7 +27,7 @@ def lives_as_long_as(folder):
 
 
 def trains_until_an_error(rank, world_size, parent=-1):
-    """`parent` is the rank that forks a child, which lives on."""
+    """`parent` is the rank that forks a child, which survives it."""
     torch.manual_seed(0)
     model = sw.wrap(torch.nn.Linear(200, 200), timeout_s=TIMEOUT_S)
     begun = pathlib.Path(os.environ["SW_TEST_FOLDER"], f"begun-{rank}")
@@ -52,7 +53,7 @@ def exits(rank, world_size):
 
 
 def survivors_of(lab, fault, dead=(), deadline_s=20, body=trains_until_an_error, **arguments):
-    """What each survivor saw of the fault, and how long after it: {rank: (type, rank, host, text, seconds)}."""
+    """Return what each survivor saw of the fault: {rank: (type, rank, host, text, seconds after the fault)}."""
     lab.team.start(body, **arguments)
     folder = pathlib.Path(lab.team._folder.name)
     end = time.monotonic() + 20
@@ -72,7 +73,7 @@ def survivors_of(lab, fault, dead=(), deadline_s=20, body=trains_until_an_error,
 
 
 def ends_in_order(lab, ranks):
-    """Nothing keeps a survivor from exiting."""
+    """A survivor can exit at once."""
     begin = time.monotonic()
     for rank in ranks:
         lab.team._connections[rank].send((exits.__module__, exits.__name__, {}))
@@ -103,7 +104,7 @@ def test_one_rank_that_is_killed_is_named_on_every_host(hosts, victim):
 
 @pytest.mark.parametrize("victim", [2, pytest.param(0, marks=long_form)])
 def test_a_child_that_outlives_its_rank_hides_nothing(hosts, victim):
-    """Also of the ranks that are connected to other hosts."""
+    """Ranks that are connected to other hosts close those sockets too."""
     with hosts(2, 1) as lab:
         fault = lambda: lab.team.signal(victim, signal.SIGKILL)  # noqa: E731
         for kind, rank, name, text, seconds in survivors_of(lab, fault, [victim], parent=victim).values():

@@ -1,5 +1,6 @@
-"""Laws of failure: a rank that is killed, exits or stops is named on every other (rank, host, pid, and what was being
-reduced), at once or at the deadline; a forked child that lives on hides nothing; nothing stays behind in the system."""
+"""Laws of failure: every other rank names a rank that is killed, exits or stops (rank, host, pid and the operation), at
+once or at the deadline. A surviving forked child hides nothing, and nothing stays behind in the system.
+"""
 
 import contextlib
 import gc
@@ -35,7 +36,7 @@ def backward(model, rank, step):
 
 
 def shared_memory_files():
-    """What the ranks' /dev/shm holds; where they share it with other programs, but for names of torch and multiprocessing."""
+    """List the ranks' /dev/shm; if other programs share it, without names of torch and multiprocessing."""
     names = set(os.listdir(harness.shared_memory_folder))
     if harness.shared_memory_folder == "/dev/shm":
         names = {name for name in names if not name.startswith(("sem.", "torch_", "psm_"))}
@@ -50,7 +51,9 @@ def nothing_stays_behind():
 
 
 def assert_named(outcomes, dead, words, within_s=1.0):
-    """Every other rank got a CommError about `dead` within `within_s` of waiting, with all `words` in its text."""
+    """Check that every other rank got a CommError about `dead` within `within_s` of waiting, with all `words` in its
+    text.
+    """
     for outcome in outcomes:
         if outcome.rank == dead:
             continue
@@ -65,7 +68,7 @@ def assert_named(outcomes, dead, words, within_s=1.0):
 
 
 def report(action):
-    """(type, rank, host, text, seconds) of the engine's error that `action` ends in."""
+    """Return (type, rank, host, text, seconds) of the engine's error that ends `action`."""
     start = time.monotonic()
     try:
         action()
@@ -191,7 +194,7 @@ def exits_as_a_program(rank, world_size):
 
 
 def test_programs_whose_peer_exits_say_so_and_end(tmp_path):
-    """Whole programs, interpreter start to interpreter end: the exit must neither hang nor crash."""
+    """Run whole programs, from interpreter start to end: the exit must neither hang nor crash."""
     outputs, statuses = run_programs(3, exits_as_a_program, str(tmp_path))
     assert statuses == [0, 3, 0], outputs
     for rank in (0, 2):
@@ -224,7 +227,7 @@ def test_a_stopped_rank_is_named_as_stopped_at_the_deadline(fresh_ranks, world_s
 
 
 def stopped_too_long(rank, world_size):
-    """Rank 1 is stopped for 0.3 s, which is right, and then for good."""
+    """Rank 1 is stopped for 0.3 s, which is tolerated, and then for good."""
     torch.manual_seed(0)
     wrapped = data_parallel(Mlp(), timeout_s=60.0, silent_s=0.8)
     backward(wrapped, rank, 0)
@@ -259,7 +262,7 @@ def test_a_rank_that_is_stopped_for_longer_than_silent_s_is_an_error(fresh_ranks
 
 
 def all_stopped(rank, world_size):
-    """A job is suspended rank by rank, rank 1 first, and goes on in another order."""
+    """A job is suspended rank by rank, rank 1 first, and resumed in another order."""
     torch.manual_seed(0)
     wrapped = data_parallel(Mlp(), timeout_s=60.0, silent_s=0.8)
     backward(wrapped, rank, 0)
@@ -432,7 +435,7 @@ def limited(kind, soft):
 
 
 def linear():
-    """1.4 MiB of gradients."""
+    """Train with 1.4 MiB of gradients."""
     return torch.nn.Linear(600, 601)
 
 
@@ -441,7 +444,7 @@ FIRST = 0
 
 
 def under_a_file_size_limit(rank, world_size, poor):
-    """On rank `poor` there is room for the control pages of all, and none for a pool."""
+    """Rank `poor` has room for all control pages, but none for a pool."""
     with limited(resource.RLIMIT_FSIZE, 600_000 * world_size) if rank == poor else contextlib.nullcontext():
         wrapped, naive = pair(linear)
         for step in range(2):
@@ -464,14 +467,16 @@ def test_a_low_file_size_limit_on_the_first_rank_makes_the_group_fall_back(fresh
 
 @at_least_two
 def test_a_low_file_size_limit_on_another_rank_changes_nothing(fresh_ranks, world_size):
-    """It makes no file."""
+    """Joining creates no file."""
     with fresh_ranks(world_size) as team:
         values = team.run(under_a_file_size_limit, poor=world_size - 1)
     assert [value[0] for value in values] == ["pool"] * world_size, values
 
 
 def wrap_under_a_limit(rank, world_size, kind, soft, transport, poor):
-    """The sentence that every rank gets when rank `poor` cannot; RLIMIT_NOFILE: `soft` more descriptors."""
+    """Return the sentence that every rank gets when rank `poor` cannot join; its RLIMIT_NOFILE leaves `soft` more
+    descriptors.
+    """
     if kind == resource.RLIMIT_NOFILE:
         import shardwright.cli.describe  # noqa: F401, opens files of its own
 
@@ -508,7 +513,9 @@ def test_control_pages_that_the_first_rank_cannot_make_are_an_error_on_every_ran
 @pytest.mark.parametrize("free", [0, 1, 2])
 @at_least_two
 def test_a_rank_out_of_descriptors_is_an_error_on_every_rank(fresh_ranks, world_size, free):
-    """It needs one for its socket, and one to open the file of the store; without that it tells the others through Gloo."""
+    """Rank `poor` needs a file descriptor for its socket and one for the store's file; without that one it reports
+    through Gloo.
+    """
     with fresh_ranks(world_size) as team:
         last = world_size - 1
         begin = time.monotonic()
@@ -519,14 +526,14 @@ def test_a_rank_out_of_descriptors_is_an_error_on_every_rank(fresh_ranks, world_
 
 @at_least_two
 def test_a_first_rank_out_of_descriptors_is_an_error_on_every_rank(fresh_ranks, world_size):
-    """It writes nothing before the others have met, and they learn at once that it cannot."""
+    """The poor rank writes nothing before the ranks have met; the others learn at once that it cannot."""
     with fresh_ranks(world_size) as team:
         texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_NOFILE, soft=0, transport="auto", poor=0)
     assert_one_sentence(texts, "rank 0")
 
 
 def wrap_under_an_address_space_limit(rank, world_size):
-    """Room for the control page on the last rank (some of it is cut off by torch's own needs), none for 64 MiB."""
+    """The last rank has room for the control page (torch itself needs part of the limit), but none for 64 MiB."""
     sw.DistributedDataParallel(torch.nn.Linear(3, 3))(torch.ones(1, 3)).sum().backward()
     torch.manual_seed(0)
     module = torch.nn.Linear(4096, 4096, bias=False)
@@ -580,7 +587,7 @@ def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(fresh_ra
 
 
 def joins_without_one(rank, world_size, how):
-    """The last rank has told its address, and never joins."""
+    """The last rank has published its address, and never joins."""
     from shardwright.comm.process_group import HostGroup
 
     meet = HostGroup._meet
@@ -613,7 +620,7 @@ def test_a_rank_that_dies_while_the_others_join_it_is_named_at_once(fresh_ranks,
 
 
 def drops_its_model(rank, world_size):
-    """After a backward that failed with buckets posted; then it goes on with another model."""
+    """A backward failed with posted buckets; then the ranks continue with another model."""
     torch.manual_seed(0)
     wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001)
     backward(wrapped, rank, 0)

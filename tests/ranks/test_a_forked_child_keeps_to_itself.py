@@ -1,4 +1,4 @@
-"""A forked child reads what its parent has, and what it writes stays its own: gradients and parameters."""
+"""Law: a forked child reads its parent's gradients and parameters, and its own writes stay private."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def backward(model, rank, step):
 
 
 def scribble(wrapped, rank):
-    """Every way in which a child comes to write into its parent's gradients."""
+    """Try every way in which a child could write into its parent's gradients."""
     for parameter in wrapped.parameters():
         parameter.grad.fill_(7)
     assert all(bool((p.grad == 7).all()) for p in wrapped.parameters())

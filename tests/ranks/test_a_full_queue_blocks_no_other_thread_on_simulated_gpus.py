@@ -1,6 +1,8 @@
-"""Law: a host that is ahead of its GPU blocks in a call of the driver's once the queue of launches is full, and blocks no other thread. No call of
-the engine's that enqueues holds the GIL. If a peer has died or does not come, a thread of the engine's ends the communicator beside the
-blocked call, which returns, and the next call says why. The simulated driver's queue holds a few operations a stream."""
+"""Law: a host ahead of its GPU blocks in a driver call once the launch queue is full, and blocks no other thread: no
+engine call enqueues with the GIL held. If a peer dies or does not come, an engine thread ends the communicator beside
+the blocked call. That call returns, and the next call reports the reason. The simulated driver's queue holds a few
+operations per stream.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def trainings(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def full_queue(gpus: SimulatedGpus, comm: Any) -> Any:
-    """Inside, the GPU stands still, and the communicator's stream takes no more operations."""
+    """A context in which the GPU stands still and the communicator's stream takes no more operations."""
     memory = [gpus.adopt(torch.zeros(8)) for _ in range(2)]
     gpus.synchronize()
     gpus.stall(True)
@@ -75,7 +77,7 @@ def test_another_thread_runs_beside_a_blocked_call(teams: Any, paths: dict[str, 
 
 
 def beside_a_blocked_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """It alone lets the GPU go on."""
+    """Only this thread lets the GPU run again."""
     model, _ = wrapped(Place("simulated", rank, gpus), {})
     comm = model._engine().link.comm
     memory = [gpus.adopt(torch.zeros(8)) for _ in range(2)]
@@ -107,7 +109,7 @@ def beside_a_blocked_call(gpus: SimulatedGpus, rank: int, world_size: int) -> No
 
 
 def many_steps(gpus: SimulatedGpus, model: Any, optimizer: Any, rank: int) -> None:
-    """Until the queue is full, and beyond: nothing here waits for the GPU but a call of the driver's that is blocked."""
+    """Enqueue until the queue is full, and beyond. Only a blocked driver call waits for the GPU here."""
     for step in range(60):
         model(inputs(rank, step, torch.device("cpu"))).backward()
         optimizer.step()
@@ -145,7 +147,7 @@ def killed(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 def keep_enqueuing(gpus: SimulatedGpus, model: Any) -> None:
-    """As a host does that is ahead of its GPU: collectives, and copies behind them."""
+    """Enqueue collectives and copies behind them, as a host ahead of its GPU does."""
     link = model._engine().link
     memory = [gpus.adopt(torch.zeros(8 * link.world_size)) for _ in range(2)]
     addresses = [each.data_ptr() for each in memory]

@@ -1,5 +1,7 @@
-"""Laws of links that fail: the host that cannot be reached is named, with one of its ranks, on every rank of every other, at
-the deadline; the ranks can end; nothing stays. A slow link is waited for. (Ranks that die: test_a_dead_host_is_named.py.)"""
+"""Laws of failing links: at the deadline every rank of every other host names the unreachable host and one of its
+ranks. The ranks can exit, and nothing stays behind. A slow link is waited for. (Dying ranks:
+test_a_dead_host_is_named.py.)
+"""
 
 import os
 import pathlib
@@ -33,7 +35,7 @@ def backward(model, rank, step):
 
 
 def trains_until_an_error(rank, world_size, folder, timeout_s, silent_s=None):
-    """(rank, host, text, when) of the error. The group and the communicator are left as they are, and the process ends."""
+    """Return (rank, host, text, time) of the error. Group and communicator are left as they are, and the process exits."""
     torch.manual_seed(0)
     wrapped = data_parallel(Mlp(), bucket_cap_mb=0.001, timeout_s=timeout_s, silent_s=silent_s)
     backward(wrapped, rank, 0)
@@ -51,7 +53,7 @@ def ends(rank, world_size):
 
 
 def lose(lab, tmp_path, fault, timeout_s=TIMEOUT_S, **options):
-    """Outcomes of ranks that train while `fault()` happens, and when it did."""
+    """Return the outcomes of ranks that train while `fault()` happens, and its time."""
     lab.team.start(trains_until_an_error, folder=str(tmp_path), timeout_s=timeout_s, **options)
     deadline = time.monotonic() + 20
     while len(list(tmp_path.iterdir())) < lab.team.world_size:
@@ -77,7 +79,7 @@ def assert_named(lab, outcomes, survivors, lost, when, within_s):
 
 
 def assert_can_end(lab, survivors):
-    """Within 5 s, whatever threads still wait for the lost host."""
+    """The ranks exit within 5 s, even if threads still wait for the lost host."""
     lab.team.start(ends)
     others = [rank for rank in range(lab.team.world_size) if rank not in survivors]
     for rank, outcome in enumerate(lab.team.wait(5, ignore=others, patient=True)):
@@ -105,7 +107,9 @@ def test_a_link_that_passes_nothing_is_named_on_both_sides_at_the_deadline(hosts
 
 @pytest.mark.parametrize("fault", [*FAULTS] if LONG else ["cut"])
 def test_a_link_that_acknowledges_nothing_for_silent_s_is_an_error(hosts, tmp_path, fault):
-    """Long before the deadline. A stalled link may have a byte left to acknowledge: it is an error a little later."""
+    """The error comes long before the deadline. A stalled link may have a byte left to acknowledge, and fails a little
+    later.
+    """
     with hosts(2, 1) as lab:
         outcomes, when = lose(lab, tmp_path, lambda: FAULTS[fault](lab, 1), timeout_s=30.0, silent_s=1.0)
         every = range(lab.team.world_size)
@@ -115,7 +119,9 @@ def test_a_link_that_acknowledges_nothing_for_silent_s_is_an_error(hosts, tmp_pa
 
 
 def test_a_host_that_is_cut_off_from_two_is_named_by_both(hosts, tmp_path):
-    """Who had all from the lost host may wait for one that had not: it asks that one, and names the lost host too."""
+    """A host that has all data of the lost host may wait for one that has not. It asks that host, and also names the
+    lost one.
+    """
     with hosts(1, 1, 1) as lab:
         outcomes, when = lose(lab, tmp_path, lambda: lab.network.unplug(2))
         assert_named(lab, outcomes, (0, 1), lambda rank: [2], when, TIMEOUT_S + SLACK_S)
@@ -123,7 +129,9 @@ def test_a_host_that_is_cut_off_from_two_is_named_by_both(hosts, tmp_path):
 
 
 def trains_until_interrupted(rank, world_size, folder):
-    """As trains_until_an_error, with gradients that take 1.4 s at 200 Mbit/s; one rank is told to stop in the middle of them."""
+    """Like trains_until_an_error, with gradients that take 1.4 s at 200 Mbit/s. One rank is told to stop in the middle
+    of them.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.manual_seed(0)
     wrapped = data_parallel(torch.nn.Linear(3000, 3000), timeout_s=20)
@@ -157,7 +165,7 @@ def test_a_host_that_ends_in_the_middle_and_lives_on_is_named_long_before_the_de
 
 @pytest.mark.parametrize("after_s", [0.45, *([0.2, 0.7, 0.95, 1.2] if LONG else [])])
 def test_a_host_that_is_killed_in_the_middle_of_a_message_is_named_long_before_the_deadline(hosts, tmp_path, after_s):
-    """Gloo tells nobody who waits for a message of which a part has come that the rest will not."""
+    """Gloo does not report a lost connection to a receiver that has a part of a message."""
     with hosts(1, 1, rate="200mbit") as lab:
         lab.team.start(trains_until_interrupted, folder=str(tmp_path))
         while len(list(tmp_path.iterdir())) < 2:
@@ -177,7 +185,9 @@ def assert_lost(lab, outcomes, when):
 
 
 def test_a_host_whose_last_packet_is_lost_is_named_long_before_the_deadline(hosts, tmp_path):
-    """What a killed process has not read becomes a reset, which is sent once; who only receives would wait for ever."""
+    """Unread data of a killed process makes the kernel send one reset; a pure receiver that misses it would wait
+    forever.
+    """
     with hosts(1, 1) as lab:
 
         def is_killed_unheard():
@@ -196,7 +206,9 @@ def test_a_host_whose_last_packet_is_lost_is_named_long_before_the_deadline(host
 
 
 def trains_slowly(rank, world_size, timeout_s):
-    """Gradients of one step on every rank, over a link on which a step takes longer than a healthy one, and no deadline."""
+    """Return every rank's gradients of one step over a link so slow that the step exceeds a healthy one's time. No
+    deadline passes.
+    """
     torch.manual_seed(0)
     wrapped = data_parallel(torch.nn.Linear(100, 250), timeout_s=timeout_s)
     begin = time.monotonic()
@@ -205,7 +217,7 @@ def trains_slowly(rank, world_size, timeout_s):
 
 
 def test_a_slow_link_is_waited_for(hosts):
-    """25,250 gradients of 4 bytes at 1 Mbit/s: 0.8 s."""
+    """Send 25,250 gradients of 4 bytes at 1 Mbit/s: 0.8 s."""
     with hosts(1, 1, rate="1mbit") as lab:
         for host in range(2):
             lab.network.limit(host, "1mbit", 8000)

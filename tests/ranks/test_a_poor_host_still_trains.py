@@ -1,5 +1,6 @@
-"""Laws of a host that refuses something: the ranks train to the same bits all the same, by a way that describe() names
-with the reason, or every rank gets one sentence that names the limit and the rank."""
+"""Laws of a host that refuses a system call or memory: the ranks train to the same bits by another path, which
+describe() names with the reason; or every rank gets one sentence that names the limit and the rank.
+"""
 
 import contextlib
 import ctypes
@@ -26,7 +27,7 @@ def backward(model, rank, step):
 
 
 def refuse_system_call(number):
-    """From now on it fails in this process with EPERM, as under a container's seccomp filter."""
+    """Make the system call fail with EPERM in this process, as a container's seccomp filter does."""
     libc = ctypes.CDLL(None, use_errno=True)
     load, jump_if_equal, answer = 0x20, 0x15, 0x06
     allow, fail = 0x7FFF0000, 0x00050000 | 1
@@ -79,7 +80,7 @@ def test_where_pidfds_are_refused_a_death_is_seen_by_a_lock(fresh_ranks, world_s
 
 @contextlib.contextmanager
 def memory_group(limit_bytes):
-    """A control group's folder with that much memory; skips where one cannot be made."""
+    """Yield the folder of a control group with that much memory; skip if it cannot be made."""
     with open("/proc/self/cgroup") as file:
         lines = [line.strip().split(":", 2) for line in file]
     v1 = next((path for _, controllers, path in lines if controllers == "memory"), None)
@@ -104,7 +105,7 @@ def memory_group(limit_bytes):
 
 
 def under_a_memory_limit(rank, world_size, folder):
-    """64 MiB of gradients where one rank has 40 MiB left: no form of them fits, and the kernel would kill it."""
+    """Gradients take 64 MiB, and one rank has 40 MiB left. No form of them fits, and the kernel would kill the rank."""
     torch.manual_seed(0)
     module = torch.nn.Linear(4096, 4096, bias=False)
     if rank == world_size - 1:
@@ -126,7 +127,7 @@ def test_a_memory_limit_on_one_rank_is_named_on_every_rank_before_anything_is_ta
 
 
 def under_a_memory_limit_together(rank, world_size, folder):
-    """64 MiB of gradients a rank: each fits alone, all of them do not."""
+    """Gradients take 64 MiB per rank: those of one rank fit, those of all do not."""
     torch.manual_seed(0)
     module = torch.nn.Linear(4096, 4096, bias=False)
     with open(f"{folder}/cgroup.procs", "w") as file:

@@ -1,5 +1,5 @@
-"""Law: where fsync or removing is slow, or where a client remembers missing names for minutes, saves become durable, every rank hears
-so before anything is removed, and what is restored is what was saved last.
+"""Law: if fsync or removal is slow, or a client caches missing names for minutes, saves still become durable, every
+rank learns of it before anything is removed, and a restore gives the last save.
 
 Programs run with slow_files.c preloaded.
 """
@@ -75,7 +75,7 @@ def run_turn(rank, world_size, directory, shape):
 
 @pytest.mark.timeout(300)
 def test_saves_become_durable_and_all_ranks_hear_so(tmp_path, library):
-    """Names that a client remembers as missing, slow removing, and a slow fsync."""
+    """Cache missing names, and delay removal and fsync."""
     store, folder = tmp_path / "store", tmp_path / "c"
     for each in (store, folder):
         each.mkdir()

@@ -1,9 +1,11 @@
-"""Law: what a training step asks of the driver and of NCCL is counted and bounded: launches, copies, events, waits, and all calls together. A
-model of 303 parameters in 34 units, two ranks, the simulated driver. A bound that is passed is a call that somebody has added to every step.
+"""Law: a training step makes a bounded number of driver and NCCL calls: launches, copies, events, waits, and all
+together. The model has 303 parameters in 34 units, on two ranks over the simulated driver. A count above its bound
+means that a change added a call to every step.
 
     python -m pytest -rP tests/ranks/test_a_step_enqueues_a_counted_number_of_operations.py
 
-prints the counts, and the host's milliseconds, which mean nothing on a simulated driver but beside one another."""
+prints the counts, and the host's milliseconds, which on a simulated driver are comparable only with one another.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ CLIPPED: dict[int, tuple[int, ...]] = {
 
 
 class Block(nn.Module):
-    """Nine parameters."""
+    """A block of nine parameters."""
 
     def __init__(self, extra: int = 0, width: int = WIDTH) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, clips: b
 
 
 def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: Any) -> tuple[tuple[int, ...], float]:
-    """Counts of a step, and its seconds."""
+    """Return the counts of a step, and its seconds."""
     module = gpus.adopt_module(model)
     wrapped, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), **options)
 
@@ -116,7 +118,7 @@ def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: A
 
 
 def test_registered_units_add_a_launch_a_bucket(teams: Any, paths: dict[str, str]) -> None:
-    """Registered memory of a round is folded into slices; gathers of registered units add nothing."""
+    """A round's registered memory is folded into slices. Gathers of registered units add nothing."""
     run(teams, 2, paths, registered, policy="on demand")
 
 

@@ -1,6 +1,7 @@
-"""Law: a step makes few calls in Python, and as few on a GPU as on the host: a backward seven, whatever the number of parameters.
+"""Law: a step makes few Python calls, and as few on a GPU as on the host. A backward makes seven for any number of
+parameters.
 
-The bounds are what was counted; one that is passed is a call that somebody has added to every step.
+The bounds are measured counts. A count above its bound means that a change added a call to every step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GPU = {"zero=0": (23, 7, 28), "zero=2": (66, 7, 184), "zero=3": (323, 206, 280)}
 
 
 def check(found: dict[str, Counts], most: tuple[int, ...]) -> str:
-    """Return what was counted, in a line."""
+    """Format the counts in one line."""
     for (phase, counts), bound in zip(found.items(), most, strict=True):
         assert sum(counts.calls.values()) <= bound, f"{phase}: {counts}\n{counts.calls}\n{counts.engine}"
     lines: list[str] = gather(" ".join(f"{phase} {counts}" for phase, counts in found.items()))
@@ -35,7 +36,7 @@ def test_on_the_host(teams: Any, stage: str) -> None:
 
 
 def on_host(rank: int, world_size: int, stage: str) -> None:
-    """A step exchanges bytes once, for what ranks must agree on. Its outcome travels with the slices."""
+    """A step has one exchange of bytes for the ranks' agreement. Its outcome travels with the slices."""
     found = profile_step(lambda module: module, **STAGES[stage])
     assert found["step"].engine["HostComm.all_gather_bytes"] == (stage != "zero=0"), found["step"].engine
     line = check(found, HOST[stage])

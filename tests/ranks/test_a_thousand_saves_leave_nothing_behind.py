@@ -1,5 +1,6 @@
-"""Law: however many saves there were, a process has as many descriptors and threads as after the first few, and no more
-memory; the directory holds what retention keeps and nothing else. 1,000 saves in the long form."""
+"""Law: after any number of saves a process has as many file descriptors and threads as after the first few, and no more
+memory. The directory holds what retention keeps and nothing else. The long form makes 1,000 saves.
+"""
 
 import os
 
@@ -15,7 +16,7 @@ SAVES, WARM = (1000, 50) if LONG else (60, 20)
 
 
 def held():
-    """(descriptors, threads, resident bytes)."""
+    """Return (file descriptors, threads, resident bytes)."""
     pages = int(open("/proc/self/statm").read().split()[1])
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * os.sysconf("SC_PAGE_SIZE")
 

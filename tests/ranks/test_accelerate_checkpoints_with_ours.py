@@ -1,5 +1,6 @@
 """Law: accelerate's own test_checkpointing passes with our Accelerator at every stage: training, saved and resumed
-values agree. It fetches a model, a tokenizer and a data set; small stand-ins replace them."""
+values agree. Small stand-ins replace the model, tokenizer and data set that it downloads.
+"""
 
 import contextlib
 import importlib

@@ -252,7 +252,7 @@ def test_fp16_scales_the_loss_and_skips_where_any_rank_overflowed(rank, world_si
 @on_every_rank()
 @launches
 def test_an_existing_accelerator_becomes_ours(rank, world_size):
-    """For programs that create their accelerator themselves, like transformers' Trainer."""
+    """Covers programs that create their accelerator themselves, like transformers' Trainer."""
     found = []
     for zero in (None, 1, 3):
         stock = accelerate.Accelerator(gradient_accumulation_steps=2) if zero is not None else None
@@ -354,7 +354,7 @@ def test_a_compression_handler_serves_the_stock_class_and_ours(rank, world_size,
 @on_every_rank(at_least=2)
 @launches
 def test_a_launch_on_gpus_is_admitted_and_trains_alike(rank, world_size):
-    """The launch is accelerate's as it is with GPUs; the tensors stay on the CPU."""
+    """Launch as accelerate does with GPUs, with the tensors on the CPU."""
     found = []
     for zero, kind in [(0, "MULTI_CPU"), (0, "MULTI_GPU"), (2, "MULTI_GPU"), (3, "MULTI_GPU")]:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -437,7 +437,7 @@ def test_unsupported_options_are_a_sentence(rank, world_size):
 @on_every_rank(at_least=2)
 @launches
 def test_ranks_that_accelerate_would_train_apart_are_refused(rank, world_size):
-    """As under torchrun on a machine without GPUs and without an explicit CPU setting."""
+    """Run as under torchrun on a machine without GPUs and without an explicit CPU setting."""
     del os.environ["ACCELERATE_USE_CPU"]
     with pytest.raises(NotImplementedError, match=f"{world_size} ranks were launched .* ACCELERATE_USE_CPU=1"):
         fresh(1)

@@ -1,5 +1,6 @@
-"""Law: all_reduce leaves on every rank the bits of oracle.fold.fold, whatever the dtype, operation, size, memory
-or instruction set. Sizes lie around one slot (128 KiB) and its ring of four."""
+"""Law: all_reduce leaves the bits of oracle.fold.fold on every rank for any dtype, operation, size, memory and
+instruction set. Sizes lie around one slot (128 KiB) and its ring of four.
+"""
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def sizes(item_bytes):
 
 
 def contribution(rank, numel, dtype, seed=0):
-    """Every rank can make every rank's contribution: what is expected needs no communication."""
+    """Return a rank's contribution. Every rank can compute all of them, so the expected value needs no communication."""
     generator = torch.Generator().manual_seed(1009 * seed + rank + 1)
     torch_dtype = getattr(torch, dtype)
     if dtype in INTEGERS:
@@ -50,7 +51,7 @@ def private(tensor):
 
 
 def in_arena(comm, nbytes):
-    """A function that puts a tensor into an arena of `comm`."""
+    """Return a function that puts a tensor into an arena of `comm`."""
     arena = comm.arena(nbytes, "test")
 
     def place(tensor):

@@ -1,5 +1,6 @@
-"""Law: an optimizer that would not train the module it is given with, that another class saved, or whose hyperparameters differ between
-ranks is one error on every rank, at every stage; at zero=0 no message is added to a step for it."""
+"""Law: an optimizer is one error on every rank, at every stage, if it would not train its module, was saved by another
+class, or has hyperparameters that differ between ranks. At zero=0 this check adds no message to a step.
+"""
 
 import copy
 import os
@@ -40,7 +41,7 @@ def train(model, optimizer, rank, steps=2):
 
 
 def refused(call, match, kind=engine.Error):
-    """One sentence on all ranks; the others' is an Error, whatever this rank's own is."""
+    """Check that all ranks raise one sentence. On other ranks it is an Error, whatever the failing rank raises itself."""
     with pytest.raises((kind, engine.Error), match=match) as raised:
         call()
     assert same_everywhere(str(raised.value))

@@ -60,7 +60,7 @@ def test_auto_on_one_host_is_none_and_logs_one_line(rank, world_size):
 
 
 class Lines(logging.Handler):
-    """A handler that collects the library's log while it is entered."""
+    """A handler that collects the library's log while its context is open."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,8 @@
-"""Law: averages of weights that are kept beside the model, and swapped in and out through `.data` (EMA, SWA: torch_ema, torch's AveragedModel,
-Lightning's callbacks), leave the weights of one process at every stage at which each rank has parameters of its own. Where a host's ranks share
-them, or they are released, the swap is an error on all ranks that says where to do it; done there, it is right at every stage."""
+"""Law: averages of weights that a program keeps beside the model and swaps through `.data` (EMA, SWA: torch_ema,
+torch's AveragedModel, Lightning's callbacks) have the values of one process at every stage with private whole
+parameters. If the ranks of a host share parameters, or parameters are released, the swap is an error on all ranks that
+names the context to use. Inside that context it is right at every stage.
+"""
 
 import contextlib
 import importlib.util
@@ -25,7 +27,7 @@ STAGES = {
 
 
 class Ema:
-    """As torch_ema's ExponentialMovingAverage."""
+    """Like torch_ema's ExponentialMovingAverage."""
 
     def __init__(self, parameters):
         self.parameters = list(parameters)
@@ -47,7 +49,7 @@ class Ema:
 
 
 class Averaged:
-    """As Lightning's WeightAveraging, over torch's AveragedModel: values are exchanged with the model's, in and out."""
+    """Like Lightning's WeightAveraging over torch's AveragedModel: exchanges values with the model's, in and out."""
 
     def __init__(self, parameters, module):
         self.module = module
@@ -66,7 +68,7 @@ class Averaged:
 
 
 def published(parameters, module):
-    """torch_ema itself, where it is installed."""
+    """Use torch_ema itself if it is installed."""
     import torch_ema
 
     ema = torch_ema.ExponentialMovingAverage(module.parameters(), decay=0.9)
@@ -92,14 +94,14 @@ every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 class Wide(nn.Sequential):
-    """Large enough that a swap takes a while, in which others swap too."""
+    """A model so large that another rank swaps during a swap."""
 
     def __init__(self):
         super().__init__(nn.Linear(7, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 5))
 
 
 def train(rank, kind, stage, inside, build=Mlp):
-    """`inside`: around what reads and writes parameters outside of the step."""
+    """`inside`: the context for reads and writes of parameters outside of a step."""
     torch.manual_seed(0)
     module = build()
     model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), **STAGES[stage])

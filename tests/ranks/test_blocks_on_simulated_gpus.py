@@ -1,6 +1,7 @@
-"""Law: gradients that travel between GPUs as blocks of integers have the bits of the CPU, and so has the error. A pass
-is one launch over all parameters of a bucket. The GPU decides if a round was finite, so a step in which every parameter
-was used does not wait."""
+"""Law: gradients that travel between GPUs as blocks of integers have the bits of the CPU, and so does the error. A pass
+is one launch for all parameters of a bucket. The GPU decides if a round was finite, so a step that used every parameter
+does not wait.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]
 
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """A bucket of 30 parameters takes as many launches as one of three; one covers 100 parts, or 64 copies."""
+    """A bucket of 30 parameters takes as many launches as one of three. A launch covers 100 parts, or 64 copies."""
     for compress in COMPRESSORS.values() if LONG else (COMPRESSORS["int8"], COMPRESSORS["int4"]):
         owes, slots = compress().error_feedback, os.environ[VARIABLE] != "nccl"  # with slots a sum is a launch
         counts = (3, 30, 120) if LONG or owes else (3, 30)

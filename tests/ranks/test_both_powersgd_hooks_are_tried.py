@@ -1,4 +1,4 @@
-"""Law: benchmarks/powersgd_promises.py finds every law kept by our hook, on the gradients of torch's hook."""
+"""Law: benchmarks/powersgd_promises.py finds that our hook keeps every law, on the gradients that torch's hook gets."""
 
 import re
 import sys

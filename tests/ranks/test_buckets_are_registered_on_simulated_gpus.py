@@ -1,5 +1,7 @@
-"""Law: with communicator="register" training has the bits that it has without, and every rank passes registered memory to the same
-operations, at the same offsets; where one rank cannot, none does, and one line of the log names it with NCCL's reason."""
+"""Law: with communicator="register" training has the same bits as without, and every rank passes registered memory to
+the same operations at the same offsets. If one rank cannot register, no rank does, and one line of the log names it
+with NCCL's reason.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ CASES: list[dict[str, Any]] = [
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """The engine's warnings."""
+    """A handler that collects the engine's warnings."""
     lines: list[str] = []
 
     class Kept(logging.Handler):
@@ -70,7 +72,7 @@ def test_bits_are_those_without(teams: Any, world_size: int, paths: dict[str, st
 
 
 def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
-    """No step waits or allocates; what is registered is so while it trains, and not behind its end."""
+    """No step waits or allocates. Memory is registered while the module trains, and no longer."""
     expected = trained(gpus, rank, **CASES[number])
     with logged() as lines:
         found = trained(gpus, rank, communicator="register", **CASES[number])
@@ -142,7 +144,9 @@ def test_units_lie_in_a_window_where_all_ranks_can(teams: Any, world_size: int, 
 
 
 def in_windows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """With NCCL 2.27 on all ranks; else they are registered plainly. One that fails in the collective is everybody's error."""
+    """Windows need NCCL 2.27 on all ranks; otherwise memory is registered without. A rank that fails in the collective
+    is an error on all.
+    """
     last = world_size - 1
     expected = trained(gpus, rank, zero=3)
     for oldest in ("22703", "22605"):
@@ -167,7 +171,7 @@ def in_windows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 class WithoutWindow:
-    """A region for which NCCL seems to have made no window."""
+    """Replace a region by one for which NCCL seems to have made no window."""
 
     is_window = False
 
@@ -206,7 +210,7 @@ def test_what_cannot_be_given_back_ends_nothing(teams: Any, world_size: int, pat
 
 
 def not_given_back(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """The last rank cannot register, and NCCL will not take back what the first one has: that memory stays, and nobody uses it."""
+    """The last rank cannot register, and NCCL refuses to deregister the first rank's memory, which then stays unused."""
     addresses: list[int] = []
 
     def noted(*given: Any) -> Any:
@@ -237,7 +241,7 @@ def not_given_back(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 def free(gpus: SimulatedGpus, address: int) -> None:
-    """NCCL's memory that nobody else will free."""
+    """Free NCCL memory that no other code will free."""
     cuda, context = gpus._cuda, ctypes.c_void_p()
     assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == cuda.cuCtxPushCurrent_v2(context) == 0
     assert gpus._nccl.ncclMemFree(ctypes.c_void_p(address)) == 0
@@ -262,7 +266,9 @@ def test_what_does_not_lie_in_it_ends_it(teams: Any, world_size: int, paths: dic
 
 
 def ended_on_the_way(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """A communication hook, compressors that are hooks, and a parameter that is unfrozen later: buckets stay, and are plain memory."""
+    """With a communication hook, a compressor that is a hook, or a parameter unfrozen later, buckets stay in plain
+    memory.
+    """
 
     def compressed(zero: int, communicator: str) -> list[torch.Tensor]:
         options = {"communicator": communicator, "zero": zero, "compress": sw.Int8(block=32, error_feedback=True)}
@@ -304,7 +310,9 @@ def test_parameters_outlive_all_that_registered_them(teams: Any, world_size: int
 
 
 def outliving(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """The wrapper, its communicator and its optimizer go; parameters and gradients keep their values, and their memory ends with them."""
+    """Wrapper, communicator and optimizer are dropped. Parameters and gradients keep their values, and their memory
+    ends with them.
+    """
     for zero in (0, 1, 2):
         module, model, optimizer = training(gpus, {"communicator": "register", "zero": zero})
         for step in range(2):
@@ -351,7 +359,7 @@ def test_a_rank_that_fails_later_is_everybodys_error(teams: Any, world_size: int
 
 
 def failing_later(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """A backward that fails ends the communicator, and what was registered goes with it."""
+    """A failed backward ends the communicator and its registrations."""
     gpus.watch()
     module, model, optimizer = training(gpus, {"communicator": "register", "zero": 1})
     handle = module[0].weight.register_hook(_raise) if rank == 0 else None

@@ -1,5 +1,7 @@
-"""Law: whatever arranged the state (stages, units sharded by hand, a mesh of two dimensions, state in files), a checkpoint has the
-same bytes, and each arrangement goes on from every other's with the same bits: low precision, masters, scaler and schedule included."""
+"""Law: a checkpoint has the same bytes for any arrangement of state (stages, units sharded by hand, a mesh of two
+dimensions, state in files), and each arrangement continues from every other's with the same bits, with low precision,
+masters, scaler and schedule.
+"""
 
 import itertools
 import os
@@ -30,8 +32,9 @@ class Block(nn.Module):
 
 
 class Layered(nn.Module):
-    """Blocks in bfloat16 beside float32, a tensor larger than a block of a file, one that is not row-major, and one that
-    is not trained."""
+    """A model with blocks in bfloat16 beside float32, a tensor larger than a block of a file, one that is not
+    row-major, and one that is not trained.
+    """
 
     def __init__(self):
         super().__init__()
@@ -101,7 +104,7 @@ class Training:
         )
 
     def run(self, begin, end):
-        """The same batch on every rank: world sizes that are powers of 2 have the same bits."""
+        """Return the same batch on every rank, so that world sizes that are powers of 2 have the same bits."""
         for step in range(begin, end):
             x = torch.randn(4, 31, generator=torch.Generator().manual_seed(step))
             self.scaler.scale(self.model(x)).backward()
@@ -113,21 +116,21 @@ class Training:
         self.checkpoints.wait()
 
     def end(self, folder):
-        """Digest of the state as it is; what is no tensor of it, and the scaler's."""
+        """Return digests of the state's tensors, its plain values, and the scaler's state."""
         sw.save(folder, self.model, self.optimizer)
         learning = [group["lr"] for group in self.optimizer.param_groups]
         return digest_of(folder), learning, self.scaler.state_dict(), self.scheduler.last_epoch
 
 
 def through(folder, arranged, snapshot="copy"):
-    """Digest of the checkpoint at STOP, and the end of the run that was not interrupted."""
+    """Return the digest of the checkpoint at STOP, and the end of the uninterrupted run."""
     with (training := Training(folder, arranged, 0, snapshot=snapshot)).checkpoints:
         training.run(0, STEPS)
     return digest_of(f"{folder}/step-{STOP:06d}"), training.end(f"{folder}/end")
 
 
 def resumed(origin, folder, arranged, rank):
-    """Digest of what was restored from `origin`, and the end of the run that went on with it."""
+    """Return the digest of the state restored from `origin`, and the end of the run that continued with it."""
     if rank == 0:  # several read it at their own place
         shutil.copytree(f"{origin}/step-{STOP:06d}", f"{folder}/step-{STOP:06d}", copy_function=os.link)
     gather(None)
@@ -139,7 +142,7 @@ def resumed(origin, folder, arranged, rank):
 
 
 def pairs(writers, readers):
-    """(writer, reader): every reader once, or all."""
+    """Return pairs (writer, reader): each reader once in the quick form, all pairs in the long form."""
     if LONG:
         return list(itertools.product(writers, readers))
     turned = itertools.islice(itertools.cycle(writers), 4, None)
@@ -166,7 +169,7 @@ def all_resumed(rank, world_size, folder, pairs):
 
 @pytest.mark.timeout(300)
 def test_a_mesh_of_four_ranks_is_resumed_by_three_and_by_one_and_the_other_way(fresh_ranks):
-    """With the bits of stage 0 resumed by as many ranks."""
+    """Compare with stage 0 resumed by as many ranks."""
     with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
         saved = {}
         for world_size, names in ((4, ["2 on a mesh", "3 on a mesh"]), (3, ["2 in files", "by hand"])):

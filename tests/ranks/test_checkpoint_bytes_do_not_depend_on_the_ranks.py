@@ -1,5 +1,6 @@
-"""Law: the bytes of model and optimizer files, and their entries in the manifest, depend on names, shapes, dtypes, values
-and max_file_bytes alone: not on the world size, bucket caps, wrapper or snapshot form. And what was saved is what is read."""
+"""Law: bytes and manifest entries of model and optimizer files depend only on names, shapes, dtypes, values and
+max_file_bytes, not on world size, bucket caps, wrapper or snapshot form. A load returns what was saved.
+"""
 
 import json
 import os
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoin
 
 
 def shared_folder(rank):
-    """One temporary folder for all ranks, removed with their team."""
+    """Return one temporary folder for all ranks, removed with their team."""
     return gather(tempfile.mkdtemp(prefix="ckpt-", dir=os.environ["SW_TEST_FOLDER"]) if rank == 0 else None)[0]
 
 

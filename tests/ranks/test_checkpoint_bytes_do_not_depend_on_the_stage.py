@@ -1,5 +1,6 @@
-"""Law: model and optimizer files have the same bytes at every stage that this engine has, and under torch's FSDP2; any of
-them reads what any other wrote, and goes on with the same bits. What is spread over ranks is not gathered for it."""
+"""Law: model and optimizer files have the same bytes at every stage and under torch's FSDP2. Each of them reads what
+any other wrote, and continues with the same bits. Sliced state is not gathered for a save.
+"""
 
 import os
 import shutil
@@ -84,7 +85,7 @@ def test_every_kind_of_tensor_is_written_alike_at_every_stage(rank, world_size):
 
 
 class Wide(torch.nn.Module):
-    """5.3 MB of parameters in four buckets' worth of layers."""
+    """A model of 5.3 MB of parameters in four buckets."""
 
     def __init__(self):
         super().__init__()
@@ -113,12 +114,12 @@ def test_each_rank_writes_what_it_holds_and_tells_the_others_next_to_nothing(ran
 
 
 def bytes_staged(model):
-    """Through slots, to every rank: what all_gather_bytes has carried."""
+    """Return the bytes that all_gather_bytes has sent through slots to every rank."""
     return Peers(model)._group.comm.stats()["bytes_staged"]
 
 
 def digest_at_stage_0(folder, rank, **options):
-    """Of Wide, trained for a step."""
+    """Return a Wide model and its optimizer, trained for one step."""
     model, optimizer = sw.wrap(*build(Wide), zero=0, **options)
     train(model, optimizer, 1, width=575)
     sw.save(f"{folder}/whole", model, optimizer)
@@ -143,7 +144,9 @@ def test_slices_far_below_a_block_make_the_bytes_of_stage_0(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_a_layout_that_changes_is_told_anew(rank, world_size):
-    """State that is not there at the first save, a buffer that comes to differ, and a rank whose own state grows."""
+    """Save with state that appears after the first save, a buffer that comes to differ, and a rank whose own state
+    grows.
+    """
     folder = shared_folder(rank)
     position = {"seen": [rank]}
 
@@ -182,7 +185,7 @@ def test_a_layout_that_changes_is_told_anew(rank, world_size):
 
 
 def save_wide(rank, world_size, folder):
-    """Whether the bytes are those of stage 0, and what this rank had to write."""
+    """Return True if the bytes are those of stage 0, and the number of bytes that this rank wrote."""
     whole = digest_at_stage_0(folder, rank)
     model, optimizer = sw.wrap(*build(Wide), zero=1, bucket_cap_mb=0.5)
     train(model, optimizer, 1, width=575)
@@ -260,7 +263,7 @@ def test_fsdp2_writes_what_it_holds_and_reads_its_part(rank, world_size, snapsho
 @needs_fsdp2_on_cpus
 @on_every_rank(at_least=3)
 def test_a_save_of_the_tensors_of_the_last_one_lists_nothing_anew(rank, world_size):
-    """And its bytes are those of a save that lists everything; so are they where a tensor was replaced meanwhile."""
+    """A repeated save has the bytes of a save that lists everything, also if a tensor was replaced in between."""
     folder = shared_folder(rank)
     makers = {0: lambda: wrapped(0), 2: lambda: wrapped(2), 3: lambda: wrapped(3), "fsdp2": lambda: fully_sharded(4)}
     for name, make in makers.items():

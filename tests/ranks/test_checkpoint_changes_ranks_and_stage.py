@@ -1,5 +1,6 @@
-"""Law: what 2 ranks at zero=2 saved, 1 and 3 ranks at any stage restore bit for bit, and train on with the bits of a training
-that plain torch filled with the same values."""
+"""Law: 1 and 3 ranks at any stage restore bit for bit what 2 ranks at zero=2 saved, and continue with the bits of plain
+torch filled with the same values.
+"""
 
 import copy
 import tempfile
@@ -16,7 +17,7 @@ SAVED, ON = 3, 3
 
 
 def built(seed):
-    """More than one block of 1 MiB, cut by buckets and slices; matrices, vectors and a buffer."""
+    """A model of more than one block of 1 MiB, cut by buckets and slices: matrices, vectors and a buffer."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(201, 333), nn.GELU(), nn.Linear(333, 777), nn.LayerNorm(777), nn.Linear(777, 201))
     model.register_buffer("scale", torch.rand(3))
@@ -24,7 +25,7 @@ def built(seed):
 
 
 def train(model, optimizer, begin, end):
-    """Every rank sees the same batch: the mean of 2 equal gradients, and of 1, is their value, exactly."""
+    """Return the same batch on every rank: the mean of 1 or 2 equal gradients is exactly their value."""
     for step in range(begin, end):
         batch = torch.randn(4, 201, generator=torch.Generator().manual_seed(step))
         model(batch).square().mean().backward()
@@ -33,7 +34,7 @@ def train(model, optimizer, begin, end):
 
 
 def whole(model, optimizer):
-    """Every tensor of both, by a name."""
+    """Return every tensor of model and optimizer by name."""
     found = {f"model.{name}": value for name, value in sw.full_state_dict(model).items()}
     for number, state in sw.full_optimizer_state_dict(model, optimizer)["state"].items():
         found |= {f"{number}.{key}": torch.as_tensor(value).clone() for key, value in sorted(state.items())}
@@ -41,7 +42,7 @@ def whole(model, optimizer):
 
 
 def save_at_two(rank, world_size, folder):
-    """The values saved, and those of the training that went on."""
+    """Return the saved values, and those of the training that continued."""
     model, optimizer = sw.wrap(*built(1), zero=2, bucket_cap_mb=0.7)
     train(model, optimizer, 0, SAVED)
     with sw.Checkpointer(folder, model, optimizer) as checkpoints:
@@ -53,7 +54,7 @@ def save_at_two(rank, world_size, folder):
 
 
 def restore_at_every_stage(rank, world_size, folder, model_state, optimizer_state):
-    """What each stage has after restore(), what it has after more steps, and the latter of plain torch's loading at zero=0."""
+    """Return each stage's values after restore() and after more steps, and the latter of plain torch at zero=0."""
     model, optimizer = built(2)
     model.load_state_dict(model_state)
     optimizer.load_state_dict(copy.deepcopy(optimizer_state))  # the ranks were sent one memory

@@ -1,5 +1,6 @@
-"""Law: a checkpoint with any damage to any file is rejected by every rank alike, and all go back to the same older one;
-what cannot be saved or read is a named error on every rank, and the training goes on."""
+"""Law: every rank rejects a checkpoint with any damage to any file, and all return to the same older one. A failed save
+or read is a named error on every rank, and training continues.
+"""
 
 import json
 import os
@@ -54,7 +55,7 @@ DAMAGE = {
 
 
 def agreed(action):
-    """The sentence of the CheckpointError that every rank gets alike."""
+    """Return the sentence of the CheckpointError that every rank gets."""
     with pytest.raises(sw.CheckpointError) as caught:
         action()
     sentences = gather(str(caught.value))

@@ -56,7 +56,7 @@ def test_another_compressor_begins_without_error(rank, world_size):
 
 @on_every_rank(at_least=2)
 def test_one_rank_takes_over_the_error_of_all(rank, world_size):
-    """At W = 1 the mean over one rank has that rank's error."""
+    """At W = 1 the rank's error is the mean over the saved ranks."""
     folder = shared_folder(rank)
     compress = sw.Int4(error_feedback=True)
     model, optimizer, checkpoints = training(folder, 0, compress, 0)
@@ -75,7 +75,7 @@ def test_one_rank_takes_over_the_error_of_all(rank, world_size):
 
 
 class Branches(torch.nn.Module):
-    """A model whose second layer is used on demand."""
+    """A model that uses its second layer on request."""
 
     def __init__(self):
         super().__init__()

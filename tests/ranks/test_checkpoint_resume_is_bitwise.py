@@ -1,5 +1,6 @@
-"""Law: a training that is stopped and restored goes on with the very losses of one that was not: same world size, with
-dropout's generators, a scheduler, a scaler, a data position and user state."""
+"""Law: a restored run has exactly the losses of an uninterrupted one at the same world size, with dropout's generators,
+a scheduler, a scaler, a data position and user state.
+"""
 
 import itertools
 import os
@@ -17,7 +18,7 @@ STEPS, STOP = 9, 5
 
 
 class Data:
-    """Batches in a random order of its own; knows where it is."""
+    """A loader of batches in random order that has its own generator and saves its position."""
 
     def __init__(self, rank):
         self.generator = torch.Generator().manual_seed(100 + rank)
@@ -158,7 +159,7 @@ def test_a_lazy_save_of_a_parameter_changed_outside_the_step_is_an_error_that_na
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_every_rank()
 def test_a_lazy_save_is_of_one_moment_where_parameters_are_written_in_full_parameters(rank, world_size, stage):
-    """Ten times slower than the writes: 4 MiB at 20 MB/s."""
+    """Training is ten times faster than the writes: 4 MiB at 20 MB/s."""
     folder = os.path.join(os.environ["SW_TEST_FOLDER"], f"written-{stage}")
     torch.manual_seed(0)
     module = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)])

@@ -1,5 +1,6 @@
-"""Law: whenever ranks are killed, the directory holds the newest checkpoint that was committed, whole, and the next run
-continues from it; a rank that dies while others save is an error on these, soon."""
+"""Law: after a kill at any moment the directory holds the newest committed checkpoint, whole, and the next run
+continues from it. If a rank dies while others save, these get an error soon.
+"""
 
 import functools
 import itertools
@@ -21,7 +22,7 @@ KILLS = 40 if LONG else 4
 
 
 def training():
-    """A state whose every value tells the step, so that a torn or mixed checkpoint shows."""
+    """A state whose every value is the step, so that a torn or mixed checkpoint shows."""
     model = torch.nn.Sequential(torch.nn.Linear(600, 700), torch.nn.Linear(500, 400, dtype=torch.float64))
     optimizer = torch.optim.AdamW(model.parameters())
     return model, optimizer
@@ -66,7 +67,7 @@ def checkpoints_in(folder):
 
 
 def kill_at_random(team, world_size, seed, chance, has_begun, *, pause_s, share_of_all):
-    """Kill all ranks, or one, at a moment within `pause_s` after has_begun() is true."""
+    """Kill all ranks, or one, at a random moment within `pause_s` after has_begun() returned true."""
     deadline = time.monotonic() + 20
     while not has_begun():
         if time.monotonic() > deadline:
@@ -127,7 +128,7 @@ def test_the_death_of_a_rank_ends_the_save_of_the_others_soon(fresh_ranks):
 
 
 def asked_to_end_beside_a_dead_rank(rank, world_size, folder):
-    """A launcher ends the ranks that are left: they wait no longer for a save that rank 0 does not conclude any more."""
+    """A launcher ends the remaining ranks. They stop waiting for a save that rank 0 can no longer finish."""
     model, optimizer = training()
     fill(model, optimizer, 1)
     options = {"bandwidth_bytes_per_s": 1_000_000, "save_on": [signal.SIGUSR1]}
@@ -201,7 +202,7 @@ def test_many_saves_leave_memory_descriptors_and_threads_as_they_were(rank, worl
 
 
 def usage():
-    """(resident KiB, descriptors, threads)"""
+    """Return (resident KiB, file descriptors, threads)."""
     status = open("/proc/self/status").read()
     resident, threads = (int(status.split(key)[1].split()[0]) for key in ("VmRSS:", "Threads:"))
     return resident, len(os.listdir("/proc/self/fd")), threads

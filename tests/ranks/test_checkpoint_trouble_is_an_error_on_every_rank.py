@@ -1,5 +1,6 @@
-"""Law: what goes wrong on one rank before a save or a restore begins is told to all, at once, and the next one works; what
-was saved can be read back, and what cannot be meant is refused before a byte of it is read."""
+"""Law: a failure on one rank before a save or restore begins is reported to all ranks at once, and the next call works.
+What was saved can be read, and an invalid request is refused before a byte is read.
+"""
 
 import collections
 import errno
@@ -131,7 +132,7 @@ def test_a_step_whose_folder_no_reader_would_list_is_refused(rank, world_size):
 
 
 def rewrite_header(folder, name, change):
-    """A folder whose checksums are sound, with another header in one file of less than a block."""
+    """Replace the header of a file of less than a block in a folder, with valid checksums."""
     path = f"{folder}/{name}"
     data = open(path, "rb").read()
     size = int.from_bytes(data[:8], "little")
@@ -271,7 +272,9 @@ def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, 
 
 @on_every_rank(deadline_s=60)
 def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
-    """Between the two steps in which a writer replaces it; and it goes on between rank 0's look and the others'."""
+    """Rank 0 looks between the two renames with which a writer replaces the folder, and the other ranks after the
+    second.
+    """
     folder = shared_folder(rank)
     model, _ = build(Small)
     sw.save(f"{folder}/a", model)
@@ -413,7 +416,7 @@ def test_flat_parameters_are_refused_by_all(rank, world_size, original):
 @pytest.mark.parametrize("zero", [1, 3])
 @on_every_rank(deadline_s=60)
 def test_state_that_is_there_no_longer_is_a_new_layout(rank, world_size, zero):
-    """After a rollback to before a layer was trained, and after the state was cleared."""
+    """The state was rolled back to before a layer was trained, or cleared."""
     model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 24))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = sw.wrap(model, optimizer, zero=zero, bucket_cap_mb=0.001)

@@ -1,5 +1,7 @@
-"""Law: optimizer state in a registered wrapper subclass, such as torchao's 8-bit moments, is saved as its inner tensors with the
-same bytes at every stage, and loads at any other with the same bits. What cannot be saved is one sentence, and no crash."""
+"""Law: optimizer state in a registered wrapper subclass, such as torchao's 8-bit moments, is saved as its inner
+tensors. The bytes are the same at every stage, and any other stage loads them with the same bits. State that cannot be
+saved is an error of one sentence, never a crash.
+"""
 
 import os
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoin
 
 
 class Coded(torch.Tensor):
-    """A tensor of codes and one scale, with the form of torchao's OptimState8bit."""
+    """A tensor of codes and one scale, like torchao's OptimState8bit."""
 
     @staticmethod
     def __new__(cls, codes, scale, signed, dtype=torch.float32):

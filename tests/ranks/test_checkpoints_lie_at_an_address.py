@@ -1,4 +1,6 @@
-"""Law: all ranks save to an address of fsspec and restore from it alone; a failure of its one uploader is an error on every rank."""
+"""Law: all ranks save to an fsspec address and restore from it alone. A failure of the one rank that uploads is an
+error on every rank.
+"""
 
 import shutil
 

@@ -1,6 +1,7 @@
-"""Law of checkpoints of GPUs: the bytes of the CPU's at every stage, whatever the schedule, though training goes on as soon as save() has
-returned; the host waits once for each slot that came down; a driver call that fails is one sentence on every rank, and the
-training and the next save go on."""
+"""Law: checkpoints of GPU state have the CPU's bytes at every stage, for any schedule, although training continues when
+save() returns. The host waits once for each staging slot. A failed driver call is one sentence on every rank; training
+and the next save continue.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ OPTIMIZERS = {
 
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
-    """No address on the GPU is the host's: a save says where its sources are, and a load gets slices on the host."""
+    """A save never takes a GPU address for a host address: it says where its sources are, and a load gets slices on the
+    host.
+    """
     fill, sources = Filler.fill, Content.sources
 
     def on_gpu(address: int) -> bool:
@@ -63,7 +66,7 @@ def inside(gpus: SimulatedGpus) -> Any:
 
 
 class Subject(nn.Module):
-    """Low precision, strides, a complex tensor, and buffers, one of them of this rank's own."""
+    """A model of low precision, strides, a complex tensor, and buffers, one of them specific to this rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -85,12 +88,12 @@ def build(rank: int, name: str, seed: int = 0) -> Any:
 
 
 def checkpointer(folder: str, model: Any, optimizer: Any, **options: Any) -> Any:
-    """With small files; the simulation's slots hold a chunk each."""
+    """Use small files, and slots that hold one chunk each."""
     return sw.Checkpointer(folder, model, optimizer, max_file_bytes=1000, **options)
 
 
 def go_on(model: Any, optimizer: Any, rank: int, steps: range) -> Any:
-    """What overwrites all of it."""
+    """Return a function that overwrites all state."""
     return offloaded.train(model, optimizer, rank, steps)
 
 
@@ -209,7 +212,7 @@ def test_steps_go_from_the_gpu_into_memory(
 
 
 def into_memory(gpus: SimulatedGpus, rank: int, world_size: int, has_buffers: bool) -> None:
-    """Without buffers, steps after the first use the addresses of the one before."""
+    """Without buffers, each step after the first uses the addresses of the step before."""
     folder = shared_folder(rank)
     torch.manual_seed(0)
     module = Subject(rank) if has_buffers else Mlp()

@@ -1,5 +1,6 @@
-"""Law: clipping on a GPU makes the host wait for nothing, takes one launch a table of tensors, and leaves in `.grad`, whenever the program reads
-it, the bits of the CPU's clipped gradient: after the call, in a hook before the step, and after a step whose kernels multiplied by the factor.
+"""Law: clipping on a GPU causes no host wait and takes one launch per table of tensors. Whenever the program reads
+`.grad` it gets the bits of the CPU's clipped gradient: after the call, in a hook before the step, and after a step
+whose kernels applied the factor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 
 
 class Model(nn.Module):
-    """`.odd` has strides that its gradient cannot have, `.low` is rounded; `.idle` gets no gradient."""
+    """A model in which `.odd` has strides that its gradient cannot have, `.low` is rounded, and `.idle` gets no
+    gradient.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -43,7 +46,7 @@ def inputs(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 class Trained:
-    """What a program reads of `.grad`, step by step, and the parameters at last."""
+    """Return the `.grad` that a program reads at each step, and the final parameters."""
 
     def __init__(
         self, gpus: SimulatedGpus | None, rank: int, zero: int, optimizer: Any, hook: bool, by_wrap: bool
@@ -103,7 +106,7 @@ def compared(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None
 
 
 def test_the_step_multiplies_by_itself(teams: Any, paths: dict[str, str]) -> None:
-    """NORM and CLIP are all that clipping adds to a step of sw.optim; PACKs too where a whole `.grad` is more than the slice."""
+    """Clipping adds only NORM and CLIP to a step of sw.optim, and PACKs if a whole `.grad` exceeds the slice."""
     run(teams, 2, paths, counted, policy="on demand", transport="nccl")  # slots launch folds of their own
 
 
@@ -136,7 +139,9 @@ def test_what_the_gpu_cannot_scale_is_scaled_through_the_host(teams: Any, paths:
 
 
 def through_the_host(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Gradients of float64; a norm that must be finite; one gradient of two parameters; a gradient without dense strides."""
+    """Clip float64 gradients, with error_if_nonfinite, a gradient that two parameters share, and one without dense
+    strides.
+    """
     for case in ("float64", "finite", "shared", "strided"):
         read = []
         for on_gpu in (False, True):

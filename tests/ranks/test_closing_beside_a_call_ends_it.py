@@ -1,5 +1,7 @@
-"""Law: close() may come from another thread at any time: a call that is inside the communicator ends with an error at once, whatever it
-waits for; the process lives on, and its peers are told. A fork at any time disturbs nobody, and its child is refused at once."""
+"""Law: another thread may call close() at any time. A call inside the communicator then raises at once, whatever it
+waits for. The process lives on, and its peers are notified. A fork at any time disturbs no thread, and its child is
+refused at once.
+"""
 
 import os
 import threading
@@ -17,7 +19,7 @@ PROMPT_S, DEADLINE_S = 20.0, 100.0
 
 
 def inside(call):
-    """A thread that runs `call`; afterwards `.error` and `.seconds`."""
+    """A thread that runs `call`, and then has `.error` and `.seconds`."""
 
     def run():
         start = time.monotonic()
@@ -62,7 +64,7 @@ def test_close_beside_a_barrier(rank, world_size):
 @pytest.mark.timeout(900)
 @on_every_rank(at_least=2, deadline_s=880)
 def test_close_beside_connect(rank, world_size):
-    """Rank 1 never comes, so the others are inside until they are closed."""
+    """Rank 1 never comes, so the others wait inside until they are closed."""
     for turn in range(TRIES // 10):  # each takes a look of a tenth of a second
         comms = [engine.HostComm(rank, world_size, timeout_s=DEADLINE_S) for _ in range(10)]
         addresses = gather([comm.address for comm in comms])
@@ -128,7 +130,7 @@ def test_a_fork_beside_a_barrier(rank, world_size):
 
 @on_every_rank(at_least=2)
 def test_a_range_that_is_refused_is_refused_before_any_is_sent(rank, world_size):
-    """What an earlier range of the same call borrows would end with the call."""
+    """A call that raised after it had sent an earlier range would end while peers still read that memory."""
     comm = host_comm(rank, world_size, timeout_s=20)
     arena = comm.arena(1 << 16, "ranges")
     slices = (list(range(world_size)), [0] * world_size)
@@ -144,7 +146,7 @@ def test_a_range_that_is_refused_is_refused_before_any_is_sent(rank, world_size)
 
 @on_every_rank(at_least=2)
 def test_a_communicator_is_as_large_as_the_job_before_it_knows_its_host(rank, world_size):
-    """More ranks than one host can have, and than there are descriptors for."""
+    """A communicator may have more ranks than one host can have, and than there are file descriptors."""
     before = len(os.listdir("/proc/self/fd"))
     comm = engine.HostComm(rank, 16384)
     assert len(os.listdir("/proc/self/fd")) == before + 1 and comm.world_size == 16384

@@ -1,5 +1,7 @@
-"""Law: a communication hook sees the same buckets at every stage, this rank's whole contributions, and what it makes of them is the average:
-training has the bits of zero=0 with that hook, and, where the hook is the fold in rank order, those of the naive oracle."""
+"""Law: a communication hook sees the same buckets at every stage, with this rank's whole contributions, and its result
+becomes the average. Training has the bits of zero=0 with that hook, and of the naive oracle if the hook is the fold in
+rank order.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ STAGES = (1, 2, 3, PRIVATE)
 
 
 class Picture(nn.Module):
-    """A weight that is not contiguous, one that is not aligned, and one without elements."""
+    """A model with a weight that is not contiguous, one that is not aligned, and one without elements."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +51,7 @@ HOOKS = {
 
 
 def folded(state, bucket):
-    """The fold in rank order, of gathered buckets."""
+    """A hook that gathers buckets and folds them in rank order."""
     rows = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, bucket.buffer())
     total = rows[0].clone()

@@ -1,5 +1,6 @@
-"""Law: a hook registered with register_comm_hook owns the buckets, in torch's GradBucket protocol: what its future
-holds becomes `.grad`. torch's own hooks run as they are."""
+"""Law: a hook registered with register_comm_hook owns the buckets, by torch's GradBucket protocol: the result of its
+future becomes `.grad`. torch's own hooks run unchanged.
+"""
 
 import pytest
 import torch

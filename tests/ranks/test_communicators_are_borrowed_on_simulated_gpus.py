@@ -1,5 +1,7 @@
-"""Law: over torch's own NCCL communicator training has the bits that it has over ours; its operations and torch's are one order, so none
-runs beside another; torch goes on owning it. Where some rank's torch has nothing to lend, all ranks get one sentence."""
+"""Law: over torch's own NCCL communicator training has the same bits as over ours. Its operations and torch's have one
+order, so no two run at the same time, and torch keeps ownership. If torch on some rank has no communicator to lend, all
+ranks get one sentence.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class _Config(ctypes.Structure):
 
 
 class Backend:
-    """What torch's ProcessGroupNCCL is here: the owner of a communicator, whose collectives run on torch's stream."""
+    """A stand-in for torch's ProcessGroupNCCL: owns a communicator, whose collectives run on torch's stream."""
 
     def __init__(self, gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         self._gpus, self._nccl, self.aborted = gpus, gpus._nccl, 0
@@ -70,7 +72,7 @@ class Backend:
         return self.address
 
     def all_reduce(self) -> None:
-        """One of torch's own, in the midst of the program's."""
+        """Run one of torch's own collectives between the program's."""
         at, stream = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_void_p(self._gpus.stream)
         comm = ctypes.c_void_p(self.address)
         assert self._nccl.ncclAllReduce(at, at, ctypes.c_size_t(3), FLOAT32, SUM, comm, stream) == 0
@@ -84,7 +86,7 @@ class Backend:
 
 @contextlib.contextmanager
 def lending(gpus: SimulatedGpus, rank: int, world_size: int) -> Iterator[Backend]:
-    """torch's process group has an NCCL communicator for GPUs."""
+    """Give torch's process group an NCCL communicator for GPUs."""
     backend = Backend(gpus, rank, world_size)
     sw_device.runtime.backend = lambda group: backend
     sw_device.runtime.communicator = lambda backend, ordinal: backend._comm_ptr()
@@ -104,7 +106,7 @@ def training(gpus: SimulatedGpus, options: dict[str, Any]) -> tuple[torch.nn.Mod
 
 
 def trained(gpus: SimulatedGpus, rank: int, backend: Backend | None = None, **options: Any) -> list[torch.Tensor]:
-    """Parameters after steps between which torch has collectives of its own."""
+    """Return the parameters after steps with torch's own collectives between them."""
     module, model, optimizer = training(gpus, options)
     gc.collect()  # an earlier one's end waits, and would count here
     waits = 0
@@ -207,7 +209,9 @@ def test_borrowing_means_nccl(teams: Any, world_size: int, paths: dict[str, str]
 
 
 def means_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Where ranks share a GPU, too: then torch's communicator says that they can. Slots, or some ranks alone, are an error on all ranks."""
+    """A borrowed communicator also works between ranks that share a GPU, since torch has made it. Slots, or borrowing
+    on some ranks only, are an error on all ranks.
+    """
     with lending(gpus, rank, world_size) as backend, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIM_BUS", "7")
         _, model, _ = training(gpus, {"communicator": "borrow"})
@@ -233,7 +237,7 @@ def test_a_batch_norm_over_the_same_ranks_is_refused_by_name(
 
 
 def with_batch_norm(gpus: SimulatedGpus, rank: int, world_size: int, kind: type[torch.nn.SyncBatchNorm]) -> None:
-    """On one rank alone it is an error on all; over ranks of its own it is none."""
+    """Borrowing on one rank only is an error on all ranks. Over a group of its own it is not."""
     with lending(gpus, rank, world_size):
         norm = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Sequential(kind(5)))
         with pytest.raises(NotImplementedError, match="'borrow' with SyncBatchNorm '1.0': .* own") as caught:

@@ -1,6 +1,7 @@
-"""Law of communicators over hosts: one that has ended, well or with an error, leaves no socket, no thread and no memory of the
-wire in its process when another takes its place. One that has ended in the middle of a message may leave a thread (hosts.md),
-and leaves no gradients."""
+"""Law: a communicator over hosts that has ended, in order or with an error, leaves no socket, thread or wire memory in
+its process when the next one replaces it. One that ended in the middle of a message may leave a thread (hosts.md), but
+no gradients.
+"""
 
 import ctypes
 import gc
@@ -24,7 +25,7 @@ TIMES = 20
 
 
 def held():
-    """Descriptors and threads of this process, once those that are ending have ended."""
+    """Return the file descriptors and threads of this process, after those that are ending have ended."""
     found = None
     for _ in range(100):
         before, found = found, (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
@@ -40,7 +41,7 @@ def step(model, rank):
 
 
 def is_made_anew(rank, world_size, end):
-    """What this process holds after each of the communicators: the first two, which torch warms up with, and the last."""
+    """Return this process's resources after each communicator: the first two, with which torch warms up, and the last."""
     counts = []
     for made in range(TIMES):
         torch.manual_seed(0)
@@ -72,7 +73,7 @@ def test_twenty_communicators_leave_nothing_behind(hosts, end):
 
 
 def test_bytes_for_the_wire_leave_no_type_behind():
-    """ctypes makes one for each length that it is asked for, and that takes longer than to send them."""
+    """ctypes would make and keep a type for each length, which takes longer than sending."""
     memory = torch.arange(256, dtype=torch.uint8)
     before = len(ctypes.Array.__subclasses__())
     views = [wire._bytes_at(memory.data_ptr(), nbytes) for nbytes in range(1, 200)]
@@ -81,13 +82,15 @@ def test_bytes_for_the_wire_leave_no_type_behind():
 
 
 def gradient_bytes():
-    """Of shared memory that this process has mapped and touched."""
+    """Return the bytes of shared memory that this process has mapped and touched."""
     with open("/proc/self/smaps", encoding="ascii") as file:
         return sum(1024 * int(kib) for kib in re.findall(r"/memfd:.*\n(?:[^-\n]*\n)*?Rss: +(\d+) kB", file.read()))
 
 
 def loses_a_host_in_the_middle(rank, world_size, folder):
-    """Gradients of 36 MB at 200 Mbit/s: mapped by them, and after all of it is gone; how long closing took."""
+    """Average 36 MB of gradients at 200 Mbit/s. Return the bytes mapped by them and after closing, and the seconds of
+    closing.
+    """
     torch.manual_seed(0)
     model = data_parallel(torch.nn.Linear(3000, 3000), timeout_s=20)
     group = model._engine().group

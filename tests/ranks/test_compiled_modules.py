@@ -1,4 +1,4 @@
-"""Law: torch.compile of the module or of the wrapper changes nothing of what is averaged."""
+"""Law: torch.compile of the module or the wrapper does not change the averages."""
 
 import copy
 
@@ -18,7 +18,7 @@ def close(wrapped, naive):
 
 
 def train(rank, model, optimizer, naive):
-    """Three steps, one of them accumulated; the compiled graph may round otherwise than the eager one."""
+    """Train three steps, one with accumulation. A compiled graph may round differently from the eager one."""
     for step in range(3):
         if step == 1:
             with model_of(model).no_sync():

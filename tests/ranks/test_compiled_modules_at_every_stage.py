@@ -1,5 +1,6 @@
-"""Law: torch.compile of units, before or after wrapping, and of the whole wrapper is the same at every stage: the bits of the same
-compiled module at zero=0. fullgraph=True is an error that says what to do."""
+"""Law: with torch.compile of units, before or after wrapping, and of the whole wrapper, every stage has the bits of the
+same compiled module at zero=0. fullgraph=True is an error that tells what to do.
+"""
 
 import pytest
 import torch

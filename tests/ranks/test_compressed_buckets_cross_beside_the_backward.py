@@ -1,6 +1,6 @@
-"""Between hosts a compressed bucket travels during the backward, with the bits of buckets that wait for its end.
+"""Law: between hosts a compressed bucket travels during the backward, with the bits of buckets that wait for its end.
 
-Ranks of this machine are told their host, as in test_hosts_compress_between_them.py.
+Ranks of one machine are told their host, as in test_hosts_compress_between_them.py.
 """
 
 import gc
@@ -26,7 +26,7 @@ CAP = {"bucket_cap_mb": 0.001}
 
 
 class Sometimes(torch.nn.Module):
-    """A model whose head's gradient comes first; a rank may leave the middle out, fail after it, or die there."""
+    """A model whose head's gradient comes first. A rank may skip the middle, fail after it, or die there."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def test_the_bits_are_those_of_buckets_that_wait(rank, world_size, name, zero):
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd in turns"])
 @on_every_rank(at_least=3)
 def test_ranks_may_pass_on_different_buckets(rank, world_size, name):
-    """A parameter that a rank left out waits for the end; one that no rank used keeps its bits and its error."""
+    """A parameter that one rank skipped waits for the end. One that no rank used keeps its bits and its error."""
     skips = lambda step: rank == step % world_size or step == 3  # noqa: E731
     after = []
     for waits in (True, False):

@@ -1,5 +1,6 @@
-"""Law: the stage changes no bit of a compressor's result. zero=2 and 3 train as zero=0 does, and as the naive form of
-the compressor on gathered gradients. Their wire carries no whole result: half the bytes."""
+"""Law: the stage changes no bit of a compressor's result: zero=2 and 3 train like zero=0, and like a naive compressor
+on gathered gradients. They send no whole result, so they send half the bytes.
+"""
 
 import math
 
@@ -196,7 +197,9 @@ def test_values_that_are_not_finite_leave_no_trace(rank, world_size, name):
 @pytest.mark.parametrize("initial", [True, False], ids=["over all ranks", "over active ranks"])
 @on_every_rank(at_least=2)
 def test_the_mean_may_be_over_ranks_that_still_train(rank, world_size, initial):
-    """A rank trains 2 steps and one more for each rank before it; its gradient is the same number everywhere."""
+    """Each rank trains one step more than the rank before it, beginning with 2. Its gradient is the same number
+    everywhere.
+    """
     found = []
     for zero in range(4):
         torch.manual_seed(0)

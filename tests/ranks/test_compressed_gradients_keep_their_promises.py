@@ -1,6 +1,7 @@
-"""Law: for any compressor every rank ends with the same bits. A compressor with error feedback adds what a step left
-out to later steps: sum of results + mean error = sum of mean gradients. Both hold with torch's DistributedDataParallel
-and with ours."""
+"""Law: with any compressor all ranks end with the same bits. A compressor with error feedback adds what a step left out
+to later steps: sum of results + mean error = sum of mean gradients. Both hold with torch's DistributedDataParallel and
+with ours.
+"""
 
 import io
 import math
@@ -136,7 +137,7 @@ NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", *POWERSGD, "power
 
 
 def fronts_and_caps(names):
-    """Return (front, cap, name): all, or in the quick form two a name that cover all four settings."""
+    """Return (front, cap, name): all, or in the quick form two per name, which cover all four settings."""
     for number, name in enumerate(names):
         for at, front in enumerate(("stock", "ours")):
             for cap in (0.001, 25) if LONG else ((0.001, 25)[(number + at) % 2],):
@@ -270,7 +271,7 @@ def test_the_error_is_fed_back(rank, world_size, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_every_rank()
 def test_half_factors_are_the_naive_ones(rank, world_size, dtype):
-    """One matrix and a small parameter: P and Q are rounded as contributions and as means, the small one is not."""
+    """P and Q of a matrix are rounded as contributions and as means; the small parameter is not."""
     owners = [torch.nn.Parameter(torch.zeros(40, 30)), torch.nn.Parameter(torch.zeros(7))]
     state = PowerSGDState(None, 2, start_powerSGD_iter=0, wire_dtype=dtype)
     whole = PowerSGDState(None, 2, start_powerSGD_iter=0)

@@ -1,6 +1,7 @@
-"""Law: compressors keep the promises of zero=2 and 3 between GPUs, too (test_compressed_gradients_at_every_stage, body
-for body): the naive compressor's bits, also on a standing mean. Over meshes of two dimensions they have the bits of
-zero=0."""
+"""Law: compressors keep the promises of zero=2 and 3 between GPUs (test_compressed_gradients_at_every_stage, body for
+body): the bits of the naive compressor, also on a standing mean. Over meshes of two dimensions they have the bits of
+zero=0.
+"""
 
 from __future__ import annotations
 

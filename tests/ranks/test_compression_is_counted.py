@@ -1,5 +1,6 @@
 """Law: bytes that a compressor sends are counted when they are sent, by step and bucket, and match its format. After
-the second step it allocates nothing."""
+the second step it allocates nothing.
+"""
 
 import itertools
 

@@ -131,7 +131,7 @@ def test_unwrap_gives_the_users_own_module(rank, world_size):
 @pytest.mark.skipif(PEER == "torch", reason="the engine's communicators")
 @on_every_rank()
 def test_a_wrapper_that_one_rank_keeps_and_others_drop_does_not_disturb_the_next(rank, world_size):
-    """When the garbage of one rank is collected is nobody else's business."""
+    """Each rank may collect its garbage at its own time."""
     import gc
 
     kept = []

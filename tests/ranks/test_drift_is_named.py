@@ -103,7 +103,7 @@ def test_what_leaves_the_parameters_in_place_is_no_drift(rank, world_size):
 
 
 class Adapted(nn.Module):
-    """A layer with an adapter of low rank beside it."""
+    """A layer with a low-rank adapter."""
 
     def __init__(self, layer):
         super().__init__()

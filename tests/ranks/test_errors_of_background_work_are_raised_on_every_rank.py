@@ -1,5 +1,6 @@
-"""Law: an error of work that runs beside the program (a communication hook, its future, a thread with buckets) on one rank is
-raised there; the others raise at their next call, once the rank that failed makes its own or leaves. None trains on."""
+"""Law: an error of background work (a communication hook, its future, a thread with buckets) is raised on its rank. The
+other ranks raise at their next call, once the failed rank makes its own or leaves. No rank trains on.
+"""
 
 from __future__ import annotations
 

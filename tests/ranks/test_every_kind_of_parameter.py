@@ -1,5 +1,6 @@
-"""Law: whatever the parameters are (shared, frozen, empty, of any dtype and layout), the averaged gradient has the
-oracle's bits, the parameter's shape and the parameter's strides."""
+"""Law: for any parameters (shared, frozen, empty, of any dtype and layout) the averaged gradient has the oracle's bits
+and the parameter's shape and strides.
+"""
 
 import copy
 import warnings
@@ -172,7 +173,7 @@ def test_complex_parameters(rank, world_size, cap):
 
 
 class Lazy(nn.Module):
-    """Gradients that autograd hands over conjugated or negated by a flag alone, not in memory."""
+    """autograd passes gradients whose conjugation or negation is only a flag, not done in memory."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +200,7 @@ def test_gradients_that_are_conjugated_or_negated_by_a_flag(rank, world_size, ca
 
 
 class Mixed(nn.Module):
-    """One linear layer a dtype, interleaved so that no two neighbours share one."""
+    """One linear layer per dtype, interleaved so that neighbours have different dtypes."""
 
     DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Law: however forwards and backwards are arranged, each synchronised backward is one round of the naive law."""
+"""Law: for any arrangement of forwards and backwards, each synchronised backward is one round of the naive law."""
 
 import dataclasses
 import logging
@@ -135,7 +135,9 @@ def test_a_gradient_penalty_with_create_graph(rank, world_size):
 
 
 class Segments(nn.Module):
-    """Layers run under checkpoint in the order of `plan`: a letter a layer, upper case outside any segment."""
+    """Layers that run under checkpoint in the order of `plan`. Each letter is a layer; an upper-case one is outside any
+    segment.
+    """
 
     def __init__(self, plan: str, reentrant: bool) -> None:
         super().__init__()
@@ -195,8 +197,9 @@ def test_activation_checkpointing_with_accumulation(rank, world_size, reentrant)
 @both_caps
 @on_every_rank()
 def test_segments_that_begin_later_give_the_right_gradient_or_an_error_once(rank, world_size, cap):
-    """A bucket may be on its way when the second gradient of a parameter comes: never a wrong average, and the error
-    that names the parameter comes once."""
+    """A bucket may have left when a second gradient of a parameter arrives. The average is never wrong, and the error
+    that names the parameter is raised once.
+    """
     wrapped, naive = pair(lambda: Segments("ABAC", reentrant=True), bucket_cap_mb=cap)
     errors = 0
     for step in range(8):
@@ -291,7 +294,9 @@ def test_an_exception_in_the_forward_and_then_a_clean_step(rank, world_size):
 
 @on_every_rank(at_least=2)
 def test_a_batch_left_out_after_an_exception_in_the_forward_is_warned_about(rank, world_size):
-    """Once, by the rank that left it out; not where a step came between, nor for a forward that a checkpoint breaks off."""
+    """The rank that left a parameter out warns once; not if a step came between, nor for a forward that checkpoint
+    stops early.
+    """
     wrapped, _ = pair(Mlp)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     records = []
@@ -464,7 +469,7 @@ def test_a_step_inside_a_backward_is_refused(rank, world_size):
 @pytest.mark.parametrize("cap", [0.001, 25])
 @on_every_rank()
 def test_hooks_of_the_user_run_before_the_gradient_is_averaged(rank, world_size, cap):
-    """As under torch's own, whether they were there before or came later, and change or replace the gradient."""
+    """Hooks registered before and after wrapping run as under torch's wrapper, and may change or replace the gradient."""
 
     def double(parameter):
         parameter.grad.mul_(2)
@@ -484,7 +489,7 @@ def test_hooks_of_the_user_run_before_the_gradient_is_averaged(rank, world_size,
 
 @on_every_rank()
 def test_a_gradient_that_somebody_kept_keeps_its_values(rank, world_size):
-    """Under torch's default, which is gradient_as_bucket_view=False, gradients of two backwards are two tensors."""
+    """With torch's default gradient_as_bucket_view=False the gradients of two backwards are two tensors."""
     wrapped, naive = pair(Mlp, bucket_cap_mb=0.001)
     kept, expected = [], []
     for step in range(4):

@@ -1,5 +1,6 @@
-"""Law: losses, parameters, optimizer state and norms do not depend on what is sliced: zero=0, 1, 2, 3 have the same bits,
-whatever the bucket cap, the transport, the optimizer and the form of accumulation; and stage 0 has the naive oracle's."""
+"""Law: losses, parameters, optimizer state and norms do not depend on the stage: zero=0, 1, 2, 3 have the same bits for
+any bucket cap, transport, optimizer and form of accumulation, and stage 0 has the naive oracle's.
+"""
 
 import copy
 import functools
@@ -44,14 +45,14 @@ PRIVATE = "3, private"
 
 
 def stage(zero, options):
-    """Keywords of sw.wrap."""
+    """Return keyword arguments of sw.wrap."""
     if zero != PRIVATE:
         return {**options, "zero": zero}
     return {"units": nn.Linear, **options, "zero": 3, "share_parameters": False}
 
 
 class Outcome:
-    """What a training run leaves on this rank."""
+    """The results of a training run on this rank."""
 
     def __init__(self, losses, model, state):
         self.losses = losses
@@ -206,7 +207,7 @@ def test_stage_0_is_the_naive_loop(rank, world_size):
 
 @on_every_rank()
 def test_clipping_by_torch_agrees_to_rounding(rank, world_size):
-    """torch's own sum of squares rounds in another order on slices."""
+    """torch's own sum of squares rounds in a different order on slices."""
     whole = run(0, clipped_by_torch, rank)
     for zero in (1, 2, 3, PRIVATE):
         sliced = run(zero, clipped_by_torch, rank)
@@ -241,7 +242,7 @@ def test_clipping_by_ours_has_the_same_bits(rank, world_size, cap):
 
 
 class Odd(nn.Module):
-    """Every kind of parameter at once."""
+    """A model with every kind of parameter."""
 
     def __init__(self):
         super().__init__()
@@ -276,7 +277,7 @@ def test_every_kind_of_parameter(rank, world_size, training):
 
 
 def some_heads(model, optimizer, rank):
-    """Parameters that nobody uses, or one rank alone; unused ones keep gradient and state as they were."""
+    """Parameters that no rank, or only one rank, uses. Unused ones keep gradient and state unchanged."""
     losses = []
     for step, heads in enumerate([["left", "right"], ["left", "left"], ["left", "right"], ["right", "right"]]):
         value = model(batch(rank, 6, 7, step=step), heads[rank % 2])

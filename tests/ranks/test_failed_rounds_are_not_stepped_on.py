@@ -1,5 +1,6 @@
-"""Law: gradients of a backward that failed on some rank are not stepped on, on any rank, until a later round or
-zero_grad; and no rank waits for one that steps instead of running its next forward."""
+"""Law: after a backward that failed on some rank, no rank steps on its gradients until a later round or zero_grad. No
+rank waits for one that steps instead of running its next forward.
+"""
 
 import gc
 import time
@@ -73,7 +74,7 @@ def test_no_rank_steps_on_a_round_that_one_abandoned(rank, world_size):
 
 
 class FailsLate(nn.Module):
-    """Its backward fails behind the output's gradient and before that of any parameter."""
+    """Its backward fails after the output's gradient, before that of any parameter."""
 
     def __init__(self):
         super().__init__()

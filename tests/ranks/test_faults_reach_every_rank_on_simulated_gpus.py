@@ -1,6 +1,8 @@
-"""Law: what ends a GPU's communicator on one rank is every rank's at once, with one sentence that names the rank, wherever the others
-wait: for their GPUs, or in an exchange between the hosts; also while communicators are made, and while they end. Deadlines are half an
-hour here. Wrapping again goes on. A thread that looks after a GPU holds nobody up, and a forked child leaves the GPU alone."""
+"""Law: a fault that ends a GPU's communicator on one rank ends it on every rank at once, with one sentence that names
+the rank, also during creation and closing. Other ranks may wait for their GPUs or in an exchange between hosts.
+Deadlines are half an hour here. Wrapping again works. A thread that watches a GPU delays no other thread, and a forked
+child leaves the GPU alone.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def test_a_failure_that_is_seen_beside_a_hosts_exchange_ends_that(
 
 
 def seen_beside(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """By the thread that looks after the GPU of rank 1, while the program's own waits for rank 0."""
+    """The thread that watches rank 1's GPU raises the fault, while the program's thread waits for rank 0."""
     gpus.watch()
     host = wrapped_mlp(gpus)._engine().link.host
     gather(None)
@@ -182,7 +184,7 @@ def test_a_rank_that_is_killed_as_communicators_end_holds_nobody_up(
 
 
 def killed_at_the_end(gpus: SimulatedGpus, rank: int, world_size: int, end: str) -> None:
-    """Nobody looks after the GPUs here: whoever closes or drops waits for itself."""
+    """No thread watches the GPUs here, so a thread that closes or drops must wait itself."""
     wrapped = wrapped_mlp(gpus)
     link = wrapped._engine().link
     backward(wrapped, rank)
@@ -207,7 +209,9 @@ def test_an_end_that_takes_its_time_is_no_failure(teams: Any, world_size: int, p
 
 
 def slow_end(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Of the group's communicator, or of the row's: who looks after the other one does not take it for one, which would be every rank's."""
+    """The fault is in the group's or the row's communicator. The thread that watches the other one must not take it for
+    its own, which would end all ranks.
+    """
     gpus.watch()
     torch.manual_seed(0)
     module = gpus.adopt_module(Mlp())
@@ -275,7 +279,7 @@ def test_a_call_of_the_driver_that_does_not_return_holds_up_nobody_else(
 
 
 def slow_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Of the thread that looks after the GPU. Who needs the communicator waits for it."""
+    """The watching thread holds the communicator for a while; a thread that needs it waits."""
     wrapped = wrapped_mlp(gpus)
     comm = wrapped._engine().link.comm
     backward(wrapped, rank)
@@ -300,7 +304,7 @@ def test_aborts_that_wait_for_one_another_end(teams: Any, world_size: int, paths
 
 
 def aborts_that_wait(gpus: SimulatedGpus, rank: int, world_size: int, call: str) -> None:
-    """Of two communicators a rank, where each abort waits for the other communicator's kernels, and until the other ranks abort."""
+    """With two communicators per rank, each abort waits for the other's kernels and for the aborts of other ranks."""
     gpus.watch()
     torch.manual_seed(0)
     module = gpus.adopt_module(Mlp())
@@ -332,8 +336,9 @@ def test_a_forked_child_leaves_the_gpu_alone(teams: Any, world_size: int, paths:
 
 
 def forked_child(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """A worker of a DataLoader has everything that its parent had. What it drops there, and what it tries, makes no call of the driver's
-    and says nothing; nor does it wait for a thread that only its parent has."""
+    """A worker of a DataLoader inherits everything from its parent. Its drops and attempts make no driver call and
+    print nothing, and it never waits for a thread that only its parent has.
+    """
     torch.manual_seed(0)
     module = gpus.adopt_module(Mlp())
     model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=3)

@@ -1,5 +1,7 @@
-"""Law: sw.load_full_state_dict gives every rank rank 0's values of a bare module's state_dict, at every stage; training goes on
-with the bits of a module that had them from the start; and what does not fit is one sentence on all ranks."""
+"""Law: sw.load_full_state_dict gives every rank the values of rank 0's state_dict of the bare module, at every stage.
+Training continues with the bits of a module that had them from the start. A state that does not fit is one sentence on
+all ranks.
+"""
 
 import pytest
 import torch

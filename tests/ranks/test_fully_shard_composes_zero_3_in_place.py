@@ -148,7 +148,7 @@ def test_what_cannot_be_is_said(rank, world_size):
 
 
 class Experts(Blocks):
-    """A block that is each rank's own, as experts are."""
+    """A block whose parameters differ by rank, like experts."""
 
     def __init__(self):
         super().__init__()
@@ -215,7 +215,7 @@ def test_lists_that_cannot_be(rank, world_size):
 
 
 def meshes(world_size):
-    """All ranks, and each rank by itself."""
+    """Over all ranks, and over each rank alone."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("all", "own"))
     return mesh["all"], mesh["own"]
 
@@ -262,7 +262,7 @@ def test_an_inner_module_with_a_mesh_of_its_own_is_refused_on_all_ranks(rank, wo
 
 @on_every_rank()
 def test_an_inner_module_that_the_outermost_ignores_has_an_engine_of_its_own(rank, world_size):
-    """Experts that are each rank's own, beside a model that all ranks share: against the same by hand."""
+    """Experts specific to each rank, in a model that all ranks share, compared with the same by hand."""
     everybody, own = meshes(world_size)
 
     def build():

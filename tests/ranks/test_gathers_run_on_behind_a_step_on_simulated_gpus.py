@@ -1,5 +1,7 @@
-"""Law: at zero=1 and 2 on GPUs a step returns before its parameters are gathered. A unit's forward waits for its own, any other read of a
-parameter for that one; no host wait; without such a wait the simulation reports a race (docs/design/gpu_gathers.md)."""
+"""Law: at zero=1 and 2 on GPUs a step returns before its parameters are gathered. A unit's forward waits for that
+unit's gather, any other read of a parameter for that parameter's, and the host never. Without such a wait the
+simulation reports a race (docs/design/gpu_gathers.md).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ WIDTH = 8
 
 
 class Net(nn.Module):
-    """Three blocks between two ends, which are the outermost unit's."""
+    """Three blocks between two layers, which belong to the outermost unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ def step(wrapped: Any, optimizer: Any, rank: int, number: int) -> None:
 
 
 def pending(wrapped: Any) -> set[int]:
-    """Groups for which no stream waits yet."""
+    """Return the groups for which no stream has waited yet."""
     return set(wrapped._engine().parameters()._buckets._gathers._pending)
 
 

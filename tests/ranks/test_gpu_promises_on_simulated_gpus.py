@@ -1,5 +1,6 @@
-"""Law: what tests/gpu asks of real GPUs holds on simulated ones, the same bodies, whatever the schedule: so they are known to run before there is a
-GPU, and a failure there is the hardware's, or the driver's, or what no simulation has."""
+"""Law: the promises that tests/gpu checks on real GPUs hold on simulated ones, with the same bodies, for any schedule.
+So the bodies are known to run, and a failure on a GPU comes from hardware, driver or something that is not simulated.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Iterator[None]:
-    """Several batches in a step of a small model; and launches look at all memory."""
+    """Force several batches in a step of a small model, and make launches look at all memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_offload, "SLOT_BYTES", 1 << 12)
         yield

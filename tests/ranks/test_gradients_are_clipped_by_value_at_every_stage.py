@@ -1,4 +1,6 @@
-"""Law: torch's clip_grad_value_ clips averaged gradients alike at every stage, bit for bit; the norm has the gradients' precision."""
+"""Law: torch's clip_grad_value_ clips averaged gradients with the same bits at every stage. The norm has the gradients'
+precision.
+"""
 
 import pytest
 import torch

@@ -1,6 +1,8 @@
-"""Law: a gradient that no backward of the module brought (torch.autograd.grad, weight.grad += ... of zero-bubble pipelines) is not stepped on as if
-it were averaged: an error on all ranks, or sw.average_gradients(), which gives the bits of a backward. What users make of averaged gradients
-before the step (clipping, noise, scaling, replacing, dropping) is stepped on as under torch's DistributedDataParallel."""
+"""Law: a gradient that no backward of the module produced (torch.autograd.grad, `weight.grad +=` of zero-bubble
+pipelines) is never stepped on as if it were averaged. It is an error on all ranks, or sw.average_gradients() gives it
+the bits of a backward. Changes that users make to averaged gradients before the step (clipping, noise, scaling,
+replacing, dropping) work as under torch's DistributedDataParallel.
+"""
 
 import itertools
 import time
@@ -41,14 +43,14 @@ def plain(model, optimizer, rank, step=0):
 
 
 def by_hand(model, rank, step=0):
-    """Gradients that are set past all hooks."""
+    """Set gradients without any hook."""
     parameters = list(model.parameters())
     for p, gradient in zip(parameters, torch.autograd.grad(loss_of(model, rank, step), parameters), strict=True):
         p.grad = gradient
 
 
 def bubbles(model, rank, step=0):
-    """Two microbatches of a zero-bubble pipeline, by torch's own functions: inputs first, weights later."""
+    """Run two microbatches of a zero-bubble pipeline with torch's own functions: first inputs, later weights."""
     from torch.distributed.pipelining import _backward  # 2 s in each process that collects tests
 
     parts = []
@@ -61,7 +63,7 @@ def bubbles(model, rank, step=0):
 
 
 def microbatches(model, rank, step=0):
-    """The same by backwards."""
+    """Run the same microbatches by backwards."""
     for number, x in enumerate(batch(rank, 6, 7, step=step).chunk(2)):
         model.set_requires_gradient_sync(number == 1)
         (model(x).square().mean() / 2).backward()
@@ -140,7 +142,7 @@ def test_what_one_rank_alone_set_is_told_to_all(rank, world_size, stage):
 
 @on_every_rank(at_least=2)
 def test_nor_where_one_parameter_of_many_was_set(rank, world_size):
-    """The round of the others does not average it."""
+    """The other ranks' round does not average it."""
     model, optimizer = wrap("1", Heads)
     x = batch(rank, 6, 7)
     model(x, "left right").backward()
@@ -260,7 +262,7 @@ def dropped(model, step):
 
 
 def projected(model, step):
-    """As gradient surgery: new tensors out of several gradients."""
+    """Like gradient surgery: new tensors from several gradients."""
     found = [p.grad for p in model.parameters() if p.grad is not None]
     total = sum(g.square().sum() for g in found).sqrt()
     for p in model.parameters():

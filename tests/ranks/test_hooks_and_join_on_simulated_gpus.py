@@ -1,6 +1,7 @@
-"""Law: a communication hook owns the buckets of a module on a GPU as it does on the CPU, and a rank that ran out of inputs takes part
-without contributing: the promises of the CPU, body for body, on simulated GPUs whatever the schedule; nothing races or leaks, and
-a step in which every parameter was used waits for the GPU not once."""
+"""Law: a communication hook owns the buckets of a module on a GPU as on the CPU, and a rank without inputs takes part
+without contributing. The CPU's tests run body for body on simulated GPUs, for any schedule. Nothing races or leaks, and
+a step that used every parameter never waits for the GPU.
+"""
 
 from __future__ import annotations
 

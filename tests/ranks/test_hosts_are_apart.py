@@ -1,4 +1,4 @@
-"""Laws of the tests' own hosts: what they share and what not; each way a link fails; that nothing of them stays."""
+"""Laws of the tests' own hosts: what they share, each way in which a link fails, and that nothing of them stays behind."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ SAY = "import socket, sys; socket.socket(type=socket.SOCK_DGRAM).sendto(sys.argv
 
 @pytest.fixture
 def pair():
-    """Two hosts without ranks; heard(host) is the next datagram there, "" if none comes; say(host, text) sends one."""
+    """Two hosts without ranks. heard(host) returns the next datagram there, or ""; say(host, text) sends one."""
     with network.network(2) as made:
         ears = [
             subprocess.Popen(made.command(host, "python3", "-c", HEAR), stdout=subprocess.PIPE, text=True)
@@ -62,7 +62,7 @@ def pair():
                 os.set_blocking(ear.stdout.fileno(), False)
 
             def arrives(host, text, within_s=3.0):
-                """Said again and again: a link that has just come up drops what is sent until the kernel has noticed."""
+                """Send repeatedly: a link that has just come up drops packets until the kernel has noticed."""
                 say = made.command(host, "python3", "-c", SAY, made.address(1 - host), text)
                 deadline = None
                 while deadline is None or time.monotonic() < deadline:
@@ -154,7 +154,7 @@ def test_hosts_end_with_the_process_that_made_them_even_if_it_is_killed():
 
 
 def namespaces_in_use():
-    """Those that some process is in or holds a descriptor of."""
+    """Return the namespaces in which a process runs, or of which one holds a file descriptor."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         for folder in (f"/proc/{pid}/ns", f"/proc/{pid}/fd"):

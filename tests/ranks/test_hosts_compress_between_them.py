@@ -1,6 +1,7 @@
-"""Over several hosts the fold inside a host is plain, and every rank gets the compressor's mean of the hosts' sums.
+"""Law: over several hosts the fold inside a host is uncompressed, and every rank gets the compressor's mean of the
+hosts' sums.
 
-Ranks of this machine are told their host, as in test_hosts_fold_in_two_steps.py.
+Ranks of one machine are told their host, as in test_hosts_fold_in_two_steps.py.
 """
 
 import contextlib
@@ -206,7 +207,9 @@ def test_unused_parameters_keep_their_bits_and_their_error(rank, world_size):
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank(at_least=3)
 def test_two_hosts_swap_small_messages_with_the_same_bits(rank, world_size, name):
-    """Each host has both messages and folds what the owners of slices would: as many bytes in half the messages."""
+    """Each host has both messages and folds what the owners of slices would fold: the same bytes in half as many
+    messages.
+    """
     after, sent = [], []
     for swaps in (True, False):
         with pytest.MonkeyPatch.context() as monkeypatch:

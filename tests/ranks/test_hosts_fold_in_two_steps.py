@@ -1,7 +1,8 @@
-"""Over several hosts: what is averaged is the fold inside each host, then over hosts in order; one host gives the flat fold.
+"""Law: over several hosts the average is the fold inside each host, then over hosts in order. One host gives the flat
+fold.
 
-Ranks of this machine are told which host they are on, so that nothing but the map differs from one host (hosts that are
-really apart: test_hosts_train_as_one.py).
+Ranks of one machine are told their host, so that only the map differs from one host. (Separate hosts:
+test_hosts_train_as_one.py.)
 """
 
 import contextlib
@@ -22,7 +23,7 @@ every_map = pytest.mark.parametrize("shape", MAPS)
 
 @contextlib.contextmanager
 def on_hosts(host_of):
-    """A process group whose ranks believe that they are on these hosts, with blocks that travel as they are between them."""
+    """A process group whose ranks are told these hosts, with blocks in the form that travels between hosts."""
     group = dist.new_group(range(len(host_of)))
     usual = wire.Wire.slow_bytes_per_s
     process_group._forced_hosts, wire.Wire.slow_bytes_per_s = host_of, 0
@@ -71,7 +72,7 @@ def test_private_memory_is_folded_inside_hosts_and_then_over_them(rank, world_si
 
 
 class Net(torch.nn.Module):
-    """Two layers in use, one that only rank 0 uses, one that nobody does."""
+    """A model with two layers in use, one that only rank 0 uses, and one that no rank uses."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()

@@ -1,6 +1,7 @@
-"""Laws that hold inside one host hold across several that are apart: an exception in a backward, a model that is dropped, workers
-that are forked and what one rank has no room for are news to every rank, and training goes on; a rank killed at any moment
-is named by all others, and nothing stays behind."""
+"""Laws of one host that hold across separate hosts: an exception in a backward, a dropped model, forked workers and a
+lack of memory on one rank reach every rank, and training continues. All other ranks name a rank that is killed at any
+moment, and nothing stays behind.
+"""
 
 import contextlib
 import copy
@@ -37,7 +38,7 @@ def backward(model, x):
 
 
 def assert_averages(wrapped, x):
-    """One step has the bits of the fold over hosts."""
+    """Check that one step has the bits of the fold over hosts."""
     alone = copy.deepcopy(wrapped.module)
     for module in (alone, wrapped.module):
         module.zero_grad()
@@ -91,7 +92,7 @@ def test_processes_forked_in_the_middle_disturb_nobody(hosts):
 
 
 def has_no_room(rank, world_size):
-    """On the last rank, which is alone on its host: for a pool, and then not even for the pages."""
+    """The last rank, alone on its host, has no room for a pool, and then not even for control pages."""
     texts = []
     for room in (1 << 20, 4096):
         model = torch.nn.Linear(600, 601)

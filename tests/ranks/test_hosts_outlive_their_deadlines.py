@@ -1,4 +1,6 @@
-"""Law: a rank whose wait has passed its deadline lives on, whatever its carrier's thread still hears from other hosts."""
+"""Law: a rank lives on after its wait has passed the deadline, whatever its carrier's thread still receives from other
+hosts.
+"""
 
 import gc
 import time
@@ -16,7 +18,7 @@ GATHERED_BYTES = 4 << 20
 
 
 def gives_up_in_the_middle(rank, world_size):
-    """Slices that take 0.8 s at 20 Mbit/s, and 0.3 s for them; then what the operation was made of is gone."""
+    """Slices take 0.8 s at 20 Mbit/s and have 0.3 s. Afterwards the operation's memory is freed."""
     from shardwright.comm.process_group import host_group
 
     comm = host_group(dist.group.WORLD, 20.0).comm

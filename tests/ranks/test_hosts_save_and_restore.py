@@ -1,7 +1,7 @@
-"""Law: over several hosts that share a folder, checkpoints are what they are on one: the same bytes whatever the hosts and the
-stage, a resumed training with the bits of one that was not stopped, and one sentence for everybody where something fails.
+"""Law: several hosts that share a folder have the checkpoints of one host: the same bytes for any hosts and stage, a
+resumed run with the bits of an uninterrupted one, and one sentence on every rank for a failure.
 
-Ranks of this machine are told which host they are on, as in test_hosts_fold_in_two_steps.py; at the end hosts are really apart.
+Ranks of one machine are told their host, as in test_hosts_fold_in_two_steps.py. The last tests use separate hosts.
 """
 
 import os
@@ -212,7 +212,7 @@ def test_a_board_that_was_taken_away_is_made_again(rank, world_size):
 @pytest.mark.parametrize("overwrite", [False, True])
 @on_every_rank(exactly=4)
 def test_saves_of_two_groups_to_one_path_do_not_hear_each_other(rank, world_size, overwrite):
-    """Each group is on two hosts; each of its saves is the first one of a new channel."""
+    """Each group is on two hosts, and each of its saves is the first of a new channel."""
     folder = shared_folder(rank)
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     leaders = dist.new_group([0, 2])
@@ -254,7 +254,7 @@ COMPRESSORS = {"powersgd": sw.PowerSGD(rank=2, min_compression_rate=0), "int4": 
 @pytest.mark.parametrize("name", COMPRESSORS)
 @on_every_rank(at_least=3)
 def test_what_hosts_owe_is_kept(rank, world_size, name):
-    """Bit for bit over the same hosts; over others the mean that is owed stays."""
+    """Over the same hosts the error is kept bit for bit; over others its mean is kept."""
     folder = shared_folder(rank)
 
     def mean_owed(model):
@@ -297,7 +297,7 @@ def test_what_hosts_owe_is_kept(rank, world_size, name):
 
 
 def train_and_save(rank, world_size, folder, stop):
-    """Losses and the mean of them over ranks, step by step; resumes if there is something to resume."""
+    """Return losses and their mean over ranks, step by step. Resume if there is a checkpoint."""
     found = {}
     for stage in (0, 2, 3) if LONG else (2,):
         pair = wrapped(None, stage, rank)
@@ -338,7 +338,7 @@ def lose_rank_0(rank, world_size, folder, hosts):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
 def test_no_verdict_of_a_dead_rank_0_is_waited_for(fresh_ranks, hosts):
-    """The others look at its lock: with a dead peer alone they wait 5 s for the verdict."""
+    """Other ranks look at rank 0's lock. From a dead peer alone they would wait 5 s for the verdict."""
     with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(2) as team:
         team.start(lose_rank_0, folder=f"{folder}/of", hosts=hosts)
         outcome = team.wait(40, patient=True)[1]
@@ -365,7 +365,7 @@ def test_hosts_that_are_apart_save_and_other_hosts_resume(hosts, fresh_ranks):
 
 
 def through_dcp(rank, world_size, folder, sharded):
-    """Saves with torch's two calls, reads it into other tensors, and says what stands in both."""
+    """Save with torch's two calls, load into other tensors, and return the values of both."""
     found = {}
     model, optimizer = fully_sharded(0) if sharded else build(Small, 0)
     train(model, optimizer, 2, width=24)
@@ -401,7 +401,7 @@ def read_through_dcp(rank, world_size, folder):
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=needs_fsdp2_on_cpus)], ids=["plain", "fsdp2"])
 @pytest.mark.timeout(120)
 def test_hosts_that_are_apart_go_through_dcp(hosts, sharded):
-    """The bytes do not depend on which hosts wrote them; a block that rots is named on all hosts."""
+    """The bytes do not depend on which hosts wrote them. A damaged block is named on all hosts."""
     with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
         with hosts(2, 1) as lab:
             digests = lab.team.run(through_dcp, folder=f"{folder}/3", sharded=sharded)

@@ -1,5 +1,6 @@
-"""Laws of waiting across hosts: a rank that is late is a warning on every other and nothing more; one that never comes is named,
-by rank and host, on all of them at the deadline, also on hosts that wait for another rank of its host."""
+"""Laws of waiting across hosts: a late rank is a warning on every other rank and nothing more. At the deadline all
+ranks name a rank that never comes, by rank and host, also on hosts that wait for another rank of its host.
+"""
 
 import functools
 import logging
@@ -23,7 +24,7 @@ LATE_S = 2.0
 
 
 def warned(timeout_s, **options):
-    """A wrapped layer whose communicator warns early, and the lines that it logs."""
+    """Return a wrapped layer whose communicator warns early, and the list of the lines that it logs."""
     from shardwright.comm import process_group
 
     lines = []
@@ -47,7 +48,9 @@ def wait_for(path):
 
 
 def trains_until_an_error(rank, world_size, begun, **options):
-    """What ended it, how long that took from its last step's end, and what was logged. All ranks train once there is a file `begun`."""
+    """Return the error, the time from the last step's end to it, and the log. All ranks train once there is a file
+    `begun`.
+    """
     model, lines = warned(**{"timeout_s": TIMEOUT_S, **options})
     backward(model, rank)
     gather(None)
@@ -64,7 +67,7 @@ def trains_until_an_error(rank, world_size, begun, **options):
 
 @pytest.mark.parametrize("victim", [1, 2, *(pytest.param(rank, marks=long_form) for rank in (0, 3))])
 def test_a_stopped_rank_is_warned_about_and_named_at_the_deadline(hosts, victim, tmp_path):
-    """1 is beside the rank that carries for its host, for which the others wait; 2 carries."""
+    """Rank 1 shares a host with the carrier for which the others wait. Rank 2 is a carrier."""
     with hosts(2, 2) as lab:
         survivors = [rank for rank in range(4) if rank != victim]
         lab.team.start(trains_until_an_error, begun=str(tmp_path / "begun"))
@@ -108,7 +111,7 @@ def test_a_rank_that_is_stopped_for_longer_than_silent_s_is_an_error_on_all_host
 
 
 def evaluates_now_and_then(rank, world_size, late_s):
-    """Ranks are late in turns, for longer than the wire is silent before it is asked whether it is there."""
+    """Ranks are late in turns, for longer than the silence after which the wire is probed."""
     model, lines = warned(30.0)
     backward(model, rank)
     for late in range(world_size):

@@ -1,6 +1,7 @@
-"""Laws of disagreement between hosts: ranks of two hosts that wrap modules, come to collectives or go back through their
-models otherwise than the others all raise sw.Error with one text that names both sides, within 2 s of the last one's coming;
-modules that differ do not spoil the group."""
+"""Laws of disagreement between hosts: if ranks of two hosts wrap different modules, come to different collectives or
+run different backwards, all raise sw.Error with one text that names both sides, within 2 s of the last arrival. Modules
+that differ leave the group usable.
+"""
 
 import time
 
@@ -21,7 +22,7 @@ every_odd_rank = pytest.mark.parametrize("odd", [2, 1, 0], ids=lambda rank: f"ra
 
 
 def one_sentence(action, late=0.0):
-    """What every rank says, if it is one and said in time; `late`: how long this rank lets the others wait for it."""
+    """Return the text of all ranks, after a check that it is one and in time. `late`: seconds that this rank is late."""
     time.sleep(late)
     come = time.monotonic()
     with pytest.raises(engine.Error) as raised:
@@ -56,7 +57,7 @@ def communicator():
 
 
 def comes_to_others(rank, world_size, odd):
-    """Each case ends a communicator, and the next one makes another."""
+    """Each case ends a communicator, and the next case makes another."""
     for difference, words in CASES.values():
         comm = communicator()
         collective(comm)

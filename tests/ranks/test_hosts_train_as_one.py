@@ -1,5 +1,6 @@
-"""Two hosts that are really apart train as two that this machine is told to be: the same losses, bit for bit; what a slow link
-carries is shorter, and gives the same gradients; what is through is sent while the backward goes on."""
+"""Law: two separate hosts train as two simulated ones, with the same losses bit for bit. Packets on a slow link are
+shorter and give the same gradients. Finished buckets are sent during the backward.
+"""
 
 import hashlib
 import os
@@ -69,7 +70,9 @@ def test_uneven_hosts_find_their_map_and_train(hosts, shape):
 
 
 def bytes_sent_by_the_last_gradient(rank, world_size):
-    """What this host has sent when the backward has come to its last gradient and idles there, and of how many bytes of others."""
+    """Return the bytes that this host has sent when the backward has reached its last gradient and idles there, and the
+    others' total.
+    """
     torch.manual_seed(3)
     model = sw.wrap(torch.nn.Sequential(torch.nn.Linear(8, 400), torch.nn.Linear(400, 400)), bucket_cap_mb=0.1)
     sent = []
@@ -98,7 +101,7 @@ WIDE = 1500
 
 
 def gradients_over_a_link(rank, world_size):
-    """Digests of each step's gradients, and the bytes that this host has sent in each."""
+    """Return digests of each step's gradients, and the bytes that this host sent in each step."""
     torch.manual_seed(3)
     model = sw.wrap(torch.nn.Linear(WIDE, WIDE), timeout_s=20)
     dist.barrier()  # the parameters of rank 0 have arrived, and not only left
@@ -125,7 +128,7 @@ def gradients_told(rank, world_size):
 
 
 def test_a_slow_link_carries_fewer_bytes_and_the_same_gradients(hosts, fresh_ranks):
-    """Packets: from the second step on, when the first was seen to be slow. Over loopback nothing is slow."""
+    """Packets begin at the second step, after the first was slow. Loopback is never slow."""
     with fresh_ranks(3) as team:
         told = team.run(gradients_told)
     with hosts(2, 1, rate="500mbit") as lab:

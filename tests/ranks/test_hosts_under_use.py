@@ -1,6 +1,6 @@
-"""Across hosts, what a long program does beside training: many buckets, several models, rounds apart, forks.
+"""Law: a long program over hosts trains right: many buckets, several models, rounds at different times, forks.
 
-As in test_hosts_fold_in_two_steps.py, ranks of this machine are told which host they are on.
+Ranks of one machine are told their host, as in test_hosts_fold_in_two_steps.py.
 """
 
 import gc

@@ -1,5 +1,7 @@
-"""On a mesh of two dimensions, (replicate, shard), state is sliced inside a row and alike on all rows: losses, parameters, norms and optimizer
-state are those of zero=0 on the same ranks, bit for bit, on one host and on several. A mesh that does not fit is one error on all ranks."""
+"""Law: on a mesh (replicate, shard) state is sliced inside a row and equal on all rows. Losses, parameters, norms and
+optimizer state are those of zero=0 on the same ranks, bit for bit, on one host and on several. A mesh that does not fit
+is one error on all ranks.
+"""
 
 import copy
 import re
@@ -155,7 +157,7 @@ def test_norms_uneven_inputs_whole_tensors_and_units_in_place(fresh_ranks, hosts
 
 
 def changes_stage_and_saves(rank, world_size, hosts, folder):
-    """A checkpoint of one stage on a mesh goes on at another, with the bits of zero=0."""
+    """A checkpoint of one stage on a mesh continues at another with the bits of zero=0."""
     process_group._forced_hosts = hosts
     mesh = mesh_of(ROWS)
     whole = run(0, plain_steps, rank)

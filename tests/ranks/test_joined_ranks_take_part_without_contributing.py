@@ -1,5 +1,6 @@
-"""Law of uneven inputs: a rank that ran out contributes nothing; the mean is over all ranks
-(divide_by_initial_world_size) or over those that still train; at the end all ranks hold one model."""
+"""Law of uneven inputs: a rank without inputs contributes nothing. The mean is over all ranks
+(divide_by_initial_world_size) or over those that still train. At the end all ranks hold the same model.
+"""
 
 import copy
 
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 
 
 def inputs(rank, seed=0):
-    """Rank r has 2 + r batches."""
+    """Return the batches of a rank: 2 + rank of them."""
     return [batch(rank, 6, 7, step=step + seed) for step in range(2 + rank)]
 
 
@@ -24,7 +25,9 @@ def close(left, right):
 
 
 def naive_training(rank, world_size, naive, initial):
-    """Gradients of each step on this rank while it has inputs; every rank takes every step."""
+    """Return the gradients of each step on this rank while it has inputs, in a loop in which every rank takes every
+    step.
+    """
     optimizer = torch.optim.SGD(naive.module.parameters(), lr=0.1)
     mine, gradients = inputs(rank), []
     for step in range(2 + world_size - 1):
@@ -153,7 +156,7 @@ def test_two_wrapped_modules_join_together(rank, world_size):
 
 @on_every_rank()
 def test_a_rank_that_ran_out_takes_part_in_a_communication_hook(rank, world_size):
-    """Its buckets are zeros: the hook's sums are those of the ranks that still train."""
+    """The buckets of a joined rank are zeros, so the hook's sums are those of the ranks that still train."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     wrapped, naive = pair(Mlp, bucket_cap_mb=0.001)

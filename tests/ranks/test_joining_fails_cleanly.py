@@ -1,4 +1,4 @@
-"""What fails while ranks join, or map one another's memory, is everybody's news at once, and nothing of it is left over."""
+"""Law: a failure while ranks join, or map one another's memory, reaches every rank at once, and leaves nothing behind."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="about the engine's way 
 
 @contextlib.contextmanager
 def with_address_space(more_bytes):
-    """This process may map `more_bytes` more than it has now."""
+    """Limit the address space of this process to its present size and `more_bytes`."""
     with open("/proc/self/statm") as file:
         soft = int(file.read().split()[0]) * resource.getpagesize() + more_bytes
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -36,7 +36,7 @@ def with_address_space(more_bytes):
 
 @on_every_rank(at_least=3, spoils=True)
 def test_memory_that_one_rank_could_not_map_is_not_taken_for_the_next(rank, world_size):
-    """On the last rank there is room for its own part, and for no peer's: their messages must not stay in the sockets."""
+    """The last rank has room for its own part and for no peer's. The peers' messages must not stay in the sockets."""
     data_parallel(Mlp())
     torch.manual_seed(0)
     module = torch.nn.Linear(4096, 4096, bias=False)  # 64 MiB
@@ -56,7 +56,7 @@ def test_memory_that_one_rank_could_not_map_is_not_taken_for_the_next(rank, worl
 
 @on_every_rank(at_least=3, spoils=True)
 def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_size):
-    """Rank 1 cannot map the control pages that the first rank gives it."""
+    """Rank 1 cannot map the control pages that rank 0 sends."""
     comm = engine.HostComm(rank, world_size, host=socket.gethostname(), timeout_s=20.0)
     secret = gather(os.urandom(16))[0]
     addresses, hosts = gather(comm.address), gather(socket.gethostname())
@@ -74,7 +74,7 @@ def test_a_rank_that_could_not_join_and_lives_on_is_not_waited_for(rank, world_s
 
 @on_every_rank(at_least=3)
 def test_a_late_rank_is_waited_for(rank, world_size):
-    """For longer than the queue of its socket has places for those who look whether it is still there."""
+    """Rank 1 is late for longer than its socket's queue has room for the probes of its peers."""
     comm = engine.HostComm(rank, world_size, host=socket.gethostname(), timeout_s=20.0)
     secret = gather(os.urandom(16))[0]
     addresses, hosts = gather(comm.address), gather(socket.gethostname())
@@ -89,7 +89,7 @@ def test_a_late_rank_is_waited_for(rank, world_size):
 
 
 class Poor:
-    """A HostComm whose process may map no more memory while it joins."""
+    """Join a HostComm in a process that can map no more memory from then on."""
 
     def __init__(self, *arguments, **options):
         self._comm = engine.HostComm(*arguments, **options)
@@ -126,7 +126,7 @@ def test_what_keeps_one_rank_from_joining_is_one_sentence_on_every_rank(rank, wo
 
 @on_every_rank(at_least=3)
 def test_ranks_with_more_threads_than_cores_are_told_so_once(rank, world_size):
-    """Of two cores for three ranks, and of three cores."""
+    """Join three ranks on two cores, and on three."""
     cores = os.sched_getaffinity(0)
 
     def said(own, threads):
@@ -155,7 +155,7 @@ def test_ranks_with_more_threads_than_cores_are_told_so_once(rank, world_size):
 
 
 def test_the_self_test_ends_when_a_thread_cannot_be_started():
-    """In a process that may map room for no, one or two stacks of threads."""
+    """Run in a process that has room for no, one or two thread stacks."""
     program = """
 import importlib.util, resource, sys
 spec = importlib.util.spec_from_file_location("_engine", sys.argv[1])
@@ -180,7 +180,7 @@ print(seen)
 
 
 def fails_in_wrap(rank, folder):
-    """A program whose rank 1 cannot join, and whose ranks end with that."""
+    """A program whose rank 1 cannot join, which ends all its ranks."""
     import shardwright as sw
     from shardwright.comm import process_group
 
@@ -222,7 +222,7 @@ print(codes)
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not LONG, reason="20 pairs of programs; the test above sees the same in one")
 def test_programs_that_end_with_the_error_of_a_handshake_end_with_it():
-    """Interpreters that end right after the exchange: without the wait above, one in ten aborted."""
+    """The interpreters exit right after the exchange. Without the wait above one in ten aborted."""
     trials = 20
     with tempfile.TemporaryDirectory() as folder:
         program = _PROGRAM.format(path=sys.path, trials=trials, folder=folder)
@@ -232,7 +232,7 @@ def test_programs_that_end_with_the_error_of_a_handshake_end_with_it():
 
 
 class BrokenWire:
-    """A group of torch's over which nothing can be sent."""
+    """Break a process group of torch's, so that nothing can be sent over it."""
 
     slow_bytes_per_s = 0
 

@@ -1,5 +1,7 @@
-"""Law: the comparison of a card's kernels with their references (csrc/kernels/kernel_check.h) runs through the driver, agrees where a kernel
-is right, and names each kernel that is not. The simulated driver runs the kernels' own text, with the grids that a card would get."""
+"""Law: the comparison of a card's kernels with their references (csrc/kernels/kernel_check.h) runs through the driver,
+passes correct kernels, and names each wrong one. The simulated driver runs the kernels' own text, with the grids of a
+card.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Law: DiLoCo is H local steps, then an outer step on the mean change, fragment by fragment. Ranks are bitwise equal
-when they have exchanged."""
+"""Law: DiLoCo is H local steps, then an outer step on the mean change, fragment by fragment. After an exchange all
+ranks are bitwise equal.
+"""
 
 import copy
 import math
@@ -33,7 +34,7 @@ def steps(model, trainer, rank, first, count):
 
 
 class Naive:
-    """A naive DiLoCo: all parameters in one fragment, by gathering; an outer Nesterov step written out."""
+    """A naive DiLoCo with all parameters in one fragment: gathers changes and writes out the outer Nesterov step."""
 
     def __init__(self, every, mean):
         torch.manual_seed(0)
@@ -116,7 +117,7 @@ def test_it_resumes_with_the_same_bits(rank, world_size):
 
 
 class NaiveOverlap(Naive):
-    """A naive DiLoCo of two fragments; a mean is applied `overlap` steps after its exchange began."""
+    """A naive DiLoCo of two fragments, which applies a mean `overlap` steps after its exchange began."""
 
     def __init__(self, every, mean, overlap, fragments):
         super().__init__(every, mean)
@@ -180,7 +181,7 @@ def test_it_resumes_with_an_exchange_in_flight(rank, world_size, saved_after):
 
 @on_every_rank(at_least=2)
 def test_later_steps_do_not_wait_for_an_exchange(rank, world_size):
-    """The last rank reaches the exchange half a second late; the others have taken their next step by then."""
+    """The last rank comes to the exchange half a second late; the others take their next step meanwhile."""
     model, trainer = made(2, overlap=1)
     steps(model, trainer, rank, 0, 1)
     gather(None)

@@ -1,5 +1,6 @@
-"""Law: replicas of a module with DTensors take local steps and average their changes as the whole models do in one process, with
-the same bits at every stage."""
+"""Law: replicas of a module with DTensors take local steps and average their changes like whole models in one process,
+with the same bits at every stage.
+"""
 
 import copy
 

@@ -41,7 +41,7 @@ STAGES = [
 
 
 class Low(nn.Module):
-    """A bfloat16 model with a float32 last layer; a transposed and an empty parameter are among them."""
+    """A bfloat16 model with a float32 last layer, and with a transposed and an empty parameter."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -77,7 +77,7 @@ def build(make, seed=0, dtype=torch.bfloat16):
 
 
 class ByHand:
-    """The law: the user's optimizer over float32 copies, which are rounded into the parameters."""
+    """A naive form: the user's optimizer over float32 copies, which are rounded into the parameters."""
 
     def __init__(self, module, make):
         self.parameters = list(module.parameters())
@@ -100,7 +100,7 @@ class ByHand:
 
 
 def whole(model, optimizer):
-    """Return (parameters, state by position); collective."""
+    """Return (parameters, state by position). Collective."""
     state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))
     with sw.full_parameters(model):
         parameters = [p.detach().clone() for p in sw.unwrap(model).parameters()]

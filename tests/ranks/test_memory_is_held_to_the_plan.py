@@ -1,5 +1,6 @@
-"""Law: what describe() says before the first step is what a rank takes: mapped memory to a page each, optimizer state to the byte, and all
-of it together, above what was there after import and beside the activations, to 10 %."""
+"""Law: describe() predicts a rank's memory before the first step: mapped memory to a page per mapping, optimizer state
+to the byte, and the total above import and activations to 10 %.
+"""
 
 import contextlib
 import ctypes
@@ -25,7 +26,7 @@ STAGES = {
 
 
 class Gpt(nn.Module):
-    """Blocks of attention and MLP, a tied head: `width` 512 and 16 layers are 50.7 M parameters."""
+    """Blocks of attention and MLP with a tied head. `width` 512 and 16 layers are 50.7 M parameters."""
 
     def __init__(self, width, layers, context=32):
         super().__init__()
@@ -50,7 +51,7 @@ def loss_of(model, rank, step):
 
 
 def mapping_bytes(address):
-    """Size of the mapping that an address lies in."""
+    """Return the size of the mapping that contains an address."""
     with open("/proc/self/maps") as file:
         for line in file:
             low, high = (int(word, 16) for word in line.split()[0].split("-"))
@@ -65,7 +66,7 @@ def pss_bytes():
 
 
 def settled():
-    """PSS once what is free was given back."""
+    """Return the PSS after free memory was returned to the kernel."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return pss_bytes()
@@ -140,7 +141,7 @@ def test_what_cannot_be_known_is_not_said(rank, world_size):
 
 
 def peaks(model, optimizer, rank, steps):
-    """The largest PSS where most is held: when the loss stands, when the gradients stand, when the step is done."""
+    """Return the largest PSS of three moments: after the loss, with all gradients, after the step."""
     seen = []
     for step in range(steps):
         loss = loss_of(model, rank, step)
@@ -199,7 +200,7 @@ def test_all_of_it_is_the_plan_and_the_activations_to_10_percent(fresh_ranks, wo
 
 @on_every_rank()
 def test_populated_parameters_are_there_before_anybody_writes(rank, world_size):
-    """Pages of a rank's own part of an arena."""
+    """Return the pages of a rank's own part of an arena."""
     from shardwright.comm.process_group import host_group
 
     arena = host_group(torch.distributed.group.WORLD, 20).comm.arena(64 * PAGE, "an arena")

@@ -1,8 +1,9 @@
-"""Law: whatever hosts are lost, come back or are new, and at any world size, stage and number of copies, a restore gives the newest
-step of which the hosts that are there have every rank's share, with its bits; a damaged share is passed over.
+"""Law: after any loss, return or addition of hosts, at any world size, stage and number of copies, a restore gives the
+newest step of which the present hosts have every rank's share, with its bits. A damaged share is skipped.
 
-All ranks train the same samples, and gradients have 8 bits, so their mean is that of one rank, exactly, and each state is a
-function of the step alone. A model of the guardians says which step is there. Hosts are simulated."""
+All ranks train the same samples, and gradients have 8 bits. So their mean is exactly that of one rank, and each state
+is a function of the step. A model of the guardians predicts the restored step. Hosts are simulated.
+"""
 
 import functools
 import os
@@ -54,9 +55,10 @@ def alone(rank, world_size, steps):
 
 
 def live(rank, world_size, folder, hosts, zero, replicas, steps, lose=(), tear=(), flip=()):
-    """Restore, train, and lose what the test says. Return the restored step, its slot in memory, and the digests from it on.
+    """Restore, train, and lose what the test asks for. Return the restored step, its slot in memory, and the digests
+    from it on.
 
-    tear: hosts whose first rank has not finished its copy of the last step. flip: hosts of which a byte has changed.
+    tear: hosts whose first rank has not finished its copy of the last step. flip: hosts with a changed byte.
     """
     process_group._forced_hosts = hosts
     pair = sw.wrap(*build(), timeout_s=20, **STAGES[zero])
@@ -87,7 +89,7 @@ def live(rank, world_size, folder, hosts, zero, replicas, steps, lose=(), tear=(
 
 
 class Guardians:
-    """The model: which share of which step each host's memory has."""
+    """A model of the memory of each host: which share of which step it holds."""
 
     def __init__(self):
         self.of_host, self.disk, self.starts = {}, 0, 0
@@ -95,8 +97,9 @@ class Guardians:
         self.damaged = set()  # hosts, names and keys of images in which a byte has changed
 
     def newest(self, hosts):
-        """Return the step that ranks on these hosts restore, and the later ones that they may: whether a damaged share is read, or
-        its copy, depends on the world size. Steps in memory have their slots."""
+        """Return the step that ranks on these hosts restore, and later steps that they may restore instead: the world
+        size decides if a damaged share is read, or its copy. Steps in memory have their slots.
+        """
         shares, doubtful = {}, set()
         for host in set(hosts):
             for name, (key, ranks) in self.of_host.get(host, {}).items():
@@ -140,7 +143,7 @@ def killed(team):
 
 
 class Job:
-    """Starts of one training, each of which must restore what the model says."""
+    """Restart one job repeatedly; each start must restore what the model predicts."""
 
     def __init__(self, fresh_ranks, folder, oracle):
         self.fresh_ranks, self.folder, self.oracle = fresh_ranks, folder, oracle

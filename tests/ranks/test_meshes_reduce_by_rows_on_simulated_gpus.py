@@ -1,6 +1,6 @@
-"""Law: on a mesh (replicate, shard) whose rows are nodes NCCL reduces in the row and then in the column. A rank sends n / S bytes of n to other
-nodes, at every stage, and every stage has the same losses and parameters, bit for bit. The fold of `deterministic=True` sends more. Memory that
-is registered is so on all ranks of an operation.
+"""Law: on a mesh (replicate, shard) whose rows are nodes, NCCL reduces in the row and then in the column. A rank sends
+n / S of n bytes to other nodes at every stage, and every stage has the same losses and parameters, bit for bit. The
+fold of `deterministic=True` sends more. Memory is registered on all ranks of an operation or on none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BESIDE = 128
 def trained(
     gpus: SimulatedGpus, rank: int, steps: int = 2, joins: bool = False, **options: Any
 ) -> tuple[list[torch.Tensor], float, float]:
-    """Losses and parameters; bytes that a step sends to the other node, and those of all buckets."""
+    """Return losses and parameters, the bytes that a step sends to the other node, and the bytes of all buckets."""
     torch.manual_seed(0)
     mesh = DeviceMesh("cpu", torch.tensor(ROWS), mesh_dim_names=("replicate", "shard"))
     module = gpus.adopt_module(Mlp())
@@ -66,7 +66,7 @@ def by_rows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_run_out(teams: Any, paths: dict[str, str]) -> None:
-    """Their contribution is none, at zero=2 by the fold."""
+    """These ranks contribute nothing; zero=2 uses the fold."""
     run(teams, 4, paths, running_out)
 
 

@@ -1,5 +1,6 @@
-"""Law: a module that is built on the meta device and materialized trains as one that was built with rank 0's values; ties stay ties, and what
-cannot be given values is named before anything changes."""
+"""Law: a module that is built on the meta device and materialized trains like one built with rank 0's values. Ties stay
+ties. A tensor that cannot be given values is named before anything changes.
+"""
 
 import copy
 

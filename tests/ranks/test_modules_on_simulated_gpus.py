@@ -1,6 +1,7 @@
-"""Law: a module on a GPU trains as one on the CPU. On simulated GPUs, ranks as processes, and whatever the schedule: with
-deterministic=True `.grad` has the oracle's bits after every backward, and so do the parameters after every step; nothing
-races, leaks, or waits on the host in a step in which every parameter was used."""
+"""Law: a module on a GPU trains like one on the CPU. It runs on simulated GPUs, with ranks as processes, for any
+schedule. With deterministic=True `.grad` has the oracle's bits after every backward, and so do the parameters after
+every step. Nothing races, leaks, or waits on the host in a step that used every parameter.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 
 def on_gpu(gpus: SimulatedGpus, build_module: Any, **options: Any) -> Any:
-    """pair(), its wrapped module on the simulated GPU."""
+    """Return pair() with its wrapped module on the simulated GPU."""
     return pair(lambda: gpus.adopt_module(build_module()), deterministic=True, **options)
 
 
@@ -230,7 +231,7 @@ def test_streams_of_the_users_own_are_followed(teams: Any, world_size: int, path
 
 
 def stream_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """The optimizer runs on another stream than the backward; the user orders what torch would have him order."""
+    """The optimizer runs on another stream than the backward; the user orders the two as torch requires."""
     wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
     comm = wrapped._engine().link.comm
     backwards = gpus.stream
@@ -250,7 +251,7 @@ def stream_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 class Hopping(torch.nn.Module):
-    """Two layers. `away` and `home`, functions without a value of their own, come before and after the last layer in a backward."""
+    """Two layers. `away` and `home` are identity functions before and after the last layer in a backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +270,9 @@ def test_gradients_that_are_written_on_two_streams_are_followed(
 
 
 def two_streams(gpus: SimulatedGpus, rank: int, world_size: int, elsewhere: bool) -> None:
-    """The last layer's gradients are written on a stream of the user's; where they lay in other memory, that stream gets it back."""
+    """The last layer's gradients are written on a user's stream; if they lie in other memory, that stream receives it
+    back.
+    """
     wrapped, naive = on_gpu(gpus, Hopping)
     comm = wrapped._engine().link.comm
     home = gpus.stream
@@ -411,7 +414,7 @@ def test_a_call_that_fails_inside_a_group_of_nccls_leaves_none_open(
 
 
 def failing_in_a_group(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, call: str) -> None:
-    """An open group is its thread's: whoever leaves it so finds that later communicators of that thread do nothing."""
+    """A NCCL group belongs to a thread. If it leaves one open, its later communicators do nothing."""
     gpus.watch()
     torch.manual_seed(0)
     module = gpus.adopt_module(Mlp())
@@ -447,7 +450,7 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(
 
 
 def absent_rank(gpus: SimulatedGpus, rank: int, world_size: int, host_waits: bool) -> None:
-    """Whoever waits inside torch for its GPU is let go by the thread that watches."""
+    """The watching thread releases a thread that waits inside torch for its GPU."""
     gpus.watch()
     torch.manual_seed(0)
     wrapped = sw.wrap(gpus.adopt_module(Heads()), timeout_s=1.0)
@@ -479,7 +482,7 @@ def test_a_rank_that_is_killed_is_named_at_once(
 
 
 def killed_rank(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> None:
-    """The deadline is half an hour; the host knows of the death at once, whoever waits for the GPU."""
+    """The deadline is half an hour. The host learns of the death at once, whichever thread waits for the GPU."""
     gpus.watch()
     wrapped = sw.wrap(gpus.adopt_module(Heads()))
     wrapped(batch(rank, 6, 7), "left right").backward()
@@ -509,7 +512,9 @@ def test_two_communicators_of_a_gpu_end_side_by_side(fresh_ranks: Any, world_siz
 
 
 def killed_beside_a_gather(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """NCCL's abort of one waits for the kernels of the other, which wait for the rank that is gone: the simulation reports it."""
+    """NCCL's abort of one communicator waits for the other's kernels, which wait for the dead rank; the simulation
+    would report it.
+    """
     gpus.watch()
     wrapped = sw.wrap(gpus.adopt_module(Heads()), zero=3)
     links = list(wrapped._engine().group.links.values())
@@ -572,7 +577,7 @@ def test_a_torch_that_shows_no_addresses_trains_alike(
 
 
 def without_addresses(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
-    """Before 2.10 it has no DLPack table: gradients are then looked at in Python, and copied in as few launches."""
+    """Before torch 2.10 there is no DLPack table. Gradients are then examined in Python, and copied in as few launches."""
 
     def trained() -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)

@@ -1,5 +1,6 @@
-"""Law: under a policy a module with DTensors computes as one whose parameters are cast by hand, beside tensor parallelism and with
-experts in groups of their own. The stage changes no bit."""
+"""Law: under a policy a module with DTensors computes like one whose parameters are cast by hand, beside tensor
+parallelism and with experts in groups of their own. The stage changes no bit.
+"""
 
 import pytest
 import torch

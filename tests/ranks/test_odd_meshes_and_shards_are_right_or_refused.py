@@ -1,5 +1,7 @@
-"""Law: meshes without names, in another order or of devices named one by one, and shards of unequal size or of none, train as one
-process does; what cannot be is one sentence on all ranks. Beside it torch's own composition of FSDP2 over the same DTensors."""
+"""Law: meshes without names, in another order or of individually named devices, and shards of unequal size or without
+elements, train like one process. A combination that cannot work is one sentence on all ranks. torch's own FSDP2 over
+the same DTensors is the comparison.
+"""
 
 import os
 from collections import OrderedDict
@@ -21,7 +23,7 @@ STEPS = 3
 
 
 def uneven():
-    """Over two ranks: 5 columns are 3 and 2, 1 column is 1 and none."""
+    """Over two ranks 5 columns become 3 and 2, and 1 column becomes 1 and 0."""
     torch.manual_seed(0)
     return nn.Sequential(
         OrderedDict(a=nn.Linear(4, 5), b=nn.Linear(5, 3), c=nn.Linear(3, 1), d=nn.Linear(1, 3), e=nn.Linear(3, 2))
@@ -29,7 +31,7 @@ def uneven():
 
 
 def place(model, mesh):
-    """Over a mesh of one dimension: sharded by columns, by rows, and on neither."""
+    """Over a mesh of one dimension: sharded by columns, by rows, and replicated."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     placements = {"a.weight": Shard(0), "b.weight": Shard(1), "c.weight": Shard(0), "d.weight": Shard(1)}
@@ -41,7 +43,7 @@ def place(model, mesh):
 
 
 def run(model, x):
-    """The forward with whole tensors, which torch gathers and whose gradients it cuts."""
+    """Run the forward with whole tensors, which torch gathers and whose gradients it slices."""
     whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
     for name in "abcde":
         x = torch.tanh(nn.functional.linear(x, whole[f"{name}.weight"], whole[f"{name}.bias"]))

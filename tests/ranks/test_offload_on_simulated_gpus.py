@@ -28,7 +28,7 @@ OPTIMIZERS = offloaded.OPTIMIZERS
 
 
 def small() -> None:
-    """Make several batches in a step of a small model, in memory and in a file."""
+    """Force several batches in a step of a small model, in memory and in a file."""
     device_offload.SLOT_BYTES = 1 << 10
     state_offload.BUFFER_BYTES = 64 << 10
 

@@ -1,6 +1,7 @@
 """Law of offload="nvme:<folder>": losses, parameters, states and checkpoints have the bits of no offload at every
-stage. The file has no name, so nothing stays. Training works with more state than a memory limit holds. A failure is
-one error with a name."""
+stage. The file has no name, so it vanishes with the process. Training works with more state than a memory limit holds.
+A failure is one error that names its cause.
+"""
 
 import copy
 import ctypes
@@ -94,7 +95,7 @@ def assert_same(found, expected, what):
 
 
 def small_buffers():
-    """Make several batches in a step of a small model."""
+    """Force several batches in a step of a small model."""
     from shardwright.optim import offload
 
     offload.BUFFER_BYTES = 64 << 10
@@ -209,7 +210,7 @@ def test_a_rank_holds_its_slices_on_disk_and_regions_are_used_again(rank, world_
 
 
 class Wide(nn.Module):
-    """A model of 2 MiB of parameters a part, and eight times that of state under Adam with amsgrad."""
+    """A model with 2 MiB of parameters per layer, and eight times that of state under Adam with amsgrad."""
 
     def __init__(self, parts):
         super().__init__()

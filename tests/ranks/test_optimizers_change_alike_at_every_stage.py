@@ -156,7 +156,7 @@ class Shared(nn.Module):
 
 @on_every_rank()
 def test_parameters_over_the_same_memory_are_refused_and_adjacent_ones_are_not(rank, world_size):
-    """Moved to separate memory they would silently become two parameters and train differently from zero=0."""
+    """In separate memory they would silently become two parameters, and train differently from zero=0."""
     expected = None
     for options in STAGES:
         torch.manual_seed(0)

@@ -1,5 +1,6 @@
-"""Law: with gather="int8" computation at zero=3 reads float32 parameters as blocks of 8-bit integers. All else is plain
-training: slices, the optimizer's steps, and whole and saved parameters are exact."""
+"""Law: with gather="int8" computation at zero=3 reads float32 parameters as blocks of 8-bit integers. Everything else
+is exact: slices, the optimizer's steps, and whole and saved parameters.
+"""
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def wrap(gather="int8", make=Blocks, **options):
 
 
 def rounded(parameter):
-    """Return the parameter decoded from records: blocks from the parameter's start."""
+    """Return the parameter decoded from its records, whose blocks are counted from the parameter's start."""
     if parameter.numel() * 4 <= 128 or parameter.dtype != torch.float32:
         return parameter.clone()  # never released, or not encoded
     flat = torch.nn.functional.pad(parameter.flatten(), (0, -parameter.numel() % BLOCK)).view(-1, BLOCK)

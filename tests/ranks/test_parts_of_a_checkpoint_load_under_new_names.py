@@ -1,5 +1,7 @@
-"""Law: load(strict=False, include=, rename=) fills exactly the tensors and state that the map takes, bit for bit, at stage 0 and
-2, and leaves all others unchanged; without strict=False a tensor that only one side has is an error on every rank."""
+"""Law: load(strict=False, include=, rename=) fills exactly the tensors and state that the map selects, bit for bit, at
+stages 0 and 2, and changes nothing else. Without strict=False a tensor that only one side has is an error on every
+rank.
+"""
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ def trained(kind, seed, rank, zero):
 
 
 def state(model, optimizer):
-    """Names to tensors of the model and of the optimizer's state, and the learning rate."""
+    """Return tensors of the model and of the optimizer's state by name, and the learning rate."""
     full, names = sw.full_optimizer_state_dict(model, optimizer), [n for n, _ in sw.unwrap(model).named_parameters()]
     found = {**sw.full_state_dict(model)}
     found |= {f"{key} {names[n]}": value for n, values in full["state"].items() for key, value in values.items()}

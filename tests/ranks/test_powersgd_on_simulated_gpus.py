@@ -53,7 +53,7 @@ def powersgd(name: str) -> Any:
 
 
 class Wide(torch.nn.Module):
-    """A bucket of 51 matrices, more than one launch takes; one of them is dense but transposed."""
+    """A bucket of 51 matrices, more than one launch takes. One of them is dense but transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Wide(torch.nn.Module):
 
 
 def overflowing_once(model: Any, optimizer: Any, rank: int) -> None:
-    """Train with finite gradients whose P is finite but whose Q is not: the state restarts."""
+    """Train with finite gradients whose P is finite but whose Q is not, so the state restarts."""
     steps(model, optimizer, rank)
     optimizer.zero_grad()
     weight, *others = model.parameters()
@@ -123,7 +123,7 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
 
 
 class Blocks(torch.nn.Sequential):
-    """Units of two matrices and a bias that is released, too: 2400 bytes, cut behind the first 1120 or not at all."""
+    """Units of two matrices and a bias, 2,400 bytes. The cut is after the first 1,120 bytes, or there is none."""
 
     def __init__(self) -> None:
         super().__init__(*(Block() for _ in range(4)))
@@ -161,7 +161,7 @@ def test_units_that_are_the_cpu_s_buckets_have_its_bits(
 
 
 def in_units(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> None:
-    """At zero=3 a bucket is a unit: the owner of a rounding error, and the scope of a verdict, are the bucket's."""
+    """At zero=3 a bucket is a unit, and the bucket decides the owner of a rounding error and the scope of a verdict."""
     name, scene, cap_bytes = UNITS[number]
     options = {"build": Blocks, "bucket_cap_mb": cap_bytes / 2**20}
     rounds: list[int] = []

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT of two blocks and a norm, with a head tied to the embedding and used outside of its module's forward."""
+    """A GPT of two blocks and a norm. Its head is tied to the embedding and used outside of its module's forward."""
 
     def __init__(self, recompute=None):
         super().__init__()
@@ -101,7 +101,7 @@ def assert_same(found, expected, what=None):
 
 
 def stages():
-    """Return the stages above 0; the last one releases parameters between their uses."""
+    """Return the stages above 0; at the last one parameters are released between uses."""
     return [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
 
 
@@ -130,7 +130,7 @@ def test_many_steps_have_the_bits_of_stage_0(rank, world_size, training, policy)
 
 
 class CastByHand(nn.Module):
-    """The law: every parameter is cast, and autograd does the rest."""
+    """A naive form: every parameter is cast, and autograd does the rest."""
 
     def __init__(self, module, dtype):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Law: whatever a program does (tests/programs), each rank ends with the weights, losses and buffers of one process that does the
-same without an engine, or all ranks end with an error that docs/promises.md names; none hangs, none crashes.
+"""Law: for any program (tests/programs), each rank ends with the weights, losses and buffers of one process that runs
+it without an engine, or all ranks end with an error that docs/promises.md names. None hangs or crashes.
 
-The quick form is the same programs always; `make fuzz-programs`, or the long form, draws others.
+The quick form always runs the same programs; `make fuzz-programs` and the long form draw new ones.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""Laws of the beginning: with init_sync every rank holds rank 0's parameters and buffers; ranks whose modules differ
-in any other way get one sentence naming both sides; broadcast_buffers makes
-rank 0's buffers everyone's each forward."""
+"""Laws of the beginning: with init_sync every rank holds rank 0's parameters and buffers. If modules differ in any
+other way, all ranks get one sentence that names both sides. broadcast_buffers copies rank 0's buffers to all ranks at
+each forward.
+"""
 
 import time
 from collections import OrderedDict

@@ -1,5 +1,6 @@
-"""Ranks meet through torch's store as a tree: each writes one key, the first failure is the error of all ranks, and a carrier
-that does not know the group's secret is refused. Ranks are threads of this process here."""
+"""Law: ranks meet through torch's store as a tree, in which each writes one key. The first failure is the error of all
+ranks, and a carrier that does not know the group's secret is refused. Ranks are threads of one process here.
+"""
 
 import socket
 import subprocess
@@ -37,7 +38,7 @@ class CountingStore:
 
 
 def run_threads(count, body):
-    """What `body(rank)` returned or raised, by rank."""
+    """Return the value or the exception of `body(rank)`, by rank."""
     results = [None] * count
 
     def run(rank):
@@ -143,7 +144,7 @@ def test_a_carrier_that_does_not_know_the_secret_is_refused(monkeypatch):
 
 
 def test_a_token_of_another_pair_of_carriers_is_refused(monkeypatch):
-    """Rank 1 sends what rank 0 sent to it."""
+    """Rank 1 replays to rank 0 what rank 0 sent to it."""
     monkeypatch.setattr(wire, "_TOKENS_S", 2.0)
     token = wire.Wire._token
 
@@ -156,7 +157,7 @@ def test_a_token_of_another_pair_of_carriers_is_refused(monkeypatch):
 
 
 def test_a_carrier_that_connects_late_proves_itself_first(monkeypatch):
-    """Beyond EAGER_HOSTS connections are made at first use, and what arrives through them is believed after the token."""
+    """Beyond EAGER_HOSTS hosts, connections are made at first use, and their data is accepted after the token."""
     monkeypatch.setattr(wire, "EAGER_HOSTS", 2)
     monkeypatch.setattr(wire, "first_peers", lambda place, count: [1 - place] if place < 2 else [])
     store = dist.HashStore()
@@ -192,7 +193,7 @@ def test_a_carrier_is_connected_to_few_others(count, most):
 
 
 def test_a_group_may_have_more_ranks_than_a_host():
-    """Under ulimit -n 1024, with thousands of ranks in all, before their hosts are known."""
+    """`ulimit -n 1024` suffices for thousands of ranks before their hosts are known."""
     program = """
 import importlib.util, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))

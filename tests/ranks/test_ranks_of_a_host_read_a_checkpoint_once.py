@@ -1,5 +1,6 @@
-"""Law: ranks of a host that need the same bytes read each of them from the disk once, whatever memory they can spare; each
-rank has all of them, and a rank that cannot read its part stops all ranks alike."""
+"""Law: ranks of a host that need the same bytes read each byte from the disk once, whatever memory they can spare.
+Every rank gets all bytes, and a rank that cannot read its part stops all ranks with one error.
+"""
 
 import os
 import re
@@ -17,7 +18,7 @@ MIB = 1 << 20
 
 
 def build(width=1024):
-    """A model of some blocks of 1 MiB, and AdamW over it."""
+    """A model of several blocks of 1 MiB, with AdamW."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.ReLU(), torch.nn.Linear(width, 16 * 97))
     return sw.wrap(model, torch.optim.AdamW(model.parameters()))
@@ -34,7 +35,7 @@ def step(model, optimizer, rank):
 
 
 class Reads:
-    """Counts the bytes of every load of the folder, past the page cache and through it, while it is entered."""
+    """A context that counts the bytes of every load of the folder, past the page cache and through it."""
 
     def __init__(self):
         from shardwright.checkpoint.restore import filling
@@ -132,7 +133,7 @@ def test_a_rank_that_cannot_read_its_part_after_the_verdict_stops_all(rank, worl
 
 @on_every_rank(at_least=3, deadline_s=90)
 def test_ranks_with_other_memory_read_by_themselves(rank, world_size):
-    """Rank 1 holds a weight of another layout, whose bytes cannot be read in place."""
+    """Rank 1 holds a weight of another layout, into which bytes cannot be read in place."""
     folder = shared_folder(rank)
     torch.manual_seed(1)
     model = torch.nn.Linear(600, 700, bias=False)

@@ -1,4 +1,6 @@
-"""Law of save_on: after a signal on any rank all ranks save the same step and end with code 0; without one nothing changes."""
+"""Law of save_on: after a signal on any rank all ranks save the same step and end with code 0. Without a signal nothing
+changes.
+"""
 
 import os
 import signal
@@ -91,7 +93,9 @@ def test_a_signal_saves_whatever_on_busy_is(rank, world_size):
 
 @on_every_rank()
 def test_a_signal_beside_joined_ranks_is_heard(rank, world_size):
-    """Between other training ranks at once, without an error; in the tail of a join, where one rank trains, after it."""
+    """Between ranks that train the save comes at once, without an error; at the end of a join, where one rank trains,
+    after it.
+    """
     if world_size == 1:
         return
     last = world_size - 1

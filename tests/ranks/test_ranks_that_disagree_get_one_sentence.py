@@ -1,5 +1,6 @@
-"""Law: when ranks come to different collectives, all of them raise sw.Error with one text that names both sides,
-within 2 s of the last one coming; and the communicator repeats that text from then on."""
+"""Law: when ranks come to different collectives, all of them raise sw.Error with one text that names both sides, within
+2 s of the last arrival. The communicator repeats that text from then on.
+"""
 
 import threading
 import time
@@ -90,7 +91,7 @@ def test_an_abort_reaches_every_rank_with_its_reason(rank, world_size):
 
 @on_every_rank()
 def test_who_asks_an_ended_communicator_for_the_reason_is_no_second_user(rank, world_size):
-    """As the thread does that looks after a GPU, beside the program's own."""
+    """Call from a second thread beside the program's, like the thread that watches a GPU."""
     comm = host_comm(rank, world_size, timeout_s=20)
     comm.abort("the data is bad on line 7")
     answers = []
@@ -179,7 +180,7 @@ def test_a_slow_rank_is_a_warning_and_nothing_more(rank, world_size):
 
 
 def named(name):
-    """A linear layer under a name that is not ASCII, and long enough to be cut."""
+    """A linear layer under a name that is not ASCII, and so long that it is cut."""
     module = torch.nn.Module()
     module.add_module(name, torch.nn.Linear(3, 3))
     module.forward = getattr(module, name).forward

@@ -1,6 +1,7 @@
-"""Law: at zero=3 with private parameters whatever needs a released parameter's values is an error with its name and the call that gives
-them; metadata, gradients, hooks and backwards answer as ever. A module of the outermost unit may be called by itself, and Hugging Face's
-generate() gives the tokens of one process at every stage."""
+"""Law: at zero=3 with private parameters, code that needs a released parameter's values gets an error with its name and
+the call that gathers it. Metadata, gradients, hooks and backwards work as ever. A module of the outermost unit may be
+called alone, and Hugging Face's generate() gives the tokens of one process at every stage.
+"""
 
 import copy
 import importlib.util
@@ -130,7 +131,7 @@ def test_backwards_with_inputs_that_are_released(rank, world_size):
 
 
 class OwnParameter(nn.Parameter):
-    """A class of the user's."""
+    """A parameter class of the user's."""
 
     def twice(self):
         return self * 2
@@ -261,7 +262,9 @@ def test_generate_gives_the_tokens_of_one_process(rank, world_size, make, stage)
 
 @on_every_rank(exactly=1)
 def test_zeroing_and_clipping_many_released_parameters_costs_microseconds_each(rank, world_size):
-    """Against the same loop over plain parameters: bounds of some ten times what was measured, on a busy machine."""
+    """Compared with the same loop over plain parameters. The bounds are ten times the measured values, for a busy
+    machine.
+    """
     module = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(200)))
     model, optimizer = sw.wrap(
         module, torch.optim.SGD(module.parameters(), lr=0.1), zero=3, share_parameters=False, units=nn.Linear

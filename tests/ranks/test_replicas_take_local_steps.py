@@ -1,6 +1,7 @@
-"""Law: over a mesh (replicate, shard) DiLoCo is H steps of each row as one rank, then an outer step on the mean change
-over rows, bit for bit at zero=1, 2 and 3. All ranks have the same bits when they have exchanged; the ranks of a row
-always have."""
+"""Law: over a mesh (replicate, shard) DiLoCo is H steps of each row as if it were one rank, then an outer step on the
+mean change over rows, bit for bit at zero=1, 2 and 3. After an exchange all ranks have the same bits; the ranks of a
+row always have.
+"""
 
 import copy
 import math
@@ -101,7 +102,7 @@ class Naive:
 
 
 def on_hosts(mesh, hosts):
-    """Return communicators of all groups of `mesh`, whose ranks are told their host."""
+    """Return communicators of all groups of `mesh`, with ranks that are told their host."""
     for group in (dist.group.WORLD, mesh.get_group(0), mesh.get_group(1)):
         here = [hosts[each] for each in dist.get_process_group_ranks(group)]
         numbers = list(dict.fromkeys(here))
@@ -145,7 +146,7 @@ def test_it_is_the_naive_one(fresh_ranks, place):
 
 
 def wider_meshes(rank, world_size):
-    """Train with three ranks a row, of which some own no slice of a small model; and with one rank a row."""
+    """Train with three ranks per row, some of which own no slice of the small model, and with one rank per row."""
     for rows in (2, 6):
         mesh = mesh_of(world_size, rows)
         for zero in STAGES if LONG else (1, PRIVATE):

@@ -1,5 +1,6 @@
-"""Law of check_every beside tensor parallelism, and with experts in groups of their own: what goes wrong on one rank, in one shard, is
-an error with one sentence on all ranks of the model."""
+"""Law of check_every beside tensor parallelism, and with experts in groups of their own: a fault on one rank, in one
+shard, is an error with one sentence on all ranks of the model.
+"""
 
 import os
 import tempfile
@@ -38,7 +39,7 @@ def flip_a_bit(tensor):
 
 
 def spoil_first(parameter, is_bad):
-    """Have a rank bring a gradient that is not finite, before any other hook sees it."""
+    """Make a rank produce a gradient that is not finite, before any other hook sees it."""
 
     def spoil(gradient):
         if is_bad:

@@ -1,5 +1,6 @@
-"""Law: of saves to one path at one time, by disjoint groups of a job or by two jobs, one is there afterwards, whole; the others
-raise on all of their ranks, whatever `overwrite` says, and a checkpoint that they found changed stays."""
+"""Law: of concurrent saves to one path, by disjoint groups of a job or by two jobs, one is there afterwards, whole. The
+others raise on all of their ranks, for any `overwrite`, and a checkpoint that changed since they began stays.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def weight_of(path: str) -> float:
 
 @contextlib.contextmanager
 def after_the_check(call):
-    """Runs `call` once a save has found its path free, and before it writes."""
+    """Run `call` after a save has found its path free, and before it writes."""
 
     def why_not_there(folder, overwrite):
         found = real(folder, overwrite)
@@ -115,7 +116,7 @@ def test_of_two_jobs_the_first_to_commit_stays(tmp_path, by, there):
 
 @pytest.mark.parametrize("there", ["nothing", "checkpoint"])
 def test_a_checkpointer_leaves_alone_what_another_save_commits_meanwhile(tmp_path, there):
-    """sw.save() and torch.distributed.checkpoint do not look at the lock on the directory."""
+    """sw.save() and torch.distributed.checkpoint ignore the lock on the directory."""
     path = str(tmp_path / "step-000001")
     if there == "checkpoint":
         sw.save(path, stage(9.0))

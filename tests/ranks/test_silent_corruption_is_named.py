@@ -1,5 +1,7 @@
-"""Law of check_every: a parameter that differs on one rank, and a gradient that is not finite on one rank, are an error on all
-ranks that names both, before a checked step; a run without a fault has the bits of one without the check."""
+"""Law of check_every: a parameter that differs on one rank, or a gradient that is not finite on one rank, is an error
+on all ranks that names both rank and parameter, before a checked step. A run without a fault has the bits of one
+without the check.
+"""
 
 import copy
 import os
@@ -44,7 +46,7 @@ def whole(model):
 
 
 def flip_a_bit(parameter, index):
-    """Change one bit of one value behind torch's back."""
+    """Flip one bit of one value without torch's knowledge."""
     parameter.data.view(-1)[index : index + 1].view(torch.int32).bitwise_xor_(1 << 3)
 
 
@@ -181,7 +183,7 @@ def test_optimizers_of_one_round_are_checked_together(rank, world_size):
 @pytest.mark.parametrize("zero", [0, 1])
 @on_every_rank()
 def test_optimizers_that_step_in_turns_are_all_checked(rank, world_size, zero):
-    """Each counts its own steps: with an even check_every one of two would else never step in a checked one."""
+    """Each counts its own steps. Otherwise, with an even check_every, one of two would never step in a checked one."""
     torch.manual_seed(0)
     module = Mlp()
     model = sw.wrap(module, zero=zero, check_every=2)
@@ -250,7 +252,7 @@ def test_a_save_never_stores_replicas_that_differ(rank, world_size):
 @pytest.mark.parametrize("kept", [None, 1], ids=["disk", "memory"])
 @on_every_rank()
 def test_a_save_never_stores_optimizer_state_that_differs(rank, world_size, kept):
-    """A flipped gradient bit changes moments; with a small learning rate no parameter shows it for many steps."""
+    """A flipped gradient bit changes moments. With a small learning rate no parameter shows it for many steps."""
     model, optimizer = wrapped(STAGES["0"], every=100)
     folder = gather(tempfile.mkdtemp(dir=os.environ["SW_TEST_FOLDER"]))[0]
     with sw.Checkpointer(folder, model, optimizer, memory_every=kept) as saver:

@@ -1,5 +1,6 @@
-"""Law: what would train or save the wrong thing without a word is the same error, or works the same, with modules on GPUs: the laws of the
-CPU, body for body, on simulated ones."""
+"""Law: with modules on GPUs, mistakes that would silently train or save the wrong thing raise the same error as on the
+CPU, or work the same. The CPU's tests run body for body on simulated GPUs.
+"""
 
 from __future__ import annotations
 

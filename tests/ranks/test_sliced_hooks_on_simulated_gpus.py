@@ -1,5 +1,7 @@
-"""Law: at zero=2 and 3 on a GPU a communication hook sees buckets of this rank's whole contributions, and what it makes of them is the average: the
-bits of the naive fold, and at zero=2, where buckets are those of zero=0, of the CPU's zero=0 with that hook; no step through a hook waits for the GPU; what fails in a hook ends the round alone."""
+"""Law: at zero=2 and 3 on a GPU a communication hook sees buckets of this rank's whole contributions, and its result
+becomes the average: with the bits of the naive fold, and at zero=2, which has zero=0's buckets, with those of the CPU's
+zero=0 with that hook. No step through a hook waits for the GPU, and a failure in a hook ends only the round.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ SLICED = (2, 3)
 
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
-    """The laws of the CPU wrap modules on simulated GPUs, where zero=3 is private."""
+    """Run the CPU's tests with modules on simulated GPUs, where zero=3 is private."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "sw", OnGpu(gpus))
         patch.setattr(hooks, "STAGES", (1, 2, 3))

@@ -1,5 +1,6 @@
-"""Law of uneven inputs on GPUs where state is sliced: a rank that ran out contributes nothing and goes on updating its slices, with the bits of
-the CPU's zero=0, whatever the schedule; nothing races or leaks."""
+"""Law of uneven inputs on GPUs with sliced state: a rank without inputs contributes nothing and continues to update its
+slices, with the bits of the CPU's zero=0, for any schedule. Nothing races or leaks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ TRAININGS = [training.__name__ for training in uneven.TRAININGS]
 
 
 class ReadWhole(Mlp):
-    """The laws of the CPU read parameters between the steps, where the host has them whole: on a GPU at zero=3 that is a collective."""
+    """The CPU's tests read parameters between steps, when a host has them whole. On a GPU at zero=3 the read is a
+    collective.
+    """
 
     def parameters(self, recurse: bool = True) -> Any:
         replica = next((each for each in live_replicas() if each.wraps(self)), None)
@@ -37,7 +40,7 @@ class ReadWhole(Mlp):
 
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
-    """The laws of the CPU wrap modules on simulated GPUs."""
+    """Run the CPU's tests with modules on simulated GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uneven, "sw", OnGpu(gpus))
         patch.setattr(uneven, "Mlp", ReadWhole)

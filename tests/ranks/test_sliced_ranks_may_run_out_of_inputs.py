@@ -1,5 +1,6 @@
-"""Law of uneven inputs where state is sliced: a rank that ran out contributes nothing and goes on updating its slices, so that losses,
-parameters and optimizer state are those of stage 0 and of the naive loop in which every rank takes every step."""
+"""Law of uneven inputs with sliced state: a rank without inputs contributes nothing and continues to update its slices.
+Losses, parameters and optimizer state are those of stage 0, and of the naive loop in which every rank takes every step.
+"""
 
 import copy
 import os
@@ -20,7 +21,7 @@ ADAMW = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
 
 
 def turns(rank):
-    """Rank r has 2 + 2 r inputs."""
+    """Return the inputs of a rank: 2 + 2 * rank of them."""
     return range(2 + 2 * rank)
 
 
@@ -102,7 +103,7 @@ TRAININGS = [
 
 
 def run(rank, world_size, zero, training, build=Mlp, optimizer=ADAMW, initial=True, join=None, **options):
-    """Losses of this rank, parameters, and the whole optimizer state as the rank that trained longest has it."""
+    """Return this rank's losses, the parameters, and the whole optimizer state of the rank that trained longest."""
     torch.manual_seed(0)
     module = build()
     model, made = sw.wrap(module, optimizer(module.parameters()), zero=zero, **options)
@@ -168,7 +169,7 @@ def test_the_naive_loop_has_the_same_bits(rank, world_size, initial):
 
 
 def some_heads(model, optimizer, rank):
-    """What nobody uses any more keeps its gradient, cleared in both ways, or none."""
+    """A parameter that no rank uses any more keeps its gradient (cleared in either way), or has none."""
     for step in turns(rank):
         heads = "left" if step > 1 else "left right"
         yield model(batch(rank, 6, 7, step=step), heads)
@@ -350,7 +351,9 @@ def one_step(model, optimizer, rank, step, losses):
 
 
 def two_modules(rank, stages, together, private=False):
-    """Each with a forward, backward and step of its own, the second every other time; in one Join, or in one after the other."""
+    """Two models, each with its own forward, backward and step, the second every other time; in one Join, or in two in
+    turn.
+    """
     torch.manual_seed(0)
     modules = [Mlp(), nn.Linear(6, 3)]
     options = [{"share_parameters": False, "units": nn.Linear} if private and zero == 3 else {} for zero in stages]

@@ -1,5 +1,7 @@
-"""Law: state_dict() of a sliced optimizer copies and loads in its process, at its rank, and no pickler takes it: its error names the calls
-that save the whole. After consolidate_state_dict(to) rank `to` has torch's ordinary format until the next step. One rank always has it."""
+"""Law: state_dict() of a sliced optimizer can be copied and loaded in its process at its rank, but never pickled: the
+error names the calls that save whole state. After consolidate_state_dict(to) rank `to` has torch's ordinary format
+until the next step. A single rank always has it.
+"""
 
 import copy
 import io

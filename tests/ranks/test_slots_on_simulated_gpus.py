@@ -1,6 +1,6 @@
-"""Law: through slots in memory of the host, or of the GPUs, ranks have the bits that they have through NCCL and on the CPU, whatever the
-schedule: a selection of the other files' scenes, in the long form all of them. Which way is taken is alike on all ranks and said;
-what cannot be, a rank that does not come and a driver that fails are told of in one sentence on all of them.
+"""Law: through slots in memory of the host or of the GPUs, ranks have the bits that they have through NCCL and on the
+CPU, for any schedule. The quick form runs some scenes of the other files, the long form all. All ranks report the same
+transport. An impossible choice, a missing rank and a failing driver are one sentence on all of them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_the_scenes_of_the_others_hold(
     ids=lambda f: f.stem,
 )
 def test_whole_files(file: pathlib.Path, way: str) -> None:
-    """In the quick form each: they take their policies in turns."""
+    """The quick form runs each scene with one policy, in turns."""
     settings = {**os.environ, VARIABLE: way, "SW_TEST_WORLDS": "3", "SW_TEST_LONG": "0"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=800)
@@ -97,7 +97,7 @@ def test_whole_files(file: pathlib.Path, way: str) -> None:
 
 
 def offers(**changed: Any) -> list[dict[str, Any]]:
-    """Of three ranks with a GPU each; `changed` by rank: r0=dict(...)."""
+    """Run on three ranks with a GPU each. `changed` maps rank to arguments: r0=dict(...)."""
     plain = {"wanted": "auto", "nccl": [2, 21, 0], "nccl_missing": "", "nccl_shares": False}
     return [
         {**plain, "address": f"0000:0{r}:00", **changed.get(f"r{r}", {}), **changed.get("all", {})} for r in range(3)
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_named(given: Any, host_of: Any, kind: type[Exception]
 
 @pytest.mark.parametrize("wanted", ["auto", "nccl"])
 def test_borrowing_is_nccls(wanted: str) -> None:
-    """Whether ranks share a GPU is not asked: that torch has a communicator says that they can."""
+    """Sharing of a GPU is not checked: a communicator of torch shows that these ranks can."""
     assert choose_transport(offers(r2=SHARED, all={"wanted": wanted}), (0, 0, 0), True) == ("nccl", "")
     for way in WAYS:
         with pytest.raises(NotImplementedError, match=f"needs NCCL, but {VARIABLE}={way} asks for slots"):
@@ -260,7 +260,7 @@ def test_a_rank_that_does_not_come_is_told_at_the_deadline(
 def test_a_call_of_one_ranks_driver_that_fails_is_named_on_all(
     teams: Any, world_size: int, paths: dict[str, str], nth: int, way: str
 ) -> None:
-    """In creation, or in a step: rank 1's."""
+    """Rank 1 fails during creation, or in a step."""
     run(teams, world_size, paths, failing_call, nth, transport=way)
 
 

@@ -1,5 +1,6 @@
-"""Law: at zero=0 the gradients of nn.Embedding(sparse=True) stay sparse, and are the coalesced mean, with the bits of the dense fold, in every
-shape of use: accumulation, ranks that use no row, a lone embedding, hooks, uneven inputs. At zero >= 1 they are dense.
+"""Law: at zero=0 gradients of nn.Embedding(sparse=True) stay sparse. They are the coalesced mean with the bits of the
+dense fold, under accumulation, on ranks that use no row, for a lone embedding, with hooks and with uneven inputs. At
+zero >= 1 they are dense.
 """
 
 import copy
@@ -18,7 +19,7 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 
 class Rows(nn.Module):
-    """Two sparse tables and a dense head; a forward uses the tables asked for."""
+    """A model with two sparse tables and a dense head. A forward uses the requested tables."""
 
     def __init__(self, kind=nn.Embedding):
         super().__init__()

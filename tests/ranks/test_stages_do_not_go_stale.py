@@ -1,5 +1,6 @@
-"""Laws of what outlives what at zero >= 1: wrapping again, loading, freezing, writing, dropping and failing leave no slice,
-version or gradient behind that is taken for a present one."""
+"""Laws of order at zero >= 1: after wrapping again, loading, freezing, writing, dropping or failing, no old slice,
+version or gradient is used as a current one.
+"""
 
 import contextlib
 import copy
@@ -226,7 +227,7 @@ def test_a_model_that_is_dropped_leaves_no_memory(rank, world_size, zero):
 
 
 class Adapted(nn.Module):
-    """A large frozen layer and a small one that trains."""
+    """A large frozen layer and a small trained one."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +248,7 @@ def test_what_is_frozen_costs_no_gradient_memory(rank, world_size, zero):
 
 
 class Table(nn.Module):
-    """One parameter that is larger than all others together."""
+    """A parameter that is larger than all others together."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +319,7 @@ def test_a_step_without_an_averaged_gradient_is_refused_and_the_next_is_clean(ra
 
 
 def uneven(model, optimizer, rank):
-    """Gradients that one rank alone zeroes, before a backward that adds to the others' standing ones."""
+    """One rank alone zeroes its gradients before a backward that adds to the others' standing ones."""
     for number in range(3):
         backward(model, rank, number)
         optimizer.step()
@@ -492,7 +493,7 @@ def test_gradients_of_a_backward_that_broke_off_are_not_stepped_on(rank, world_s
 
 
 class Scaled(nn.Module):
-    """A layer and a parameter of few bytes, as a temperature is."""
+    """A layer and a parameter of few bytes, such as a temperature."""
 
     def __init__(self):
         super().__init__()
@@ -506,7 +507,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("partition", ["auto", "tensor"])
 @on_every_rank()
 def test_a_parameter_that_is_never_released_may_be_written_by_all(rank, world_size, partition):
-    """As at zero 0 to 2: a program that clamps its temperature after each step does so on every rank."""
+    """Like zero 0 to 2: a program that clamps its temperature after each step does so on every rank."""
     found = []
     for options in ({"zero": 0}, {"zero": 3, "share_parameters": False, "partition": partition}):
         model, optimizer = wrap(build=Scaled, **options)

@@ -1,5 +1,6 @@
-"""Law: NCCL moves 2 n at zero=0, 3 n at zero=1, 2 n at zero=2, and at zero=3 n and what units gather, for n bytes of gradients and as many of
-parameters (docs/design/gpu_gathers.md); the losses are equal, bit for bit."""
+"""Law: with n bytes of gradients and n of parameters, NCCL moves 2 n at zero=0, 3 n at zero=1, 2 n at zero=2, and at
+zero=3 n and what units gather (docs/design/gpu_gathers.md). The losses are equal, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -49,5 +50,5 @@ def train(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> list[fl
 
 
 def whole_bytes(wrapped: Any) -> int:
-    """Bytes of whole units gathered so far."""
+    """Return the bytes of whole units gathered so far."""
     return int(wrapped._engine().stats().get("gathered_bytes", 0))

@@ -1,7 +1,7 @@
-"""Law: zero=1, 2 and 3 on a GPU have the bits of zero=0 there and of the CPU, whatever the schedule, the training, the optimizer
-and the bucket cap; nothing races or leaks, and no step in which every parameter was used waits for the GPU.
+"""Law: zero=1, 2 and 3 on a GPU have the bits of zero=0 there and on the CPU, for any schedule, training, optimizer and
+bucket cap. Nothing races or leaks, and no step that used every parameter waits for the GPU.
 
-The laws of the CPU's stages are run body for body, with modules on simulated GPUs.
+The CPU's tests of the stages run body for body, with modules on simulated GPUs.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ LONG = os.environ.get("SW_TEST_LONG") == "1"
 
 
 def some(cases: Any, quick: int) -> list[Any]:
-    """All in the long form; else every quick-th."""
+    """Return all cases in the long form; else every quick-th."""
     found = list(cases)
     return found if LONG else found[::quick]
 
 
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
-    """The laws of the CPU's stages wrap modules on simulated GPUs."""
+    """Run the CPU's tests of the stages with modules on simulated GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "sw", OnGpu(gpus))
         yield
 
 
 class OnGpu:
-    """The package, whose wrap() puts the module on the simulated GPU first."""
+    """A stand-in for the package, whose wrap() first moves the module to the simulated GPU."""
 
     def __init__(self, gpus: SimulatedGpus) -> None:
         self._gpus = gpus
@@ -405,7 +405,9 @@ def test_a_ring_that_is_made_anew_leaves_the_old_one_in_order(
 
 
 def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """The backward ran on a stream of the user's: the one that the ring's memory comes from is not behind the means."""
+    """The backward ran on a user's stream, so the stream that allocates the ring's memory is not ordered behind the
+    means.
+    """
     torch.manual_seed(0)
     module = gpus.adopt_module(Mlp())
     largest = max(range(4), key=lambda index: [*module.parameters()][index].numel())

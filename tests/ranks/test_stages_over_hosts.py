@@ -1,7 +1,8 @@
-"""Over hosts a stage changes what is sliced, and no bit: losses, parameters and optimizer state are those of zero=0 over the same
-map of hosts, whose gradients have an oracle of their own (test_hosts_fold_in_two_steps.py). What travels is what the design says.
+"""Law: over hosts a stage changes no bit. Losses, parameters and optimizer state are those of zero=0 over the same map
+of hosts, whose gradients have their own oracle (test_hosts_fold_in_two_steps.py). The bytes sent are those of the
+design.
 
-Ranks of this machine are told which host they are on; hosts that are apart: test_stages_over_hosts_that_are_apart.py.
+Ranks of one machine are told their host. Separate hosts: test_stages_over_hosts_that_are_apart.py.
 """
 
 import copy
@@ -166,8 +167,9 @@ def test_whole_tensors_reach_every_host(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_what_travels_is_what_hosts_want(rank, world_size):
-    """Bytes that a host sends in a step: partial sums of what the others own, and what its own ranks have updated; where gradients
-    were not cleared, the means that its ranks own too."""
+    """Return the bytes that a host sends in a step: partial sums of slices that other hosts own, and slices that its
+    ranks have updated; without cleared gradients also the means that its ranks own.
+    """
     host_of = hosts_of("2+1", world_size)
     hosts = max(host_of) + 1
     here = host_of.count(host_of[rank])

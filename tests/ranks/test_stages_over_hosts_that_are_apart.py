@@ -1,5 +1,6 @@
-"""Two hosts that are really apart, at every stage: the losses of zero=0 there, which are those of one machine told to be two; and a
-rank that is killed while updated slices travel is named on every survivor."""
+"""Law: two separate hosts have zero=0's losses at every stage, which are those of two simulated hosts. Every survivor
+names a rank that is killed while updated slices travel.
+"""
 
 import os
 import pathlib
@@ -63,7 +64,7 @@ def end():
 
 
 class Ends(torch.optim.SGD):
-    """An optimizer of a rank that is killed when it has updated its slices the second time, if it is the victim."""
+    """An optimizer that kills its rank after it has updated its slices for the second time, if it is the victim."""
 
     steps = 0
     is_victim = False
@@ -77,7 +78,7 @@ class Ends(torch.optim.SGD):
 
 
 def end_at_slice(count):
-    """A carrier is killed as it sends its `count`-th block of updated slices."""
+    """Kill a carrier as it sends its `count`-th block of updated slices."""
     send, sent = wire.Wire.send, []
 
     def send_or_end(self, rank, tag, address, nbytes):
@@ -91,7 +92,7 @@ def end_at_slice(count):
 
 
 def trains_until_an_error(rank, world_size, zero, victim):
-    """(kind, rank, host, text, when) of the error."""
+    """Return (kind, rank, host, text, time) of the error."""
     torch.manual_seed(0)
     module = torch.nn.Linear(1024, 1024)  # of which a rank owns 6 blocks
     optimizer = Ends(module.parameters(), lr=0.1)

@@ -1,8 +1,9 @@
-"""Law: a process that does not know a group's secret learns nothing but names, and holds up nobody: of another user it is not listened
-to at all, of the same user until it should have proved itself. Ranks join in the usual time beside any number of such processes, and
-a name that such a process takes when its rank has died is not believed.
+"""Law: a process that does not know a group's secret learns only names, and delays no rank. A process of another user
+is not heard at all, one of the same user only until it should have proved itself. Ranks join in the usual time beside
+any number of such processes. A stranger that takes the name of a dead rank is not believed.
 
-The stranger of another user is a forked child that has become `nobody`; those tests need root."""
+The stranger of another user is a forked child that has become `nobody`; those tests need root.
+"""
 
 import contextlib
 import glob
@@ -38,7 +39,7 @@ def become(user):
 
 @contextlib.contextmanager
 def stranger(user, act, *arguments):
-    """A child of this process that has become `user`, and has begun to `act`; what it says it sends to `.say`, a pipe."""
+    """A child process that has become `user` and runs `act`; it reports through the pipe `.say`."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -91,7 +92,7 @@ def sends_garbage(say, names):
 
 
 def begins_and_stops(say, names):
-    """A call as a rank would make it, and nothing more."""
+    """Make a rank's first call, and nothing more."""
     kept = [call(name) for name in names for _ in range(5)]
     for each in kept:
         each.send(hello())
@@ -112,7 +113,9 @@ def connects_a_thousand_times(say, names):
 
 
 def knows_another_secret(say, names):
-    """Goes through the whole exchange; says how long the answers were, how many descriptors came, and what was in them."""
+    """Go through the whole exchange. Report the lengths of the answers, the number of file descriptors received, and
+    their contents.
+    """
     with call(names[0], 10.0) as made:
         say.write("begun\n")
         asked, received = hello(), []
@@ -129,7 +132,7 @@ STRANGERS = [is_silent, sends_garbage, begins_and_stops, connects_a_thousand_tim
 
 
 def join_beside(rank, world_size, user, act):
-    """Seconds that this rank takes to join, and what the stranger has said."""
+    """Return the seconds that this rank takes to join, and the stranger's report."""
     comm = engine.HostComm(rank, world_size, host="here", timeout_s=60)
     secret = gather(os.urandom(16))[0]
     addresses = gather(comm.address)
@@ -162,7 +165,7 @@ def test_ranks_join_in_the_usual_time_beside(rank, world_size, act, user):
 @pytest.mark.parametrize("user", USERS)
 @on_every_rank(at_least=3)
 def test_training_goes_on_beside_callers(rank, world_size, user):
-    """Once they have joined nobody listens any more."""
+    """After the ranks have joined, no rank listens any more."""
 
     def calls_again_and_again(say):
         say.write("begun\n")
@@ -182,7 +185,7 @@ def test_training_goes_on_beside_callers(rank, world_size, user):
 
 
 def takes_the_name(say, name):
-    """As soon as it is free. Listens, and says what came."""
+    """Take the name as soon as it is free, listen, and report what arrived."""
     say.write("begun\n")
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     while True:
@@ -208,7 +211,9 @@ def takes_the_name(say, name):
 @pytest.mark.parametrize("dead", [0, 1], ids=["the first rank", "another rank"])
 @on_every_rank(at_least=3)
 def test_a_name_that_a_stranger_has_taken_is_not_believed(rank, world_size, dead, user):
-    """The rank that had it has died before the others called it. Of the same user the rank that waits for `dead` to call cannot tell."""
+    """The rank with that name died before the others called it. With the same user, the rank that waits for a call by
+    `dead` cannot tell.
+    """
     comm = engine.HostComm(rank, world_size, host="here", timeout_s=60 if dead == 0 or user == "nobody" else 1.5)
     secret = gather(os.urandom(16))[0]
     addresses = gather(comm.address)
@@ -237,7 +242,7 @@ def test_a_name_that_a_stranger_has_taken_is_not_believed(rank, world_size, dead
 
 
 def looks_around(say, pid, secret, names):
-    """What there is to be read of a rank of another user: each way, and what came of it."""
+    """Try each way to read a rank of another user, and report the outcome."""
     say.write("begun\n")
     found = {}
     for what in ("fd", "fdinfo", "map_files", "task"):
@@ -280,8 +285,10 @@ def attempt(action):
 @needs_root
 @on_every_rank(at_least=3)
 def test_what_a_stranger_can_read_is_names_and_sizes(rank, world_size):
-    """Can: names of the sockets (/proc/net/unix), which bytes of an unnamed file are locked and by which pid (/proc/locks), and what every
-    user sees of every process (its command, state, limits, memory in all). Cannot: memory, descriptors, mappings, environment; call anybody."""
+    """Such a process can see names of sockets (/proc/net/unix), which bytes of an unnamed file are locked and by which
+    pid (/proc/locks), and what every user sees of every process (command, state, limits, total memory). It cannot see
+    memory, file descriptors, mappings or environment, or call a rank.
+    """
     comm = engine.HostComm(rank, world_size, host="here", timeout_s=60)
     secret = gather(os.urandom(16))[0]
     addresses = gather(comm.address)

@@ -1,5 +1,6 @@
-"""Law: a module with DTensor parameters trains over the data-parallel dimension of its mesh as the whole model does in one
-process, with the same bits at every stage; norms count each parameter once; states are whole and load at any split."""
+"""Law: a module with DTensor parameters trains over the data-parallel dimension of its mesh like the whole model in one
+process, with the same bits at every stage. Norms count each parameter once. States are whole and load at any split.
+"""
 
 import os
 from contextlib import nullcontext
@@ -99,7 +100,7 @@ def test_states_are_whole_and_load_at_another_split(rank, world_size):
 
 
 def told_everywhere(call, *words):
-    """Every rank raises an error with these words, and all raise the same sentence."""
+    """Check that every rank raises one and the same sentence, with these words."""
     with pytest.raises(Exception) as caught:
         call()
     text = str(caught.value)

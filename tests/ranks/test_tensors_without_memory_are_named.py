@@ -1,5 +1,7 @@
-"""Law: a tensor without memory of its own (a wrapper subclass, as torchao's quantised weights are; a fake or meta one; one whose
-storage was freed) is one sentence that names it, on all ranks, wherever the engine would take its address; never a crash."""
+"""Law: a tensor without memory of its own (a wrapper subclass such as torchao's quantised weights, a fake or meta
+tensor, one with freed storage) is one sentence that names it, on all ranks, wherever the engine would take its address.
+It never crashes.
+"""
 
 import copy
 import tempfile
@@ -21,7 +23,7 @@ WITHOUT_MEMORY = r"without memory of its own \(its data_ptr\(\) is 0\)"
 
 
 class Codes(torch.Tensor):
-    """A quantised tensor in the manner of torchao's: 8-bit codes and a scale, each a tensor inside."""
+    """A quantised tensor like torchao's, with 8-bit codes and a scale as inner tensors."""
 
     @staticmethod
     def __new__(cls, codes, scale):
@@ -87,7 +89,7 @@ class Net(nn.Module):
 
 
 def net(kind=None, second=None):
-    """With a base weight of that kind, which does not train; `second`: and a buffer."""
+    """A layer with a quantised base weight, which does not train; with `second` also a quantised buffer."""
     torch.manual_seed(0)
     module = Net()
     if kind is not None:
@@ -187,7 +189,7 @@ def test_buffers_that_become_such_later(rank, world_size, options, kind):
 @every_stage
 @on_every_rank()
 def test_gradients_of_such_a_class(rank, world_size, options):
-    """One that a round finds is copied by torch, where its memory cannot be read."""
+    """If a round finds a tensor whose memory cannot be read, torch copies it."""
     found = []
     for wraps in (False, True):
         torch.manual_seed(0)
@@ -271,7 +273,7 @@ def test_in_checkpoints(rank, world_size, kind):
 
 
 def test_what_runs_under_functorch_and_fake_tensors():
-    """Outputs without memory, of a module whose units are released."""
+    """A module with released units whose outputs have no memory."""
     module = sw.fully_shard(nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 5)))
     x = torch.randn(4, 7)
     with torch.no_grad():

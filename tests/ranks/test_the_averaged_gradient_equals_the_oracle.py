@@ -1,5 +1,6 @@
-"""Law: after a synchronised backward `.grad` has the oracle's bits on every rank, whatever the bucket cap, the
-transport, the instruction set and the keyword arguments; so training has the bits of the naive loop."""
+"""Law: after a synchronised backward `.grad` has the oracle's bits on every rank, for any bucket cap, transport,
+instruction set and keyword arguments. So training has the bits of the naive loop.
+"""
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ CAPS = (0.001, 0.05, 25)
 
 
 def train(rank, wrapped, naive, steps=4, set_to_none=True):
-    """Steps of momentum SGD in both worlds, compared at every one."""
+    """Train momentum SGD in both worlds, and compare every step."""
     optimizers = [
         torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=False)
         for module in (wrapped.module, naive.module)
@@ -133,7 +134,9 @@ def test_an_unknown_keyword_is_refused_by_name(rank, world_size):
 @pytest.mark.skipif(PEER == "torch", reason="our sentences")
 @on_every_rank()
 def test_what_a_keyword_of_torch_asks_for_in_vain_is_said_with_what_to_use(rank, world_size):
-    """Each before any collective, so that a rank which catches it goes on; and what holds anyway is accepted."""
+    """Each is refused before any collective, so a rank that catches the error can continue. Arguments that have no
+    effect here are accepted.
+    """
     for options, sentence in (
         ({"mixed_precision": object()}, "precision="),
         ({"bucket_cap_mb_list": [1, 0]}, "bucket_cap_mb_list must be"),

@@ -1,8 +1,10 @@
-"""Law: `python -m shardwright.gpu_check` starts every part on simulated GPUs and gives each row that its plan names, in the table and in both
-reports. A run that fails, hangs or has no GPU has its rows all the same, with the reason, and keeps those that it had found.
+"""Law: `python -m shardwright.gpu_check` starts every part on simulated GPUs and produces each row of its plan, in the
+table and in both reports. A run that fails, hangs or has no GPU still has all rows, with the reason, and keeps finished
+ones.
 
-The quick form runs the bodies in interpreters that are there already, and one part by the command; SW_TEST_LONG=1 has the command whole.
-Figures mean nothing here."""
+The quick form runs the bodies in warm interpreters, and one part by the command. SW_TEST_LONG=1 runs the whole command.
+Figures mean nothing here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ PLACE = "gpu_check_place:simulated"
 
 @pytest.fixture
 def simulation(paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started find the simulated GPU, and a sanitizer that only runs what it is given."""
+    """Make started processes find the simulated GPU, and a sanitizer that only runs its arguments."""
     tool = tmp_path / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
@@ -76,7 +78,7 @@ def test_the_command_gives_each_row(simulation: None, tmp_path: Path) -> None:
 
 
 def check_rows(found: list[dict[str, Any]]) -> None:
-    """Of the machine that runs the test the doctor may say what it likes."""
+    """Ignore what the doctor finds on the machine that runs the test."""
     assert [each for each in found if each["status"] != "ok" and each["case"] != "doctor"] == []
 
 
@@ -117,7 +119,7 @@ def bodies(gpus: SimulatedGpus, rank: int, world_size: int, chosen: list[tuple[s
 
 
 def be_a_program(rank: int, world_size: int, folder: str, arguments: list[str], output: str) -> None:
-    """In a forked interpreter: `python ARGUMENTS`, in a session of its own."""
+    """Run `python ARGUMENTS` in a forked interpreter, in its own session."""
     os.setsid()
     for standard in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), standard)
@@ -132,7 +134,7 @@ def be_a_program(rank: int, world_size: int, folder: str, arguments: list[str], 
 
 
 class Forked:
-    """In place of subprocess.Popen: an interpreter that has torch already."""
+    """A stand-in for subprocess.Popen that forks an interpreter with torch loaded."""
 
     def __init__(self, fresh_ranks: Any, command: list[str], stdout: Any, **_: Any) -> None:
         assert command[0] == sys.executable
@@ -148,7 +150,7 @@ class Forked:
 
 
 class Clock:
-    """A clock that a test puts forward."""
+    """A clock that a test advances."""
 
     sleep = staticmethod(time.sleep)
 

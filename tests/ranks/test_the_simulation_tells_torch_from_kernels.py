@@ -1,5 +1,5 @@
-"""Law, of the simulated GPUs that other tests rest on: a kernel that writes anywhere but where its contract says is a report, in memory
-that torch made as in any other; what torch itself writes there, while a thread that is not the host's makes kernels run, is none.
+"""Law of the simulated GPUs: a kernel that writes outside of its contract is a report, in torch's memory as in any
+other. A write by torch itself is not one while a thread other than the host's makes kernels run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Reference = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Contract(ctypes.Structure):
-    """sw_kernel_contract."""
+    """A ctypes form of sw_kernel_contract."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -36,9 +36,10 @@ class Contract(ctypes.Structure):
 
 
 def write_beside(gpus: SimulatedGpus, victims: list[torch.Tensor]) -> set[int]:
-    """Change a byte of each of `victims` whenever the kernel runs; return the set to which each thread that runs it is added.
+    """Change a byte of each of `victims` whenever the kernel runs. Return the set to which each thread that runs it is
+    added.
 
-    It comes before a wrapper, which loads the kernels.
+    Call this before wrapping, which loads the kernels.
     """
     count = gpus._kernels.sim_kernel_count()
     contracts = (Contract * count).from_buffer_copy(
@@ -83,7 +84,7 @@ def test_what_torch_writes_while_another_thread_makes_kernels_run_is_none(
 
 
 def beside(gpus: SimulatedGpus, rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """torch writes to parameters, which may lie in memory of the engine's that is registered with NCCL."""
+    """torch writes to parameters, whose memory may be the engine's and registered with NCCL."""
     victims: list[torch.Tensor] = []
     threads = write_beside(gpus, victims)
     wrapped = sw.wrap(gpus.adopt_module(Mlp()), **options)

@@ -189,7 +189,7 @@ def save_and_resume(rank, world_size, folder, build):
 
 
 def load_the_best(rank, world_size, folder, build):
-    """The first evaluation is the best, since noise teaches nothing at this rate: its weights are those at the end."""
+    """The first evaluation is the best, since noise teaches nothing at this rate. Its weights are loaded at the end."""
     from safetensors.torch import load_file
 
     for number, (zero, kind) in enumerate(CASES):

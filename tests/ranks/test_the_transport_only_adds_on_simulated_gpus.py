@@ -1,6 +1,6 @@
-"""Law: NCCL is asked for sums, never for its own mean, of contributions that the copy into their bucket has divided. Where dividing is exact (a
-world size that is a power of two, no float16 below its normal numbers) the means of two ranks have the bits of the fold in rank order. The sum of a slice lands in the slice itself.
-One rank reduces nothing.
+"""Law: NCCL computes sums, never its own mean, of contributions that the copy into the bucket has divided. If division
+is exact (a world size that is a power of two, no float16 subnormal) the means of two ranks have the bits of the fold in
+rank order. The sum of a slice lands in the slice itself. A single rank reduces nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Model(nn.Module):
 def trained(
     gpus: SimulatedGpus, rank: int, lower: torch.dtype = torch.float16, **options: Any
 ) -> tuple[list[torch.Tensor], int]:
-    """All gradients and the parameters, of steps with gradients that are copied, that lie in place, and that one rank lacks; launches of the last."""
+    """Return all gradients and parameters of steps whose gradients are copied, lie in place, or are missing on one
+    rank; and the launches of the last step.
+    """
     module = gpus.adopt_module(Model(lower))
     model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), **options)
     read, launches = [], 0
@@ -71,7 +73,7 @@ def divided(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
 
 
 def test_gradients_that_accumulate(teams: Any, paths: dict[str, str]) -> None:
-    """In place in the whole bucket; at zero=2 on top of the mean that stands in the slice, which the sum must not overwrite."""
+    """The sum replaces the whole bucket in place; at zero=2 it must not overwrite the mean that stands in the slice."""
     run(teams, 2, paths, accumulated)
 
 
@@ -90,7 +92,7 @@ def accumulated(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 def test_no_kernel_reduces(teams: Any, paths: dict[str, str]) -> None:
-    """Launches of a step: PACKs, the use bytes and the optimizer, and as many with slices as without; one rank has not even use bytes."""
+    """A step launches PACKs, the use bytes and the optimizer, with slices as without; a single rank has no use bytes."""
     run(teams, 2, paths, without_folds, 1, policy="on demand")
     run(teams, 1, paths, without_folds, 0, policy="on demand")
 

@@ -1,5 +1,6 @@
-"""Law: what dcp.save or dcp.async_save writes through our StorageWriter is a checkpoint of this format, which sw.load, the
-command line and dcp.load read; what we write, dcp.load reads; plain and FSDP2 state, bit for bit."""
+"""Law: dcp.save and dcp.async_save through our StorageWriter write checkpoints of our format, which sw.load, the
+command line and dcp.load read. dcp.load also reads what we write. Plain and FSDP2 state keep their bits.
+"""
 
 import contextlib
 import io
@@ -38,7 +39,7 @@ def trained(sharded=False, seed=0, steps=2):
 
 
 def whole(model, optimizer):
-    """Names to whole tensors, the same on every rank."""
+    """Return whole tensors by name, the same on every rank."""
     options = StateDictOptions(full_state_dict=True)
     found = {f"model.{n}": t for n, t in get_model_state_dict(model, options=options).items()}
     for name, entry in get_optimizer_state_dict(model, optimizer, options=options)["state"].items():

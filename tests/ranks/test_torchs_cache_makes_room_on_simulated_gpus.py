@@ -1,6 +1,7 @@
-"""Law: where torch's allocator holds a GPU's memory in its cache, the engine's own allocations ask it to give back what it does not use, and
-training has the bits of the CPU. Where there is none even then, the error names the size on the rank that lacks it, and wrapping again
-works once there is."""
+"""Law: if torch's allocator caches a GPU's memory, the engine's own allocations make it free what it does not use, and
+training has the bits of the CPU. If memory still does not suffice, the error names the size on the failing rank, and
+wrapping again works once there is room.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Law: the default device and the default dtype of torch are the program's, for tensors that it makes. What the engine makes lies where its parameters
-do, or on the host, in the dtype that its arithmetic has: a training has the same bits whatever the defaults are.
+"""Law: torch's default device and dtype affect only tensors that the program makes. The engine's tensors lie where its
+parameters lie, or on the host, in the dtype of its arithmetic. Training has the same bits under any defaults.
 
-The default device here is "meta", where a value that anybody needs is lost; with torch.set_default_device("cuda") it would be on a GPU, and
-its address in the hands of the host's engine.
+The default device here is "meta", on which a needed value would be lost. With torch.set_default_device("cuda") it would
+be on a GPU, and the host's engine would get its address.
 """
 
 import contextlib
@@ -55,7 +55,9 @@ def defaults(device, dtype):
 
 
 def train(rank, module, inputs, folder, optimizer_of, compress=None, **options):
-    """Losses, parameters, moments; by way of accumulation, clipping, norms and a checkpoint that another wrapper takes up."""
+    """Return losses, parameters and moments of a training with accumulation, clipping, norms, and a checkpoint that
+    another wrapper loads.
+    """
     if compress is not None:
         options["compress"] = compress()
     first, second = module

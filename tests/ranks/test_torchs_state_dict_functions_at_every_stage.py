@@ -1,5 +1,7 @@
-"""Law: torch.distributed.checkpoint.state_dict's functions give and take at every stage what they do for one process's module
-and optimizer: whole tensors by the bare module's names. Asking an optimizer that has not stepped changes nothing."""
+"""Law: the functions of torch.distributed.checkpoint.state_dict work at every stage as for the module and optimizer of
+one process: whole tensors under the bare module's names. Calling them for an optimizer that has not stepped changes
+nothing.
+"""
 
 import copy
 

@@ -1,5 +1,7 @@
-"""Law: twenty steps of the example's GPT have the bits of the naive loop at every stage, with any bucket cap, of shared and of private
-parameters; also with accumulation in both its forms and clipped. (Low precision: test_precision_is_the_same_at_every_stage.)"""
+"""Law: twenty steps of the example's GPT have the bits of the naive loop at every stage, with any bucket cap, shared
+and private parameters, both forms of accumulation, and clipping. (Low precision:
+test_precision_is_the_same_at_every_stage.)
+"""
 
 import contextlib
 import math

@@ -1,5 +1,6 @@
-"""Law: at zero=3 on GPUs `prefetch=` units are gathered ahead of the one that runs, or those that the program names, each once; bits are
-those of no prefetch at every depth (docs/design/gpu_gathers.md)."""
+"""Law: at zero=3 on GPUs `prefetch=` units, or those that the program names, are gathered ahead of the running one,
+each once. The bits are those of no prefetch at every depth (docs/design/gpu_gathers.md).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def schedule_of(wrapped: Any) -> Any:
 
 
 def train(gpus: SimulatedGpus, module: Any, rank: int, **options: Any) -> tuple[Any, list[list[int]], list[Any]]:
-    """(wrapper, the numbers of blocks that are whole or coming in each block's forward of the last step, parameters)."""
+    """Return the wrapper, the blocks that are whole or being gathered in each block's forward of the last step, and the
+    parameters.
+    """
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     if hasattr(module, "unshard"):
         optimizer = sw.shard_optimizer(module, optimizer)

@@ -40,7 +40,7 @@ def outcome(model, optimizer, values):
 
 
 def assert_same_training(train, build=Blocks, stages=(PRIVATE, SHARED), cut="blocks", first=0, **options):
-    """`train(model, optimizer)` leaves the bits of stage `first`."""
+    """Check that `train(model, optimizer)` gives the bits of stage `first`."""
     expected = None
     for stage in ({"zero": first}, *stages):
         chosen = {"units": units.CUTS[cut]} if stage == PRIVATE else {}
@@ -70,7 +70,7 @@ class Wide(nn.Module):
 
 
 class Watch:
-    """Weights that a forward saves, and the bytes of those whose memory is not released when it is over."""
+    """Return the weights that a forward saves, and the bytes of those whose memory is not released after it."""
 
     def __init__(self, model):
         self.saved = []
@@ -90,7 +90,7 @@ class Watch:
 
 
 def bytes_of_fsdp2(world_size):
-    """Return (held after the forward, gathered in a step) of FSDP2 with the same policy."""
+    """Return (bytes held after the forward, bytes gathered in a step) of FSDP2 with the same policy."""
     from torch.distributed import fsdp
 
     if not hasattr(getattr(fsdp, "FSDPModule", None), "set_custom_all_gather"):
@@ -152,7 +152,9 @@ def test_bytes_saved_and_gathered_are_those_of_fsdp2(rank, world_size):
 
 
 def gathered_on_a_gpu(rank, world_size):
-    """Return (gathered in a step, bytes of places) without a policy and with one. Run by test_units_on_simulated_gpus.py."""
+    """Return (bytes gathered in a step, bytes of places) without and with a policy. test_units_on_simulated_gpus.py
+    runs it.
+    """
     found = []
     for precision in (None, "bf16"):
         model, optimizer = wrap(Wide, precision, **PRIVATE)
@@ -223,7 +225,7 @@ class Casting(nn.Linear):
 
 
 class Mixed(Blocks):
-    """Parameters of other dtypes, frozen ones, ignored ones, a buffer, and one that computes in two dtypes."""
+    """A module with parameters of other dtypes, frozen and ignored ones, a buffer, and one that computes in two dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -365,7 +367,7 @@ def test_casts_are_made_while_parameters_may_be_written(rank, world_size):
 
 
 class Reads(Blocks):
-    """Reads a parameter of another unit, which has run."""
+    """A block that reads a parameter of another unit, which has already run."""
 
     def forward(self, x):
         x = super().forward(x)
@@ -420,7 +422,7 @@ def test_a_wrapper_that_is_dropped_leaves_float32_parameters(rank, world_size):
 
 @on_every_rank(at_least=3)
 def test_hybrid_sharding_has_the_bits_of_every_rank_slicing(rank, world_size):
-    """Rows of one and of all ranks: copies of the slices, and one."""
+    """Rows of one rank and of all ranks: copies of the slices, and one slice."""
     if world_size % 2 and world_size != 3:
         return
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))

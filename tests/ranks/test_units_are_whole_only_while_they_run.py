@@ -1,5 +1,6 @@
-"""Law: at zero=3 with private parameters, whatever shape the module and its backward have, the bits are those of stage 0; and
-outside of a unit's run a rank has its slices, and whoever reads more than that gets an error."""
+"""Law: at zero=3 with private parameters, any module and backward has the bits of stage 0. Outside of a unit's run a
+rank holds only its slices, and reading more is an error.
+"""
 
 import copy
 import math
@@ -50,7 +51,7 @@ class Blocks(nn.Module):
 
 
 class Twice(Blocks):
-    """A module called several times, one never, and one registered under two names."""
+    """A model with a module that is called several times, one that is never called, and one registered under two names."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +63,7 @@ class Twice(Blocks):
 
 
 class Tied(Blocks):
-    """A parameter of two units; a head that is another module's weight."""
+    """A model with a parameter of two units, and a head that is another module's weight."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +102,7 @@ class RecomputedTogether(Blocks):
 
 
 class Adapted(Blocks):
-    """Frozen units between ones that train."""
+    """A model with frozen units between trained ones."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +112,7 @@ class Adapted(Blocks):
 
 
 class Several(Blocks):
-    """Outputs in a dictionary, of which some are not used, and one that is the input."""
+    """Units with outputs in a dictionary, some of them unused, and one that is the input."""
 
     def forward(self, x):
         hidden = self.first(x)
@@ -142,7 +143,7 @@ class Viewed(Blocks):
 
 
 class Turned(Blocks):
-    """Parameters whose memory is not row-major."""
+    """A model with parameters that are not row-major."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +213,7 @@ def steps(model, optimizer, rank, count=3, check=None):
 
 
 def assert_same_training(train, build, **options):
-    """`train(model, optimizer)` leaves the same values and parameters at zero=0 and at zero=3, private."""
+    """Check that `train(model, optimizer)` leaves the same values and parameters at zero=0 and at zero=3, private."""
     model, optimizer = wrap(build, 0)
     expected = train(model, optimizer), parameters_of(model)
     model, optimizer = private(build, **options)
@@ -312,7 +313,7 @@ def fail(*_):
 
 
 def broken_off(model, optimizer, rank):
-    """Exceptions in a forward and in a backward, on every rank; then clean steps."""
+    """Raise in a forward and in a backward on every rank, then take clean steps."""
     losses = steps(model, optimizer, rank, 1)
     block = model.module.blocks[1]
     handle = block.wide.register_forward_pre_hook(fail)
@@ -504,7 +505,7 @@ def test_what_an_old_view_writes_to_a_released_parameter_is_an_error_with_its_na
 
 @on_every_rank(spoils=True)
 def test_the_parameter_that_an_old_view_wrote_to_is_found(rank, world_size):
-    """Of several in one unit, by the pages: their order in it is not that of the module."""
+    """A unit with several such parameters is checked by its pages, since its order is not the module's."""
     model, optimizer = private(Large, units=100.0)
     with sw.full_parameters(model):
         old = model.module[3].weight.data
@@ -616,7 +617,7 @@ def test_parameters_outlive_their_wrapper(rank, world_size):
 
 
 def resident_bytes(tensors):
-    """Resident bytes of the mappings that hold the addresses of `tensors`."""
+    """Return the resident bytes of the mappings that hold `tensors`."""
     wanted = sorted(t.data_ptr() for t in tensors)
     total, counts = 0, False
     with open("/proc/self/smaps") as file:
@@ -631,7 +632,7 @@ def resident_bytes(tensors):
 
 
 class Large(nn.Sequential):
-    """4 MiB a layer."""
+    """Layers of 4 MiB each."""
 
     def __init__(self):
         super().__init__(nn.Linear(7, 1024), *(nn.Linear(1024, 1024, bias=False) for _ in range(4)), nn.Linear(1024, 5))
@@ -663,7 +664,7 @@ def test_a_released_unit_has_no_pages(rank, world_size):
 
 @on_every_rank()
 def test_a_write_through_data_is_named_where_units_stay_whole_until_the_step(rank, world_size):
-    """The backward of a backward needs the units until the step."""
+    """A double backward needs the units until the step."""
     module = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
     model, optimizer = sw.wrap(
         module,
@@ -685,7 +686,7 @@ def test_a_write_through_data_is_named_where_units_stay_whole_until_the_step(ran
 
 @on_every_rank()
 def test_a_backward_that_fails_releases_its_units(rank, world_size):
-    """A write after it would be lost: the unit is gathered from slices that do not have it."""
+    """A later write would be lost: the unit is gathered from slices that lack it."""
     module = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
     model, optimizer = sw.wrap(
         module,

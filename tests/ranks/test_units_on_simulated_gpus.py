@@ -1,7 +1,8 @@
-"""Law: at zero=3 on GPUs units are gathered into places that they share, one ahead of what runs, and the bits are those of stage 0,
-whatever shape the module and its backward have; nothing races or leaks, no step waits for the GPU, and none after the second allocates.
+"""Law: at zero=3 on GPUs units are gathered into shared places, one ahead of the running unit. The bits are those of
+stage 0 for any module and backward. Nothing races or leaks, no step waits for the GPU, and no step after the second
+allocates.
 
-The laws of the CPU's units are run body for body, with modules on simulated GPUs.
+The CPU's tests of units run body for body, with modules on simulated GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 
 class OnGpuByHand(OnGpu):
-    """And whose fully_shard() does."""
+    """A stand-in for the package, whose fully_shard() also moves modules to the simulated GPU."""
 
     def fully_shard(self, module: Any, **options: Any) -> Any:
         for each in module if isinstance(module, list) else [module]:
@@ -186,7 +187,7 @@ def test_units_that_run_at_once_lie_apart(teams: Any, world_size: int, paths: di
 
 
 class Crossed(units.Blocks):
-    """A block that runs inside of another that it is no part of, and has the place of."""
+    """A block that runs inside another, of which it is not a part, and whose place it has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +267,7 @@ def test_a_gpu_that_has_failed_keeps_no_module_hooked(teams: Any, paths: dict[st
 
 
 def dropped_after_a_failure(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """Nobody would see the error of a wrapper's end; what is left to do there is done."""
+    """An error while a wrapper ends would reach no caller, so the remaining work is done anyway."""
     model, optimizer = units.private(units.Blocks)
     units.steps(model, optimizer, rank, 1)
     module = model.module

@@ -1,4 +1,6 @@
-"""Laws of `.grad` and of what is asked of it at zero >= 2, beside those of the averages themselves: docs/design/zero_promises.md has the list."""
+"""Laws of `.grad` and its accessors at zero >= 2, beyond those of the averages: docs/design/zero_promises.md lists
+them.
+"""
 
 import time
 
@@ -164,7 +166,7 @@ def test_a_gradient_that_one_rank_alone_reads_is_named_on_all(rank, world_size, 
 
 
 class Edges(nn.Module):
-    """Parameters of 128 and of 132 bytes, and of a dtype without NaN."""
+    """A model with parameters of 128 and of 132 bytes, and of a dtype without NaN."""
 
     def __init__(self):
         super().__init__()

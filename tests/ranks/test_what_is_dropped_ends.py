@@ -1,4 +1,6 @@
-"""Whoever drops a wrapped module drops all of it: hooks, engine and memory end with the last reference, whatever holds whom inside."""
+"""Law: dropping a wrapped module drops all of it. Hooks, engine and memory end with the last reference, whatever
+references exist inside.
+"""
 
 import gc
 import weakref
@@ -25,7 +27,7 @@ def sharded(**options):
 
 
 def hooked(zero):
-    """A submodule has a hook of the program's own that knows the wrapper."""
+    """A submodule has a hook of the program that references the wrapper."""
     model, optimizer = wrapped(zero)
     last = list(model.modules())[-1]
     last.register_forward_hook(lambda *_: None if model.training else None)

@@ -1,5 +1,6 @@
-"""Laws of memory and of misuse at zero >= 1: a rank holds what the plan says; a slice is never taken for the whole; what
-cannot be is one error on every rank."""
+"""Laws of memory and misuse at zero >= 1: a rank holds what the plan says, a slice is never taken for the whole, and a
+call that cannot work is one error on every rank.
+"""
 
 import copy
 
@@ -28,7 +29,7 @@ def backward(model, rank, step=0):
 
 
 def held_bytes(prefix):
-    """Resident bytes of this process in mappings whose name begins with `prefix`."""
+    """Return the resident bytes of this process in mappings whose name begins with `prefix`."""
     total, counts = 0, False
     with open("/proc/self/smaps") as file:
         for line in file:
@@ -41,7 +42,7 @@ def held_bytes(prefix):
 
 
 class Wide(nn.Sequential):
-    """8 MiB of parameters."""
+    """A model with 8 MiB of parameters."""
 
     def __init__(self):
         super().__init__(nn.Linear(7, 1024), *(nn.Linear(1024, 1024, bias=False) for _ in range(2)), nn.Linear(1024, 5))

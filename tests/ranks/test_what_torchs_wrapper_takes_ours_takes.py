@@ -1,7 +1,8 @@
-"""Law: a program written for torch's DistributedDataParallel finds its arguments, attributes and habits: stateless calls, wrappers inside
-wrappers, its sentences and warnings, its logging data, its ranges in a profile, mixed_precision= and optimizers inside the backward.
+"""Law: a program written for torch's DistributedDataParallel finds its arguments, attributes and behaviour: stateless
+calls, nested wrappers, errors and warnings, logging data, profiler ranges, mixed_precision= and optimizers inside the
+backward.
 
-`make test-torch-suites` runs torch's own tests; these hold what they do not, for three ranks.
+`make test-torch-suites` runs torch's own tests; these cover what they lack, for three ranks.
 """
 
 import copy
@@ -38,7 +39,7 @@ def loss_of(model, rank, step=0):
 
 
 def mean_gradients(rank, module, step=0):
-    """The gradients that a round must leave, by gathering every rank's own."""
+    """Return the gradients that a round must leave, from every rank's gathered own."""
     alone = copy.deepcopy(module)
     alone.zero_grad()
     loss_of(alone, rank, step).backward()
@@ -321,7 +322,7 @@ def test_the_logging_data_has_torchs_fields(rank, world_size):
 
 
 def profiled(step, *, steps=1, **options):
-    """Return [(name, values)] of our ranges in some steps, and the thread of each."""
+    """Return [(name, values)] of our profiler ranges in some steps, and each one's thread."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, **options
     ) as profile:
@@ -463,7 +464,7 @@ def test_an_optimizer_inside_the_backward_is_refused_where_state_is_sliced(rank,
 
 
 class _Odd(torch.Tensor):
-    """A tensor without memory of its own, as a quantised weight is."""
+    """A tensor without memory of its own, like a quantised weight."""
 
     @staticmethod
     def __new__(cls):

@@ -1,7 +1,7 @@
-"""Laws of accumulation and use (design.md, "What exactly is promised").
+"""Laws of accumulation and use (docs/promises.md).
 
-A contribution is `.grad` as the round closes: what stands plus what was accumulated; zero if it is None. A parameter
-that no rank touched since the last synchronisation keeps its `.grad` bit for bit.
+A contribution is `.grad` when the round closes: what stands plus what was accumulated, or zero if it is None. A
+parameter that no rank touched since the last synchronisation keeps its `.grad` bit for bit.
 """
 
 import pytest
@@ -55,7 +55,7 @@ def test_no_sync_after_an_average_adds_to_it_on_every_rank(rank, world_size, cap
 
 @on_every_rank()
 def test_require_backward_grad_sync_is_read_when_the_backward_runs(rank, world_size):
-    """What accelerate's trigger_sync_in_backward and Lightning's manual optimization do."""
+    """Accumulate as accelerate's trigger_sync_in_backward and Lightning's manual optimization do."""
     wrapped, naive = pair(Mlp)
     with wrapped.no_sync():
         pending = loss(wrapped, rank, 0)

@@ -1,5 +1,6 @@
-"""Law of partition="tensor": an optimizer that looks at whole tensors trains at zero >= 1 with the bits of zero=0; each tensor's state is kept
-by one rank, and ranks hold about the same."""
+"""Law of partition="tensor": an optimizer that reads whole tensors trains at zero >= 1 with the bits of zero=0. One
+rank keeps each tensor's state, and ranks hold about equal amounts.
+"""
 
 import copy
 import os
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 
 class TrustRatio(torch.optim.Optimizer):
-    """A third party's: momentum, scaled by the norm of the tensor over that of its update; odd state beside it."""
+    """A third-party optimizer: momentum scaled by the ratio of the tensor's norm to its update's, with extra state of
+    odd form.
+    """
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr, "trust": True})
@@ -103,7 +106,7 @@ def some_heads(model, optimizer, rank):
 
 
 class Odd(nn.Module):
-    """Frozen, tied, scalar, empty, turned and low-precision tensors."""
+    """A model with frozen, tied, scalar, empty, transposed and low-precision tensors."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +224,9 @@ def test_tensors_are_balanced_and_their_state_is_kept_once(rank, world_size):
 
 @on_every_rank()
 def test_state_goes_between_stages_and_partitions(rank, world_size):
-    """Two steps, the whole state, two more steps at another stage: the bits of four; and a rank's own state at its own place."""
+    """Two steps, a load of the whole state at another stage, and two more steps have the bits of four. A rank's own
+    state loads at its place.
+    """
     make = OPTIMIZERS["AdamW"]
     expected = run(rank, 0, plain, make)
     for first, second in [(1, 0), (2, 3), (0, 2), (3, 1)]:

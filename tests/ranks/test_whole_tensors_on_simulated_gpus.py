@@ -1,5 +1,7 @@
-"""Law of partition="tensor" on a GPU: an optimizer that looks at whole tensors trains at zero >= 1 with the bits of the CPU's zero=0, whatever the
-schedule; no step waits for the GPU; each tensor's state is one rank's; states and checkpoints go from stage to stage."""
+"""Law of partition="tensor" on a GPU: an optimizer that reads whole tensors trains at zero >= 1 with the bits of the
+CPU's zero=0, for any schedule. No step waits for the GPU, one rank keeps each tensor's state, and states and
+checkpoints load at any stage.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ TRAININGS = ("plain", "accumulated_and_clipped", "onto_the_average", "scaled")
 
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
-    """The laws of the CPU wrap modules on simulated GPUs."""
+    """Run the CPU's tests with modules on simulated GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "sw", OnGpu(gpus))
         yield

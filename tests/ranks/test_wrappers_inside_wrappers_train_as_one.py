@@ -1,5 +1,6 @@
-"""Law: a module with wrappers inside, three levels deep, trained before, used twice, or loaded from a checkpoint, trains as torch's one
-wrapper around it does, at every stage."""
+"""Law: a module with wrappers inside (three levels deep, trained before, used twice, or loaded from a checkpoint)
+trains at every stage like torch's one wrapper around it.
+"""
 
 import copy
 import os

@@ -1,5 +1,6 @@
-"""Law of write_guard: what writes by right (steps, full_parameters, loading) writes as without a guard, bit for bit; any other write
-to a shared parameter is an error with its name on all ranks, or a SIGSEGV where it happens."""
+"""Law of write_guard: permitted writes (steps, full_parameters, loading) have the bits of a run without a guard. Any
+other write to a shared parameter is an error with its name on all ranks, or a SIGSEGV at the write.
+"""
 
 import signal
 import subprocess
@@ -23,7 +24,7 @@ OPTIMIZERS = {
 
 
 class Writer(nn.Module):
-    """Writes to one of its parameters in its forward when it is told to."""
+    """A module that writes to its parameter in its forward on request."""
 
     def __init__(self):
         super().__init__()

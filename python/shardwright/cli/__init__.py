@@ -1,4 +1,4 @@
-"""The command line: `shardwright <command>`. Exit codes: 0 all is well, 1 a check failed, 2 wrong usage."""
+"""The command line, `shardwright <command>`. Exit codes: 0 success, 1 a check failed, 2 usage error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that also prints its error as JSON if --json was given."""
+    """An argument parser that also prints a usage error as JSON if --json was given."""
 
     arguments: Sequence[str] = ()
 

@@ -1,8 +1,8 @@
-"""`shardwright chaos --plan FILE -- COMMAND`: run a training under faults, and report what each of them cost.
+"""`shardwright chaos --plan FILE -- COMMAND`: run a training job under injected faults and report the cost of each.
 
 shardwright chaos --plan plan.toml -- torchrun --nproc-per-node 3 --max-restarts 9 train.py --folder /tmp/run-{run}
 
-The plan has faults at given steps, or a number of random ones with a seed:
+The plan lists faults by rank and step, asks for random faults drawn from a seed, or both:
 
     seed = 1
     random = { count = 100, ranks = 3, steps = 200, kinds = ["kill", "stop", "slow"], seconds = 2.0 }
@@ -11,12 +11,14 @@ The plan has faults at given steps, or a number of random ones with a seed:
     rank = 1
     step = 7
 
-Steps are those of Checkpointer.save() and restore(), which the training must call in each step. If the command has {run}, it
-runs twice, first without faults ("reference"), then with them ("faults"), each in a folder of its own, and the final
-parameters are compared bit for bit. The command needs as many restarts as the plan has faults.
+The job must call Checkpointer.restore() at its start and save() in each step: these calls tell which step runs. A command
+that contains {run} runs twice, first without faults ({run} becomes "reference"), then with them ("faults"). The two runs use
+different folders, and their final parameters are compared bit for bit. The command must allow as many restarts as the
+plan has faults.
 
-"Detected" is the time to the first error of any rank; it is empty if no rank reported one before the launcher ended it.
-"Restarted" is the time to the first new step. Both are empty if another fault came before.
+"Detected" is the time from the fault to the first error that a rank reports. It is empty if the launcher ended the ranks
+before any reported one. "Restarted" is the time from the fault to the first step after the restart. Both are empty if
+another fault fired first.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from typing import Any
 from ..chaos import KINDS, PLAN_NAME, SOCKET_NAME, VARIABLE, Fault, Plan, mark_of, read_plan
 
 _RUN = "{run}"
-_LOOK_S = 0.05
-_END_S = 40.0  # torchrun gives its workers 30 s
+_POLL_S = 0.05
+_END_S = 40.0  # longer than the 30 s that torchrun gives its workers
 _MESSAGE_BYTES = 1 << 20
 
 
@@ -51,35 +53,39 @@ def add_parser(commands: Any) -> None:
     kinds = "\n".join(f"  {kind:6} {what}" for kind, what in KINDS.items())
     parser = commands.add_parser(
         "chaos",
-        help="run a training under faults, and report what they cost",
+        help="run a training job under injected faults and report their cost",
         description=f"{__doc__}\nKinds of faults:\n{kinds}",
-        epilog="Exit code 0: the training ended well, with the parameters of a run without faults where that was compared.",
+        epilog="Exit code 0: the job succeeded, and its final parameters equal the reference run's if there was one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plan", required=True, help="a file .toml or .json")
-    parser.add_argument("--report", help="write the report to this file, as JSON")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each run")
+    parser.add_argument("--plan", required=True, help="a .toml or .json file")
+    parser.add_argument("--report", help="also write the report to this file as JSON")
+    parser.add_argument(
+        "--timeout", type=float, default=3600.0, help="time limit of each run in seconds (default: %(default)s)"
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- torchrun ... program.py")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the training, print the report, and return 0 if it ended well."""
+    """Run the job and print the report. Return 0 if the job succeeded."""
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not words:
-        print("shardwright chaos: needs a command, as in `shardwright chaos --plan FILE -- torchrun ... train.py`")
+        print(
+            "shardwright chaos: no command given: pass one, as in `shardwright chaos --plan FILE -- torchrun ... train.py`"
+        )
         return 2
     try:
         plan = read_plan(options.plan)
     except ValueError as error:
         print(f"shardwright chaos: {error}")
         return 2
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs are ended on the way
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinding ends the run
     reference = None
     if any(_RUN in word for word in words):
         reference = Run(Plan(()), words, "reference").watch(options.timeout)
         if reference.code:
-            print(f"shardwright chaos: the command fails without faults, with code {reference.code}")
+            print(f"shardwright chaos: the command failed without faults: exit code {reference.code}")
             return 2
     report = report_of(plan, Run(plan, words, "faults").watch(options.timeout), reference)
     if options.report:
@@ -92,8 +98,18 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclasses.dataclass
 class Result:
-    """The reports of a run's ranks, in order, the command's exit code (None: it was ended at the timeout), and the numbers
-    of the faults that happened. A rank may end before it has reported one.
+    """The outcome of one run.
+
+    Attributes
+    ----------
+    events : list of dict
+        The ranks' reports in order of time.
+    code : int or None
+        The command's exit code; None if the command was ended at the timeout.
+    seconds : float
+        Duration of the run.
+    marks : frozenset of int
+        Numbers of the faults that fired. A killed rank may leave a mark without a report in `events`.
     """
 
     events: list[dict[str, Any]]
@@ -109,7 +125,7 @@ class Run:
     ----------
     plan : Plan
     words : sequence of str
-        The command; "{run}" becomes `name`.
+        The command; `name` replaces "{run}" in each word.
     name : str
     """
 
@@ -117,10 +133,10 @@ class Run:
         self._plan, self._words, self._name = plan, [word.replace(_RUN, name) for word in words], name
         self._events: list[dict[str, Any]] = []
         self._pidfds: dict[int, int] = {}
-        self._later: list[tuple[float, Any]] = []  # (time, what to do)
+        self._later: list[tuple[float, Any]] = []  # (time, action)
 
     def watch(self, timeout_s: float) -> Result:
-        """Run it to its end, or end it."""
+        """Run the command; end it after `timeout_s`."""
         with tempfile.TemporaryDirectory(prefix="sw-chaos-") as folder, contextlib.ExitStack() as closing:
             with open(os.path.join(folder, PLAN_NAME), "w", encoding="utf-8") as file:
                 file.write(self._plan.as_json())
@@ -147,7 +163,7 @@ class Run:
     def _hear(self, ear: socket.socket) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(ear, selectors.EVENT_READ)
-            selector.select(_LOOK_S)
+            selector.select(_POLL_S)
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._take(json.loads(ear.recv(_MESSAGE_BYTES)))
@@ -174,7 +190,7 @@ class Run:
             )
 
     def _forget_ended(self, begins: int) -> None:
-        """Close the descriptors of ranks that have ended, and one of the number that a new rank has."""
+        """Close the pidfds of ended ranks, and a stale pidfd under the pid `begins` of a new rank."""
         poll = select.poll()
         for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
@@ -189,7 +205,7 @@ class Run:
                 signal.pidfd_send_signal(self._pidfds[pid], number)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        """End the command and the ranks that it left, each by its own number."""
+        """Terminate the command, then kill each rank that it left running, through its pidfd."""
         if process.poll() is None:
             process.terminate()
             try:
@@ -205,7 +221,7 @@ class Run:
 
 
 def report_of(plan: Plan, result: Result, reference: Result | None) -> dict[str, Any]:
-    """Return the outcome of each fault, and of the run."""
+    """Return the report: the outcome of the run and a row for each fault."""
     rows = []
     for number, fault in enumerate(plan.faults):
         fired = next((e for e in result.events if e["event"] == "fault" and e["number"] == number), None)
@@ -249,24 +265,26 @@ def _row(fault: Fault, fired: dict[str, Any] | None, events: Sequence[dict[str, 
 
 
 def _digests(result: Result) -> dict[int, Any]:
-    """Return each rank's last digest of its parameters, at the end."""
+    """Return the digest of the final parameters of each rank."""
     return {event["rank"]: event["digest"] for event in result.events if event["event"] == "end"}
 
 
 def lines_of(report: dict[str, Any]) -> list[str]:
-    """Return the report as text."""
+    """Return the printed lines of the report."""
     lines = [f"{'fault':6} {'rank':>4} {'step':>6}  {'detected':>9} {'restarted':>10} {'steps lost':>10}"]
     for row in report["faults"]:
         if not row["fired"]:
-            lines.append(f"{row['kind']:6} {row['rank']:4} {row['step']:6}  did not happen: the step never came")
+            lines.append(
+                f"{row['kind']:6} {row['rank']:4} {row['step']:6}  did not happen: the job never reached the step"
+            )
             continue
         cells = [f"{row[key]:.2f} s" if key in row else "-" for key in ("detected_s", "restarted_s")]
         lines.append(
             f"{row['kind']:6} {row['rank']:4} {row['step']:6}  {cells[0]:>9} {cells[1]:>10} {row.get('steps_lost', '-'):>10}"
         )
-    code = "ended at the timeout" if report["code"] is None else f"exit code {report['code']}"
+    code = "stopped at the timeout" if report["code"] is None else f"exit code {report['code']}"
     lines.append(f"{code}; {report['starts']} starts; {report['seconds']:.1f} s")
-    why = "the command did not end" if report["code"] is None else "the command has no {run}"
+    why = "the command did not end" if report["code"] is None else "the command does not contain {run}"
     verdict = {None: f"not compared: {why}", True: "equal", False: "NOT EQUAL"}[report["state_equal"]]
     lines.append(f"final parameters: {verdict}")
     return lines

@@ -1,4 +1,4 @@
-"""`shardwright ckpt`: list, check, compare, convert and remove checkpoints."""
+"""`shardwright ckpt`: list, inspect, verify, compare, convert and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _PROGRESS_BLOCKS = 256
 def add_parser(commands: Any) -> None:
     """Add the command and its subcommands to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "ckpt", help="look at and check checkpoints", description=__doc__, epilog=EPILOG
+        "ckpt", help="inspect, verify, convert and prune checkpoints", description=__doc__, epilog=EPILOG
     )
     actions = parser.add_subparsers(title="commands", dest="action", required=True)
 
     def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text, epilog=EPILOG)
-        made.add_argument("--json", action="store_true", help="one JSON object instead of text")
+        made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         made.set_defaults(run=lambda options: guarded(action, options))
         return made
 
-    listing = add("ls", run_ls, "list the checkpoints of a directory, oldest first; reads only their manifests")
+    listing = add("ls", run_ls, "list the checkpoints of a directory, oldest first (reads manifests only)")
     listing.add_argument("directory")
     inspecting = add("inspect", run_inspect, "show the contents of a checkpoint")
     inspecting.add_argument("checkpoint")
-    inspecting.add_argument("--tensors", action="store_true", help="list every tensor, too")
+    inspecting.add_argument("--tensors", action="store_true", help="also list every tensor")
     verifying = add(
-        "verify", run_verify, "read and check every block of a checkpoint, or of all checkpoints of a directory"
+        "verify", run_verify, "read and check every block of one checkpoint, or of all checkpoints in a directory"
     )
     verifying.add_argument("path")
     comparing = add("diff", run_diff, "list the tensors and values in which two checkpoints differ")
     comparing.add_argument("first")
     comparing.add_argument("second")
-    comparing.add_argument("--model", action="store_true", help="compare the model alone")
+    comparing.add_argument("--model", action="store_true", help="compare the model only")
     ckpt_convert.add_parsers(add)
-    pruning = add("prune", run_prune, "remove the checkpoints that no rule keeps, and the remains of saves that died")
+    pruning = add("prune", run_prune, "remove checkpoints that no rule keeps and the left-overs of interrupted saves")
     pruning.add_argument("directory")
     pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep the N newest checkpoints")
     pruning.add_argument(
@@ -53,14 +53,14 @@ def add_parser(commands: Any) -> None:
         "--best",
         choices=("min", "max"),
         default="min",
-        help="the better end of the metric; default: min, as in a Checkpointer",
+        help="which metric is better, the smallest or the largest; default: min, as in Checkpointer",
     )
     pruning.add_argument(
         "--verify",
         action="store_true",
-        help="read every block first; a damaged checkpoint counts for no rule; default: check manifests and sizes alone",
+        help="first read every block, so that no rule counts a damaged checkpoint; default: check manifests and sizes only",
     )
-    pruning.add_argument("--yes", action="store_true", help="remove them; default: only print what would be removed")
+    pruning.add_argument("--yes", action="store_true", help="remove them; default: print what would be removed")
 
 
 def _count(text: str) -> int:
@@ -73,7 +73,7 @@ def _checkpoints(directory: str) -> list[str]:
     from ..checkpoint.folder.retention import list_checkpoints
 
     if not os.path.isdir(directory):
-        raise Nothing(f"'{directory}' is no directory")
+        raise Nothing(f"'{directory}' is not a directory")
     return [kept.path for kept in list_checkpoints(directory)]
 
 
@@ -98,7 +98,7 @@ def run_ls(options: argparse.Namespace) -> int:
     found = [_summary(path) for path in _checkpoints(options.directory)]
     if not found and find(options.directory) is not None:
         raise Nothing(
-            f"'{options.directory}' is a checkpoint, not a directory of them: look at it with `shardwright ckpt inspect {options.directory}`"
+            f"'{options.directory}' is a checkpoint, not a directory of checkpoints: use `shardwright ckpt inspect {options.directory}`"
         )
     left = all_left_overs(options.directory) + replaced_ones(options.directory)
     lines = []
@@ -111,7 +111,7 @@ def run_ls(options: argparse.Namespace) -> int:
             )
         else:
             lines.append(f"{name}  DAMAGED: {each['error']}")
-    lines += [f"{os.path.basename(path)}  (not a checkpoint: left over)" for path in left]
+    lines += [f"{os.path.basename(path)}  (left over, not a checkpoint)" for path in left]
     print_report(options, {"checkpoints": found, "left_over": left}, lines or ["no checkpoints"])
     return 0 if all(each["ok"] for each in found) else 1
 
@@ -194,7 +194,7 @@ def _values(folder: Any, entry: dict[str, Any]) -> Any:
 
 
 def _leaves(node: Any, name: str) -> dict[str, Any]:
-    """Map dotted names to the plain values of a JSON tree; tensors are compared elsewhere."""
+    """Flatten a JSON tree to {dotted name: plain value}, without its tensors."""
     if isinstance(node, dict) and "$tensor" in node:
         return {}
     if isinstance(node, (dict, list)) and node:
@@ -204,14 +204,14 @@ def _leaves(node: Any, name: str) -> dict[str, Any]:
 
 
 def _plain_values(folder: Any) -> dict[str, Any]:
-    """Return the values that are no tensors: of optimizer, scheduler, scaler, user state and `extra`."""
+    """Return the values of optimizer, scheduler, scaler, user state and `extra` that are not tensors."""
     from ..checkpoint import tree
 
     found: dict[str, Any] = {}
     for path in ("optimizer.json", "state.json"):
         if path in folder.files:
             body = tree.loads(folder.read_bytes(path))
-            for key in ("dcp", "step"):  # "dcp" names data stored elsewhere, and "step" the checkpoint itself
+            for key in ("dcp", "step"):  # names of torch's planner and the number of this checkpoint are not state
                 body.pop(key, None)
             for key, node in body.items():
                 found |= _leaves(node, f"{path.removesuffix('.json')}.{key}")
@@ -267,26 +267,26 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def run_prune(options: argparse.Namespace) -> int:
-    """Remove the checkpoints that no rule keeps."""
+    """Remove the checkpoints that no rule keeps, or print their names."""
     from ..checkpoint.folder.retention import DirectoryLock
 
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
-        raise Nothing("name what to keep: --keep-last, --keep-every or --keep-best")
+        raise Nothing("no rule given: pass --keep-last, --keep-every or --keep-best")
     if not os.path.isdir(options.directory):
-        raise Nothing(f"'{options.directory}' is no directory")
+        raise Nothing(f"'{options.directory}' is not a directory")
     if options.yes:
-        lock = DirectoryLock(options.directory)  # no save may be running
+        lock = DirectoryLock(options.directory)  # excludes a running Checkpointer
         try:
             goes, left, stays = _to_prune(options)
             _prune(options, goes, left)
         finally:
             lock.release()
-    else:  # a preview writes nothing, not even a lock
+    else:  # a preview must write nothing, and a lock is a file
         goes, left, stays = _to_prune(options)
     done = "removed" if options.yes else "would remove"
     names = [*goes, *left]
     lines = [f"{done} {path}" for path in names] or ["nothing to remove"]
-    lines += [f"stays: {each['path']}: {each['error']}" for each in stays]
+    lines += [f"kept {each['path']}: {each['error']}" for each in stays]
     if names and not options.yes:
         lines.append("run again with --yes to remove them")
     print_report(options, {"removed": options.yes, "checkpoints": goes, "left_over": left, "stays": stays}, lines)
@@ -294,7 +294,7 @@ def run_prune(options: argparse.Namespace) -> int:
 
 
 def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    """Return checkpoints to remove, left-overs to remove, and damaged or foreign folders that stay, with the reason."""
+    """Return the checkpoints to remove, the left-overs to remove, and {path, error} of folders that must stay."""
     from .._engine import CheckpointError, CheckpointFolder
     from ..checkpoint.folder.retention import (
         ABANDONED,
@@ -323,9 +323,9 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
             stays.append({"path": path, "error": str(error)})
     for each in kept:
         if each.path not in to_go and each.state not in (SOUND, ABANDONED):
-            why = "it is damaged, and too few sound checkpoints are newer, or a rule would keep it"
+            why = "damaged, but a rule keeps it or too few sound checkpoints are newer"
             if each.state != DAMAGED:
-                why = str(_summary(each.path).get("error", "it could not be read"))
+                why = str(_summary(each.path).get("error", "could not be read"))
             stays.append({"path": each.path, "error": why})
     return goes, left, stays
 
@@ -335,9 +335,11 @@ def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]
 
     progress = Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
     if any(path.endswith(REPLACED) for path in left):
-        sync(options.directory)  # makes the folders that replaced them durable
-    for path in [*left, *goes]:  # left-overs first: one of another prune may have a name needed here
-        if path in goes or path.endswith(REPLACED):  # rename first: half a checkpoint must not look like one
+        sync(options.directory)  # the folders that replaced them must be durable before they go
+    for path in [*left, *goes]:  # left-overs first: an earlier prune may have left a name needed here
+        if path in goes or path.endswith(
+            REPLACED
+        ):  # rename first: a half-removed folder must not be taken for a checkpoint
             os.rename(path, f"{path}.prune.trash")
             path = f"{path}.prune.trash"
         remove(path)

@@ -1,4 +1,4 @@
-"""`shardwright ckpt import` and `export`: other programs' checkpoints (docs/coming-from.md)."""
+"""`shardwright ckpt import` and `export`: convert checkpoints from and to other formats (docs/coming-from.md)."""
 
 from __future__ import annotations
 
@@ -14,32 +14,40 @@ _SHOWN = 20
 
 
 def add_parsers(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add both commands; `add` makes a parser of (name, action, text)."""
+    """Add both commands; `add(name, action, text)` returns a new parser."""
     from ..convert import READERS, WRITERS
 
     importing = add(
-        "import", run_import, "write a checkpoint from one of torch.distributed.checkpoint, DeepSpeed or Hugging Face"
+        "import", run_import, "convert a torch.distributed.checkpoint, DeepSpeed or Hugging Face checkpoint to ours"
     )
     importing.add_argument("source")
-    importing.add_argument("output", help="a folder that does not exist, such as runs/a/step-000100")
-    importing.add_argument("--from", dest="kind", choices=READERS[1:], help="default: look at the files")
-    importing.add_argument("--tag", help="of DeepSpeed's folder; default: what its file `latest` names")
-    importing.add_argument("--step", type=int, help="completed steps; default: the source's")
+    importing.add_argument("output", help="a new folder, such as runs/a/step-000100")
+    importing.add_argument(
+        "--from", dest="kind", choices=READERS[1:], help="format of the source; default: detected from its files"
+    )
+    importing.add_argument(
+        "--tag", help="subfolder (tag) of a DeepSpeed checkpoint; default: the one that its file `latest` names"
+    )
+    importing.add_argument("--step", type=int, help="number of completed steps to record; default: the source's")
     exporting = add(
-        "export", run_export, "write a checkpoint in another program's form; default: the model for from_pretrained"
+        "export", run_export, "convert a checkpoint to another format; default: a model folder for from_pretrained"
     )
     exporting.add_argument("checkpoint")
-    exporting.add_argument("output", help="a folder, or for torch a file, that does not exist")
-    exporting.add_argument("--to", choices=WRITERS[1:], default="hf", help="default: hf, the model alone")
+    exporting.add_argument("output", help="a new folder (with --to torch a new file)")
+    exporting.add_argument(
+        "--to", choices=WRITERS[1:], default="hf", help="target format; default: hf, which holds the model only"
+    )
     for each in (importing, exporting):
         each.add_argument("--dtype", choices=sorted(_DTYPES), help="cast the model's floating-point tensors")
         each.add_argument(
-            "--map", metavar="FILE", help="TOML or JSON with `include`, a list, and `rename`, a table of expressions"
+            "--map",
+            metavar="FILE",
+            help="a TOML or JSON file with `include`, a list of regular expressions, and `rename`, a table from expression to replacement",
         )
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Write a checkpoint of our format."""
+    """Convert a foreign checkpoint to ours."""
     from .. import convert
 
     if not os.path.lexists(options.source):
@@ -52,7 +60,7 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write a checkpoint in another form."""
+    """Convert a checkpoint of ours to another format."""
     from ..convert import folders
 
     path = open_checkpoint(options.checkpoint).path
@@ -68,7 +76,7 @@ def _output(options: argparse.Namespace) -> str:
     except ValueError as error:
         raise Nothing(str(error)) from None
     if os.path.lexists(output):
-        raise Nothing(f"'{options.output}' exists already: name a new one")
+        raise Nothing(f"'{options.output}' already exists: pass a new path")
     return output
 
 
@@ -85,7 +93,7 @@ def _write(options: argparse.Namespace, contents: Any, output: str, kind: str) -
     contents = contents.cast(getattr(torch, _DTYPES[options.dtype])) if options.dtype else contents
     if not contents.model:
         raise Nothing(
-            f"'{getattr(options, 'checkpoint', None) or options.source}' holds no model, or the map takes none of it"
+            f"'{getattr(options, 'checkpoint', None) or options.source}' holds no model tensors, or the map selects none of them"
         )
     total = sum(each.nbytes for each in contents.model.values()) if kind == "hf" else contents.nbytes
     progress = Progress(options, os.path.basename(output), total, "B")
@@ -99,7 +107,7 @@ def _write(options: argparse.Namespace, contents: Any, output: str, kind: str) -
         "optimizer": contents.groups is not None and kind != "hf", "step": contents.step, "left_out": contents.left_out,
     }  # fmt: skip
     lines = [f"{options.output}: {len(contents.model)} tensors, {size_text(total)}"]
-    lines[0] += f", with the optimizer's state of {len(contents.state)} parameters" if found["optimizer"] else ""
+    lines[0] += f", optimizer state of {len(contents.state)} parameters" if found["optimizer"] else ""
     lines += [f"copied: {', '.join(beside)}"] if beside else []
     lines += [f"left out: {each}" for each in contents.left_out[:_SHOWN]]
     lines += [f"left out: {len(contents.left_out) - _SHOWN} more"] if len(contents.left_out) > _SHOWN else []

@@ -1,4 +1,4 @@
-"""`shardwright config ds_config.json`: its arguments. config_report.py, which needs torch, is loaded when it runs."""
+"""Arguments of `shardwright config ds_config.json`. config_report.py does the work; only run() imports it, and torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser("config", help="show what a DeepSpeed configuration becomes")
-    parser.add_argument("file", nargs="?", help="the JSON that deepspeed.initialize takes")
+    parser = commands.add_parser("config", help="translate a DeepSpeed configuration to sw.wrap")
+    parser.add_argument("file", nargs="?", help="the JSON file passed to deepspeed.initialize")
     parser.add_argument("--ranks", type=int, default=1, help="the number of ranks (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of the run, for 'auto' (default: %(default)s)")
-    parser.add_argument("--keys", action="store_true", help="print the table of all keys in Markdown instead")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="steps of the run, for values 'auto' (default: %(default)s)"
+    )
+    parser.add_argument("--keys", action="store_true", help="print the support table of all keys in Markdown instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run)
 
 

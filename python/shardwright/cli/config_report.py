@@ -1,4 +1,4 @@
-"""The report of `shardwright config ds_config.json`: what a DeepSpeed configuration becomes, as Python and as a table."""
+"""The report of `shardwright config ds_config.json`: the equivalent Python program, and a table of the file's keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..integrations.deepspeed.keys import document
 from ..integrations.deepspeed.schedules import SCHEDULES, LossScale
 from ..options.precision import Precision
 
-#: the defaults of transformers' TrainingArguments, for each "auto"
+#: defaults of transformers' TrainingArguments, which replace "auto"
 _TRAINER = types.SimpleNamespace(
     per_device_train_batch_size=8,
     gradient_accumulation_steps=1,
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         print(document())
         return 0
     if options.file is None or options.ranks < 1:
-        print("shardwright config: needs a file and --ranks of at least 1" if not options.json else '{"ok": false}')
+        print("shardwright config: pass a file, and --ranks of at least 1" if not options.json else '{"ok": false}')
         return 2
     try:
         given = load_config(options.file)
@@ -62,7 +62,7 @@ def _cell(value: Any) -> str:
 
 
 def _filled(given: dict[str, Any], ranks: int, steps: int) -> dict[str, Any]:
-    """Fill each "auto" with the Trainer's default, but for the batch with what the other sizes leave."""
+    """Replace each "auto" by the Trainer's default; derive an "auto" of the batch sizes from the given ones."""
     args = types.SimpleNamespace(**vars(_TRAINER))
     for key, field in (
         ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
@@ -106,7 +106,7 @@ def _autos(section: dict[str, Any], above: str = "") -> dict[str, str]:
 
 
 def python_of(made: Plan) -> str:
-    """Return the program without deepspeed's names that a plan stands for."""
+    """Return the plan as a program that does not import deepspeed."""
     rows, micro, steps = made.train_batch_size, made.micro_batch_size, made.accumulation_steps
     lines = [f"# {rows} rows a step: {micro} rows a backward, {steps} backwards a step"]
     if made.optimizer is not None:

@@ -1,4 +1,4 @@
-"""describe() and stats(): facts and choices with their reasons, in a form to paste into a bug report."""
+"""describe() and stats(): environment, choices with their reasons, and counters, ready to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def describe() -> Description:
     Returns
     -------
     Description
-        A dict; `print` shows it as a block. No communication; cost below 10 ms.
+        A dict that prints as an indented block. Takes less than 10 ms and does not communicate.
     """
     return Description(
         versions=_versions(),
@@ -68,7 +68,7 @@ def _checkpointers() -> list[dict[str, Any]]:
 
 
 def stats() -> dict[str, Any]:
-    """Return counts since creation: `communicators` by group name, `models` in order of wrapping. No communication."""
+    """Return counters since creation: `communicators` by group name, `models` in wrapping order. Does not communicate."""
     return {
         "communicators": {g.name: g.comm.stats() for g in live_groups()},
         "models": [{"module": r.label, **r.stats()} for r in live_replicas()],
@@ -98,7 +98,7 @@ def _machine() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return the processor's own name."""
+    """Return the processor's model name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -131,16 +131,16 @@ def _model(replica: Any) -> dict[str, Any]:
 
 
 def _offload(replica: Any) -> dict[str, Any]:
-    """Return the place of the optimizer state, if the user chose one."""
+    """Return where the optimizer state lies, or {} if `offload` was not given."""
     stores = list(replica.stores)
     if stores:
         found: dict[str, Any] = stores[0].describe()
         return found | {"offload_bytes": sum(store.nbytes for store in stores)}
     said = {
-        "cpu": "cpu: no effect, all of it is there"
+        "cpu": "cpu: no effect, optimizer state is in host memory already"
         if replica.backend.capabilities.state_is_there
-        else "cpu: no optimizer of this model was sliced or wrapped yet",
-        "nvme": "nvme: no optimizer of this model was sliced or wrapped yet",
+        else "cpu: no optimizer of this model is sliced or wrapped yet",
+        "nvme": "nvme: no optimizer of this model is sliced or wrapped yet",
     }
     kind = replica.settings["offload"]
     return {} if kind is None else {"offload": said[kind]}

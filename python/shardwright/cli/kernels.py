@@ -1,6 +1,6 @@
-"""`shardwright kernels`: compile images of the GPU kernels ahead of time for hosts without a run-time compiler.
+"""`shardwright kernels`: compile the GPU kernels ahead of time, for hosts without a run-time compiler.
 
-Needs NVRTC (the pip package nvidia-cuda-nvrtc, or a CUDA toolkit), no GPU.
+Needs NVRTC (the pip package nvidia-cuda-nvrtc or a CUDA toolkit), but no GPU.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-EPILOG = """Exit code 0: each architecture has an image; 1: one has none; 2: wrong usage.
+EPILOG = """Exit code 0: each architecture has an image; 1: one has none; 2: usage error.
 
-Programs look for images in SHARDWRIGHT_KERNELS (else in the package's own folder `images`), then in the user's cache, and then compile.
-An image made by a compiler of CUDA 12 runs under the drivers of CUDA 12 and later, not the other way round."""
+Programs look for an image in SHARDWRIGHT_KERNELS (or the package's folder `images` if it is unset), then in the user's cache;
+else they compile one. An image compiled by CUDA 12 runs under drivers of CUDA 12 and later, not under earlier ones."""
 _OLDEST = 75
 
 
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "kernels",
-        help="compile images of the GPU kernels ahead of time",
+        help="compile the GPU kernels ahead of time",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,12 +36,10 @@ def add_parser(commands: Any) -> None:
         type=_architecture,
         nargs="+",
         metavar="SM",
-        help=f"compute capabilities from {_OLDEST} on, as 80 or 9.0; default: those of this host's GPUs",
+        help=f"compute capabilities of at least {_OLDEST}, written 80 or 8.0; default: those of this host's GPUs",
     )
-    parser.add_argument(
-        "--to", metavar="FOLDER", help="write missing images there; default: the user's cache, as programs do"
-    )
-    parser.add_argument("--nvrtc", metavar="PATH", help="the compiler; default: the one of torch's CUDA")
+    parser.add_argument("--to", metavar="FOLDER", help="write missing images to this folder; default: the user's cache")
+    parser.add_argument("--nvrtc", metavar="PATH", help="the NVRTC library; default: the one of torch's CUDA")
     parser.set_defaults(run=lambda options: run(parser, options))
 
 
@@ -49,15 +47,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Find or compile an image for each architecture and print a line about it."""
     architectures = options.arch or _of_this_machine()
     if not architectures:
-        parser.error("no GPU was found: name architectures with --arch, as in --arch 80 90")
+        parser.error("no GPU found: pass the architectures, as in --arch 80 90")
     if options.to is not None:
-        try:  # by the umask, so that others can read it; the engine's own cache is private
+        try:  # under the umask, so that other users can read it; the engine's own cache is private
             os.makedirs(options.to, exist_ok=True)
             info = os.stat(options.to)
         except OSError as error:
             parser.error(f"--to {options.to}: {error.strerror}")
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            parser.error(f"--to {options.to}: must belong to this user and be writable by no other user")
+            parser.error(f"--to {options.to}: must belong to this user, and no other user may write to it")
     found = list(_images(options, sorted(set(architectures))))
     ok = all(each["ok"] for each in found)
     if options.json:
@@ -110,5 +108,7 @@ def _architecture(text: str) -> int:
     found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)", text)
     number = 10 * int(found[1]) + int(found[2]) if found else 0
     if number < _OLDEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no compute capability from {_OLDEST} on, such as 80 or 9.0")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a compute capability of at least {_OLDEST}, such as 80 or 9.0"
+        )
     return number

@@ -1,4 +1,4 @@
-"""What the commands share: output as text or JSON, exit codes, progress."""
+"""Common parts of the commands: output as text or JSON, exit codes, progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-EPILOG = "Exit codes: 0 all is well, 1 something is damaged or different, 2 wrong usage or no checkpoint found."
+EPILOG = "Exit codes: 0 success, 1 a checkpoint is damaged or different, 2 usage error or no checkpoint found."
 
 
 class Nothing(Exception):
@@ -32,12 +32,12 @@ def print_report(options: argparse.Namespace, found: Any, lines: Sequence[str]) 
 
 
 def printable(line: str) -> str:
-    """Escape characters of a name that would steer a terminal; the name is not ours."""
+    """Escape control characters: names come from files, and must not control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class Progress:
-    """A bar over `total` on a terminal's stderr: tqdm's where that is installed, else percents."""
+    """A progress bar on stderr if it is a terminal: tqdm's if tqdm is installed, else a percentage."""
 
     def __init__(self, options: argparse.Namespace, label: str, total: int, unit: str = "") -> None:
         self._is_shown = not options.json and sys.stderr.isatty()
@@ -84,5 +84,5 @@ def open_checkpoint(path: str) -> Any:
     from ..checkpoint.folder.retention import find
 
     if find(path) is None:
-        raise Nothing(f"'{path}' is no checkpoint: it has no MANIFEST.json")
+        raise Nothing(f"'{path}' is not a checkpoint: it has no MANIFEST.json")
     return CheckpointFolder(path)

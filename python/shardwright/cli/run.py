@@ -1,4 +1,4 @@
-"""`shardwright run OPTIONS program.py`: a program of accelerate or of the Trainer, unchanged, with our classes.
+"""`shardwright run OPTIONS program.py`: run an unchanged accelerate or Trainer program on shardwright.
 
 accelerate launch --multi_gpu --num_processes 2 -m shardwright run zero2 program.py
 torchrun --nproc-per-node 2 -m shardwright run options.yaml program.py --its arguments
@@ -16,17 +16,17 @@ def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "run",
-        help="run an unchanged program of accelerate or of transformers' Trainer",
+        help="run an unchanged accelerate or transformers.Trainer program on shardwright",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "options",
         nargs="?",
-        help="zero2, or zero=3,compress=int8, or a file .yaml or .json of such names; may be left out if SHARDWRIGHT_OPTIONS has them",
+        help="zero2, or zero=3,compress=int8, or a .yaml or .json file of such options; optional if SHARDWRIGHT_OPTIONS is set",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, help="program.py or -m module, and its arguments")
-    # where it is the first word: behind options, `program` takes it
+    # parses a leading -m; behind options, `program` takes it
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -37,14 +37,16 @@ def run(options: argparse.Namespace) -> int:
     from ..integrations.stock_programs import run_program
 
     text, program = options.options or "", options.program
-    if options.module is not None or text.endswith(".py"):  # the program itself: the options are in the environment
+    if options.module is not None or text.endswith(
+        ".py"
+    ):  # the first argument is the program: options come from the environment
         module = [] if options.module is None else ["-m", *options.module]
         text, program = os.environ.get(VARIABLE, ""), [*module, *([text] if text else []), *program]
         if not text:
-            print(f"shardwright run: needs options before {program[0]}, as zero2, or in {VARIABLE}")
+            print(f"shardwright run: no options given: pass them before {program[0]}, as in `zero2`, or set {VARIABLE}")
             return 2
     if not program or program == ["-m"]:
-        print("shardwright run: needs a program, as in `shardwright run zero2 program.py`")
+        print("shardwright run: no program given: pass one, as in `shardwright run zero2 program.py`")
         return 2
     run_program(text, program)
     return 0

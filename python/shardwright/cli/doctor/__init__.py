@@ -1,4 +1,4 @@
-"""`shardwright doctor`: what it inspects, a file a section, and its command."""
+"""`shardwright doctor`: the command, and one file for each section of its report."""
 
 from .command import add_parser
 

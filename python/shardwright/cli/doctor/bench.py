@@ -1,7 +1,7 @@
 """`shardwright doctor --bench`: time all_reduce by size, between processes of this host and between its GPUs.
 
-The ranks are programs that run this file and meet through a file in a temporary folder. A few repetitions on a machine
-in any state show if the machine is as fast as it should be. Do not quote the figures as a benchmark.
+Each rank is a process that runs this file; ranks meet through a FileStore in a temporary folder. A few repetitions on a
+possibly busy machine are a sanity check, not a benchmark.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIMIT_S = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One size: median seconds of the slowest rank, and bytes of a rank divided by that time."""
+    """The result for one size: median seconds of the slowest rank; bandwidth is a rank's bytes over that time."""
 
     where: str
     ranks: int
@@ -50,7 +50,7 @@ class Row:
 
 
 def sweep(sizes: tuple[int, ...] = SIZES) -> list[Row]:
-    """Run the ranks and return their rows. Raise RuntimeError with the message of a rank that failed."""
+    """Run the ranks and return a row for each size. Raise RuntimeError with the message of a failed rank."""
     rows = _run("processes", max(2, min(4, len(os.sched_getaffinity(0)))), sizes)
     gpus = _gpu_count()
     return rows + (_run("GPUs", gpus, sizes) if gpus > 1 else [])
@@ -143,7 +143,7 @@ def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
 
 
 def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
-    """Return a function that enqueues a round over one bucket that already has the gradient of `parameter`."""
+    """Return a function that enqueues a round over one bucket, which already holds the gradient of `parameter`."""
     from ...gradients.device_reducer import DeviceReducer
     from ...layout.shard_mesh import Slicing
     from ...layout.views import copy_gradient, gradient_view
@@ -174,7 +174,7 @@ def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
 
 
 def _time(group: Any, work: Callable[[], None]) -> float:
-    """Return the median seconds of the slowest rank."""
+    """Return the largest of the ranks' median times, in seconds."""
     samples: list[float] = []
     for _ in range(3):
         work()

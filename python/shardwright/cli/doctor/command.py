@@ -19,7 +19,7 @@ _OLDEST_TORCH = (2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding: `ok`, or a sentence with the fix."""
+    """The result of one check. `detail` is a fact if `ok`, else the error with its fix."""
 
     name: str
     ok: bool
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say(line: Any = "") -> None:
-    """Print a line on a terminal of any encoding."""
+    """Print a line; escape characters that the encoding of stdout lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(str(line).encode(encoding, "backslashreplace").decode(encoding))
 
@@ -116,7 +116,7 @@ def _engine_computes() -> str:
     from ... import _engine
 
     _engine.self_test()
-    return "fold and all_reduce give the right bits"
+    return "fold and all_reduce give the expected bits"
 
 
 def _torch_is_new_enough() -> str:
@@ -126,9 +126,7 @@ def _torch_is_new_enough() -> str:
         int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
     )
     if found < _OLDEST_TORCH:
-        raise RuntimeError(
-            f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}: install a newer one"
-        )
+        raise RuntimeError(f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}: upgrade it")
     return str(torch.__version__)
 
 
@@ -147,7 +145,7 @@ def _peers_can_be_watched() -> str:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
     finally:
         os.close(descriptor)
-    return "a byte of a memfd can be locked, which shows peers that a rank lives"
+    return "a byte of a memfd can be locked, so peers can detect the death of a rank"
 
 
 def _platform_is_known() -> str:
@@ -160,7 +158,7 @@ def _ranks_can_restart() -> str:
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         return "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: with --rdzv-backend c10d each start of torchrun has a store of its own"
     return (
-        "groups of sw.wrap and sw.init_process_group; a job that hosts join (--nnodes MIN:MAX), or whose program calls "
+        "supported for groups of sw.wrap and sw.init_process_group; an elastic job (--nnodes MIN:MAX), or a program that calls "
         "torch.distributed.init_process_group itself, needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d (docs/launch.md)"
     )
 

@@ -1,7 +1,7 @@
-"""The doctor's section on GPUs: settings and findings of the driver and NCCL, each with a verdict and a fix.
+"""The GPU part of `shardwright doctor`: settings and findings of the driver and NCCL, each with a verdict and a fix.
 
-The section starts no GPU context; the driver lists its devices without one. On a machine without a GPU nothing is an
-error: the section says so, and every verdict is ``ok`` or ``note``.
+No CUDA context is created: the driver lists its devices without one. A missing GPU is not an error: every verdict is
+then ``ok`` or ``note``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECTIONS = {
 
 
 def findings(machine: Machine | None = None) -> list[Finding]:
-    """Return all findings in printing order. A test may pass another machine."""
+    """Return all findings in printing order. Tests pass a simulated `machine`."""
     machine = machine or Machine()
     return [finding for name, section in _SECTIONS.items() for finding in guarded(name, section(machine))]
 
@@ -39,17 +39,17 @@ def _limits() -> Iterator[Finding]:
         shm = os.statvfs("/dev/shm")
         size = shm.f_frsize * shm.f_blocks
         small = size < _SHM_LEAST_BYTES
-        fix = "use docker run --ipc=host or --shm-size=8g: NCCL between GPUs of one host needs it" if small else ""
+        fix = "use docker run --ipc=host or --shm-size=8g: NCCL uses /dev/shm between GPUs of one host" if small else ""
         yield Finding("/dev/shm", f"{size >> 20} MiB", "slow" if small else "ok", fix)
     except OSError as error:
         yield Finding("/dev/shm", str(error), "slow", "mount a tmpfs there")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = locked == resource.RLIM_INFINITY
-    fix = "" if unlimited else "set ulimit -l unlimited on hosts with InfiniBand: it registers memory"
+    fix = "" if unlimited else "set ulimit -l unlimited on hosts with InfiniBand, which registers memory"
     yield Finding("memlock", "unlimited" if unlimited else f"{locked >> 10} KiB", "ok" if unlimited else "note", fix)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < _NOFILE_LEAST
-    fix = f"set ulimit -n {_NOFILE_LEAST} or more: large worlds open many sockets" if few else ""
+    fix = f"set ulimit -n {_NOFILE_LEAST} or more: large groups open many sockets" if few else ""
     yield Finding(
         "nofile", "unlimited" if files == resource.RLIM_INFINITY else str(files), "note" if few else "ok", fix
     )

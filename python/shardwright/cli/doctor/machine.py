@@ -14,7 +14,7 @@ _COMMAND_TIMEOUT_S = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One value, its meaning and, if something is wrong, one line with the fix.
+    """One inspected value with a verdict and, unless the verdict is "ok", a fix in one line.
 
     `verdict` is "ok", "note" (worth knowing), "slow" (works, but costs time) or "bad" (will fail).
     """
@@ -25,12 +25,12 @@ class Finding:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("name", "value", "fix"):  # a byte that is no UTF-8 must not end the printing
+        for field in ("name", "value", "fix"):  # a byte that is not UTF-8 must not make print() fail
             object.__setattr__(self, field, _printable(getattr(self, field)))
 
 
 def run_command(words: list[str]) -> str:
-    """Return the output of a program. Raise OSError if it is missing, fails, or does not end in time."""
+    """Return the output of a program. Raise OSError if it is missing, fails or times out."""
     try:
         done = subprocess.run(words, capture_output=True, timeout=_COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
@@ -42,35 +42,35 @@ def run_command(words: list[str]) -> str:
 
 
 def nccl_confs() -> tuple[Path | None, Path]:
-    """Return NCCL's files: the user's (None without a home) and the system's.
+    """Return the paths of NCCL's configuration files: the user's (None without a home directory) and the system's.
 
-    NCCL asks passwd for the home, not HOME.
+    Like NCCL, take the home directory from passwd, not from HOME.
     """
     try:
         home = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf"
-    except KeyError:  # a container whose user has only a number
+    except KeyError:  # a container whose user id is not in passwd
         return None, Path("/etc/nccl.conf")
     return home, Path("/etc/nccl.conf")
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The places that the doctor inspects: this machine, or a test's replacement.
+    """The sources that the doctor reads; tests replace them.
 
     Attributes
     ----------
     environment
         Environment variables of this process.
     sys_root, proc_root
-        /sys and /proc.
+        Mount points of sysfs and procfs.
     confs
-        NCCL's files: the user's or None, and the system's.
+        NCCL's configuration files: the user's (or None) and the system's.
     libcuda
-        The driver's library, as the loader finds it.
+        Name or path of the driver's library, for dlopen.
     nvrtc
-        The kernels' compiler; None: the one that the engine would use.
+        Path of NVRTC; None: the one that the engine uses.
     command
-        Runs a program and returns its output; raises OSError if it cannot.
+        Function that runs a program and returns its output, or raises OSError.
     """
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
@@ -86,15 +86,17 @@ def guarded(name: str, section: Iterable[Finding]) -> list[Finding]:
     """Return the findings of a section. An exception in the section becomes one more finding."""
     found: list[Finding] = []
     try:
-        found.extend(section)  # findings before an exception stay
+        found.extend(section)  # keeps the findings before an exception
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        found.append(Finding(name, said, "note", "the section ended early: fix the cause that it names, or report it"))
+        found.append(
+            Finding(name, said, "note", "the section is incomplete: fix the cause of this error, or report a bug")
+        )
     return found
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a system file, stripped, whatever its bytes are; empty if it cannot be read."""
+    """Return the stripped text of a system file, with invalid bytes escaped; "" if it cannot be read."""
     try:
         return path.read_bytes().decode(errors="backslashreplace").strip()
     except OSError:
@@ -102,5 +104,5 @@ def read_text(path: Path) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape characters that cannot be encoded (a name in an environment of another encoding)."""
+    """Escape surrogates, which stand for bytes of environment variables that are not UTF-8."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

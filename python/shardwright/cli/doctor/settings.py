@@ -1,8 +1,9 @@
-"""The doctor on settings: variables and files that NCCL, torch and the driver read, and names of interfaces in them.
+"""The settings section of the doctor: variables and files that NCCL, torch and the driver read.
 
-NCCL reads its files literally. A name is all text before the first `=`, a value all text behind it, blanks and comments
-included. Only a line that begins with `#` is a comment. The first setting wins: the environment, then the user's file
-(or NCCL_CONF_FILE instead), then the system's.
+NCCL parses its files literally. The name is all text before the first `=` and the value all text after it, including
+blanks and trailing comments. Only a line that begins with `#` is a comment. The environment takes precedence over the
+user's file (or NCCL_CONF_FILE in its place), and that over the system's. Names of network interfaces are checked
+against /sys.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ _FEWEST_THREADS = 256
 
 
 def _number(value: str) -> int | None:
-    """Parse like C's strtoll with base 0, which accepts leading blanks and trailing text. Return None without a
-    number."""
+    """Parse as C's strtoll with base 0, which skips leading blanks and ignores trailing text; None if no digit follows."""
     found = re.match(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|\d+)", value)
     if found is None:
         return None
@@ -60,10 +60,10 @@ class _Rule(NamedTuple):
     fix: str
 
 
-_STOPS_HOST = "unset it: with it each collective stops the host"
+_STOPS_HOST = "unset it: it makes the host wait in each collective"
 _FEW_CHANNELS = "unset it: so few channels cannot saturate NVLink or several network cards"
 
-#: variables that are known to hurt; the first rule that matches the value counts
+#: harmful values by variable; the first rule that matches the value applies
 _RULES: dict[str, tuple[_Rule, ...]] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
         _Rule(
@@ -73,40 +73,40 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
             "overlap the backward",
         ),
     ),
-    "CUDA_LAUNCH_BLOCKING": (_Rule(_is_on, "slow", "unset it outside of debugging: with it each launch stops the host"),),
-    "CUDA_MODULE_LOADING": (_Rule(_one_of("EAGER"), "note", "unset it: with it all kernels of all libraries are loaded into GPU memory at the start"),),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_Rule(_is_any, "slow", "unset it outside of debugging: with it each allocation stops the GPU"),),
-    "TORCH_DISTRIBUTED_DEBUG": (_Rule(_one_of("DETAIL"), "slow", "set it to INFO when all works: with DETAIL torch checks each collective by another one"),),
+    "CUDA_LAUNCH_BLOCKING": (_Rule(_is_on, "slow", "set it only for debugging: it makes the host wait for each kernel"),),
+    "CUDA_MODULE_LOADING": (_Rule(_one_of("EAGER"), "note", "unset it: it loads all kernels of all libraries into GPU memory at the start"),),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_Rule(_is_any, "slow", "set it only for debugging: each allocation then synchronizes with the GPU"),),
+    "TORCH_DISTRIBUTED_DEBUG": (_Rule(_one_of("DETAIL"), "slow", "set it to INFO outside of debugging: with DETAIL torch checks each collective by another one"),),
     "TORCH_NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
     "NCCL_ALGO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses an algorithm by size"),),
     "NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
     "NCCL_BUFFSIZE": (
         _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or set 1 MiB or more: small buffers make many small messages"),
     ),
-    "NCCL_CHECK_POINTERS": (_Rule(_is_on, "slow", "unset it outside of debugging: with it each call asks the driver about its pointers"),),
+    "NCCL_CHECK_POINTERS": (_Rule(_is_on, "slow", "set it only for debugging: each call then asks the driver about its pointers"),),
     "NCCL_COMM_BLOCKING": (_Rule(_is_on, "note", "unset it: creation under a deadline needs non-blocking communicators"),),
-    "NCCL_CUMEM_ENABLE": (_Rule(_is_off, "note", "unset it: NVLink SHARP and registered buffers need such memory"),),
-    "NCCL_DEBUG": (_Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN when all works: the log grows with every communicator"),),
-    "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it on hosts with InfiniBand: with it hosts communicate over TCP"),),
-    "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: with it the kernels of a process's GPUs wait for one another at each launch"),),
-    "NCCL_LOCAL_REGISTER": (_Rule(_is_off, "note", "unset it: with it communicator='register' registers nothing"),),
+    "NCCL_CUMEM_ENABLE": (_Rule(_is_off, "note", "unset it: NVLink SHARP and registered buffers need cuMem allocations"),),
+    "NCCL_DEBUG": (_Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN outside of debugging: the log grows with every communicator"),),
+    "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),),
+    "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: it makes the kernels of a process's GPUs wait for one another at each launch"),),
+    "NCCL_LOCAL_REGISTER": (_Rule(_is_off, "note", "unset it: it turns off registration, so communicator='register' has no effect"),),
     "NCCL_MAX_CTAS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
     "NCCL_MAX_NCHANNELS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
     "NCCL_MAX_NRINGS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_NET": (_Rule(_one_of("SOCKET"), "slow", "unset it on hosts with InfiniBand: with it hosts communicate over TCP"),),
-    "NCCL_NET_GDR_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: with it the network card cannot reach GPU memory"),),
+    "NCCL_NET": (_Rule(_one_of("SOCKET"), "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),),
+    "NCCL_NET_GDR_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: it keeps the network card from reading GPU memory"),),
     "NCCL_NTHREADS": (_Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot saturate NVLink"),),
-    "NCCL_NVLS_ENABLE": (_Rule(_is_off, "slow", "unset it: with it NVSwitches (from Hopper on) cannot reduce; hosts without them lose nothing"),),
-    "NCCL_P2P_DISABLE": (_Rule(_is_on, "slow", "unset it: with it GPUs of one host communicate through host memory"),),
-    "NCCL_P2P_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: with it GPUs of one host communicate through host memory"),),
+    "NCCL_NVLS_ENABLE": (_Rule(_is_off, "slow", "unset it: it turns off reduction in NVSwitches (Hopper and later); other hosts lose nothing"),),
+    "NCCL_P2P_DISABLE": (_Rule(_is_on, "slow", "unset it: it makes GPUs of one host communicate through host memory"),),
+    "NCCL_P2P_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: it makes GPUs of one host communicate through host memory"),),
     "NCCL_PROTO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses a protocol by size; any single one is slow for some sizes"),),
-    "NCCL_PXN_DISABLE": (_Rule(_is_on, "note", "unset it on hosts with several network cards: with it a GPU reaches distant cards only through the CPU"),),
-    "NCCL_SHM_DISABLE": (_Rule(_is_on, "slow", "unset it: with it ranks of one host communicate through the network"),),
+    "NCCL_PXN_DISABLE": (_Rule(_is_on, "note", "unset it on hosts with several network cards: it makes a GPU reach distant cards through the CPU"),),
+    "NCCL_SHM_DISABLE": (_Rule(_is_on, "slow", "unset it: it makes ranks of one host communicate through the network"),),
 }  # fmt: skip
 
 
 def settings_findings(machine: Machine) -> Iterator[Finding]:
-    """Yield a finding for each line of a file that NCCL misreads, and one for each variable."""
+    """Yield a finding for each misread line of NCCL's files, and one for each variable."""
     from ...backend.transport import TRANSPORTS, VARIABLE
 
     settings = dict(machine.environment)
@@ -132,7 +132,7 @@ def _judge_transport(value: str, transports: tuple[str, ...]) -> tuple[str, str]
     return "ok", ""
 
 
-# NCCL's files -------------------------------------------------------------------------------------------------------
+# NCCL's configuration files -------------------------------------------------------------------------------------------------------
 
 
 def _conf_files(machine: Machine) -> Iterator[Path]:
@@ -146,16 +146,19 @@ def _conf_files(machine: Machine) -> Iterator[Path]:
 
 
 def _read_conf(path: Path, settings: dict[str, str]) -> Iterator[Finding]:
-    """Add the settings of a file that are not set yet to `settings`."""
+    """Read a configuration file into `settings` without overwriting; yield its misread lines."""
     try:
         text = path.read_bytes().decode(errors="backslashreplace")
     except FileNotFoundError:
         if settings.get("NCCL_CONF_FILE") == str(path):
-            yield Finding(str(path), "does not exist", "bad", "unset NCCL_CONF_FILE, or name a file")
+            yield Finding(str(path), "does not exist", "bad", "unset NCCL_CONF_FILE, or set it to an existing file")
         return
     except OSError as error:
         yield Finding(
-            str(path), error.strerror or str(error), "note", "let this user read it, or remove it: NCCL ignores it"
+            str(path),
+            error.strerror or str(error),
+            "note",
+            "make it readable by this user, or remove it: NCCL ignores it",
         )
         return
     for number, line in enumerate(text.split("\n"), 1):
@@ -170,21 +173,21 @@ def _read_conf(path: Path, settings: dict[str, str]) -> Iterator[Finding]:
 
 
 def _fault_of_line(name: str, separator: str, value: str) -> tuple[str, str] | None:
-    """Return (verdict, fix) of a line that NCCL misreads."""
+    """Return (verdict, fix) of a line that NCCL misreads, else None."""
     if not separator:
         return "note", "write NAME=value: NCCL ignores the line"
     if name != name.strip():
         return (
             "bad",
-            "remove the blanks before NAME and '=': NCCL makes them part of the name, and the line has no effect",
+            "remove the blanks around NAME: NCCL takes them as part of the name, so the line has no effect",
         )
     if value != value.strip() or re.search(r"\s#", value):
         if _number(value) is not None:
             return (
                 "note",
-                "put the comment on its own line: NCCL makes it part of the value, and reads only the number",
+                "put the comment on its own line: NCCL takes it as part of the value, and reads only the number",
             )
-        return "bad", "remove blanks and comments behind '=': NCCL makes them part of the value"
+        return "bad", "remove blanks and comments after '=': NCCL takes them as part of the value"
     return None
 
 
@@ -192,7 +195,7 @@ def _fault_of_line(name: str, separator: str, value: str) -> tuple[str, str] | N
 
 
 class _Names(NamedTuple):
-    """The existing names as (name, port); port -1 matches any."""
+    """Interfaces and InfiniBand ports of this host as (name, port); port -1 matches any."""
 
     sockets: list[tuple[str, int]] | None
     cards: list[tuple[str, int]]
@@ -209,9 +212,10 @@ def _names_there(sys_root: Path) -> _Names:
 
 
 def _left_by(value: str, present: list[tuple[str, int]]) -> list[str]:
-    """Return the names that NCCL selects.
+    """Return the names of `present` that NCCL would select for `value`.
 
-    `value` lists prefixes, or whole names after ``=``, or exclusions after ``^``; ``name:port`` is one port.
+    `value` is a list of prefixes; a leading ``=`` makes them whole names, a leading ``^`` exclusions, and ``name:port``
+    selects one port.
     """
     excludes, value = value.startswith("^"), value.removeprefix("^")
     whole, value = value.startswith("="), value.removeprefix("=")
@@ -244,23 +248,23 @@ def _judge_socket(value: str, names: _Names, settings: _Settings) -> tuple[str, 
         return _UNKNOWN
     left = _left_by(value, names.sockets)
     if not left:
-        why = "excludes all of them" if value.startswith("^") else "no name of the list matches one"
-        return "bad", f"allow an interface that exists ({_list(names.sockets)}): {why}"
+        why = "the value excludes all of them" if value.startswith("^") else "the value matches none of them"
+        return "bad", f"select an existing interface ({_list(names.sockets)}): {why}"
     if left == ["lo"] and len(names.sockets) > 1:
         return (
             "note",
-            f"only lo is left, which reaches no other host: name one of {_list(names.sockets)} where there are several hosts",
+            f"only lo is selected, which reaches no other host: with several hosts use one of {_list(names.sockets)}",
         )
     return "ok", ""
 
 
 def _judge_whole(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
-    """Judge torch's own variables, which list whole names that must all exist."""
+    """Judge a variable of torch: a list of whole names, which must all exist."""
     if names.sockets is None:
         return _UNKNOWN if value else ("ok", "")
     for name in filter(None, value.split(",")):
         if (name, -1) not in names.sockets:
-            return "bad", f"name an interface that exists ({_list(names.sockets)}): {name!r} does not"
+            return "bad", f"use an existing interface ({_list(names.sockets)}): {name!r} does not exist"
     return "ok", ""
 
 
@@ -268,11 +272,11 @@ def _judge_card(value: str, names: _Names, settings: _Settings) -> tuple[str, st
     if not value or _left_by(value, names.cards):
         return "ok", ""
     if not names.cards:
-        return "note", "unset it: this host shows no InfiniBand port, and NCCL goes over TCP"
-    why = "excludes all of them" if value.startswith("^") else "no name of the list matches one"
+        return "note", "unset it: this host has no InfiniBand port, so NCCL uses TCP"
+    why = "the value excludes all of them" if value.startswith("^") else "the value matches none of them"
     return (
         "slow",
-        f"allow a port that exists ({', '.join(f'{n}:{p}' for n, p in names.cards)}): {why}, and NCCL goes over TCP",
+        f"select an existing port ({', '.join(f'{n}:{p}' for n, p in names.cards)}): {why}, so NCCL uses TCP",
     )
 
 
@@ -280,11 +284,11 @@ def _judge_out_of_band(value: str, names: _Names, settings: _Settings) -> tuple[
     if not value:
         return "ok", ""
     if not _is_on(settings.get("NCCL_OOB_NET_ENABLE", "")):
-        return "note", "set NCCL_OOB_NET_ENABLE=1 too, or unset it: it has no effect alone"
+        return "note", "set NCCL_OOB_NET_ENABLE=1 too, or unset it: alone it has no effect"
     present = [*names.cards, *(names.sockets or [])]
     if _left_by(value, present):
         return "ok", ""
-    return "bad", f"allow a device that exists ({_list(present)})"
+    return "bad", f"select an existing device ({_list(present)})"
 
 
 _JUDGES: dict[str, Callable[[str, _Names, _Settings], tuple[str, str]]] = {

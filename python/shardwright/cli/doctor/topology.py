@@ -1,4 +1,4 @@
-"""The doctor on topology: network cards and their slots, links between GPUs, InfiniBand ports."""
+"""The topology section of the doctor: PCI slots of GPUs, links between GPUs, InfiniBand ports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAIRS_SHOWN = 4
 
 
 def topology_findings(machine: Machine) -> Iterator[Finding]:
-    """Report NVIDIA's PCI functions and their NUMA nodes, the links between GPUs, and InfiniBand ports."""
+    """Report each GPU's PCI link and NUMA node, the links between GPUs, and InfiniBand ports."""
     gpus = switches = 0
     pci = machine.sys_root / "bus" / "pci" / "devices"
     for device in sorted(pci.iterdir()) if pci.is_dir() else []:
@@ -23,7 +23,7 @@ def topology_findings(machine: Machine) -> Iterator[Finding]:
             node, width = read_text(device / "numa_node"), read_text(device / "current_link_width")
             most = read_text(device / "max_link_width")
             narrow = bool(width and most and width != most)
-            fix = "reseat the card or check the slot: the link is narrower than the card allows" if narrow else ""
+            fix = "reseat the card or check the slot: the link has fewer lanes than the card supports" if narrow else ""
             value = f"NUMA node {node or '?'}, PCIe x{width or '?'} of x{most or '?'}"
             yield Finding(f"PCI {device.name}", value, "slow" if narrow else "ok", fix)
     yield _links(machine, gpus, switches)
@@ -31,20 +31,20 @@ def topology_findings(machine: Machine) -> Iterator[Finding]:
         state = read_text(port / "state")
         down = "ACTIVE" not in state
         name = f"InfiniBand {port.parent.parent.name}:{port.name}"
-        fix = "bring the port up, or exclude it by NCCL_IB_HCA" if down else ""
+        fix = "bring the port up, or exclude it with NCCL_IB_HCA" if down else ""
         yield Finding(name, f"{state}, {read_text(port / 'rate')}", "slow" if down else "ok", fix)
 
 
 def _links(machine: Machine, gpus: int, switches: int) -> Finding:
-    """Report the links between GPUs, by nvidia-smi; /sys shows NVSwitches alone."""
+    """Report the links between GPUs from nvidia-smi; without it only the number of NVSwitches is known, from /sys."""
     name = "GPU links"
     in_proc = machine.proc_root / "driver" / "nvidia" / "gpus"
     gpus = max(gpus, len(list(in_proc.iterdir())) if in_proc.is_dir() else 0)
     if gpus < 2:
-        return Finding(name, "one GPU: none needed" if gpus else "none: no NVIDIA GPU in /sys and /proc")
+        return Finding(name, "not needed: one GPU" if gpus else "none: no NVIDIA GPU in /sys and /proc")
     try:
         pairs = _pairs(machine.command(["nvidia-smi", "topo", "-m"]))
-        why = "nvidia-smi topo -m shows no two GPUs"
+        why = "nvidia-smi topo -m lists fewer than two GPUs"
     except OSError as error:
         pairs, why = {}, str(error)
     if not pairs:
@@ -56,7 +56,7 @@ def _links(machine: Machine, gpus: int, switches: int) -> Finding:
     value = "; ".join(f"{kind}: {_shortly(each)}" for kind, each in sorted(by_kind.items()))
     if all(kind.startswith("NV") for kind in by_kind):
         return Finding(name, value)
-    fix = "if enough GPUs are joined by NVLink (NV), select them by CUDA_VISIBLE_DEVICES: other pairs use PCIe"
+    fix = "select GPUs that NVLink (NV) connects with CUDA_VISIBLE_DEVICES if there are enough: other pairs use PCIe"
     return Finding(name, value, "note", fix)
 
 
@@ -66,7 +66,7 @@ def _shortly(pairs: list[str]) -> str:
 
 
 def _pairs(matrix: str) -> dict[str, str]:
-    """Parse `nvidia-smi topo -m` into {"0-1": "NV18"}: a head with the columns, then a row for each device."""
+    """Parse the matrix of `nvidia-smi topo -m`, a header and a row for each device, into {"0-1": "NV18"}."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     head = next((words for words in lines if words and words[0] == "GPU0" and "GPU1" in words), [])
     count = sum(1 for word in head if re.fullmatch(r"GPU\d+", word))
