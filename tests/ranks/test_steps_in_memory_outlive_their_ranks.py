@@ -61,14 +61,14 @@ def state(pair):
         return [value.tolist() for value in pair[0].state_dict().values()]
 
 
-def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose=()):
+def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose=(), step=None):
     """Restore, train `steps` more, and return (step restored, state then, losses, pid of the guardian)."""
     process_group._forced_hosts = hosts
     pair = sw.wrap(*build(Small, 3), timeout_s=20, **STAGES[zero])
     checkpoints = sw.Checkpointer(folder, *pair, memory_every=1, memory_replicas=replicas)
     tier = checkpoints._memory
     assert not tier.off, tier.off
-    begin = checkpoints.restore()
+    begin = checkpoints.restore(step)
     gather(None)  # the host's first rank drops what was made for the restore
     assert not open_images() and "whole" not in tier._client.ask("list")[0]["names"], "a restore leaves nothing open"
     restored = state(pair)
@@ -388,6 +388,20 @@ def test_a_host_that_is_lost_is_restored_from_its_buddy(fresh_ranks):
         assert [each[1] for each in third] == [each[1] for each in whole]
         for rank in range(3):
             assert first[rank][2] + second[rank][2] == whole[rank][0]
+
+
+@pytest.mark.timeout(120)
+def test_a_host_that_was_away_does_not_bring_back_steps_that_a_rollback_abandoned(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        both, runs = {"hosts": [0, 1, 1], "replicas": 1}, []
+        for hosts, steps, step in ((both, 6, None), ({"hosts": [0, 0]}, 1, 4), (both, 0, None), (both, 0, 5)):
+            with fresh_ranks(len(hosts["hosts"])) as team:
+                runs.append(team.run(go_on, folder=folder, zero=1, steps=steps, step=step, **hosts))
+                killed(team)
+        assert [run[0][0] for run in runs] == [0, 4, 5, 5], "the guardian of host 1 has all of step 6, the disk step 4"
+        with fresh_ranks(3) as team:
+            last = team.run(go_on, folder=folder, zero=1, steps=0, **both)
+        assert last[0][0] == 5
 
 
 @on_every_rank(at_least=LEAST)
