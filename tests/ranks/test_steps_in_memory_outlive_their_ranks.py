@@ -25,6 +25,7 @@ import zlib
 from unittest import mock
 
 import network
+import numpy
 import pytest
 import torch
 from checkpoint_subjects import Small, build, train_steps
@@ -681,7 +682,7 @@ def test_a_step_with_other_tensors_is_not_taken_for_the_one_before(rank, world_s
     """A step lists its tensors anew only if something has changed since the one before; each change must be seen."""
     folder = shared_folder(rank)
     pair = model, optimizer = build(Small, 0)
-    weight, noted = model.layers[0].weight, {}
+    weight, noted, own = model.layers[0].weight, {}, {}
 
     def move():
         weight.data = weight.data.clone()  # the same tensor in another place
@@ -694,19 +695,23 @@ def test_a_step_with_other_tensors_is_not_taken_for_the_one_before(rank, world_s
 
     changes = [(lambda: None, True), (lambda: optimizer.param_groups[0].update(lr=0.5), True), (move, False)]
     changes += [(replace, False), (leave_out, False), (lambda: model.register_buffer("count", torch.ones(3)), False)]
-    with sw.Checkpointer(folder, *pair, memory_every=1, user_state=noted) as checkpoints:
+    with sw.Checkpointer(folder, *pair, memory_every=1, user_state=noted, dataloader=own) as checkpoints:
         for number, (change, is_repeated) in enumerate(changes):
             for step in (2 * number, 2 * number + 1):
                 noted["step"] = step
+                own |= {"at": [step, rank], "order": torch.full((3,), step + rank / 8)}
+                numpy.random.normal()  # of two that are made at once, each second one
                 trained(0, pair, None, step, step + 1)
                 checkpoints.save(step, every=100)
                 change() if step % 2 == 0 else None
             assert checkpoints._memory.are_ready is is_repeated, number
-            before = whole_state(*pair)
+            before = [*whole_state(*pair), own.pop("order")]
             trained(0, pair, None, 77, 78)
             random.random()
+            next_normal = numpy.random.normal()
             assert checkpoints.restore() == step + 1 and noted == {"step": step}
-            for ours, theirs in zip(whole_state(*pair), before):
+            assert own["at"] == [step, rank] and numpy.random.normal() == next_normal
+            for ours, theirs in zip([*whole_state(*pair), own["order"]], before):
                 assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, number
 
 
