@@ -25,6 +25,7 @@ import zlib
 from unittest import mock
 
 import network
+import numpy
 import pytest
 import torch
 from checkpoint_subjects import Small, build, train_steps
@@ -61,14 +62,14 @@ def state(pair):
         return [value.tolist() for value in pair[0].state_dict().values()]
 
 
-def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose=()):
+def go_on(rank, world_size, folder, zero, steps, hosts=None, replicas=None, lose=(), step=None):
     """Restore, train `steps` more, and return (step restored, state then, losses, pid of the guardian)."""
     process_group._forced_hosts = hosts
     pair = sw.wrap(*build(Small, 3), timeout_s=20, **STAGES[zero])
     checkpoints = sw.Checkpointer(folder, *pair, memory_every=1, memory_replicas=replicas)
     tier = checkpoints._memory
     assert not tier.off, tier.off
-    begin = checkpoints.restore()
+    begin = checkpoints.restore(step)
     gather(None)  # the host's first rank drops what was made for the restore
     assert not open_images() and "whole" not in tier._client.ask("list")[0]["names"], "a restore leaves nothing open"
     restored = state(pair)
@@ -390,6 +391,20 @@ def test_a_host_that_is_lost_is_restored_from_its_buddy(fresh_ranks):
             assert first[rank][2] + second[rank][2] == whole[rank][0]
 
 
+@pytest.mark.timeout(120)
+def test_a_host_that_was_away_does_not_bring_back_steps_that_a_rollback_abandoned(fresh_ranks):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder:
+        both, runs = {"hosts": [0, 1, 1], "replicas": 1}, []
+        for hosts, steps, step in ((both, 6, None), ({"hosts": [0, 0]}, 1, 4), (both, 0, None), (both, 0, 5)):
+            with fresh_ranks(len(hosts["hosts"])) as team:
+                runs.append(team.run(go_on, folder=folder, zero=1, steps=steps, step=step, **hosts))
+                killed(team)
+        assert [run[0][0] for run in runs] == [0, 4, 5, 5], "the guardian of host 1 has all of step 6, the disk step 4"
+        with fresh_ranks(3) as team:
+            last = team.run(go_on, folder=folder, zero=1, steps=0, **both)
+        assert last[0][0] == 5
+
+
 @on_every_rank(at_least=LEAST)
 def test_where_memory_does_not_suffice_the_disk_alone_is_used(rank, world_size):
     folder = shared_folder(rank)
@@ -667,7 +682,7 @@ def test_a_step_with_other_tensors_is_not_taken_for_the_one_before(rank, world_s
     """A step lists its tensors anew only if something has changed since the one before; each change must be seen."""
     folder = shared_folder(rank)
     pair = model, optimizer = build(Small, 0)
-    weight, noted = model.layers[0].weight, {}
+    weight, noted, own = model.layers[0].weight, {}, {}
 
     def move():
         weight.data = weight.data.clone()  # the same tensor in another place
@@ -680,19 +695,23 @@ def test_a_step_with_other_tensors_is_not_taken_for_the_one_before(rank, world_s
 
     changes = [(lambda: None, True), (lambda: optimizer.param_groups[0].update(lr=0.5), True), (move, False)]
     changes += [(replace, False), (leave_out, False), (lambda: model.register_buffer("count", torch.ones(3)), False)]
-    with sw.Checkpointer(folder, *pair, memory_every=1, user_state=noted) as checkpoints:
+    with sw.Checkpointer(folder, *pair, memory_every=1, user_state=noted, dataloader=own) as checkpoints:
         for number, (change, is_repeated) in enumerate(changes):
             for step in (2 * number, 2 * number + 1):
                 noted["step"] = step
+                own |= {"at": [step, rank], "order": torch.full((3,), step + rank / 8)}
+                numpy.random.normal()  # of two that are made at once, each second one
                 trained(0, pair, None, step, step + 1)
                 checkpoints.save(step, every=100)
                 change() if step % 2 == 0 else None
             assert checkpoints._memory.are_ready is is_repeated, number
-            before = whole_state(*pair)
+            before = [*whole_state(*pair), own.pop("order")]
             trained(0, pair, None, 77, 78)
             random.random()
+            next_normal = numpy.random.normal()
             assert checkpoints.restore() == step + 1 and noted == {"step": step}
-            for ours, theirs in zip(whole_state(*pair), before):
+            assert own["at"] == [step, rank] and numpy.random.normal() == next_normal
+            for ours, theirs in zip([*whole_state(*pair), own["order"]], before):
                 assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, number
 
 

@@ -26,7 +26,8 @@ _NOT_A_MANIFEST = (None, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 BOARD = ".board"  # never removed, like .lock, because a slower rank may still read the last verdict
 STEP_LIMIT = 10**15  # a folder's number has at most 15 digits
 #: file with the nonces that a rollback abandoned. After restore(step=2), training continues from step 2 while
-#: step-000005 of the abandoned history still exists; a restore() after a crash must not prefer it
+#: step-000005 of the abandoned history still exists; a restore() after a crash must not prefer it. It lists all rollbacks,
+#: too: a step in the memory of a host that is away has no folder
 BRANCH = ".branch"
 _BRANCH_BYTES = 1 << 20
 
@@ -175,18 +176,30 @@ def to_retire(
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
-def abandoned(directory: str) -> set[str]:
-    """Return the nonces of abandoned checkpoints."""
+def _branch(directory: str) -> tuple[set[str], list[int]]:
+    """Return the nonces of abandoned checkpoints, and the steps of all rollbacks, oldest first."""
     path = os.path.join(directory, BRANCH)
     try:
         with open(path, "rb") as file:
-            nonces = json.loads(file.read(_BRANCH_BYTES))["abandoned"]
-        return {nonce for nonce in nonces if isinstance(nonce, str)}
+            noted = json.loads(file.read(_BRANCH_BYTES))
+        nonces = {nonce for nonce in noted["abandoned"] if isinstance(nonce, str)}
+        return nonces, [int(step) for step in noted.get("rollbacks", [])]
     except FileNotFoundError:
-        return set()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return set(), []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         logger.warning("'%s' cannot be read (%s): restore() takes the newest checkpoint", path, error)
-        return set()
+        return set(), []
+
+
+def abandoned(directory: str) -> set[str]:
+    """Return the nonces of abandoned checkpoints."""
+    return _branch(directory)[0]
+
+
+def rollbacks(directory: str) -> list[int]:
+    """Return the step of each rollback so far. A step that was made when this list had n entries is abandoned if a later
+    entry is less than it."""
+    return _branch(directory)[1]
 
 
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
@@ -205,12 +218,10 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
     `elsewhere`: checkpoints that the directory may lack, with their nonces."""
     path = os.path.join(directory, BRANCH)
     listed = [*list_checkpoints(directory, look=True), *elsewhere]
-    before = abandoned(directory)
+    before, steps = _branch(directory)
     after = {k.nonce for k in listed if k.nonce and (k.step > chosen.step or k.nonce in before)} - {chosen.nonce}
-    if after == before:
-        return
     with open(f"{path}.new", "wb") as file:
-        file.write(json.dumps({"abandoned": sorted(after)}).encode())
+        file.write(json.dumps({"abandoned": sorted(after), "rollbacks": [*steps, chosen.step]}).encode())
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)

@@ -8,7 +8,7 @@ Bytes of the memfd:
 A table is a prefix, a head (JSON), runs and tallies:
 
     prefix   magic (8 bytes), bytes of head, runs, tallies (4 each), crc32 of all but itself (4)
-    head     step, nonce, rank, world_size, data; rank 0's also has files, in the order of blocks:
+    head     step, nonce, rank, world_size, data, branch (rollbacks before it); rank 0's also has files, in the order of blocks:
              (path, bytes, bytes before its first tensor)
     runs     (begin, nbytes), 8 bytes each: what the rank wrote
     tallies  checksums of the blocks, as in csrc/checkpoint/tally.h
@@ -39,7 +39,7 @@ from .client import Client
 
 BLOCK_BYTES = 1 << 20
 TABLE_BYTES = 64 << 20  # of address space; a table has as many pages as bytes
-_MAGIC = b"swimage2"
+_MAGIC = b"swimage3"
 _PREFIX = struct.Struct("<8sIIII")
 _RUN = struct.Struct("=QQ")
 

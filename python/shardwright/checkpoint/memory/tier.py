@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
+from ..folder.retention import rollbacks
 from ..peers import Peers
 from .buddies import Buddies
 from .budget import SLOTS, Need, memory_left, no_restore, refusal
@@ -70,6 +71,8 @@ class MemoryTier:
         self._last: tuple[int, int] | None = None
         self._room = 0  # bytes for rank 0's own files in an image of the current layout
         self._failure = ""
+        self._directory = directory
+        self._branch = 0  # number of rollbacks so far
         self._checked: Any = None  # the layout for which the budget was checked
         self._files: tuple[Any, list[File]] = None, []  # (plan, its files) of the last plan
         self._has_warned = self.are_ready = False
@@ -120,8 +123,10 @@ class MemoryTier:
     def _find_guardians(self, directory: str, run: str) -> None:
         """Connect each rank to its host's guardian. The host's first rank starts it. Collective up to an error."""
         told = self._peers.together(
-            lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors()], "guardians of the memory tier"
+            lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors(), self._rollbacks()],
+            "guardians of the memory tier",
         )
+        self._branch = len(told[0][2])
         chains = [[(pid, start) for pid, start in told[rank][1]] for rank in self._here]
         name, failure = name_of(told[0][0], self._peers.simulated_host), None
         answer_s = min(ANSWER_S, self._peers.timeout_s / 4)  # the others wait for this rank
@@ -133,6 +138,10 @@ class MemoryTier:
         self._peers.together(functools.partial(_raise, failure), "starting the guardians of the memory tier")
         if not self._is_first:
             self._client = Client(name, run, answer_s)
+
+    def _rollbacks(self) -> list[int]:
+        """Return the steps of all rollbacks of this directory, on rank 0."""
+        return rollbacks(self._directory) if self._peers.rank == 0 else []
 
     def _meet_buddies(self) -> None:
         """Make the wire between carriers. Collective over hosts."""
@@ -240,6 +249,7 @@ class MemoryTier:
             "rank": self._peers.rank,
             "world_size": self._peers.world_size,
             "data": image.data,
+            "branch": self._branch,
         }
         if own_plan is not None:
             head["files"] = [*self._files_of(plan), *_files_of(own_plan)]
@@ -333,27 +343,29 @@ class MemoryTier:
                 mine = self._look()
             except (CheckpointError, OSError) as error:
                 _logger.warning("steps in memory cannot be read: %s", error)
-        told = self._peers.exchange(mine, "steps in memory")
+        told, noted = zip(*self._peers.exchange([mine, self._rollbacks()], "steps in memory"))
         found: dict[Any, dict[int, list[tuple[str, dict[int, tuple[int, int]]]]]] = {}
         for rank, images in enumerate(told):
             for name, *key, ranks in images:
                 held = {int(each): (sizes[0], sizes[1]) for each, sizes in ranks.items()}
                 found.setdefault(tuple(key), {}).setdefault(self._hosts[rank], []).append((name, held))
         complete = []
-        for (step, nonce, world_size, data), by_host in sorted(found.items(), key=lambda each: each[0]):
+        for (step, nonce, world_size, data, branch), by_host in sorted(found.items(), key=lambda each: each[0]):
+            if any(step > rollback for rollback in noted[0][branch:]):  # of a host that was away then
+                continue
             if {rank for images in by_host.values() for _, ranks in images for rank in ranks} == {*range(world_size)}:
                 parts = tuple(tuple(by_host.get(host, ())) for host in range(self._peers.host_count))
                 complete.append(Candidate(step, nonce, world_size, data, parts))
         return complete
 
     def _look(self) -> list[Any]:
-        """Return (image, step, nonce, world size, data, rank -> sizes) of the valid tables that this host's guardian holds."""
+        """Return (image, step, nonce, world size, data, branch, rank -> sizes) of this host's valid tables."""
         assert self._client is not None
         found: dict[Any, dict[int, tuple[int, int]]] = {}
         for name in self._client.ask("list")[0]["names"]:
             with self._opened(name) as image:
                 for table in image.each_table():
-                    key = name, *(table.head[each] for each in ("step", "nonce", "world_size", "data"))
+                    key = name, *(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
                     found.setdefault(key, {})[table.head["rank"]] = len(table.encode()), table.nbytes
         return [(*key, ranks) for key, ranks in found.items()]
 
@@ -418,17 +430,8 @@ class MemoryTier:
         self._complete = int(names[0].rpartition("-")[2]), chosen.step
 
     def forget_after(self, step: int) -> None:
-        """Drop later steps, which a rollback abandoned. Collective."""
-        later = [each for each in self.candidates() if each.step > step]
-        names = {name for each in later for name, _ in each.parts[self._host]} if self._is_first else set()
-
-        def forget() -> None:
-            for name in names:
-                with self._opened(name) as image:  # ranks may have mapped it, so it stays
-                    for index in range(image.tables):
-                        image.clear(index)
-
-        self._turn_off_if(first_reason(self._peers, forget, "forgetting later steps"))
+        """Take part in a rollback, which Directory.go_on_from() has noted: later steps are no candidates any more."""
+        self._branch += 1
         self._complete = None if self._complete is not None and self._complete[1] > step else self._complete
 
     # the end ----------------------------------------------------------------------------------------------------------
