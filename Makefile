@@ -130,9 +130,9 @@ fuzz-programs: build
 	$(BIN)/python tests/programs --seed $(SEED) --count $(PROGRAMS)
 
 # Each event wait and host wait of the GPU path deleted, and each event recorded in the wrong place, in turn: a test on the
-# simulated GPUs must fail
+# simulated GPUs must fail; then again with scenes of compositions alone (tensor parallelism, pipelines, experts)
 mutate-events: build
-	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py tests/test_event_mutations_of_compositions.py $(PYTEST_ARGS)
 
 # Machine code of the GPU kernels for each architecture that nvcc knows, each from its own front end: no kernel may spill
 kernels: build

@@ -21,9 +21,15 @@ from test_event_mutations import LONG, PYTHON, Mutation, mutations, polls, recor
 from test_layers import built_objects
 
 SCENES = "tests/ranks/test_compositions_on_simulated_gpus.py"
-#: the shorter ones first
+#: the shorter ones first, but for files of which most is in another
 KINDS = ("of_experts", "of_lean_experts", "of_tensors", "of_stages", "of_saved_tensors", "of_offloaded_tensors")
-TRANSPORTS = ("nccl", "shm")
+FIRST = {
+    "device_stage.c": "of_saved_tensors",
+    "device_offload.c": "of_offloaded_tensors",
+    "device_units.c": "of_tensors",
+    "device_reducer.c": "of_tensors",
+    "device_norm.c": "of_tensors",
+}
 IMPORTS = ("torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest")
 LIMIT_S = 600
 ALL = [*mutations(), *polls(), *records()]
@@ -115,13 +121,16 @@ def scenes_at() -> dict[int, list[tuple[str, str]]]:
     found: dict[int, list[tuple[str, str]]] = {number: [] for number in range(len(ALL))}
     with tempfile.TemporaryDirectory() as folder:
         package = engine(Path(folder), noting(), NOTE)
-        for kind, transport in itertools.product(KINDS, TRANSPORTS):
+        for kind, transport in itertools.product(KINDS, ("nccl", "shm")):
             with tempfile.TemporaryDirectory() as places:
                 assert succeeds(package, kind, transport, places), (kind, transport)
                 for number in map(int, os.listdir(places)):
-                    twin = ALL[number].wrong == "early"
-                    for each in (number, number + 1) if twin else (number,):
-                        found[each].append((kind, transport))
+                    if ALL[number].file.name.startswith("slot_") == (transport == "shm"):
+                        twins = (number, number + 1) if ALL[number].wrong == "early" else (number,)
+                        for each in twins:
+                            found[each].append((kind, transport))
+    for number, scenes in found.items():
+        scenes.sort(key=lambda scene: scene[0] != FIRST.get(ALL[number].file.name))  # noqa: B023
     return found
 
 

@@ -12,6 +12,7 @@ from harness import LONG, gather, on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, sw
 from shardwright.layout.local_parameters import whole_tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 STAGES = (0, 1, 2, 3, "private", "by hand")
@@ -160,8 +161,43 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
         sw.wrap(build(), groups=[group])
     with pytest.raises(NotImplementedError, match="join"):
         model.join()
-    with pytest.raises(NotImplementedError, match="communication hooks"):
-        model.register_comm_hook(None, lambda state, bucket: bucket)
+    for state, error, text in (
+        (None, TypeError, "state must be a dict with a state for each key of groups=, and for None"),
+        ({"layers": None}, ValueError, r"must have the keys \['\*.experts', 'None'\], got \['layers'\]"),
+    ):
+        with pytest.raises(error, match=text):
+            model.register_comm_hook(state, allreduce_hook)
+
+
+@on_every_rank(exactly=4)
+def test_a_communication_hook_averages_over_the_ranks_of_each_group(rank, world_size):
+    mesh = mesh_of(2)
+    expected = oracle(world_size, steps=2)[0]
+    first, seen = None, []
+
+    def hook(group, bucket):
+        seen.append((torch.distributed.get_world_size(group), [p.shape for p in bucket.parameters()]))
+        return allreduce_hook(group, bucket)
+
+    for stage in STAGES if LONG else (0, 2, "private"):
+        model, optimizer = wrapped(mesh, stage)
+        owner = model if hasattr(model, "register_comm_hook") else model._shardwright_mark.wrapper
+        keys = [layer.experts for layer in owner.module.layers] if stage == "by hand" else ["layers.*.experts"]
+        groups = dict.fromkeys(keys, mesh["dp_mod_ep"].get_group())
+        owner.register_comm_hook({**groups, None: torch.distributed.group.WORLD}, hook)
+        seen.clear()
+        train(model, optimizer, rank, steps=2)
+        assert {ranks for ranks, _ in seen} == {2, 4}
+        assert all((ranks == 2) == (len(shape) == 3) for ranks, shapes in seen for shape in shapes)
+        found = sw.full_state_dict(model)
+        first = first or found
+        assert_equal(found, first)
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=1e-6), (stage, name)
+    model, optimizer = wrapped(mesh, 1)
+    model._register_builtin_comm_hook("ALLREDUCE")
+    train(model, optimizer, rank, steps=2)
+    assert_equal(sw.full_state_dict(model), first)
 
 
 def beside_tensors(mesh, over, placements, is_parallel=True):

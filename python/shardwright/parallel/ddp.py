@@ -38,7 +38,7 @@ from ..torch_compat import autograd as _hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .composition import loss_scaling
 from .composition.nested import find_inner, give_back, take
-from .composition.parts import Part, by_name, find_parts
+from .composition.parts import Part, by_name, find_parts, states_of_parts
 from .ddp_compat import (
     ReducerFacade,
     apply_mixed_precision,
@@ -587,7 +587,8 @@ class DistributedDataParallel(TorchDDP):
 
         Notes
         -----
-        The hook gets the buckets at the end of the backward, in order. Its own collectives determine cost and bits.
+        With groups=, `state` is a dict of states: one for each key of groups=, and under None that of the rest. The hook
+        averages each bucket over the ranks of its group. The hook gets the buckets at the end of the backward, in order. Its own collectives determine cost and bits.
 
         At zero >= 2, too, a bucket (of 8 MiB at most) holds this rank's whole contributions. The hook averages the
         whole bucket, and this rank keeps its slice of the result. Bits and bytes on the wire therefore equal those of
@@ -595,27 +596,24 @@ class DistributedDataParallel(TorchDDP):
         the result. On a GPU at zero=3 a bucket holds one unit.
         """
         self._check_comm_hook(hook)
-        self._register(state, hook, hook.__qualname__ if hasattr(hook, "__qualname__") else type(hook).__qualname__)
+        states = states_of_parts(state, self._options.groups, self.module, self._engines())
+        self._register(states, hook, hook.__qualname__ if hasattr(hook, "__qualname__") else type(hook).__qualname__)
 
-    def _register(self, state: object, hook: Callable[..., Any], name: str) -> None:
-        """Set a user's hook. `name`: its name in the logging data."""
-        if self._zero and type(state).__name__ == "PostLocalSGDState":
+    def _register(self, states: Sequence[object], hook: Callable[..., Any], name: str) -> None:
+        """Set a user's hook, with a state for each engine. `name`: its name in the logging data."""
+        if self._zero and "PostLocalSGDState" in (type(each).__name__ for each in states):
             raise NotImplementedError(
-                f"a communication hook with a {type(state).__name__} averages over a part of the ranks: at zero={self._zero} state is sliced "
+                f"a communication hook with a PostLocalSGDState averages over a part of the ranks: at zero={self._zero} state is sliced "
                 "over all of them, so that replicas cannot drift apart; it needs zero=0"
             )
-        replica = self._engine()
-        if self._parts:
-            raise NotImplementedError(
-                "communication hooks are not there for a module with groups=: a hook averages over one group of ranks; use compress="
-            )
-        if self._comm_hooks or replica.compression is not None:
+        if self._comm_hooks or self._engine().compression is not None:
             self._log_and_throw(
                 Error,
                 "register_comm_hook or register_builtin_comm_hook can only be called once. This wrapper has a communication hook or a "
                 "compressor already",
             )
-        self._run_buckets_by(replica, state, hook, is_ours=False)
+        for replica, state in zip(self._engines(), states, strict=True):
+            self._run_buckets_by(replica, state, hook, is_ours=False)
         self.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
 
     def _run_buckets_by(
@@ -676,7 +674,7 @@ class DistributedDataParallel(TorchDDP):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hook = default_hooks.fp16_compress_hook if "FP16" in str(comm_hook_type) else default_hooks.allreduce_hook
-        self._register(self.process_group, hook, str(comm_hook_type))
+        self._register([each.group.torch_group for each in self._engines()], hook, str(comm_hook_type))
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
         self.logger.set_error_and_log(f"{err_type}: {err_msg}")  # type: ignore[union-attr]

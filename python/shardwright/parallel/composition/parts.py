@@ -18,7 +18,7 @@ from ...layout.param_table import verify
 from ...options.options import Options, text_of_group
 from ...torch_compat.dtensor import is_dtensor
 
-__all__ = ["Part", "by_name", "find_parts"]
+__all__ = ["Part", "by_name", "find_parts", "states_of_parts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,31 @@ def by_name(module: torch.nn.Module, groups: Any) -> Any:
     """Return the option with inner modules replaced by their names, which are also valid in a copy of `module`."""
     names = {id(each): name for name, each in module.named_modules() if name}
     return groups and {glob.escape(names[id(key)]) if id(key) in names else key: ranks for key, ranks in groups.items()}
+
+
+def states_of_parts(state: Any, groups: Any, module: torch.nn.Module, engines: Sequence[Any]) -> list[Any]:
+    """Return the state of a communication hook for each engine of a wrapper: with `groups`, one of a dict.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there are groups, and the state is not a dict with the keys of `groups` and None.
+    """
+    if groups is None:
+        return [state]
+    if not isinstance(state, dict):
+        raise TypeError(
+            "register_comm_hook of a module with groups=: state must be a dict with a state for each key of groups=, and for None (the rest), "
+            f"got {type(state).__name__}"
+        )
+    given = by_name(module, state)
+    if given.keys() != {None, *groups}:
+        keys, found = (sorted(map(str, each)) for each in ({None, *groups}, given))
+        raise ValueError(f"register_comm_hook of a module with groups=: state must have the keys {keys}, got {found}")
+    states: dict[frozenset[int], Any] = {}
+    for key, ranks in groups.items():  # entries of the same ranks are one part, with the first one's state
+        states.setdefault(frozenset(_ranks_of(ranks)), given[key])
+    return [given[None], *(states[frozenset(group_ranks(each.group.torch_group))] for each in engines[1:])]
 
 
 def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str], group: HostGroup) -> list[Part]:
@@ -108,13 +133,17 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
         own = dataclasses.replace(
             options, groups=None, device_mesh=ranks if is_mesh else None, process_group=None if is_mesh else ranks
         )
-        numbers = tuple(ranks.mesh.flatten().tolist() if is_mesh else group_ranks(ranks))
+        numbers = _ranks_of(ranks)
         same = next((each for each in parts if each.ranks == numbers), None)
         if same is None:
             parts.append(Part(title, names, numbers, own))
         else:  # entries of the same ranks are one part
             parts[parts.index(same)] = Part(f"{same.title}, {title}", same.names | names, numbers, same.options)
     return parts
+
+
+def _ranks_of(ranks: Any) -> tuple[int, ...]:
+    return tuple(ranks.mesh.flatten().tolist() if hasattr(ranks, "get_group") else group_ranks(ranks))
 
 
 def _matches(name: str, pattern: str) -> bool:
