@@ -16,6 +16,8 @@ sys.exit(sys.version_info < (3, 10) or not os.path.exists(sysconfig.get_path("in
 	2>/dev/null && { echo $$python; break; }; done)
 
 export SW_WERROR ?= 1
+# Tests start many programs, and each would compile the package anew
+unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 CSRC := $(sort $(shell find csrc -name '*.[ch]'))
 KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))

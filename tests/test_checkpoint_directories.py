@@ -4,16 +4,19 @@ permanent; and a file that is not a checkpoint is refused before it costs memory
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -42,25 +45,46 @@ def run(program: str, *arguments: str, **options) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
 
 
-OPENS = """
-    import sys, torch, shardwright as sw
+@contextlib.contextmanager
+def second_process(path: Path) -> Iterator[Callable[[], str]]:
+    """Give opens(): a process that was forked here opens a Checkpointer on `path`; its error, or "-"."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        try:
+            ours.close()
+            while theirs.recv(1):
+                said = "-"
+                try:
+                    sw.Checkpointer(path, nn.Linear(8, 4)).close()
+                except sw.CheckpointError as error:
+                    said = str(error)
+                theirs.sendall(said.encode())
+        finally:
+            os._exit(0)
+    theirs.close()
+
+    def opens() -> str:
+        ours.sendall(b"?")
+        return ours.recv(1 << 16).decode()
+
     try:
-        sw.Checkpointer(sys.argv[1], torch.nn.Linear(8, 4)).close()
-    except sw.CheckpointError as error:
-        print(error)
-"""
+        yield opens
+    finally:
+        ours.close()
+        os.waitpid(child, 0)
 
 
 def test_a_copy_of_the_directory_does_not_let_a_second_process_in(tmp_path):
-    with sw.Checkpointer(tmp_path / "a", *trained()) as checkpoints:
-        checkpoints.save(0)
-        checkpoints.wait()
-        shutil.copytree(tmp_path / "a", tmp_path / "copy")  # opens and closes `.lock` in this process
-        found = run(OPENS, str(tmp_path / "a"))
-        assert f"process {os.getpid()} on host" in found.stdout, found.stderr
-        with pytest.raises(sw.CheckpointError, match="another Checkpointer of this program"):
-            sw.Checkpointer(tmp_path / "a", *trained())
-    assert run(OPENS, str(tmp_path / "a")).stdout == ""
+    with second_process(tmp_path / "a") as opens:
+        with sw.Checkpointer(tmp_path / "a", *trained()) as checkpoints:
+            checkpoints.save(0)
+            checkpoints.wait()
+            shutil.copytree(tmp_path / "a", tmp_path / "copy")  # opens and closes `.lock` in this process
+            assert f"process {os.getpid()} on host" in opens()
+            with pytest.raises(sw.CheckpointError, match="another Checkpointer of this program"):
+                sw.Checkpointer(tmp_path / "a", *trained())
+        assert opens() == "-"
 
 
 def test_a_forked_child_does_not_keep_the_directory_beyond_its_parents_end(tmp_path):

@@ -72,7 +72,7 @@ def start(launcher, *arguments):
 
 _FORGE = """
 import importlib, json, os, runpy, sys
-for name in ("torch._dynamo", "torch.distributed", "shardwright"):
+for name in ("torch._dynamo", "torch.distributed", "shardwright.wrapping", "shardwright.checkpoint"):
     importlib.import_module(name)
 sys.modules["matplotlib"] = None  # a curve costs more than 20 steps; test_the_loss_falls_under_every_launcher draws
 for line in sys.stdin:

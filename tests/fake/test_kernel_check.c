@@ -4,6 +4,8 @@
  * schedule: a case is compared once all of its arena has come back, and the next one is made after
  * that.
  */
+#include <stdlib.h>
+
 #include "gpu_ranks.h"
 #include "kernels/kernel_cases.h"
 #include "kernels/kernel_check.h"
@@ -25,12 +27,17 @@ static void compare(gpu_rank *self, sw_kernel kernel, bool strict)
     check(result.differences == 0, "kernel %d: %s", (int)kernel, result.sentence[0]);
 }
 
+/* The quick form takes the two strictnesses in turn, from kernel to kernel and from schedule to
+ * schedule: each kernel has both, and so has each schedule. */
 static bool compare_all(gpu_rank *self)
 {
+    bool is_long = getenv("SW_TEST_LONG") != NULL;
+    int policy = *(const int *)self->context;
     sw_status status = gpu_rank_create(self);
     for (int kernel = 0; status == SW_OK && kernel < SW_KERNEL_COUNT; ++kernel)
         for (int strict = 0; strict < 2; ++strict)
-            compare(self, (sw_kernel)kernel, strict);
+            if (is_long || (kernel + policy + strict) % 2 == 0)
+                compare(self, (sw_kernel)kernel, strict);
     gpu_rank_close(self);
     return check(status == SW_OK, "%s", self->err.message);
 }
@@ -40,7 +47,7 @@ int main(int argc, char **argv)
     if (!gpu_ranks_init(argc, argv))
         return check_result();
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy) {
-        gpu_ranks_run(1, (sim_policy)policy, 1, compare_all, NULL);
+        gpu_ranks_run(1, (sim_policy)policy, 1, compare_all, &policy);
         gpu_expect_clean("the comparison of kernels");
     }
     return check_result();

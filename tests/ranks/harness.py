@@ -57,8 +57,11 @@ GATHER_LIMIT_S = 60.0
 WORN_THREADS = 24
 #: of garbage, after a body: a hundred thousand objects
 SLOW_COLLECTION_S = 0.01
-#: what torch imports at a rank's first forward or compilation: seconds, and objects for every later collection of garbage
-IMPORTED_LATE = ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint")
+#: what a rank would import at its first wrap, forward or compilation: seconds, and objects for every later collection of garbage
+IMPORTED_LATE = (
+    "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.pipelining",
+    "shardwright.wrapping", "shardwright.checkpoint", "shardwright.optim.diloco", "shardwright.gradients.comm_thread",
+)  # fmt: skip
 #: the interface that gloo uses; a machine's host name may resolve to nothing that can be reached
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
