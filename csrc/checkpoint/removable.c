@@ -1,4 +1,4 @@
-/* removable.c - see removable.h for the rule and docs/design/checkpoint.md for why.
+/* removable.c - see removable.h for the rule and docs/design/checkpoint_directory.md for why.
  *
  * An inner folder may be empty or hold listed files: removing it loses nothing. A link or a pipe in
  * place of a file counts as damage; the target of a link stays. */
