@@ -177,7 +177,7 @@ static sw_status read_string(reader *r, const char **text)
     }
     if (!take(r, "\""))
         return wrong(r, "the text ends inside a string");
-    *r->string_at++ = '\0'; /* in place of a quote: the buffer is as long as the text */
+    *r->string_at++ = '\0'; /* fits: quotes need no room in the buffer */
     return SW_OK;
 }
 

@@ -30,10 +30,10 @@ typedef struct sw_json_node {
     sw_json_kind kind;
     size_t span;      /* nodes of this value, itself included */
     size_t count;     /* elements or members */
-    const char *key;  /* of a member; borrowed from the document */
-    const char *text; /* of a string; borrowed from the document */
-    int64_t integer;  /* of an integer; 0 or 1 of a bool */
-    double number;    /* of an integer or number */
+    const char *key;  /* member name; borrowed from the document */
+    const char *text; /* string value; borrowed from the document */
+    int64_t integer;  /* integer value; 0 or 1 for a bool */
+    double number;    /* value of an integer or number */
 } sw_json_node;
 
 typedef struct sw_json {

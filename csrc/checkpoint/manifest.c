@@ -175,7 +175,7 @@ sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err)
 
 typedef struct printer {
     sw_text text; /* owned; text not yet given to write() */
-    uint32_t crc; /* of the text given to write() */
+    uint32_t crc; /* CRC of the text given to write() */
     uint64_t size_bytes;
     sw_status (*write)(void *context, const char *part, size_t size_bytes, sw_error *err);
     void *context;

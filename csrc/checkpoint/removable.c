@@ -16,7 +16,7 @@
 #include "platform/file.h"
 
 #define STATE_NAME "state.json"
-#define ONLY_CHECKPOINTS ": a save takes the place of checkpoints alone, move it away"
+#define ONLY_CHECKPOINTS ": a save replaces only checkpoints, move it away"
 
 /* File names of version 1; # stands for digits. */
 static const char *const OWN_NAMES[] = {
@@ -36,13 +36,13 @@ static const char *const OWN_NAMES[] = {
 };
 
 typedef struct look {
-    const char *folder;           /* of the checkpoint, or a folder in it */
+    const char *folder;           /* the checkpoint, or a folder in it */
     const char *prefix;           /* prefix of names in this folder: "", or "ranks/" */
     const sw_manifest *listed;    /* NULL: the manifest is damaged, and names alone decide */
     char stranger[SW_PATH_BYTES]; /* first name that does not belong; "": none */
     bool is_empty, has_state;
     sw_status status;
-    sw_error *err; /* of an inner folder that cannot be listed */
+    sw_error *err; /* error of an inner folder that cannot be listed */
 } look;
 
 static bool matches(const char *name, const char *pattern)

@@ -16,14 +16,13 @@ enum {
     SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
     SW_HIER_AHEAD = 6,                     /* blocks sent before the first of them is folded */
     SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* blocks in flight at most */
-    SW_HIER_FEW = 32,                      /* the most hosts for which these hold; with more,
-                                            * less */
+    SW_HIER_FEW = 32,                      /* with more hosts than this the values shrink */
     SW_HIER_LEAST_BLOCK_BYTES = 4096,
     SW_HIER_BATCH = 8,                /* operations that carriers agree on at once */
     SW_HIER_INLINE_BYTES = 32 * 1024, /* payload of all hosts for a batch, inside its frames */
     SW_HIER_SMALL_BYTES = 2048,       /* private memory that is reduced inside frames */
-    SW_HIER_PROBES = 8,               /* in flight to a peer */
-    SW_HIER_ENDS = 4,                 /* end messages a host */
+    SW_HIER_PROBES = 8,               /* probes in flight to a peer */
+    SW_HIER_ENDS = 4,                 /* end messages per host */
 };
 
 /* The payload that travels beside one operation. */

@@ -223,7 +223,9 @@ def _take_group(
         for key, value in states[0].items():
             if key != "step" and isinstance(value, torch.Tensor) and value.dim() == 1:
                 of_ranks = [each[key] for each in states]
-                if all(mine.numel() >= each.numel() for mine, each in zip(of_ranks, weights)):  # with padding
+                if all(
+                    mine.numel() >= each.numel() for mine, each in zip(of_ranks, weights)
+                ):  # the flat tensors have padding at the end
                     state[key] = cut(of_ranks, name, shape)
                     continue
             if isinstance(value, torch.Tensor) and value.numel() == 1:

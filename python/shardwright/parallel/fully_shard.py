@@ -267,7 +267,7 @@ class FullySharded(torch.nn.Module):
         """
         if not requires_all_reduce:
             raise NotImplementedError(
-                "set_requires_all_reduce(False) is not there: a mesh of (replicate, shard) averages over all its ranks at once; use "
+                "set_requires_all_reduce(False) is not supported: a mesh of (replicate, shard) averages over all its ranks at once; use "
                 "set_requires_gradient_sync(False)"
             )
 
@@ -385,7 +385,7 @@ def fully_shard(
     policy = _policy(precision, mp_policy)
     if hasattr(offload_policy, "pin_memory"):
         raise NotImplementedError(
-            f"fully_shard: offload_policy={offload_policy!r} is not there: pass offload='cpu', which moves the optimizer's state"
+            f"fully_shard: offload_policy={offload_policy!r} is not supported: pass offload='cpu', which moves the optimizer's state"
         )
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")

@@ -548,8 +548,8 @@ def live_replicas() -> list[Replica]:
 
 
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
-    """Return `method` bound weakly, since the reducer must not keep its object alive. After the object's end calls
-    return `otherwise`.
+    """Return `method` with a weak reference to its object, which the reducer must not keep alive. Once the object is gone
+    a call returns `otherwise`.
     """
     reference = weakref.WeakMethod(method)
 

@@ -51,7 +51,7 @@ def local_folder(address: str, chosen: str | os.PathLike[str] | None) -> str:
 
 
 def is_of_content(error: Exception) -> bool:
-    """Return True if a download failed because of the checkpoint's content, not of the transfer or the disk."""
+    """Return True if the checkpoint's content made a download fail, not the transfer or the disk."""
     return isinstance(error, _NO_FILE) or (isinstance(error, CheckpointError) and error.errno is None)
 
 
