@@ -59,7 +59,7 @@ static inline const sw_json_node *sw_json_next(const sw_json_node *node)
     return node + node->span;
 }
 
-/* Return the member `key` of an object; NULL: no such member, or `object` is no object. */
+/* Return the member `key` of an object; NULL: no such member, or `object` is not an object. */
 const sw_json_node *sw_json_find(const sw_json_node *object, const char *key);
 
 /* A growing text. A failed allocation is recorded: check once, at the end. */

@@ -123,7 +123,8 @@ static sw_status check_names(const char *path, const sw_manifest *listed, bool h
                 l.stranger);
     if (!listed && !l.has_state)
         SW_FAIL(err, SW_E_INVALID,
-                "'%.300s' has a " SW_MANIFEST_NAME " that is no checkpoint's" ONLY_CHECKPOINTS,
+                "'%.300s' has a " SW_MANIFEST_NAME
+                " that belongs to no checkpoint" ONLY_CHECKPOINTS,
                 path);
     return SW_OK;
 }
@@ -141,7 +142,7 @@ sw_status sw_checkpoint_check_removable(const char *path, sw_error *err)
                             strerror(code));
     }
     if (!S_ISDIR(info.st_mode))
-        SW_FAIL(err, SW_E_INVALID, "'%.300s' is no folder" ONLY_CHECKPOINTS, path);
+        SW_FAIL(err, SW_E_INVALID, "'%.300s' is not a folder" ONLY_CHECKPOINTS, path);
     sw_status status = sw_manifest_read(path, &manifest, &why);
     if (status == SW_OK) {
         status = check_names(path, &manifest, true, err);

@@ -114,9 +114,9 @@ struct sw_carrier {
     pthread_mutex_t ends_lock; /* guards ends_sent, and `ends` up to it */
     int ends_sent;
 
-    size_t block_bytes, ahead, slot_count; /* see the limits above */
+    size_t block_bytes, ahead, slot_count; /* at most the limits above */
     sw_carrier_slot slots[SW_HIER_SLOTS];
-    uint8_t *memory; /* owned: of the slots */
+    uint8_t *memory; /* owned: memory of the slots */
     const void **source;
     void **destination;
     bool *contributes, *host_contributes; /* owned: SW_HIER_BATCH of each */

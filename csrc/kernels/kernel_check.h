@@ -30,8 +30,8 @@ typedef struct sw_kernel_check_result {
     char sentence[SW_KERNEL_CHECK_SENTENCES][SW_ERROR_MESSAGE_BYTES]; /* first differences */
 } sw_kernel_check_result;
 
-/* Run the cases on `stream` of the set's device, and wait for them. A difference is no error; a
- * call of the device's that fails is. */
+/* Run the cases on `stream` of the set's device, and wait for them. A difference is not an
+ * error; a failed call of the device is. */
 SW_MUST_USE sw_status sw_kernel_check(const sw_kernel_set *set,
                                       const sw_kernel_check_config *config, sw_stream *stream,
                                       sw_kernel_check_result *result, sw_error *err);

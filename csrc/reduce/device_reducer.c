@@ -28,7 +28,7 @@ struct sw_device_reducer {
     bool sliced;
     phase phase;
     size_t next;          /* the next bucket to post */
-    sw_device_range held; /* the last one, borrowed until finish enqueues it; NULL: none is */
+    sw_device_range held; /* the last bucket, borrowed until finish enqueues it; data NULL: none */
     size_t held_index;
     sw_device_run *standing; /* owned, room for each gradient: runs of the held bucket */
     size_t standing_count;

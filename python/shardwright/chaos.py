@@ -146,7 +146,7 @@ def _draw(entry: Any, draw: random.Random) -> Iterable[Fault]:
 
 def _check_keys(entry: Any, known: set[str], where: str) -> None:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} is no table")
+        raise ValueError(f"{where} is not a table")
     for key in entry:
         if key not in known:
             raise ValueError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(known))}")

@@ -135,7 +135,7 @@ def _processes(
                 told = len(found)
                 tell(found)
         is_cut = not started or any(each.poll() is None for each in started)
-    finally:  # Ctrl-C, too
+    finally:  # also for Ctrl-C
         _end(started)
     return is_cut, [each.returncode for each in started]
 

@@ -231,7 +231,7 @@ class FullySharded(torch.nn.Module):
         time.
 
         Call it with equal modules on all ranks. On GPUs units are gathered into free places: call it before the first
-        run, which makes as many places as the longest list needs, or pass prefetch=, too. No effect on the host.
+        run, which makes as many places as the longest list needs, or also pass prefetch=. No effect on the host.
         """
         self._shardwright_mark.look_ahead("forward", _marks_of(modules, "set_modules_to_forward_prefetch"))
 

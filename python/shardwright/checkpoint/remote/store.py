@@ -162,7 +162,7 @@ class Store:
         goes_on = self._read(marker) == folder.nonce.encode()
         if not goes_on:
             with contextlib.suppress(*_NO_FILE):
-                self._fs.rm_file(self._path(name, MANIFEST))  # from now on the old folder is no checkpoint
+                self._fs.rm_file(self._path(name, MANIFEST))  # from now on the old folder is not a checkpoint
             self._fs.makedirs(self._path(name), exist_ok=True)
             self._fs.pipe_file(marker, folder.nonce.encode())
         for path, nbytes in folder.files.items():
