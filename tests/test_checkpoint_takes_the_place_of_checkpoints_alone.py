@@ -105,13 +105,13 @@ def behind_the_replaced_name(path: Path) -> None:
 
 #: what is in the way -> (maker, what is said of it)
 THINGS = {
-    "a file": (lambda p: p.write_text("of somebody"), "is no folder"),
-    "a link": (link_to_a_checkpoint, "is no folder"),
+    "a file": (lambda p: p.write_text("of somebody"), "is not a folder"),
+    "a link": (link_to_a_checkpoint, "is not a folder"),
     "a folder": (folder_with_a_file, "has no MANIFEST.json"),
     "a folder of folders": (lambda p: (p / "empty").mkdir(parents=True), "has no MANIFEST.json"),
     "more than a checkpoint": (checkpoint_with_a_file, "holds 'ranks/precious.txt', which no checkpoint lists"),
     "more than a damaged one": (damaged_with_a_file, "holds 'ranks/precious.txt', which no checkpoint lists"),
-    "somebody's manifest": (others_manifest, "is no checkpoint's"),
+    "somebody's manifest": (others_manifest, "belongs to no checkpoint"),
     "a newer version": (newer, "use a newer shardwright"),
     "a folder of the other name": (behind_the_replaced_name, "has no MANIFEST.json"),
 }
@@ -191,7 +191,7 @@ def test_a_newer_version_is_neither_passed_over_nor_replaced_nor_retired(
         checkpoints.wait()
         assert checkpoints.steps() == [5, 7]
     assert main(["ckpt", "prune", str(directory), "--keep-last", "1", "--yes"]) == 0
-    assert f"stays: {newest}" in capsys.readouterr().out
+    assert f"kept {newest}: " in capsys.readouterr().out
     assert tree_of(newest) == before and value_at(directory / "step-000007") == 2.0
 
 
@@ -226,7 +226,7 @@ def test_prune_keeps_as_many_sound_ones_as_it_was_told(
     (spoil_block if verify else spoil_manifest)(directory / "step-000001")
     words = ["ckpt", "prune", str(directory), "--keep-last", "1", "--yes", *(["--verify"] if verify else [])]
     assert main(words) == 0
-    assert "step-000004: it is damaged" in capsys.readouterr().out
+    assert "step-000004: damaged" in capsys.readouterr().out
     with sw.Checkpointer(directory, model_of(0.0)) as checkpoints:
         assert checkpoints.steps() == [3, 4] and checkpoints.restore() == 3
 

@@ -156,7 +156,7 @@ def test_switches_that_are_off_and_our_own_section_are_taken(tmp_path):
         "timeout_s": 60.0,
     }
     (tmp_path / "twice.json").write_text('{"fp16": {"enabled": true, "enabled": false}}')
-    with pytest.raises(ValueError, match="'enabled' stands twice"):
+    with pytest.raises(ValueError, match="'enabled' appears twice"):
         load_config(tmp_path / "twice.json")
     with pytest.raises(ValueError, match=r"gradient_clipping=2.0 against 0.7.*optimizer.params.lr=1 against"):
         fill_auto({"gradient_clipping": 2.0, "optimizer": {"params": {"lr": 1}}}, ARGS)

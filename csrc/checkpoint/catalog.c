@@ -37,8 +37,8 @@ static sw_status wanted_bytes(const char *folder, const sw_manifest *manifest,
     if (length < sizeof SUFFIX || strcmp(file->path + length - (sizeof SUFFIX - 1), SUFFIX) != 0)
         return sw_checkpoint_check_values(folder, file, err);
     if (file->size_bytes < sizeof first)
-        SW_FAIL(err, SW_E_INVALID, "'%.300s/%s' is no safetensors file: it has %zu bytes", folder,
-                file->path, *size_bytes);
+        SW_FAIL(err, SW_E_INVALID, "'%.300s/%s' is not a safetensors file: it has %zu bytes",
+                folder, file->path, *size_bytes);
     SW_TRY(sw_checkpoint_read(folder, manifest, file->path, &range, 1, err));
     return sw_safetensors_header_size(first, file->size_bytes, file->path, size_bytes, err);
 }

@@ -336,7 +336,7 @@ int sw_channel_find_unwritten(sw_channel *channel, uint64_t number)
             continue;
         found = r;
         first = host;
-        if (host == 0 || host % SW_CHANNEL_GROUP != 0) /* else it may wait for its group */
+        if (host == 0 || host % SW_CHANNEL_GROUP != 0) /* a first host may wait for its group */
             return r;
     }
     return found;

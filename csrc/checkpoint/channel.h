@@ -40,7 +40,7 @@ typedef struct sw_channel_page {
     _Atomic uint64_t tally_bytes; /* on a carrier: bytes that its host's ranks have reserved */
     int32_t failed_rank;
     sw_error failure;
-    sw_error verdicts[SW_CHANNEL_VERDICTS]; /* of save n at n % 4 */
+    sw_error verdicts[SW_CHANNEL_VERDICTS]; /* verdict of save n at n % 4 */
 } sw_channel_page;
 
 typedef struct sw_channel {

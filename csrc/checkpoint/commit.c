@@ -162,7 +162,7 @@ static sw_status replace_in_two_steps(const char *partial, const char *folder, c
     if (status == SW_OK)
         status = rename_once(partial, folder, nonce, err);
     if (status != SW_OK && !sw_file_exists(folder))
-        (void)!sw_file_rename(replaced, folder, NULL); /* else readers find it there */
+        (void)!sw_file_rename(replaced, folder, NULL); /* if it fails, readers find it there */
     return status;
 }
 
@@ -254,7 +254,7 @@ void sw_commit_clean(const char *partial, const char *folder, const char *nonce)
         return;
     if (trash_name(trash, replaced, nonce, NULL) == SW_OK)
         (void)!sw_folder_remove(trash, NULL);
-    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* else it belongs to another save */
+    if (sw_file_exists(replaced) && has_nonce(folder, nonce)) /* otherwise of another save */
         sw_retire(&old, 1, nonce);
 }
 

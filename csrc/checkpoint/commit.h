@@ -37,7 +37,7 @@ SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const c
 void sw_commit_clean(const char *partial, const char *folder, const char *nonce);
 
 /* Rename each folder to <name>.<nonce>.trash, make that durable, then unlink as much as possible.
- * Remains are no checkpoint, and the next writer removes them. A folder that is not removable
+ * What remains is not a checkpoint, and the next writer removes it. A folder that is not removable
  * (removable.h) stays. */
 void sw_retire(const char *const *folders, size_t count, const char *nonce);
 

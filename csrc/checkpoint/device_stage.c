@@ -108,7 +108,7 @@ sw_device_stage_stats sw_device_stage_get_stats(const sw_device_stage *stage)
     return stats;
 }
 
-/* ---- a work ---- */
+/* ---- one work ---- */
 
 typedef struct stage_pass {
     sw_device_stage *stage;

@@ -177,7 +177,7 @@ static sw_status read_string(reader *r, const char **text)
     }
     if (!take(r, "\""))
         return wrong(r, "the text ends inside a string");
-    *r->string_at++ = '\0'; /* in place of a quote: the buffer is as long as the text */
+    *r->string_at++ = '\0'; /* fits: quotes need no room in the buffer */
     return SW_OK;
 }
 
@@ -271,7 +271,7 @@ static sw_status check_keys(reader *r, size_t index)
     sw_status status = SW_OK;
     for (size_t i = 1; i < count && status == SW_OK; ++i)
         if (strcmp(keys[i - 1], keys[i]) == 0)
-            status = sw_error_set(r->err, SW_E_INVALID, -1, "%s: the key '%.200s' stands twice",
+            status = sw_error_set(r->err, SW_E_INVALID, -1, "%s: the key '%.200s' appears twice",
                                   r->label, keys[i]);
     free(keys);
     return status;

@@ -30,10 +30,10 @@ typedef struct sw_json_node {
     sw_json_kind kind;
     size_t span;      /* nodes of this value, itself included */
     size_t count;     /* elements or members */
-    const char *key;  /* of a member; borrowed from the document */
-    const char *text; /* of a string; borrowed from the document */
-    int64_t integer;  /* of an integer; 0 or 1 of a bool */
-    double number;    /* of an integer or number */
+    const char *key;  /* member name; borrowed from the document */
+    const char *text; /* string value; borrowed from the document */
+    int64_t integer;  /* integer value; 0 or 1 for a bool */
+    double number;    /* value of an integer or number */
 } sw_json_node;
 
 typedef struct sw_json {
@@ -59,7 +59,7 @@ static inline const sw_json_node *sw_json_next(const sw_json_node *node)
     return node + node->span;
 }
 
-/* Return the member `key` of an object; NULL: no such member, or `object` is no object. */
+/* Return the member `key` of an object; NULL: no such member, or `object` is not an object. */
 const sw_json_node *sw_json_find(const sw_json_node *object, const char *key);
 
 /* A growing text. A failed allocation is recorded: check once, at the end. */

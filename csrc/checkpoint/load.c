@@ -33,7 +33,7 @@ enum {
 
 typedef struct load_unit {
     size_t first_range; /* the first range that touches it */
-    uint64_t window;    /* of the file, counted in UNIT_BYTES */
+    uint64_t window;    /* number in the file, in UNIT_BYTES */
     bool is_kept;       /* the bytes that its ranges replace are in their `undo` */
 } load_unit;
 

@@ -73,7 +73,7 @@ sw_status sw_manifest_add_file(sw_manifest *manifest, const char *path, uint64_t
 {
     sw_manifest_file *file = NULL;
     if (!sw_plan_is_path(path))
-        SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' is no path of a checkpoint", path);
+        SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' is not a path of a checkpoint", path);
     SW_TRY(add_entry(manifest, path, size_bytes, &file, err));
     file->covers = calloc((size_t)file->block_count + 1, sizeof *file->covers);
     if (!file->covers)
@@ -166,7 +166,7 @@ sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err)
         file->first_block = manifest->block_count;
         manifest->block_count += file->block_count;
         if (i > 0 && compare_paths(file - 1, file) == 0)
-            SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' stands twice", file->path);
+            SW_FAIL(err, SW_E_INVALID, "manifest: '%.200s' appears twice", file->path);
     }
     return SW_OK;
 }
@@ -175,7 +175,7 @@ sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err)
 
 typedef struct printer {
     sw_text text; /* owned; text not yet given to write() */
-    uint32_t crc; /* of the text given to write() */
+    uint32_t crc; /* CRC of the text given to write() */
     uint64_t size_bytes;
     sw_status (*write)(void *context, const char *part, size_t size_bytes, sw_error *err);
     void *context;

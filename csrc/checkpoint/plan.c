@@ -363,7 +363,7 @@ static size_t find_common(const sw_plan *plan, uint64_t number)
     return low;
 }
 
-/* Clip a common range to blocks [low, high) of its numbers; false: no bytes. */
+/* Clip a common range to the blocks numbered [low, high); return false if no byte is left. */
 static bool clip_common(const sw_plan_common *common, uint64_t low, uint64_t high,
                         sw_plan_range *clipped)
 {

@@ -40,7 +40,7 @@ typedef struct sw_plan_tensor {
 typedef struct sw_plan_group { /* tensors that become one or more safetensors files */
     const char *stem;          /* "model": model.safetensors, or model-00001-of-0000N.safetensors */
     bool is_numbered;          /* the second form even for one file */
-    uint64_t max_file_bytes;   /* of tensors; a larger tensor gets its own file. 0: no limit */
+    uint64_t max_file_bytes;   /* tensor bytes; a larger tensor gets its own file. 0: no limit */
     const char *metadata;      /* the text of the JSON object __metadata__ */
     const sw_plan_tensor *tensors;
     size_t tensor_count;
@@ -90,7 +90,7 @@ typedef struct sw_plan {
     uint64_t block_count;
     uint64_t manifest_bytes; /* upper bound of its part of a manifest */
     bool is_trimmed;
-    uint32_t digest; /* of paths, headers and sizes: equal plans have equal digests */
+    uint32_t digest; /* covers paths, headers and sizes: equal for equal plans */
 } sw_plan;
 
 /* Create a plan. SW_E_INVALID: a dtype unknown to safetensors, a name twice in one group, a header

@@ -13,7 +13,7 @@
 
 enum { SW_LOAD_THREADS_MAX = 16 };
 
-typedef struct sw_read_range { /* of one file */
+typedef struct sw_read_range { /* a range of one file */
     uint64_t begin;
     size_t size_bytes;
     void *destination;

@@ -1,4 +1,4 @@
-/* removable.c - see removable.h for the rule and docs/design/checkpoint.md for why.
+/* removable.c - see removable.h for the rule and docs/design/checkpoint_directory.md for why.
  *
  * An inner folder may be empty or hold listed files: removing it loses nothing. A link or a pipe in
  * place of a file counts as damage; the target of a link stays. */
@@ -16,7 +16,7 @@
 #include "platform/file.h"
 
 #define STATE_NAME "state.json"
-#define ONLY_CHECKPOINTS ": a save takes the place of checkpoints alone, move it away"
+#define ONLY_CHECKPOINTS ": a save replaces only checkpoints, move it away"
 
 /* File names of version 1; # stands for digits. */
 static const char *const OWN_NAMES[] = {
@@ -36,13 +36,13 @@ static const char *const OWN_NAMES[] = {
 };
 
 typedef struct look {
-    const char *folder;           /* of the checkpoint, or a folder in it */
+    const char *folder;           /* the checkpoint, or a folder in it */
     const char *prefix;           /* prefix of names in this folder: "", or "ranks/" */
     const sw_manifest *listed;    /* NULL: the manifest is damaged, and names alone decide */
     char stranger[SW_PATH_BYTES]; /* first name that does not belong; "": none */
     bool is_empty, has_state;
     sw_status status;
-    sw_error *err; /* of an inner folder that cannot be listed */
+    sw_error *err; /* error of an inner folder that cannot be listed */
 } look;
 
 static bool matches(const char *name, const char *pattern)
@@ -123,7 +123,8 @@ static sw_status check_names(const char *path, const sw_manifest *listed, bool h
                 l.stranger);
     if (!listed && !l.has_state)
         SW_FAIL(err, SW_E_INVALID,
-                "'%.300s' has a " SW_MANIFEST_NAME " that is no checkpoint's" ONLY_CHECKPOINTS,
+                "'%.300s' has a " SW_MANIFEST_NAME
+                " that belongs to no checkpoint" ONLY_CHECKPOINTS,
                 path);
     return SW_OK;
 }
@@ -141,7 +142,7 @@ sw_status sw_checkpoint_check_removable(const char *path, sw_error *err)
                             strerror(code));
     }
     if (!S_ISDIR(info.st_mode))
-        SW_FAIL(err, SW_E_INVALID, "'%.300s' is no folder" ONLY_CHECKPOINTS, path);
+        SW_FAIL(err, SW_E_INVALID, "'%.300s' is not a folder" ONLY_CHECKPOINTS, path);
     sw_status status = sw_manifest_read(path, &manifest, &why);
     if (status == SW_OK) {
         status = check_names(path, &manifest, true, err);

@@ -66,7 +66,7 @@ static sw_status read_shape(const sw_json_node *shape, const char *name, const c
     const sw_json_node *item = sw_json_first(shape);
     for (size_t i = 0; i < shape->count; ++i, item = sw_json_next(item)) {
         if (item->kind != SW_JSON_INTEGER)
-            SW_FAIL(err, SW_E_INVALID, "tensor '%.200s': a dimension is no integer", name);
+            SW_FAIL(err, SW_E_INVALID, "tensor '%.200s': a dimension is not an integer", name);
         sizes[i] = item->integer;
     }
     return sw_safetensors_size(name, dtype, sizes, (int)shape->count, size_bytes, err);
@@ -132,10 +132,10 @@ static sw_status check_metadata(const sw_json_node *metadata, sw_error *err)
 {
     const sw_json_node *member = sw_json_first(metadata);
     if (metadata->kind != SW_JSON_OBJECT)
-        SW_FAIL(err, SW_E_INVALID, "__metadata__ is no object");
+        SW_FAIL(err, SW_E_INVALID, "__metadata__ is not an object");
     for (size_t i = 0; i < metadata->count; ++i, member = sw_json_next(member))
         if (member->kind != SW_JSON_STRING)
-            SW_FAIL(err, SW_E_INVALID, "__metadata__ '%.200s' is no string", member->key);
+            SW_FAIL(err, SW_E_INVALID, "__metadata__ '%.200s' is not a string", member->key);
     return SW_OK;
 }
 
@@ -144,7 +144,7 @@ static sw_status read_entries(sw_safetensors *made, size_t header_bytes, uint64_
 {
     const sw_json_node *root = made->json.nodes;
     if (root->kind != SW_JSON_OBJECT)
-        SW_FAIL(err, SW_E_INVALID, "the header is no JSON object");
+        SW_FAIL(err, SW_E_INVALID, "the header is not a JSON object");
     made->entries = calloc(root->count + 1, sizeof *made->entries);
     if (!made->entries)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu tensor entries", root->count);

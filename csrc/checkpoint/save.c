@@ -262,7 +262,7 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
             *err = why;
     }
     sw_save_claim_fini(&claim);
-    sw_save_await_copies(saver); /* after a failure, too */
+    sw_save_await_copies(saver); /* also after a failure */
     return status;
 }
 

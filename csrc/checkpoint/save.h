@@ -41,7 +41,7 @@ typedef struct sw_save_request {
     const char *nonce;  /* equal on all ranks, never used before */
     const char
         *replaces;   /* rank 0: identity of `folder` when the save began (commit.h); NULL: "" */
-    uint64_t number; /* of the save, from 1, equal on all ranks */
+    uint64_t number; /* number of the save, from 1, equal on all ranks */
     uint64_t step;
     bool has_metric;
     double metric;
@@ -68,7 +68,7 @@ typedef struct sw_saver_options {
 } sw_saver_options;
 
 typedef struct sw_save_progress {
-    uint64_t bytes_total, bytes_written; /* of this rank, in the present or last save */
+    uint64_t bytes_total, bytes_written; /* this rank's, in the current or last save */
     uint64_t staging_bytes;              /* memory held */
     uint64_t direct_bytes;               /* written past the page cache, in all saves */
     bool is_busy;
@@ -99,7 +99,7 @@ typedef struct sw_save_kept { /* the bytes that a rank wrote into an image */
     sw_tally_list tallies;
     sw_save_run *runs; /* owned; ascending and maximal */
     size_t run_count;
-    uint64_t size_bytes; /* of all runs */
+    uint64_t size_bytes; /* sum over the runs */
 } sw_save_kept;
 
 /* Write this rank's part of a save into memory; return when it is complete. `image` holds the files

@@ -11,7 +11,7 @@
 typedef struct copy_list {
     sw_device_stage_copy *copies; /* owned */
     size_t count, room;
-    size_t at; /* of the chunk, in its slot */
+    size_t at; /* offset of the chunk in its slot */
     bool has_failed;
 } copy_list;
 

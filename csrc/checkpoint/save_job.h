@@ -51,10 +51,10 @@ typedef struct sw_save_chunk { /* ranges that share a slot of staging; all are e
     const sw_save_part *part;
     sw_save_range *ranges; /* part of the saver's ranges, which are in file order */
     uint32_t range_count, size_bytes;
-    uint32_t sample_count; /* of the saver's samples, from sample_base on; 0: none were taken */
+    uint32_t sample_count; /* the saver's samples from sample_base on; 0: none were taken */
     sw_chunk_state state;
     size_t sample_base;
-    uint8_t *slot; /* of the stage; NULL: none */
+    uint8_t *slot; /* slot of the stage; NULL: none */
     const uint8_t
         *image; /* device bytes at their offsets in the slot; valid while the chunk is copied */
 } sw_save_chunk;

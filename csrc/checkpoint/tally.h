@@ -20,7 +20,7 @@
 
 #include "base/status.h"
 
-typedef struct sw_tally { /* of a block */
+typedef struct sw_tally { /* of one rank and one block */
     uint32_t crc;
     uint16_t cover;
 } sw_tally;
@@ -63,8 +63,8 @@ SW_MUST_USE sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes,
                                          void *context, sw_error *err);
 
 typedef struct sw_tally_head { /* precedes a list in a host's file */
-    uint64_t size_bytes;       /* of the list that follows */
-    uint32_t plan_digest;      /* of its writer's plan */
+    uint64_t size_bytes;       /* size of the list that follows */
+    uint32_t plan_digest;      /* digest of its writer's plan */
     uint32_t rank;             /* its writer, or the carrier that merged */
     uint32_t host_count;       /* number of hosts in the list: 1, or those of a group */
     uint32_t reserved;

@@ -23,7 +23,7 @@ SW_MUST_USE sw_status sw_partial_create(const sw_plan *plan, const char *partial
 void sw_partial_abandon(const char *partial, int *lock_fd);
 
 typedef struct sw_write_file { /* a file of a plan */
-    const char *path;          /* of the file */
+    const char *path;          /* path of the file */
     uint64_t size_bytes, first_block;
 } sw_write_file;
 

@@ -7,9 +7,9 @@
  *
  * Left out: the rendezvous of ranks (shm.h, local.h), the meaning of a bucket (reduce/).
  *
- * Thread rule: one at a time a communicator, except look, is_alive and request_end. Errors end the
- * communicator: every later call repeats the first error. If ranks disagree, every rank returns the
- * same message. */
+ * Thread rule: one at a time per communicator, except look, is_alive and request_end. Errors end
+ * the communicator: every later call repeats the first error. If ranks disagree, every rank returns
+ * the same message. */
 #ifndef SW_COMM_COMM_H
 #define SW_COMM_COMM_H
 
@@ -98,7 +98,7 @@ typedef struct sw_op {
     char label[SW_COMM_LABEL_BYTES]; /* equal on all ranks; named in errors */
 } sw_op;
 
-typedef struct sw_range { /* of private memory */
+typedef struct sw_range { /* a range of private memory */
     void *address;        /* borrowed */
     size_t size_bytes;
 } sw_range;

@@ -17,7 +17,7 @@ static sw_status create_all(sw_device_comm *c, const sw_device_comm_config *conf
     void *staged;
     SW_TRY(sw_device_cuda_create(config->cuda_library, config->ordinal, &c->device, err));
     c->device->room = config->room;
-    /* Missing NCCL is no error yet: a rank without peers, or with slots, needs none. */
+    /* Missing NCCL is not an error yet: a rank without peers, or with slots, needs none. */
     (void)!sw_nccl_library_init(&c->library, config->nccl_library, &c->nccl_missing);
     SW_TRY(sw_kernel_set_init(&c->kernels, c->device, &config->places, err));
     const sw_device_ops *ops = c->device->ops;

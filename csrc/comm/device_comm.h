@@ -10,7 +10,8 @@
  * the ranks agree on the outcome of the first over the process group, before any rank waits for
  * peers.
  *
- * Thread rule: one at a time a communicator; every rank issues the same operations in one order. */
+ * Thread rule: one at a time per communicator; every rank issues the same operations in one order.
+ */
 #ifndef SW_COMM_DEVICE_COMM_H
 #define SW_COMM_DEVICE_COMM_H
 

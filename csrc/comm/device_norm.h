@@ -5,7 +5,7 @@
  * count as one. The sum is carried before its digits could overflow. All launches are on the
  * communicator's stream, which orders accesses to the sum.
  *
- * Thread rule: one at a time a communicator. */
+ * Thread rule: one at a time per communicator. */
 #ifndef SW_COMM_DEVICE_NORM_H
 #define SW_COMM_DEVICE_NORM_H
 

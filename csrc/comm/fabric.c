@@ -121,7 +121,7 @@ void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
 {
     const sw_control *control = ((sw_fabric *)comm)->control;
     int used = snprintf(text, SW_COMM_PEER_BYTES, "rank %d", sw_comm_name(comm, rank));
-    if (control && control[rank].pid) /* else it has not joined yet */
+    if (control && control[rank].pid) /* otherwise it has not joined yet */
         snprintf(text + used, SW_COMM_PEER_BYTES - (size_t)used, " (pid %d on host %.40s)",
                  control[rank].pid, control[rank].host);
 }

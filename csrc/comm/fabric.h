@@ -1,6 +1,6 @@
 /* fabric.h - a group of ranks that share pages; fabric_state.h has its protocol and memory.
  *
- * Thread rule: one at a time a fabric, except where it says any. */
+ * Thread rule: one at a time per fabric, except where it says any. */
 #ifndef SW_COMM_FABRIC_H
 #define SW_COMM_FABRIC_H
 

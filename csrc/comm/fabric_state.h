@@ -12,7 +12,7 @@
  * A rank reads the words of all ranks, and all descriptors of one ticket. Each kind is contiguous,
  * so that its first access touches O(W / 64) pages instead of O(W).
  *
- * Thread rule: one at a time a fabric; the control blocks are shared, as stated for each field
+ * Thread rule: one at a time per fabric; the control blocks are shared, as stated for each field
  * below. */
 #ifndef SW_COMM_FABRIC_STATE_H
 #define SW_COMM_FABRIC_STATE_H

@@ -90,7 +90,7 @@ static sw_status check_peers(fabric_wait *w, int dead, sw_error *err)
             (void)!sw_ending_read(&control->ending, &reason);
             return sw_fabric_end(fabric, &reason, err);
         }
-        if (sw_fabric_is_missing(fabric, r, &w->awaited)) /* else it had done its part */
+        if (sw_fabric_is_missing(fabric, r, &w->awaited)) /* otherwise it has done its part */
             return end_without(fabric, r,
                                state == SW_MEMBER_LEFT ? "left the group" : "died or exited",
                                ticket, err);

@@ -8,7 +8,7 @@
  *
  * Left out: arenas that would need memory of another host.
  *
- * Thread rule: one at a time a communicator, as comm.h. */
+ * Thread rule: one at a time per communicator, as comm.h. */
 #ifndef SW_COMM_HIER_H
 #define SW_COMM_HIER_H
 

@@ -209,7 +209,7 @@ void sw_carrier_stop(sw_carrier *carrier, bool ended_well)
     if (!atomic_exchange(&carrier->stop, true)) {
         bool took_leave = await_end(carrier);
         carrier->wire_closed = !wire || wire->close(wire->context, ended_well && took_leave);
-        if (carrier->wire_closed) /* else a thread inside the wire sees no change */
+        if (carrier->wire_closed) /* otherwise a thread inside the wire sees no change */
             (void)await_end(carrier);
     }
     if (atomic_load(&carrier->finished))

@@ -16,14 +16,13 @@ enum {
     SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
     SW_HIER_AHEAD = 6,                     /* blocks sent before the first of them is folded */
     SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* blocks in flight at most */
-    SW_HIER_FEW = 32,                      /* the most hosts for which these hold; with more,
-                                            * less */
+    SW_HIER_FEW = 32,                      /* with more hosts than this the values shrink */
     SW_HIER_LEAST_BLOCK_BYTES = 4096,
     SW_HIER_BATCH = 8,                /* operations that carriers agree on at once */
     SW_HIER_INLINE_BYTES = 32 * 1024, /* payload of all hosts for a batch, inside its frames */
     SW_HIER_SMALL_BYTES = 2048,       /* private memory that is reduced inside frames */
-    SW_HIER_PROBES = 8,               /* in flight to a peer */
-    SW_HIER_ENDS = 4,                 /* end messages a host */
+    SW_HIER_PROBES = 8,               /* probes in flight to a peer */
+    SW_HIER_ENDS = 4,                 /* end messages per host */
 };
 
 /* The payload that travels beside one operation. */
@@ -115,9 +114,9 @@ struct sw_carrier {
     pthread_mutex_t ends_lock; /* guards ends_sent, and `ends` up to it */
     int ends_sent;
 
-    size_t block_bytes, ahead, slot_count; /* see the limits above */
+    size_t block_bytes, ahead, slot_count; /* at most the limits above */
     sw_carrier_slot slots[SW_HIER_SLOTS];
-    uint8_t *memory; /* owned: of the slots */
+    uint8_t *memory; /* owned: memory of the slots */
     const void **source;
     void **destination;
     bool *contributes, *host_contributes; /* owned: SW_HIER_BATCH of each */

@@ -27,7 +27,7 @@ typedef struct frame_head {
     uint32_t probes;        /* probes received so far from the reader of this frame */
 } frame_head;
 
-typedef struct cursor { /* in a received frame; never past `end` */
+typedef struct cursor { /* a position in a received frame, never past `end` */
     const uint8_t *at, *end;
 } cursor;
 

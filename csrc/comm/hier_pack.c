@@ -59,7 +59,7 @@ void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_
         return;
     if (batch.plain_bytes < counted_bytes)
         return;
-    if (packed != packing->seen_packed) /* the frame left before the last decision */
+    if (packed != packing->seen_packed) /* the choice has changed since the last sample */
         *seen = (sw_packing_span){.plain_bytes = 0};
     packing->seen_packed = packed;
     seen->plain_bytes += batch.plain_bytes;

@@ -140,7 +140,7 @@ void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, 
     }
     size_t begin = sw_carrier_payload_bytes(carrier, payload, distance);
     size_t end = sw_carrier_payload_bytes(carrier, payload, distance + count);
-    if (size_bytes == end - begin) /* else the agreement reports a mismatch */
+    if (size_bytes == end - begin) /* otherwise the agreement reports it */
         memcpy(memory + begin, bytes, size_bytes);
 }
 

@@ -98,7 +98,7 @@ typedef struct sw_hier {
     bool *contributes; /* owned scratch of the posting thread, world_size */
     sw_hier_pending pending[SW_HIER_RING];
     sw_hier_table *tables; /* owned: tables of all slices so far; a program has few */
-    sw_carrier *carrier;   /* owned; NULL on ranks that are no carrier */
+    sw_carrier *carrier;   /* owned; NULL on ranks other than the carrier */
     sw_hier_arena *kept;   /* owned: destroyed while the wire might read them */
     int owner_pid;
 } sw_hier;

@@ -11,7 +11,8 @@
  *
  * NULL is allowed for a lookout everywhere: every call returns at once.
  *
- * Thread rule: one at a time a lookout; the host's communicator may be in use by another thread. */
+ * Thread rule: one at a time per lookout; the host's communicator may be in use by another thread.
+ */
 #ifndef SW_COMM_LOOKOUT_H
 #define SW_COMM_LOOKOUT_H
 

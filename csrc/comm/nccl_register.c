@@ -160,7 +160,7 @@ sw_status sw_nccl_register(sw_peers *peers, void *memory, size_t size_bytes, boo
     if (!found.handle)
         SW_FAIL(err, SW_E_UNSUPPORTED,
                 "NCCL on rank %d of %d declined to register %zu bytes (NCCL_LOCAL_REGISTER=0, or "
-                "peers that are reached by copies alone)",
+                "peers that only copies reach)",
                 peers->rank, peers->world_size, size_bytes);
     *made = found;
     return SW_OK;

@@ -13,7 +13,7 @@
  * order, so use windows only for copies. Either all ranks' NCCL supports windows, or the memory is
  * registered plainly.
  *
- * Thread rule: one at a time a communicator; not inside a group. */
+ * Thread rule: one at a time per communicator; not inside a group. */
 #ifndef SW_COMM_NCCL_REGISTER_H
 #define SW_COMM_NCCL_REGISTER_H
 

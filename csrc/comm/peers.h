@@ -8,9 +8,9 @@
  * transport's device and must live until the stream has run the operation. A failure ends the
  * transport and the host communicator (lookout.h); every later call repeats it.
  *
- * Thread rule: one at a time a transport. Other threads may call has_failed, request_end, watch and
- * explain_late at the same time. Every rank issues the same operations, of the same sizes, in one
- * order. */
+ * Thread rule: one at a time per transport. Other threads may call has_failed, request_end, watch
+ * and explain_late at the same time. Every rank issues the same operations, of the same sizes, in
+ * one order. */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
 

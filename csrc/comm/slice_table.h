@@ -22,10 +22,10 @@ typedef struct sw_slice_table {
     sw_slices slices;     /* a copy */
     int *of_rank;         /* owned, as all memory here: the copy's of_rank, then replica_of_rank */
     int *representatives; /* ranks, host by host, in the order of slices */
-    int *represented_of;  /* host_count + 1: index of each host's first */
+    int *represented_of;  /* host_count + 1 begins of each host's ranks in `representatives` */
     int *owned;           /* slices, host by host, ascending, each once */
     int *owners;          /* the lowest rank of that host that owns it */
-    int *owned_of;        /* host_count + 1: index of each host's first */
+    int *owned_of;        /* host_count + 1 begins of each host's slices in `owned` */
     int most_represented; /* slices of the host that represents the most */
     bool is_covered;      /* every host has an owner of every slice */
 } sw_slice_table;

@@ -9,7 +9,7 @@
  * Left out: the memory behind the file descriptors (shm.h), the liveness of a peer
  * (comm->ops->look).
  *
- * Thread rule: one at a time a star. */
+ * Thread rule: one at a time per star. */
 #ifndef SW_COMM_STAR_H
 #define SW_COMM_STAR_H
 

@@ -11,7 +11,7 @@
  * The state does not change before absorb. If the averaged P is not finite, the caller stops before
  * absorb, and the step's gradient is lost.
  *
- * Thread rule: one at a time for one matrix. Nothing is allocated; all memory is the caller's.
+ * Thread rule: one at a time per matrix. Nothing is allocated; all memory is the caller's.
  */
 #ifndef SW_COMPRESS_POWERSGD_H
 #define SW_COMPRESS_POWERSGD_H

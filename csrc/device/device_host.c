@@ -224,7 +224,7 @@ static sw_status host_module_function(sw_device *device, sw_module *module, cons
     (void)device;
     (void)module;
     (void)function;
-    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: there is no image with a kernel %s", name);
+    SW_FAIL(err, SW_E_UNSUPPORTED, "host device: no image has a kernel %s", name);
 }
 
 static sw_status host_launch_async(sw_device *device, sw_function *function, sw_grid grid,

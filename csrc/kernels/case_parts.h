@@ -15,7 +15,7 @@ enum { SW_CASE_REGIONS = 16 };
 typedef struct sw_case_maker {
     unsigned char *arena; /* borrowed */
     size_t region_bytes;
-    uint64_t state; /* of the generator */
+    uint64_t state; /* state of the generator */
     sw_kernel_case *made;
 } sw_case_maker;
 

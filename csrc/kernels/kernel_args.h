@@ -57,7 +57,7 @@ typedef struct sw_cast_args {
 typedef struct sw_pack_segment {
     void *to; /* with `converts` it may be `from` if the dtypes are equal */
     const void *from;
-    sw_u64 size_bytes; /* of `from` */
+    sw_u64 size_bytes; /* size of `from` */
 } sw_pack_segment;
 
 typedef struct sw_pack_args {

@@ -20,9 +20,9 @@
 #include "kernels/device_kernels.h"
 
 enum {
-    SW_CASE_BYTES = 1 << 18,     /* of the arena, for most cases */
+    SW_CASE_BYTES = 1 << 18,     /* size of the arena for most cases */
     SW_CASE_BYTES_MAX = 1 << 22, /* for the largest; a multiple of SW_CASE_BYTES */
-    SW_CASE_ALIGNMENT = 256,     /* of the arena, as device allocators align */
+    SW_CASE_ALIGNMENT = 256,     /* alignment of the arena, as by device allocators */
     SW_CASE_GUARD = 0xab,        /* bytes that no array covers */
 };
 
@@ -59,9 +59,9 @@ size_t sw_kernel_case_count(sw_kernel kernel);
 void sw_kernel_case_make(sw_kernel kernel, size_t index, unsigned char *arena,
                          sw_kernel_case *made);
 
-/* Make equal what is equal in meaning, in memory that a kernel or a reference has written. The
- * digits of a sum are carried. Each NaN becomes the same NaN: the sign and the payload of a
- * computed one are the processor's. `args` point into host memory. */
+/* Normalise memory that a kernel or a reference has written, so that equal results have equal
+ * bytes. The digits of a sum are carried. Each NaN becomes the same NaN, because the processor
+ * chooses the sign and the payload of a computed one. `args` point into host memory. */
 void sw_kernel_case_settle(sw_kernel kernel, const void *args);
 
 /* Make arguments that point into the arena at `from` point to the same places of the arena at `to`.

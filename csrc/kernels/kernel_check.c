@@ -16,7 +16,7 @@ typedef struct checking {
     sw_event *event;
     unsigned char *made, *expected, *got; /* arenas; owned */
     void *device_arena;                   /* owned */
-    size_t room_bytes;                    /* of it */
+    size_t room_bytes;                    /* size of device_arena */
     sw_kernel_case here;                  /* its arguments point into `made` */
     sw_kernel_check_result *result;
 } checking;

@@ -9,7 +9,7 @@
  * the contract declares are copied there, so that a read of any other byte is one of uninitialised
  * memory. Guard bytes are then not compared.
  *
- * Thread rule: one at a time a stream.
+ * Thread rule: one at a time per stream.
  */
 #ifndef SW_KERNELS_KERNEL_CHECK_H
 #define SW_KERNELS_KERNEL_CHECK_H
@@ -22,16 +22,16 @@ typedef struct sw_kernel_check_config {
     sw_kernel kernel;
     size_t first, step; /* cases first, first + step, ...; step at least 1 */
     bool strict;
-    int64_t timeout_ns; /* of each wait for the device */
+    int64_t timeout_ns; /* deadline of each wait for the device */
 } sw_kernel_check_config;
 
 typedef struct sw_kernel_check_result {
     size_t cases, launches, differences;
-    char sentence[SW_KERNEL_CHECK_SENTENCES][SW_ERROR_MESSAGE_BYTES]; /* of the first differences */
+    char sentence[SW_KERNEL_CHECK_SENTENCES][SW_ERROR_MESSAGE_BYTES]; /* first differences */
 } sw_kernel_check_result;
 
-/* Run the cases on `stream` of the set's device, and wait for them. A difference is no error; a
- * call of the device's that fails is. */
+/* Run the cases on `stream` of the set's device, and wait for them. A difference is not an
+ * error; a failed call of the device is. */
 SW_MUST_USE sw_status sw_kernel_check(const sw_kernel_set *set,
                                       const sw_kernel_check_config *config, sw_stream *stream,
                                       sw_kernel_check_result *result, sw_error *err);

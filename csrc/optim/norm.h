@@ -8,7 +8,7 @@
  *   sw_norm_close(&sum);       all_reduce SUM of SW_NORM_WORD_COUNT int64 at &sum (1,112 bytes);
  *   norm = sw_norm_value(&sum);
  *
- * Thread rule: one at a time for one sum.
+ * Thread rule: one at a time per sum.
  */
 #ifndef SW_OPTIM_NORM_H
 #define SW_OPTIM_NORM_H

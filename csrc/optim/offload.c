@@ -13,7 +13,7 @@
 #include "platform/memory.h"
 #include "platform/thread.h"
 
-enum { ARRAY_COUNT = 4, CUT_NUMEL = 4096 }; /* a cut of two-byte elements is whole pages, too */
+enum { ARRAY_COUNT = 4, CUT_NUMEL = 4096 }; /* a cut of two-byte elements is whole pages as well */
 
 typedef struct file_extent { /* contiguous in the file and in the buffer, moved by one call */
     uint64_t offset;

@@ -18,7 +18,7 @@ static void take_items_locked(sw_crew *crew)
         if (status != SW_OK) {
             if (crew->failure.status == SW_OK)
                 crew->failure = err;
-            crew->done += crew->items - crew->next; /* so that no thread starts them */
+            crew->done += crew->items - crew->next; /* no thread will start them */
             crew->next = crew->items;
         }
     }

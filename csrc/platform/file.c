@@ -58,7 +58,7 @@ sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_err
     int code;
     if (size_bytes == 0)
         return SW_OK;
-    do /* not posix_fallocate, which emulates by writing and so hides a lack of support */
+    do /* not posix_fallocate: it writes if the file system lacks support, and hides the lack */
         code = fallocate(fd, 0, 0, (off_t)size_bytes);
     while (code != 0 && errno == EINTR);
     if (code != 0 && (errno == EOPNOTSUPP || errno == ENOSYS))

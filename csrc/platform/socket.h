@@ -3,7 +3,7 @@
  *
  * Abstract names live in the network namespace and vanish with their socket. Every process of the
  * namespace can list and call them, so a name ends with the listener's uid, and both sides ask the
- * kernel for the other's uid. Thread rule: one at a time a socket.
+ * kernel for the other's uid. Thread rule: one at a time per socket.
  */
 #ifndef SW_PLATFORM_SOCKET_H
 #define SW_PLATFORM_SOCKET_H

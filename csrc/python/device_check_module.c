@@ -34,7 +34,7 @@ static bool find_kernel(const char *name, sw_kernel *kernel)
             *kernel = (sw_kernel)k;
             return true;
         }
-    PyErr_Format(PyExc_ValueError, "device_kernel_check: there is no kernel '%s'", name);
+    PyErr_Format(PyExc_ValueError, "device_kernel_check: no kernel '%s' exists", name);
     return false;
 }
 

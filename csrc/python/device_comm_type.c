@@ -351,7 +351,7 @@ typedef struct range_call {
     range_list ranges;
     sw_stream *stream;
     int root;
-    void *received;  /* of the exchange operation */
+    void *received;  /* result of the exchange operation */
     sw_norm_sum sum; /* the result of norm_sum */
     sw_device_clip clip;
 } range_call;

@@ -492,7 +492,7 @@ sw_status sw_device_mean_complete(const sw_device_mean *m, const sw_device_range
         at = end;
     }
     SW_TRY(make_run(&s, at, numel, false, err));
-    if (goes_by_rows(m)) /* the column has given every owner the slice */
+    if (goes_by_rows(m)) /* the column's all-reduce has reached every owner */
         return SW_OK;
     return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),
                                  m->owners, owner_count(m), m->comm->stream, err);

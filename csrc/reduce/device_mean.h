@@ -21,7 +21,7 @@
  *
  * device_reducer.h orders the buckets on the stream.
  *
- * Thread rule: one at a time a communicator.
+ * Thread rule: one at a time per communicator.
  */
 #ifndef SW_REDUCE_DEVICE_MEAN_H
 #define SW_REDUCE_DEVICE_MEAN_H
@@ -42,7 +42,7 @@ typedef struct sw_device_mean_config {
     sw_device_comm *comm;    /* borrowed */
     sw_redop op;             /* MEAN or SUM */
     sw_dtype wire;           /* SW_DTYPE_COUNT: buckets travel in their own dtype */
-    bool folds;              /* in rank order; implied by `wire` and shared slices */
+    bool folds;              /* fold in rank order; implied by `wire` and shared slices */
     const sw_slices *slices; /* borrowed for the call; NULL: rank r owns slice r alone */
     /* Borrowed, both or none, on the stream of `comm`: the communicators of this rank's row, in the
      * order of slices, and of its column. Unused by forms 2 and 3. */

@@ -28,7 +28,7 @@ struct sw_device_reducer {
     bool sliced;
     phase phase;
     size_t next;          /* the next bucket to post */
-    sw_device_range held; /* the last one, borrowed until finish enqueues it; NULL: none is */
+    sw_device_range held; /* the last bucket, borrowed until finish enqueues it; data NULL: none */
     size_t held_index;
     sw_device_run *standing; /* owned, room for each gradient: runs of the held bucket */
     size_t standing_count;
@@ -412,7 +412,7 @@ sw_status sw_device_reducer_take(sw_device_reducer *r, size_t index, sw_stream *
     bool is_held = r->held.data && index == r->held_index;
     if (r->phase == PHASE_IDLE || index >= r->next || !r->bucket[index].data || is_held)
         SW_FAIL(err, SW_E_STATE, "device reducer: take of bucket %zu, which was not %s", index,
-                is_held ? "finished: the last one is with finish" : "posted in this step");
+                is_held ? "finished: call finish to get the last one" : "posted in this step");
     return r->device->ops->stream_wait(r->device, consumer, r->bucket[index].done, err);
 }
 

@@ -42,7 +42,7 @@
  * Left out: the places of gradients (tensor/layout.h and the caller), gathers of parameters
  * (zero/device_units.h), graph capture (refused).
  *
- * Thread rule: one at a time a communicator.
+ * Thread rule: one at a time per communicator.
  */
 #ifndef SW_REDUCE_DEVICE_REDUCER_H
 #define SW_REDUCE_DEVICE_REDUCER_H

@@ -31,7 +31,7 @@ typedef struct sw_gradient_memory {
     char why[SW_ERROR_MESSAGE_BYTES];
 } sw_gradient_memory;
 
-typedef struct sw_gradient_sizes { /* in bytes */
+typedef struct sw_gradient_sizes { /* all in bytes */
     size_t pool, staged;           /* size of the buckets, by transport */
     size_t results; /* size of this rank's slices outside the buckets; in a pool only. 0: none */
     size_t tails;   /* size of use bits */

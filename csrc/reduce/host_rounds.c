@@ -213,7 +213,7 @@ static void collect(host_rounds *host)
 static sw_status host_await(sw_reducer *reducer, const bucket *b, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
-    if (!host->buckets[b->index].op.arena) /* its post has waited */
+    if (!host->buckets[b->index].op.arena) /* posting it has already waited */
         return SW_OK;
     return host->comm->ops->wait(host->comm, host->buckets[b->index].ticket, err);
 }

@@ -12,7 +12,7 @@ typedef enum bucket_state {
     BUCKET_FILLING = 0,
     BUCKET_POSTED,
     BUCKET_DONE,
-    BUCKET_HANDED_OVER, /* to a hook, before the end of the backward */
+    BUCKET_HANDED_OVER, /* a hook got it before the end of the backward */
 } bucket_state;
 
 typedef struct bucket {

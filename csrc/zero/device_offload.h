@@ -15,7 +15,7 @@
  *
  * The host writes new parameters after it has waited, so `up` needs no event of `down`.
  *
- * Thread rule: one at a time a communicator, as everything on it.
+ * Thread rule: one at a time per communicator, as everything on it.
  */
 #ifndef SW_ZERO_DEVICE_OFFLOAD_H
 #define SW_ZERO_DEVICE_OFFLOAD_H

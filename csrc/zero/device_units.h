@@ -17,7 +17,7 @@
  * place in use is SW_E_STATE. The optimizer needs no order after gathers that read its slices,
  * since all gathered units have been taken before it steps.
  *
- * Thread rule: one at a time a communicator; every rank gathers the same units in the same order.
+ * Thread rule: one at a time per communicator; every rank gathers the same units in the same order.
  */
 #ifndef SW_ZERO_DEVICE_UNITS_H
 #define SW_ZERO_DEVICE_UNITS_H

@@ -129,7 +129,7 @@ sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_byt
             continue;
         sw_error second;
         if (show_blank(ring, address, at, &second) ==
-            SW_OK) /* else they stay mapped and therefore in use */
+            SW_OK) /* on failure they stay mapped, so they stay in use */
             give_back(ring, count, chunks);
         return status;
     }

@@ -23,7 +23,7 @@ sw_status sw_shard_move(sw_shard_state *state, sw_shard_event event, const char 
                         sw_error *err)
 {
     if ((unsigned)event >= SW_SHARD_EVENT_COUNT)
-        SW_FAIL(err, SW_E_INVALID, "unit '%s': %d is no move", unit, (int)event);
+        SW_FAIL(err, SW_E_INVALID, "unit '%s': %d is not a move", unit, (int)event);
     const move *wanted = &moves[event];
     if (*state != wanted->from)
         SW_FAIL(err, SW_E_STATE, "unit '%s' cannot be %s: it is %s and must be %s", unit,

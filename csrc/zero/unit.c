@@ -122,7 +122,7 @@ sw_status sw_units_create(const sw_unit_parts *parts, const sw_unit_spec *specs,
         if (status == SW_OK && next->address)
             status = sw_page_ring_blank(&made->ring, next->address, next->size_bytes, NULL, err);
         if (status != SW_OK) {
-            made->count++; /* so that sw_units_destroy releases it with the others */
+            made->count++; /* sw_units_destroy releases it with the others */
             goto failed;
         }
     }

@@ -146,7 +146,7 @@ def _draw(entry: Any, draw: random.Random) -> Iterable[Fault]:
 
 def _check_keys(entry: Any, known: set[str], where: str) -> None:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} is no table")
+        raise ValueError(f"{where} is not a table")
     for key in entry:
         if key not in known:
             raise ValueError(f"{where} has an unknown key {key!r}; known are {', '.join(sorted(known))}")
@@ -215,7 +215,7 @@ class Agent:
         self._limit: tuple[int, int] | None = None
         self._limited = 0
         self._model: Any = lambda: None
-        self._timers: list[tuple[threading.Timer, int, Fault]] = []  # of this step
+        self._timers: list[tuple[threading.Timer, int, Fault]] = []  # timers of this step
         self.tell("start", attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         register_optimizer_step_pre_hook(self._before_step)
         self._stepped = -1

@@ -611,4 +611,6 @@ def _original(module: torch.nn.Module) -> torch.nn.Module:
 
 def _check_travels(plan: PrecisionPlan, compress: Any) -> None:
     if compress is not None and plan.compressor() is not None:
-        raise ValueError(f"reduce_dtype and compress={compress} both say what gradients travel in: pass one of them")
+        raise ValueError(
+            f"reduce_dtype and compress={compress} both set the wire format of gradients: pass one of them"
+        )

@@ -173,9 +173,9 @@ static void safetensors_headers(void)
         {"{\"x\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[4,4]},\"y\":{\"dtype\":\"I32\","
          "\"shape\":[1],\"data_offsets\":[0,4]}}",
          4, NULL},
-        {"[]", 0, "no JSON object"},
+        {"[]", 0, "not a JSON object"},
         {"{}", 1, "the last tensor ends"},
-        {"{\"__metadata__\":{\"a\":1}}", 0, "is no string"},
+        {"{\"__metadata__\":{\"a\":1}}", 0, "is not a string"},
         {"{\"x\":{\"dtype\":\"F31\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "no dtype 'F31'"},
         {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,7]}}", 7,
          "dtype and shape make 8 bytes"},
@@ -187,7 +187,7 @@ static void safetensors_headers(void)
         {"{\"x\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,4294967296],\"data_offsets\":["
          "0,0]}}",
          0, "more than 2^53"},
-        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1.5],\"data_offsets\":[0,4]}}", 4, "no integer"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1.5],\"data_offsets\":[0,4]}}", 4, "not an integer"},
         {"{\"x\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"y\":{\"dtype\":\"U8\","
          "\"shape\":[2],\"data_offsets\":[1,3]}}",
          3, "the one before ends"},
@@ -196,7 +196,7 @@ static void safetensors_headers(void)
          3, "the one before ends"},
         {"{\"x\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"x\":{\"dtype\":\"U8\","
          "\"shape\":[1],\"data_offsets\":[1,2]}}",
-         2, "stands twice"},
+         2, "appears twice"},
         {"{\"x\":7}", 0, "are needed"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
@@ -303,7 +303,7 @@ static void incomplete_manifests(void)
         } else if (i == 3) {
             check(sw_manifest_add_file(&manifest, "model.safetensors", 0, &err) == SW_OK, "add",
                   "");
-            said = "'model.safetensors' stands twice";
+            said = "'model.safetensors' appears twice";
         }
         bool is_complete = sw_manifest_complete(&manifest, &err) == SW_OK;
         check(said ? !is_complete && strstr(err.message, said) : is_complete,

@@ -311,7 +311,7 @@ def test_what_must_not_be_replaced_or_passed_over_is_named_by_all(rank, world_si
             open(f"{folder}/runs/step-000002/precious.txt", "w").close()
         gather(None)
         checkpoints.save(1)
-        assert "has no MANIFEST.json: a save takes the place of checkpoints alone" in agreed(checkpoints.wait)
+        assert "has no MANIFEST.json: a save replaces only checkpoints" in agreed(checkpoints.wait)
         assert checkpoints.steps() == [1] and checkpoints.latest == 1 and checkpoints.restore(step=1) == 1
         if world_size > 1:
             assert "ranks ask for different steps: 0, 1" in agreed(lambda: checkpoints.restore(step=rank))
@@ -327,7 +327,7 @@ def test_what_must_not_be_replaced_or_passed_over_is_named_by_all(rank, world_si
         checkpoints.save(2)
         assert "use a newer shardwright" in agreed(checkpoints.wait)
     refused = f"{folder}/runs/step-000002"
-    assert "takes the place of checkpoints alone" in agreed(lambda: sw.save(refused, model, overwrite=True))
+    assert "replaces only checkpoints" in agreed(lambda: sw.save(refused, model, overwrite=True))
     sw.save(f"{folder}/runs/step-000001", model, overwrite=True)
     gather(None)  # rank 0 returns when it has removed what was replaced; the others when the new one is durable
     assert sorted(os.listdir(f"{folder}/runs")) == [".lock", "step-000001", "step-000002", "step-000003"]

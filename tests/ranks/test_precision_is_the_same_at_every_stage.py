@@ -441,7 +441,7 @@ def test_gradients_travel_in_reduce_dtype(rank, world_size):
         policy = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         found = run(rank, precision=policy, **stage)
         assert_same(found, run(rank, 0, "bf16", compress=sw.Bf16()))
-    with pytest.raises(ValueError, match="both say what gradients travel in"):
+    with pytest.raises(ValueError, match="both set the wire format of gradients"):
         sw.wrap(Mlp(), precision=policy, compress=sw.Int8())
     full = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert_same(run(rank, 2, full), run(rank, 0, "bf16"))

@@ -138,7 +138,7 @@ def test_wrong_signals_are_one_sentence(rank, world_size):
     folder = folder_of_all()
     for given, kind, text in (
         ((signal.SIGKILL,), ValueError, "save_on has SIGKILL, which no program can handle"),
-        ((4711,), ValueError, "save_on has 4711, which is no signal"),
+        ((4711,), ValueError, "save_on has 4711, which is not a signal"),
         ("SIGTERM", TypeError, "save_on must be a collection of signals"),
     ):
         with pytest.raises(kind, match=text):

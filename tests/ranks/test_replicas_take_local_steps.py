@@ -181,7 +181,7 @@ def resumes(rank, world_size, folder):
         assert all(map(bits_equal, whole(again), expected)), zero
         state = copy.deepcopy(other.state_dict())
         gather(None)
-        with pytest.raises(ValueError, match="this DiLoCo keeps slices of each rank's own"):
+        with pytest.raises(ValueError, match="it contains a DiLoCo over a mesh"):
             sw.Checkpointer(f"{mine}-{zero}-x", again, user_state={"trainer": other})
         state["layout"][0][1] += 32
         with pytest.raises(sw.Error, match="the state has other slices than this rank's"):

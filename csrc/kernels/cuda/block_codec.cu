@@ -96,7 +96,7 @@ SW_INLINE unsigned sw_left(unsigned at, unsigned numel)
 }
 
 /* The words of a record of `block` elements that a lane holds at once: words lane, lane + lanes,
- * ... from word `first` on, as far as the record goes. */
+ * ... from word `first` to the end of the record. */
 template <int BITS> struct sw_share {
     enum { NUMEL = sw_codes<BITS>::NUMEL, WORDS = SW_TEAM_NUMEL / NUMEL };
     sw_team team;

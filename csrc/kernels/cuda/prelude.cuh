@@ -13,9 +13,9 @@
 #define SW_RARELY static __device__ __noinline__ /* rare code, kept out of loops */
 
 /* Give each element of [0, numel) to one thread of the grid. */
-#define SW_EACH(i, numel)                                                                \
-    for (sw_u64 i = (sw_u64)blockIdx.x * blockDim.x + threadIdx.x,                       \
-                step_ = (sw_u64)gridDim.x * blockDim.x, end_ = (numel);                  \
+#define SW_EACH(i, numel)                                               \
+    for (sw_u64 i = (sw_u64)blockIdx.x * blockDim.x + threadIdx.x,      \
+                step_ = (sw_u64)gridDim.x * blockDim.x, end_ = (numel); \
          i < end_; i += step_)
 
 SW_INLINE sw_u64 sw_parts(sw_u64 count, sw_u64 each)
@@ -90,8 +90,8 @@ struct __align__(8) sw_lane8 {
     unsigned word[2];
 };
 
-/* Store 16 bytes to GPU memory at once. The compiler splits a plain assignment into four stores as
- * often as not; a load it never splits. */
+/* Store 16 bytes to GPU memory at once. The compiler often splits a plain assignment into four
+ * stores; it never splits a load. */
 SW_INLINE void sw_put16(void *to, const sw_lane16 &value)
 {
 #ifdef __CUDACC__

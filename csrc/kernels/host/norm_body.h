@@ -334,7 +334,7 @@ static void lanes_move(norm_lanes *lanes, sw_norm_sum *sum, int top)
     lanes->top = top;
 }
 
-/* Add a block to the lanes, if `high` stayed below its limit. */
+/* Add a block to the lanes; return false if `high` exceeded its limit. */
 NORM_INLINE bool lanes_take(norm_lanes *lanes, sw_norm_sum *sum, const norm_doubles *high,
                             const norm_doubles *low)
 {
@@ -572,7 +572,7 @@ static void add_float64(sw_norm_sum *sum, const double *x, size_t count)
 
 /* ---- the kernel ---- */
 
-/* Add a block through a copy: halves, or a count that is no multiple of a stride. */
+/* Add a block through a copy: halves, or a count that is not a multiple of a stride. */
 static void add_copied_block(norm_lanes *lanes, sw_norm_sum *sum, const void *x, sw_dtype dtype,
                              size_t count)
 {

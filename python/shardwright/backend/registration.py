@@ -18,7 +18,7 @@ from ..torch_compat import cuda
 from .device_link import DeviceLink, alias
 
 _logger = logging.getLogger("shardwright")
-#: bytes to which each buffer is aligned: more than any of NCCL's algorithms asks for
+#: alignment of each buffer in bytes; NCCL's algorithms need less
 _ALIGNMENT = 512
 
 

@@ -292,11 +292,11 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
     for told, other in zip(in_order[1:], trees[1:]):
         if body is None or other is None or len(other["groups"]) != len(body["groups"]):
             raise CheckpointError(
-                f"the optimizer of stage {told['index']} has other groups than that of the first stage"
+                f"the optimizer of stage {told['index']} has other parameter groups than the first stage's"
             )
         if body.get("further") != other.get("further"):
             raise CheckpointError(
-                f"the optimizer of stage {told['index']} has other state beside that of parameters than that of the first stage: one "
+                f"the optimizer of stage {told['index']} has other state beside that of parameters than the first stage's: one "
                 "checkpoint holds one optimizer"
             )
         for number, (mine, theirs) in enumerate(zip(body["groups"], other["groups"])):

@@ -23,7 +23,7 @@ from .state.stored import Stored
 
 LINES, TENSORS = "ranks/all.jsonl", "ranks/all"
 _LINE_ALIGNMENT = 4096
-#: largest number of bytes of a rank's line; the limit of a file of values, too (csrc/checkpoint/plan.h)
+#: largest number of bytes of a rank's line; also the limit of a file of values (csrc/checkpoint/plan.h)
 VALUES_MAX_BYTES = 256 << 20
 
 #: (name, dtype, shape) of a rank's tensors

@@ -352,7 +352,7 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
     with replica.access.writing():
         try:
             yield slices
-        finally:  # after a failed load, too: the other ranks call the same collective
+        finally:  # also after a failed load: the other ranks call the same collective
             memory.publish_all()
             replica.access.count_writes(replica.table.module_parameters)
 

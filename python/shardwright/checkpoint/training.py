@@ -43,6 +43,6 @@ class Training:
         user_state = self.user_state.values() if isinstance(self.user_state, dict) else (self.user_state,)
         if any(isinstance(each, DiLoCo) and each.is_sliced for each in user_state):
             raise ValueError(
-                "user_state, which is rank 0's, has a DiLoCo over a mesh, and this DiLoCo keeps slices of each rank's own: pass it in "
-                "dataloader=[...], and give each replica a folder of its own"
+                "user_state is saved from rank 0 only, but it contains a DiLoCo over a mesh, which has slices on each rank: pass it in "
+                "dataloader=[...], and give each replica its own folder"
             )

@@ -467,20 +467,22 @@ class Writer:
 
     def _hear(self, draft: _Draft | None, failure: Exception | None, is_averaged: bool = False) -> bool:
         """Return True if the training of some rank does not fit the layout. Collective.
+
         A failure on one rank raises on all; so do replicated tensors that differ between ranks, unless `is_averaged`.
-        Buffers that differ from rank 0's become part of the rank's own content."""
+        Buffers that differ from rank 0's become part of the rank's own content.
+        """
         reason = "" if failure is None else str(failure) or type(failure).__name__
         mine = [reason, False, 0, 0]
         if draft is not None:
             mine = [reason, self._is_new(draft), digest(draft.samples), digest(draft.checksums)]
-        answers = self._peers.agreement(mine, "what ranks hold alike")
+        answers = self._peers.agreement(mine, "replicated content of a save")
         self._peers.raise_first([why for why, *_ in answers or [mine]], failure)
         assert draft is not None
         if answers is None:
             return bool(mine[1])
         _, are_new, samples, checksums = zip(*answers)
         if len({*samples}) > 1:
-            check_alike(self._peers.exchange(draft.samples, "what ranks hold apart"), is_averaged=is_averaged)
+            check_alike(self._peers.exchange(draft.samples, "samples of replicated tensors"), is_averaged=is_averaged)
         if len({*checksums}) == 1:
             return any(are_new)
         first = self._peers.exchange(draft.checksums if self._peers.rank == 0 else None, "buffers of rank 0")[0]
@@ -495,12 +497,12 @@ class Writer:
         """Make a layout from the descriptions of all ranks. Collective."""
         state = draft.state_structure() if self._peers.rank == 0 else list(draft.shards) or None
         mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
-        of_all = self._peers.exchange(mine, "what ranks hold of a checkpoint")
+        of_all = self._peers.exchange(mine, "sliced content of a save")
         state = of_all[0][3]
         for rank, (*_, theirs) in enumerate(of_all[1:], 1):
             odd = [name for name in theirs or () if name not in [each for each, *_ in state or ()]]
             if odd:
-                raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}' and rank 0 does not: not savable")
+                raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}' and rank 0 does not: it cannot be saved")
         described: dict[int, dict[str, Entry]] = {}
         for theirs, *_ in of_all:
             described |= expand(theirs)
@@ -702,7 +704,7 @@ class Writer:
                 lost_at = time.monotonic()
             is_short = lost_at is not None and (is_hurried() or is_abandoned(*self._target))
             grace_s = _HURRIED_S if is_short else _GRACE_S
-            if lost_at is not None and time.monotonic() - lost_at > grace_s:  # until then the outcome may still arrive
+            if lost_at is not None and time.monotonic() - lost_at > grace_s:  # before that the outcome may still arrive
                 self._saver.cancel(f"{PEER_LOST} while the checkpoint was written")
         self._held = None
 

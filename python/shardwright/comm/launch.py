@@ -74,7 +74,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     Raises
     ------
     ValueError
-        If a variable is missing, is no number, is out of range, or contradicts another; the message names it.
+        If a variable is missing, not a number or out of range, or contradicts another; the message names it.
     """
     read = _Reader(environment)
     if "RANK" in environment:

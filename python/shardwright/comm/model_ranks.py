@@ -51,7 +51,7 @@ class ModelRanks:
         mine = "no DTensor" if first is None else f"DTensors on {tuple(first.device_mesh.mesh.shape)} ranks"
         said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), "meshes of DTensors")]
         other = next((at for at, each in enumerate(said) if each != said[0]), None)
-        if other is not None:  # a rank alone would wait for ranks of its mesh that have none
+        if other is not None:  # otherwise a rank waits forever for ranks of its mesh without DTensors
             raise Error(
                 f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {said[0]}, rank {ranks[other]} has {said[other]}; "
                 "parallelize the module on every rank"

@@ -27,7 +27,7 @@ def check_signals(given: Any) -> tuple[signal.Signals, ...]:
         try:
             found.append(signal.Signals(each))
         except ValueError:
-            raise ValueError(f"save_on has {each!r}, which is no signal") from None
+            raise ValueError(f"save_on has {each!r}, which is not a signal") from None
         if found[-1] in _REFUSED:
             raise ValueError(f"save_on has {found[-1].name}, which no program can handle")
     if found and threading.current_thread() is not threading.main_thread():

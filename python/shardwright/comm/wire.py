@@ -56,7 +56,7 @@ class Wire:
         If a peer did not answer, or its token is wrong.
     """
 
-    #: rate below which carriers send packets (docs/design/hosts.md); the engine reads it once
+    #: rate below which carriers send packets (docs/design/hosts_packets.md); the engine reads it once
     slow_bytes_per_s = 300_000_000
 
     def __init__(

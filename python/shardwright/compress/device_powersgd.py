@@ -164,7 +164,9 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
 def _row(
     matrix: Matrix, *, memory: int | None = None, left: int = 0, right: int = 0, out: int = 0, copy: int = 0
 ) -> tuple[int, int, int, int, int, int, int, int, int, int, str]:
-    """Return a matrix's row for the engine, with other memory (0: none), left or right (0: the matrix's own)."""
+    """Return a matrix's row for the engine. `memory` replaces the matrix's error memory (0: none; None: keep), `left`
+    and `right` its factors (0: keep).
+    """
     gradient, own_memory, own_left, own_right, basis, rows, cols, rank, _, dtype = matrix.row
     kept = own_memory if memory is None else memory
     return gradient, kept, left or own_left, right or own_right, basis, out, copy, rows, cols, rank, dtype

@@ -196,7 +196,7 @@ def _check(module: Any, group: Any) -> None:
     if getattr(group, "_is_hsdp", False):
         raise Error(
             "compress_all_reduce: the module was sharded over a mesh of two dimensions, so FSDP2 all-reduces whole gradients before "
-            "any hook: give fully_shard the sharded dimension alone, mesh['shard'], and this function mesh['replicate']"
+            "any hook: give fully_shard only the sharded dimension, mesh['shard'], and this function mesh['replicate']"
         )
     for each in group.fsdp_params:
         if each.sharded_param.device.type != "cpu":

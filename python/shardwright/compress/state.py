@@ -169,7 +169,7 @@ class CompressionState:
         return torch.float32
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that a loaded state must have, too."""
+        """Return the settings that a loaded state must share."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _read(path: str, kind: str | None, tag: str | None) -> Contents:
     if kind in (None, "hf", "torch") and model_files.model_files(path):
         return model_files.read_model(path)
     known = "one of Shardwright, torch.distributed.checkpoint, Megatron, DeepSpeed or Hugging Face"
-    raise CheckpointError(f"'{path}' is no checkpoint of a known form{f' ({kind})' if kind else f': {known}'}")
+    raise CheckpointError(f"'{path}' is not a checkpoint of a known format{f' ({kind})' if kind else f': {known}'}")
 
 
 def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:

@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint. torch's own reader and writer handle one tensor at a time; metadata is
 unpickled without executing code.
 
-FSDP, FSDP2 and torchtitan save sharded state in this format. Megatron's `torch_dist` uses it, too: see megatron.py.
+FSDP, FSDP2 and torchtitan save sharded state in this format. So does Megatron's `torch_dist`: see megatron.py.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def read_zero(folder: str) -> Contents:
 
 
 def files_of(folder: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the files of all ranks in rank order. Raise CheckpointError if model parallelism has split them, too."""
+    """Return the files of all ranks in rank order. Raise CheckpointError if model parallelism has also split them."""
     found = {match: os.path.join(folder, match[0]) for match in map(pattern.match, os.listdir(folder)) if match}
     if any(int(match[2]) for match in found) or any(name.startswith("layer_") for name in os.listdir(folder)):
         raise CheckpointError(
@@ -223,7 +223,9 @@ def _take_group(
         for key, value in states[0].items():
             if key != "step" and isinstance(value, torch.Tensor) and value.dim() == 1:
                 of_ranks = [each[key] for each in states]
-                if all(mine.numel() >= each.numel() for mine, each in zip(of_ranks, weights)):  # with padding
+                if all(
+                    mine.numel() >= each.numel() for mine, each in zip(of_ranks, weights)
+                ):  # the flat tensors have padding at the end
                     state[key] = cut(of_ranks, name, shape)
                     continue
             if isinstance(value, torch.Tensor) and value.numel() == 1:

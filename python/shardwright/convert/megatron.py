@@ -3,7 +3,7 @@ common.pt.
 
 Names are those of sharded tensors. Megatron stacks the layers of a block: the first dimension of
 `decoder.layers.mlp.linear_fc1.weight` counts layers. The reader splits it into `decoder.layers.0.mlp.linear_fc1.weight`
-and so on, the names of the modules. Optimizer state has names, too, unless Megatron's distributed optimizer wrote flat
+and so on, the names of the modules. Optimizer state also has names, unless Megatron's distributed optimizer wrote flat
 buffers.
 """
 

@@ -51,7 +51,7 @@ def _of_index(path: str) -> list[str]:
             raise CheckpointError(f"'{path}' is not an index of model files: {error}") from None
     for name in names:
         if os.path.basename(str(name)) != name or not os.path.isfile(os.path.join(os.path.dirname(path), name)):
-            raise CheckpointError(f"'{path}' names the file {name!r}, which is not beside it")
+            raise CheckpointError(f"'{path}' names the file {name!r}, which is not in its folder")
     return names
 
 

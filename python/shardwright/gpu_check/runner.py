@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}"
     )
-    parser.add_argument("--quick", action="store_true", help="small sizes, of which no speed is to be read")
+    parser.add_argument("--quick", action="store_true", help="small sizes, whose times mean nothing")
     parser.add_argument("--place", default="place:gpu", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends started processes, as Ctrl-C does
@@ -135,7 +135,7 @@ def _processes(
                 told = len(found)
                 tell(found)
         is_cut = not started or any(each.poll() is None for each in started)
-    finally:  # Ctrl-C, too
+    finally:  # also for Ctrl-C
         _end(started)
     return is_cut, [each.returncode for each in started]
 

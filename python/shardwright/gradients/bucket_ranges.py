@@ -13,8 +13,8 @@ __all__ = ["BucketRanges"]
 class BucketRanges:
     """The tracer of a reducer: a range for each bucket as it is posted, and as the end of a round waits for it.
 
-    The thread that posts a bucket folds it, too, as far as peers have posted theirs, so that its range has that work in it. On a
-    GPU it has the launch.
+    The thread that posts a bucket also folds it, as far as peers have posted theirs, so its range includes that work. On a
+    GPU the range covers the launch.
 
     Parameters
     ----------

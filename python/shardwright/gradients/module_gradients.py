@@ -24,18 +24,18 @@ from ..layout.views import copy_gradient, gradient_view
 from .sharded_gradient import GradientBoard, ShardedGradient
 
 _NOT_AVERAGED = (
-    "a parameter has a gradient of this rank alone, which is not averaged yet: run a backward outside of no_sync() before "
+    "a parameter has a gradient of this rank that is not averaged yet: run a backward outside of no_sync() before "
     "stepping, clipping or reading gradients"
 )
 _BY_HAND = (
-    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... past the hooks), so that it "
-    "is this rank's alone: call sw.average_gradients(module) before the step"
+    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... without hooks), so it is "
+    "not averaged: call sw.average_gradients(module) before the step"
 )
 _FAILED_ROUND = (
     "parameter {name!r} has a gradient of a round that failed (a rank left a backward unfinished, or the communicator ended), which is not "
     "averaged: clear the gradients and run the step again, on every rank"
 )
-_BY_HAND_AT_0 = ", or run such forwards inside no_sync() where each rank is to step on its own"
+_BY_HAND_AT_0 = ", or run such forwards inside no_sync() if each rank steps separately"
 
 
 class ModuleGradients:

@@ -120,7 +120,7 @@ class GradientBoard:
         """Return True if a gradient overflowed on some rank. Collective. If `overflowed` raises Error on some rank, all
         raise.
         """
-        said = gather_answers(self._comm, lambda: bytes([overflowed()]), "whether a gradient overflowed")
+        said = gather_answers(self._comm, lambda: bytes([overflowed()]), "overflow of a gradient")
         return b"\1" in said
 
 
@@ -419,7 +419,7 @@ def _reads() -> dict[Any, Callable[..., Any]]:
     for name in ",".join(_READS).split(","):
         packet, _, overload = name.partition(".")
         function = getattr(getattr(aten, packet, None), overload or "default", None)
-        if function is not None:  # else this torch has none
+        if function is not None:  # missing in older torch
             found[function] = _read(function)
     return found
 

@@ -322,7 +322,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Allow ranks to run out of inputs. Works on CPUs, too, where accelerate's method has no effect."""
+        """Allow ranks to run out of inputs. Also works on CPUs, where accelerate's method has no effect."""
         if self.distributed_type != DistributedType.MULTI_CPU:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield

@@ -79,7 +79,7 @@ class Folders:
         self.writing = os.path.abspath(path)
 
     def _without_objects(self, rest: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint without hyper-parameters that are no plain values. A resumed run has its own."""
+        """Return the checkpoint without hyper-parameters that are not plain values. A resumed run has its own."""
         if not isinstance(rest.get(_HPARAMS), dict):
             return rest
         plain, left = {}, []

@@ -42,7 +42,7 @@ def _replace_trainer(module: Any) -> None:
     from .trainer_mixins import TrainerMixin
 
     stock = module.Trainer
-    if not issubclass(stock, TrainerMixin):  # else it is our own class, which the program imports
+    if not issubclass(stock, TrainerMixin):  # otherwise the program imports our class itself
         ours = type(stock.__name__, (TrainerMixin, stock), {"__doc__": stock.__doc__, "__module__": stock.__module__})
         module.Trainer = sys.modules["transformers"].Trainer = ours  # type: ignore[attr-defined]
     module.Accelerator = Accelerator

@@ -85,7 +85,7 @@ def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Seque
         elif mesh != found:
             raise NotImplementedError(
                 f"parameter {first!r} is a DTensor on {mesh_text(found)} and {name!r} on {mesh_text(mesh)}: the DTensors of a wrapped "
-                "module must lie on one mesh; name those of the other mesh in ignored_params and wrap their module by itself"
+                "module must lie on one mesh; name those of the other mesh in ignored_params and wrap their module separately"
             )
         other = [each for each in parameter.placements if not (_is_shard(each) or each.is_replicate())]  # type: ignore[attr-defined]
         if other:
@@ -107,7 +107,7 @@ def _check_apart(name: str, mesh: Any, ranks: Sequence[int]) -> None:
     if ranks and (shared or mine not in ranks):
         raise Error(
             f"parameter {name!r} is a DTensor on {mesh_text(mesh)}, and gradients are averaged over ranks {_numbers(ranks)}: the two must share "
-            f"one rank, and share {_numbers(sorted([*shared, *{mine} & set(ranks)]))}; pass the data-parallel dimension alone, "
+            f"one rank, and share {_numbers(sorted([*shared, *{mine} & set(ranks)]))}; pass only the data-parallel dimension, "
             'device_mesh=mesh["dp"]'
         )
 

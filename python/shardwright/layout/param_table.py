@@ -135,12 +135,12 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(
-            f"{what} {name!r} is on {tensor.device}: only CPU and CUDA tensors are there, move the module with .cpu() or .cuda()"
+            f"{what} {name!r} is on {tensor.device}: only CPU and CUDA tensors are supported, move the module with .cpu() or .cuda()"
         )
     gradient_dtype = getattr(tensor, "grad_dtype", None)
     if gradient_dtype not in (None, tensor.dtype):
         raise NotImplementedError(
-            f"{what} {name!r} is {tensor.dtype} with grad_dtype={gradient_dtype}: a gradient of another dtype is not there yet; "
+            f"{what} {name!r} is {tensor.dtype} with grad_dtype={gradient_dtype}: a gradient of another dtype is not supported yet; "
             "precision= keeps float32 parameters and computes in low precision"
         )
     if tensor.layout is not torch.strided:
@@ -158,8 +158,8 @@ def _check_one_device(pairs: list[tuple[str, torch.Tensor]]) -> None:
         if tensor.device != first.device:
             raise Error(
                 f"{first_name!r} is on {first.device} and {name!r} on {tensor.device}: a wrapped module must be on one device, move "
-                f"it with .to({str(first.device if first.device.type != 'cpu' else tensor.device)!r}), or name what is to be left "
-                "alone in ignored_params"
+                f"it with .to({str(first.device if first.device.type != 'cpu' else tensor.device)!r}), or list the tensors to "
+                "leave alone in ignored_params"
             )
 
 

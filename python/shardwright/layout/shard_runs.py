@@ -134,7 +134,7 @@ class Storage:
         """Make low-precision copies while parameters are whole."""
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join, call `announce` with each unit before it is gathered, if joined ranks must gather it, too."""
+        """Inside a join, call `announce` with each unit before it is gathered, if joined ranks must also gather it."""
 
     def gather_anew(self) -> None:
         """Gather units as after a step, at the end of a join, regardless of the units that each rank already has.

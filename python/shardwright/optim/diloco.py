@@ -326,7 +326,7 @@ class DiLoCo:
         if pending is not None:
             self._check_pending(pending)
         if self._pending is not None:
-            self._wait()  # an exchange of the abandoned run
+            self._wait()  # ends the exchange of the abandoned run
         self.inner_optimizer.load_state_dict(state["inner"])
         self.outer_optimizer.load_state_dict(state["outer"])
         self.steps = int(state["steps"])

@@ -150,7 +150,7 @@ class _Fused(torch.optim.Optimizer):
         Raises
         ------
         ValueError
-            If one lies on another mesh, or its parameter is no DTensor.
+            If one lies on another mesh, or its parameter is not a DTensor.
         """
         for key, value in state.items():
             if not is_dtensor(value) or key == "step":

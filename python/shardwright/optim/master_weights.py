@@ -51,7 +51,7 @@ class Masters:
         self._versions: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_versions": {}}  # a copy has other parameters
+        return {"_versions": {}}  # a copy belongs to other parameters
 
     def of(self, parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
         """Return the master in `state`; make it, rebuild it or match its layout to the parameter's if needed."""

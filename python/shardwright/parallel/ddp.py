@@ -540,7 +540,7 @@ class DistributedDataParallel(TorchDDP):
         """
         if self._options.groups is not None:
             raise NotImplementedError(
-                "join() is not there for a module with groups=: give all ranks equally many inputs"
+                "join() is not supported for a module with groups=: give all ranks equally many inputs"
             )
         if self.process_group is None and self._engine().group.world_size == 1:
             return contextlib.nullcontext(self)
@@ -566,8 +566,10 @@ class DistributedDataParallel(TorchDDP):
         """Return True if some rank that still trains synchronises in its next backward. Collective."""
         replica = self._engine()
         mine = bytes([trains, required])
-        said = replica.group.comm.all_gather_bytes(mine, "whether this backward synchronises")
-        if not replica.backend.capabilities.tells_standing:  # else the round itself carries which ranks contribute
+        said = replica.group.comm.all_gather_bytes(mine, "synchronisation of this backward")
+        if (
+            not replica.backend.capabilities.tells_standing
+        ):  # otherwise the round itself carries the set of contributing ranks
             replica.reducer.set_active(b"".join(each[:1] for each in said))
         return any(each[1] for each in said)
 
@@ -696,7 +698,7 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("an optimizer inside the backward is not there: call optimizer.step() after it")
+        raise NotImplementedError("an optimizer inside the backward is not supported: call optimizer.step() after it")
 
     # state dicts: torch's own methods, while parameters are whole ---------------------------------------------------
 

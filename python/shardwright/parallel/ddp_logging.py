@@ -75,7 +75,7 @@ class DDPLogger:
         self._samples = 0
         self._facts: dict[str, Any] = {}
 
-    # what torch's own code calls ------------------------------------------------------------------------------------
+    # methods that torch calls ------------------------------------------------------------------------------------
 
     def set_runtime_stats_and_log(self) -> None:
         """Do nothing: begin_iteration() records the times."""

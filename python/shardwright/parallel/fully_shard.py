@@ -231,7 +231,7 @@ class FullySharded(torch.nn.Module):
         time.
 
         Call it with equal modules on all ranks. On GPUs units are gathered into free places: call it before the first
-        run, which makes as many places as the longest list needs, or pass prefetch=, too. No effect on the host.
+        run, which makes as many places as the longest list needs, or also pass prefetch=. No effect on the host.
         """
         self._shardwright_mark.look_ahead("forward", _marks_of(modules, "set_modules_to_forward_prefetch"))
 
@@ -267,7 +267,7 @@ class FullySharded(torch.nn.Module):
         """
         if not requires_all_reduce:
             raise NotImplementedError(
-                "set_requires_all_reduce(False) is not there: a mesh of (replicate, shard) averages over all its ranks at once; use "
+                "set_requires_all_reduce(False) is not supported: a mesh of (replicate, shard) averages over all its ranks at once; use "
                 "set_requires_gradient_sync(False)"
             )
 
@@ -385,7 +385,7 @@ def fully_shard(
     policy = _policy(precision, mp_policy)
     if hasattr(offload_policy, "pin_memory"):
         raise NotImplementedError(
-            f"fully_shard: offload_policy={offload_policy!r} is not there: pass offload='cpu', which moves the optimizer's state"
+            f"fully_shard: offload_policy={offload_policy!r} is not supported: pass offload='cpu', which moves the optimizer's state"
         )
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")

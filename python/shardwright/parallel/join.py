@@ -166,7 +166,7 @@ class Announcer:
         members = self._members()
         if not members:
             raise NotImplementedError(
-                "a Join at zero >= 1 begins with a module that shardwright wrapped, and holds no others: put wrapped modules alone in it"
+                "a Join at zero >= 1 begins with a module that shardwright wrapped, and holds no others: pass only wrapped modules to it"
             )
         for each in members if kind not in _INSIDE else ():
             _check_ended(each, kind)
@@ -215,7 +215,7 @@ class Announcer:
 
     def _exchange(self, members: Sequence[_Wrapper], mine: bytes) -> dict[str, Any]:
         first = members[0]._engine()
-        said = first.group.comm.all_gather_bytes(mine, f"what comes next in the join of {first.label}")
+        said = first.group.comm.all_gather_bytes(mine, f"next operation in the join of {first.label}")
         trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
         lowest = min(trains)
         heard: dict[str, Any] = trains[lowest]

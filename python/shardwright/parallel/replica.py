@@ -489,8 +489,8 @@ class Replica:
         """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step should have
         synchronised.
 
-        If all forwards were inside no_sync(), each rank steps by itself without error. Gradients of a round that a rank
-        abandoned raise, too.
+        If all forwards were inside no_sync(), each rank steps separately, without an error. Gradients of a round that a
+        rank abandoned also raise.
         """
         if self.reducer.last_round_failed and self.group.world_size > 1:
             self.gradients.refuse_failed_round(optimizer)
@@ -548,8 +548,8 @@ def live_replicas() -> list[Replica]:
 
 
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
-    """Return `method` bound weakly, since the reducer must not keep its object alive. After the object's end calls
-    return `otherwise`.
+    """Return `method` with a weak reference to its object, which the reducer must not keep alive. Once the object is gone
+    a call returns `otherwise`.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,14 +1,14 @@
 """Sliced parameters on a GPU, gathered in units while they are used (zero=3).
 
-A unit's buckets hold only its parameters, so gathering it is one all-gather a bucket, from slices into a place: GPU
-memory that units share. The outermost unit and those that stay whole after their forward have a place each. The other
-units of one depth of nesting take turns with two places, or with one more than are gathered ahead. A released
-parameter's data is one NaN of its own, expanded to its shape. Parameters that are never released lie in
+A unit's buckets hold only its parameters, so gathering it is one all-gather per bucket, from slices into a place: GPU
+memory that units share. The outermost unit and each unit that stays whole after its forward have their own place. The
+other units of a nesting depth take turns with two places, or with one more than are gathered ahead. The data of a
+released parameter is a single NaN, expanded to its shape. Parameters that are never released lie in
 ParameterMemory, as at zero=2.
 
 Under a precision policy a unit's place has the size of its compute form: each gather casts this rank's slice into its
-part of the place, and gathers the others' there. The float32 unit itself is then only gathered apart, in separate
-memory.
+part of the place, and gathers the other slices there. The float32 unit itself is then gathered only on request, into
+separate memory.
 """
 
 from __future__ import annotations

@@ -367,7 +367,7 @@ class _ViewOfMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         ctx.dtype = parameter.dtype
-        values = memory.detach()  # with the version counter of `memory`
+        values = memory.detach()  # shares the version counter of `memory`
         return placed_like(values, parameter) if is_dtensor(parameter) else values
 
     @staticmethod

@@ -303,7 +303,7 @@ class DeviceUnitSchedule(UnitSchedule):
                 with contextlib.suppress(Error):
                     self._units.release(unit.number)
 
-    # what happens in a module -------------------------------------------------------------------------------------
+    # hooks of modules -------------------------------------------------------------------------------------
 
     def _look_ahead(self, phase: str, unit: DeviceUnit) -> None:
         """Start to gather the units that followed `unit` last time, or that the program names, up to one whose place is

@@ -54,7 +54,7 @@ class ParameterMemory(ParameterSlices):
         self._casts = False  # True if some ranks make casts, so that all need a barrier after them
         self._narrow: dict[int, torch.Tensor] = {}  # the shared casts, by parameter number
         self._narrow_of: dict[int, torch.Tensor] = {}  # the same by id of the parameter
-        self._mine: list[int] = []  # the casts that this rank makes
+        self._mine: list[int] = []  # numbers of the casts that this rank makes
         if shared:
             backend.fence(f"parameters of {self._label} shared")
             self._make_casts(request)

@@ -532,7 +532,7 @@ class UnitSchedule:
     def stats(self) -> dict[str, Any]:
         return {"units": len(self._plain), **self._units.stats()}
 
-    # what happens in a module -------------------------------------------------------------------------------------
+    # hooks of modules -------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, *_: Any) -> None:
         if unit is self.units[0]:

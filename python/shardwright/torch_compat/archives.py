@@ -10,7 +10,7 @@ __all__ = ["records_of"]
 
 
 def records_of(source: str | IO[bytes]) -> list[str] | None:
-    """Return the names of an archive's records; None if the file is no archive for torch.load.
+    """Return the names of an archive's records; None if torch.load does not take the file for an archive.
 
     torch.load chooses between a state dict and TorchScript by this list. Another parser may list other records of a
     malicious file.

@@ -191,8 +191,8 @@ _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRa
 def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> Callable[..., Any]:
     """Return `function`, run uncompiled under torch.compile. recursive=False: its callees may be compiled.
 
-    A program that compiles nothing does not pay for the compiler, whose import takes seconds. Once it is loaded, calls
-    from outside a compiled region are kept from it, too. All such functions share one frame's code, and the compiler
+    A program that compiles nothing does not pay for the compiler, whose import takes seconds. Once it is loaded, it also
+    ignores calls from outside a compiled region. All such functions share one frame's code, and the compiler
     gives up a frame after a few recompilations; it would then compile the frames below.
     """
     lazy = getattr(torch, "_disable_dynamo", None)

@@ -91,7 +91,7 @@ def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str |
     """Return (compiler, its companion library) for torch's CUDA version; a bare name for the loader if no file is
     found."""
     major = (cuda_version or "").split(".")[0]
-    name = "libnvrtc.so.11.2" if major == "11" else f"libnvrtc.so.{major}"  # so called from 11.2 to 11.8
+    name = "libnvrtc.so.11.2" if major == "11" else f"libnvrtc.so.{major}"  # the name from 11.2 to 11.8
     for folder in folders if major else ():
         for pattern in (f"*/lib/{name}", f"lib/{name}", f"lib64/{name}"):
             for path in sorted(folder.glob(pattern)):

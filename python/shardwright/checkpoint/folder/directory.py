@@ -131,7 +131,7 @@ class Directory:
             if failure:
                 raise CheckpointError(f"{failure}; the checkpoints are in '{self.path}'")
 
-    # what a save replaces and removes --------------------------------------------------------------------------------
+    # replacing and removing --------------------------------------------------------------------------------
 
     def target(self, step: int, metric: float | None) -> Target:
         """Return the folder of a save. Raise CheckpointError on rank 0 if the directory cannot be read."""
@@ -169,7 +169,7 @@ class Directory:
             return False
         return True
 
-    # what a restore takes -------------------------------------------------------------------------------------------
+    # candidates of a restore -------------------------------------------------------------------------------------------
 
     def list(self, *, is_preference: bool = False) -> list[tuple[int, str]]:
         """Return rank 0's list of (step, path) of folders with a manifest: oldest first, or in order of preference, best last."""

@@ -40,7 +40,7 @@ class Mirror:
         self._asked = self._answered = 0
         self._failure = ""
         self._closing = False
-        self.remote_only: list[Kept] = []  # as of the last listed()
+        self.remote_only: list[Kept] = []  # at the last call of listed()
         self._copied: set[str] | None = None  # nonces in the store; None: not yet listed
         discard(os.path.join(directory, _LINKS))
         self._thread = threading.Thread(target=self._run, name="shardwright upload", daemon=True)

@@ -51,7 +51,7 @@ def local_folder(address: str, chosen: str | os.PathLike[str] | None) -> str:
 
 
 def is_of_content(error: Exception) -> bool:
-    """Return True if a download failed because of the checkpoint's content, not of the transfer or the disk."""
+    """Return True if the checkpoint's content made a download fail, not the transfer or the disk."""
     return isinstance(error, _NO_FILE) or (isinstance(error, CheckpointError) and error.errno is None)
 
 
@@ -162,7 +162,7 @@ class Store:
         goes_on = self._read(marker) == folder.nonce.encode()
         if not goes_on:
             with contextlib.suppress(*_NO_FILE):
-                self._fs.rm_file(self._path(name, MANIFEST))  # from now on the old folder is no checkpoint
+                self._fs.rm_file(self._path(name, MANIFEST))  # from now on the old folder is not a checkpoint
             self._fs.makedirs(self._path(name), exist_ok=True)
             self._fs.pipe_file(marker, folder.nonce.encode())
         for path, nbytes in folder.files.items():

@@ -354,7 +354,7 @@ def try_random_state(states: Mapping[str, Any]) -> None:
     if numpy and states.get("numpy") is not None:
         numpy.random.RandomState().set_state(states["numpy"])
     if not all(each.dtype == torch.uint8 and each.ndim == 1 for each in states.get("cuda") or ()):
-        raise CheckpointError("the state of a CUDA generator is no tensor of bytes")
+        raise CheckpointError("the state of a CUDA generator is not a tensor of bytes")
 
 
 def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:

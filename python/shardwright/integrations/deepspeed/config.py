@@ -125,14 +125,14 @@ def load_config(config: Any) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"{os.fspath(config)}: the key {twice[0]!r} stands twice in one section")
+            raise ValueError(f"{os.fspath(config)}: the key {twice[0]!r} appears twice in one section")
         return dict(pairs)
 
     with open(config, encoding="utf-8") as file:
         try:
             found = json.load(file, object_pairs_hook=without_repeats)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{os.fspath(config)} is no JSON: {error}") from None
+            raise ValueError(f"{os.fspath(config)} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{os.fspath(config)} must hold a JSON object, got {type(found).__name__}")
     return found

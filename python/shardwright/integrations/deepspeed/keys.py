@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's JSON, each with what it becomes here: one table for the reader, the report and the document.
+"""The keys of DeepSpeed's JSON and their translation: one table for the reader, the report and the document.
 
 A row is `keys | state | text`. Keys that share a row share its section. The states:
 
@@ -6,7 +6,7 @@ mapped      the key sets something here; the text says what
 no meaning  any value is accepted, and nothing changes; the text says why
 refused     a value that switches the feature on is an error; the text names the nearest thing
 
-A section that is mapped knows its keys. Below a section of another state any key is accepted.
+Inside a mapped section an unknown key is an error. Inside a section of another state any key is accepted.
 """
 
 from __future__ import annotations

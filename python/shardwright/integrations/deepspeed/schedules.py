@@ -38,7 +38,7 @@ def _each(optimizer: torch.optim.Optimizer, name: str, value: _Values) -> list[f
 
 
 def _warmup(kind: str, steps: int, step: int) -> float:
-    """Return the fraction of the warm-up from the first to the largest rate at `step`, which is below `steps`."""
+    """Return the progress of the warm-up at `step` < `steps`: 0 at the first rate, 1 at the largest."""
     return step / steps if kind == "linear" else math.log(step + 1) / math.log(steps)
 
 

@@ -28,7 +28,7 @@ def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
 
 
 def small_tensor(value: Any, dtype: str) -> torch.Tensor:
-    """Return the tensor of an entry whose value is in description_of()."""
+    """Return the tensor of a ("tensor", dtype, value) entry of description_of()."""
     return torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
 
 

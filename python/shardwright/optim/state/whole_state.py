@@ -34,7 +34,7 @@ class StateNames:
 def with_state(optimizer: Any) -> Iterator[None]:
     """Inside, give an optimizer without state on any rank the state of a first step. Collective."""
     state, comm = optimizer._inner.state, optimizer.replica.group.comm
-    if any(each == b"\1" for each in comm.all_gather_bytes(bytes([bool(state)]), "whether an optimizer has state")):
+    if any(each == b"\1" for each in comm.all_gather_bytes(bytes([bool(state)]), "presence of optimizer state")):
         yield
         return
     state.update(_of_first_step(optimizer))

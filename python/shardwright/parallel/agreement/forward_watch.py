@@ -12,9 +12,9 @@ __all__ = ["ForwardWatch"]
 
 _logger = logging.getLogger("shardwright")
 _UNENDED_FORWARD = (
-    "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks pair "
-    "their backwards by counting them: unless the other ranks leave this batch out too, or it is repeated here, they average it with "
-    "the next one of this rank from now on"
+    "rank %d: a forward of %s ended in an exception, and the next one begins without a step of the optimizer between them. Ranks match "
+    "their backwards by count. Skip this batch on all ranks, or repeat it on this one; otherwise all later averages mix different "
+    "batches"
 )
 
 

@@ -20,7 +20,7 @@ import torch
 from ..._engine import Error
 from ...torch_compat.optimizers import on_meta
 
-#: keys of a parameter group that are no hyperparameters: implementation options, schedulers' values, newer torch's keys
+#: keys of a parameter group that are not hyperparameters: implementation options, schedulers' values, newer torch's keys
 _BESIDE = frozenset(
     ("params", "indices", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize", "master")
     + ("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
@@ -235,8 +235,8 @@ def check_members(
         raise ValueError(not_of(label, strangers[0][1], strangers[0][0]))
     if strangers and len(strangers) == sum(len(group["params"]) for group in optimizer.param_groups):
         raise ValueError(
-            f"optimizer: none of its {len(strangers)} parameters is one of the wrapped {label}, which it would not train: give wrap the "
-            "optimizer that was made from this module's parameters"
+            f"optimizer: none of its {len(strangers)} parameters is one of the wrapped {label}, so it would not train the module: "
+            "pass the optimizer that was made from this module's parameters"
         )
 
 

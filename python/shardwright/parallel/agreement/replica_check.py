@@ -261,11 +261,11 @@ class ReplicaCheck:
             said = dict(enumerate(map(json.loads, of_all)))
         rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in said.items() if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
-        none = "no rank brought one, so that it came with their sum"
+        none = "every rank's own gradients are finite, but their sum is not"
         if any(check.has_model_ranks for check in (self, *parts)):
-            none = "none of the ranks that average with this one brought one: see the ranks with other shards"
+            none = "the gradients of all ranks that average with this one are finite: see the ranks with other shards"
         if len(said) < replica.group.world_size:
-            none = f"rank {replica.group.rank} brought none, and others are not asked while ranks join"
+            none = f"rank {replica.group.rank} brought none, and other ranks are not asked during a join"
         why = "; ".join(rows[:_MOST_NAMED]) + more or none
         raise Error(f"{replica.label}, {self._steps_before(replica)} steps after {self._since}: {NOT_FINITE}: {why}")
 

@@ -138,7 +138,7 @@ class HostBuckets:
                 raise
             self.reason = str(error)
             return
-        if not slicing.is_replicated:  # else a rank may not see all other ranks' outcomes
+        if not slicing.is_replicated:  # otherwise a rank may not see all ranks' outcomes
             self._outcomes = Outcomes(self._arena, self._nbytes, group.rank, group.world_size, self._home)
         if self.is_home:
             populate(self._arena, [*map(self._range, buckets), *[(self._narrow_offset, narrow_bytes)] * narrows])
