@@ -15,7 +15,7 @@ import torch
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
 from ..comm.failures import PEER_LOST
 from ..optim.sharded import ShardedOptimizer
-from . import rows, tree
+from . import tree
 from .device_staging import DeviceStaging
 from .folder.partial import is_abandoned
 from .memory.repeated import Repeated, optimizer_json
