@@ -172,6 +172,25 @@ def test_a_killed_rank_and_a_flipped_bit_leave_the_bits_of_a_run_without(tmp_pat
     assert all(row["steps_lost"] <= 2 for row in report["faults"])
 
 
+@pytest.mark.skipif(not LONG, reason="starts ranks of torchrun six times")
+@pytest.mark.timeout(900)
+def test_the_plan_of_the_examples_leaves_the_bits_of_a_run_without(tmp_path, in_memory):
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "9",
+    ]
+    plan = str(ROOT / "examples" / "10_faults.json")
+    done, report = run_chaos(tmp_path, plan, *torchrun, SURVIVE, in_memory + "/{run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert report["state_equal"] is True and [row["fired"] for row in report["faults"]] == [True] * 3, report
+
+
 @pytest.mark.skipif(not LONG, reason="starts ranks of torchrun four times")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", [["--standalone"], ["--master-port", "29517"]], ids=["c10d", "static"])

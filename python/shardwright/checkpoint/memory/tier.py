@@ -343,9 +343,9 @@ class MemoryTier:
                 mine = self._look()
             except (CheckpointError, OSError) as error:
                 _logger.warning("steps in memory cannot be read: %s", error)
-        told, noted = zip(*self._peers.exchange([mine, self._rollbacks()], "steps in memory"))
+        images_of, noted = zip(*self._peers.exchange([mine, self._rollbacks()], "steps in memory"))
         found: dict[Any, dict[int, list[tuple[str, dict[int, tuple[int, int]]]]]] = {}
-        for rank, images in enumerate(told):
+        for rank, images in enumerate(images_of):
             for name, *key, ranks in images:
                 held = {int(each): (sizes[0], sizes[1]) for each, sizes in ranks.items()}
                 found.setdefault(tuple(key), {}).setdefault(self._hosts[rank], []).append((name, held))
