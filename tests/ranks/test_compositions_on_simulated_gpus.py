@@ -9,6 +9,7 @@ from typing import Any
 import expert_subjects as experts
 import model_parallel_subjects as tensors
 import pytest
+import test_experts_train_over_a_group_of_their_own as groups
 import test_pipeline_stages_average_once_a_step as stages
 import torch
 import torch.distributed.pipelining  # seconds: here once, and not on every rank
@@ -22,7 +23,15 @@ from simulated_gpus import SimulatedGpus, meet, run, sw
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 
-KINDS = ("of_stages", "of_experts", "of_lean_experts", "of_offloaded_tensors", "of_saved_tensors", "of_tensors")
+KINDS = (
+    "of_stages",
+    "of_experts",
+    "of_idle_experts",
+    "of_lean_experts",
+    "of_offloaded_tensors",
+    "of_saved_tensors",
+    "of_tensors",
+)
 
 
 class OnGpu:
@@ -46,7 +55,7 @@ class OnGpu:
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        for each in (experts, tensors, stages):
+        for each in (experts, tensors, stages, groups):
             patch.setattr(each, "sw", OnGpu(gpus))
         patch.setattr(device_offload, "SLOT_BYTES", 1 << 10)
         yield
@@ -97,6 +106,24 @@ def of_experts(zero: Any, rank: int) -> Any:
     model, optimizer = experts.wrapped(experts.mesh_of(2), zero)
     norms = experts.train(model, optimizer, rank, 3)
     return sw.full_state_dict(model), norms
+
+
+def of_idle_experts(zero: Any, rank: int) -> Any:
+    """Ranks of one column leave their experts out, and in the second step all do."""
+    mesh = experts.mesh_of(2)
+    torch.manual_seed(0)
+    model = groups.Skipping(mesh, torch.float32)
+    options = {"share_parameters": False} if zero == "private" else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    zero, options["groups"] = 3 if zero == "private" else zero, {"experts": mesh["dp_mod_ep"]}
+    model, optimizer = groups.sw.wrap(model, optimizer, zero=zero, **options)
+    uses = model.module.uses_experts
+    for step in range(3):
+        optimizer.zero_grad()
+        model.module.uses_experts = uses and step != 1
+        model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+        optimizer.step()
+    return sw.full_state_dict(model), []
 
 
 def of_lean_experts(zero: Any, rank: int) -> Any:
