@@ -715,6 +715,23 @@ def test_a_step_with_other_tensors_is_not_taken_for_the_one_before(rank, world_s
                 assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, number
 
 
+@on_every_rank(at_least=LEAST)
+def test_an_array_among_the_options_comes_back_from_memory(rank, world_size):
+    """It is a tensor of its own, for which the steps before have no room."""
+    folder = shared_folder(rank)
+    pair = build(Small, 0)
+    group = pair[1].param_groups[0]
+    with sw.Checkpointer(folder, *pair, memory_every=1) as checkpoints:
+        for step in range(6):
+            trained(0, pair, None, step, step + 1)
+            if step == 2:
+                group["curve"] = numpy.arange(3.0)
+            checkpoints.save(step, every=100)
+            assert checkpoints._memory.are_ready is (step == 1), step
+        group["curve"] = None
+        assert checkpoints.restore() == 6 and group["curve"].tolist() == [0.0, 1.0, 2.0]
+
+
 def whole_state(model, optimizer):
     state = [each[key].clone() for each in optimizer.state.values() for key in sorted(each)]
     lr = optimizer.param_groups[0]["lr"]

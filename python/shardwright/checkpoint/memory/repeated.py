@@ -119,7 +119,7 @@ class Repeated:
         try:
             if mark is None or mark != self._options:
                 tree.encode(options, "options", tensors)
-                self._options, self._optimizer_text = mark, b""
+                self._options, self._optimizer_text = None if tensors else mark, b""  # an array has a mark, too
             return not tensors and not further_state(training.optimizer)
         except CheckpointError:
             return False
