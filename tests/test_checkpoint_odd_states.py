@@ -19,6 +19,7 @@ import shardwright as sw
 import torch
 from shardwright.checkpoint import files, writing
 from shardwright.checkpoint.folder import retention
+from shardwright.checkpoint.state import content
 from torch import nn
 
 
@@ -378,3 +379,25 @@ def test_what_fails_once_the_directory_is_taken_lets_go_of_it(tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="no hooks here"):
         sw.Checkpointer(tmp_path, model, optimizer, snapshot="lazy")
     sw.Checkpointer(tmp_path, model, optimizer).close()
+
+
+def test_a_state_of_numpys_generator_that_is_kept_is_the_present_one() -> None:
+    """A normal number is made with another, which stays pending outside the numbers of the generator."""
+    before = numpy.random.get_state()
+    numpy.random.seed(3)
+    kept: dict[str, object] = {}
+    numpy.random.normal()
+    pending = numpy.random.get_state()
+    changes: list[Callable[[], object]] = [lambda: None, numpy.random.normal, lambda: numpy.random.set_state(pending)]
+    changes += [numpy.random.normal, numpy.random.rand, lambda: None, lambda: numpy.random.seed(3)]
+    assert content._has_numpy_mark(numpy), "this numpy is read in the fast form"
+    try:
+        for number, change in enumerate(changes):
+            change()
+            found: dict[str, torch.Tensor] = {}
+            expected: dict[str, torch.Tensor] = {}
+            assert content.random_state(found, kept) == content.random_state(expected), number
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in found), number
+    finally:
+        numpy.random.set_state(before)

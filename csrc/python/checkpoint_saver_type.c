@@ -211,10 +211,40 @@ static PyObject *saver_close(PyObject *op, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* Parses a list of (source, begin, nbytes, address, eager, on_device). `is_eager` may be NULL. */
+typedef struct packed_source { /* checkpoint/state/content.py, packed() */
+    uint64_t source, begin, size_bytes, address, is_eager, is_on_device;
+} packed_source;
+
+static Py_ssize_t count_sources(PyObject *sources)
+{
+    return PyBytes_Check(sources) ? PyBytes_Size(sources) / (Py_ssize_t)sizeof(packed_source)
+                                  : PyList_Size(sources);
+}
+
+/* Reads number `i` of a list of (source, begin, nbytes, address, eager, on_device), or of bytes. */
+static bool read_source(PyObject *sources, Py_ssize_t i, packed_source *out)
+{
+    Py_ssize_t source;
+    unsigned long long begin, size_bytes, address;
+    int eager, on_device;
+    if (PyBytes_Check(sources)) {
+        memcpy(out, PyBytes_AsString(sources) + (size_t)i * sizeof *out, sizeof *out);
+        return true;
+    }
+    if (!PyArg_ParseTuple(PyList_GetItem(sources, i), "nKKKpp", &source, &begin, &size_bytes,
+                          &address, &eager, &on_device))
+        return false;
+    *out =
+        (packed_source){(uint64_t)source, begin, size_bytes, address, eager != 0, on_device != 0};
+    return true;
+}
+
+/* Reads sources; those of a negative number are not in the plan. `is_eager` may be NULL. */
 static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eager)
 {
-    Py_ssize_t count = PyList_Size(list);
+    Py_ssize_t count = count_sources(list);
+    if (count < 0)
+        return -1;
     *sources = calloc((size_t)count + 1, sizeof **sources);
     if (is_eager)
         *is_eager = calloc((size_t)count + 1, sizeof **is_eager);
@@ -223,23 +253,20 @@ static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eage
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; ++i) {
-        Py_ssize_t source;
-        unsigned long long begin, size_bytes, address;
-        int eager, on_device;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nKKKpp", &source, &begin, &size_bytes,
-                              &address, &eager, &on_device))
+        packed_source each;
+        if (!read_source(list, i, &each))
             return -1;
-        (*sources)[i] = (sw_save_source){.source = (size_t)source,
-                                         .begin = begin,
-                                         .size_bytes = size_bytes,
-                                         .data = (const void *)(uintptr_t)address,
-                                         .is_on_device = on_device != 0};
+        (*sources)[i] = (sw_save_source){.source = (size_t)each.source,
+                                         .begin = each.begin,
+                                         .size_bytes = each.size_bytes,
+                                         .data = (const void *)(uintptr_t)each.address,
+                                         .is_on_device = each.is_on_device != 0};
         if (is_eager)
-            (*is_eager)[i] = eager != 0;
-        if (source < 0 ||
-            (i > 0 && ((*sources)[i - 1].source > (size_t)source ||
-                       ((*sources)[i - 1].source == (size_t)source &&
-                        (*sources)[i - 1].begin + (*sources)[i - 1].size_bytes > begin)))) {
+            (*is_eager)[i] = each.is_eager != 0;
+        if (each.source > INT64_MAX ||
+            (i > 0 && ((*sources)[i - 1].source > each.source ||
+                       ((*sources)[i - 1].source == each.source &&
+                        (*sources)[i - 1].begin + (*sources)[i - 1].size_bytes > each.begin)))) {
             PyErr_Format(PyExc_ValueError,
                          "begin: sources must ascend without overlap; number %zd does not", i);
             return -1;
@@ -266,14 +293,14 @@ static int read_strings(PyObject *list, const char ***strings)
 
 static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
 {
-    if (plan == Py_None && PyList_Size(sources) == 0) /* this rank has no separate state */
+    if (plan == Py_None && count_sources(sources) == 0) /* this rank has no separate state */
         return 0;
     if (Py_TYPE(plan) != state->plan_type) {
         PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
         return -1;
     }
     part->plan = ((plan_object *)plan)->plan;
-    part->source_count = (size_t)PyList_Size(sources);
+    part->source_count = (size_t)count_sources(sources);
     return 0;
 }
 
@@ -388,9 +415,9 @@ static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_save_kept kept = {0};
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sOO!OO!KKdO:keep", names, &request.nonce,
-                                     &shared, &PyList_Type, &shared_sources, &own, &PyList_Type,
-                                     &own_sources, &image, &image_bytes, &timeout_s, &device) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sOOOO!KKdO:keep", names, &request.nonce,
+                                     &shared, &shared_sources, &own, &PyList_Type, &own_sources,
+                                     &image, &image_bytes, &timeout_s, &device) ||
         !enter(self))
         return NULL;
     if (read_plan(state, shared, shared_sources, &request.shared) < 0 ||

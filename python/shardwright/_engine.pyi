@@ -935,7 +935,7 @@ class CheckpointSaver:
         *,
         nonce: str,
         shared: CheckpointPlan,
-        shared_sources: list[tuple[int, int, int, int, bool, bool]],
+        shared_sources: list[tuple[int, int, int, int, bool, bool]] | bytes,
         own: CheckpointPlan | None,
         own_sources: list[tuple[int, int, int, int, bool, bool]],
         image: int,
@@ -944,7 +944,8 @@ class CheckpointSaver:
         device: tuple[DeviceStage, int] | None,
     ) -> tuple[bytes, bytes, int]:
         """Write this rank's part into the image at address `image`, where block n lies at n MiB, the own plan's blocks behind those of
-        the shared plan. Return its tallies, its runs as pairs of 8-byte words (begin, bytes), and their bytes."""
+        the shared plan. Return its tallies, its runs as pairs of 8-byte words (begin, bytes), and their bytes. As bytes, sources
+        are six 8-byte words each."""
     def warm(self, nbytes: int, /) -> bool:
         """Staging for a save of as many bytes is touched by a thread of its own. Whether that could be begun."""
     def protect(self) -> None:

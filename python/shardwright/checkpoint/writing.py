@@ -158,7 +158,7 @@ class _Layout:
 class Ready:
     """The content of one step on a rank: its sources, rank 0's own files, and the owner of their memory."""
 
-    sources: list[Source]
+    sources: list[Source] | bytes
     own: Content | None
     held: Content
 

@@ -16,7 +16,7 @@ from .. import tree
 from ..device_staging import DeviceStaging
 from ..rows import LINES, Rows, add_rows, dense, structure_of
 from ..slices import Sliced, is_dtensor
-from ..state.content import Content, Source, group_options, holds_shards, parameter_names
+from ..state.content import Content, Source, group_options, holds_shards, packed, parameter_names
 from ..state.names import ModelTensors, walk
 from ..state.optimizer_extras import further_state
 
@@ -158,7 +158,7 @@ class OwnRows:
     Attributes
     ----------
     content : Content
-    sources : its sources.
+    sources : its sources, packed.
     """
 
     def __init__(self, rows: Rows, tensors: Mapping[str, torch.Tensor], content: Content) -> None:
@@ -171,7 +171,7 @@ class OwnRows:
             add_rows(content, rows, b"", self._copies)
             nbytes, begin, _ = content.lines[LINES]
             content.lines[LINES] = nbytes, begin, self._line
-            self.sources = content.sources()
+            self.sources = packed(content.sources())
 
     @torch.no_grad()
     def fill(self, body: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -74,7 +74,7 @@ class MemoryTier:
         self._directory = directory
         self._branch = 0  # number of rollbacks so far
         self._checked: Any = None  # the layout for which the budget was checked
-        self._files: tuple[Any, list[File]] = None, []  # (plan, its files) of the last plan
+        self._files: list[tuple[Any, list[File]]] = []  # (plan, its files) of the last two plans
         self._has_warned = self.are_ready = False
         self.told: list[Any] = []
         self.skipped = self.kept_bytes = self.fetched_bytes = 0
@@ -205,7 +205,7 @@ class MemoryTier:
         nonce: str,
         layout: Any,
         plan: CheckpointPlan,
-        sources: list[Any],
+        sources: list[Any] | bytes,
         own: tuple[CheckpointPlan, list[Any]] | None,
         share: Callable[[], tuple[int, bool]],
         device: Any,
@@ -252,14 +252,16 @@ class MemoryTier:
             "branch": self._branch,
         }
         if own_plan is not None:
-            head["files"] = [*self._files_of(plan), *_files_of(own_plan)]
+            head["files"] = [*self._files_of(plan), *self._files_of(own_plan)]
         image.write(self._index, Table(head, runs, tallies).encode())
 
     def _files_of(self, plan: CheckpointPlan) -> list[File]:
-        """Return a plan's files, cached for the last plan."""
-        if self._files[0] is not plan:
-            self._files = plan, _files_of(plan)
-        return self._files[1]
+        """Return a plan's files, cached for the last two plans."""
+        for known, files in self._files:
+            if known is plan:
+                return files
+        self._files = [*self._files[-1:], (plan, _files_of(plan))]
+        return self._files[-1][1]
 
     def _image(
         self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any

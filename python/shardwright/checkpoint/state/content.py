@@ -6,10 +6,13 @@ Every rank knows the shared content: model, optimizer, and one line and rows for
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
 import random
+import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -31,6 +34,8 @@ BY_ALL, BY_FIRST, IN_PARTS = 0, 1, 2
 #: arguments of CheckpointPlan: groups of tensors, and texts
 Entries = tuple[list[tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]], list[tuple[str, int, int]]]
 MODEL_METADATA = {"format": "pt"}
+_PACKED = struct.Struct("=6Q")
+_MT19937_BYTES = 4 * (624 + 1)  # its numbers and its position
 
 
 @dataclasses.dataclass
@@ -171,6 +176,11 @@ class Content:
             yield first * tensor.dtype.itemsize, there.nbytes, there.data_ptr(), on_device
 
 
+def packed(sources: Sequence[Source]) -> bytes:
+    """Return sources as CheckpointSaver.keep() takes them, too: without a Python object a number."""
+    return b"".join(_PACKED.pack(*each) for each in sources)
+
+
 def digest_of(entries: Entries) -> bytes:
     """Return a digest of the arguments of a plan, which take more memory than the plan."""
     found = hashlib.blake2b(repr(entries[1]).encode("utf-8", "surrogatepass"), digest_size=16)
@@ -307,22 +317,58 @@ def ordered_parameters(optimizer: Any, names: Mapping[int, str], found: ModelTen
 
 
 def random_state(tensors: dict[str, torch.Tensor], kept: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the states of this process's random generators as a tree. `kept`: caches Python's encoded state between
-    calls, since it is slow to encode and rarely changes."""
-    numpy = sys.modules.get("numpy")
-    states = {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-        "numpy": _numpy_state(numpy) if numpy else None,
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
-    }
+    """Return the states of this process's random generators as a tree. `kept`: caches the encoded states of Python and
+    numpy between calls, since they are slow to encode and rarely change."""
     kept = {} if kept is None else kept
-    if kept.get("state") != states["python"]:
-        kept["node"], kept["state"] = tree.encode(states["python"], "random.python", tensors), states["python"]
-    return {
-        key: kept["node"] if key == "python" else tree.encode(value, f"random.{key}", tensors)
-        for key, value in states.items()
-    }
+    python = random.getstate()
+    if kept.get("state") != python:
+        kept["node"], kept["state"] = tree.encode(python, "random.python", tensors), python
+    found = {"python": kept["node"], "torch": tree.encode(torch.get_rng_state(), "random.torch", tensors)}
+    found["numpy"] = _numpy_tree(sys.modules.get("numpy"), tensors, kept)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return found | {"cuda": tree.encode(cuda, "random.cuda", tensors)}
+
+
+def _numpy_tree(numpy: Any, tensors: dict[str, torch.Tensor], kept: dict[str, Any]) -> Any:
+    if numpy is None:
+        return None
+    mark = _numpy_mark(numpy) if _has_numpy_mark(numpy) else None
+    if mark is None or kept.get("numpy_mark") != mark:
+        held: dict[str, torch.Tensor] = {}
+        kept["numpy"] = tree.encode(_numpy_state(numpy), "random.numpy", held), held
+        kept["numpy_mark"] = mark
+    tensors |= kept["numpy"][1]
+    return kept["numpy"][0]
+
+
+def _numpy_mark(numpy: Any) -> tuple[bytes, bytes] | None:
+    """Return bytes that change with numpy.random's state: get_state() converts 624 numbers one by one. None: no MT19937.
+
+    A RandomState has a pending normal number inside its object; the rest is in its generator's struct."""
+    holder = numpy.random.get_state.__self__
+    generator = holder._bit_generator
+    if type(generator).__name__ != "MT19937":
+        return None
+    return _bytes_of(holder), ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Return the bytes of an object beyond its count of references."""
+    skipped = ctypes.sizeof(ctypes.c_ssize_t)
+    return ctypes.string_at(id(value) + skipped, type(value).__basicsize__ - skipped)
+
+
+@functools.cache
+def _has_numpy_mark(numpy: Any) -> bool:
+    """Return True if _numpy_mark() works with this numpy: a pending normal number shows in the object."""
+    try:
+        trial, marks = numpy.random.RandomState(0), []
+        for _ in range(3):
+            marks.append(_bytes_of(trial))
+            trial.standard_normal()  # the second one is the one that was pending
+        return sys.implementation.name == "cpython" and marks[0] != marks[1] != marks[2] and bool(_numpy_mark(numpy))
+    except Exception:  # a numpy of another make
+        return False
 
 
 def _numpy_state(numpy: Any) -> Any:
