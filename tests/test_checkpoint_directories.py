@@ -242,8 +242,9 @@ def test_an_abandoned_checkpoint_is_better_than_none(tmp_path):
     assert value_after(tmp_path, step=2) == (2, 2.0)
     (tmp_path / "step-000002" / "MANIFEST.json").write_text("{")
     assert value_after(tmp_path) == (5, 5.0)
-    (tmp_path / ".branch").write_text("[")  # damage of the note costs no checkpoint
-    assert value_after(tmp_path) == (5, 5.0)
+    for damage in ("[", "[]", '{"abandoned": [], "rollbacks": [1e999]}'):
+        (tmp_path / ".branch").write_text(damage)  # costs no checkpoint
+        assert value_after(tmp_path) == (5, 5.0)
 
 
 def test_retention_counts_no_checkpoint_of_an_abandoned_course(tmp_path, capsys):

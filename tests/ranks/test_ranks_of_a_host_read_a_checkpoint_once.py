@@ -35,12 +35,14 @@ def step(model, optimizer, rank):
 
 
 class Reads:
-    """A context that counts the bytes of every load of the folder, past the page cache and through it."""
+    """A context that counts the bytes of every load of the folder, past the page cache and through it, and the turns in which
+    values are read."""
 
     def __init__(self):
         from shardwright.checkpoint.restore import filling
 
         self._filler, self.direct, self.cached = filling.Filler, 0, 0
+        self.turns = set()
 
     def __enter__(self):
         self._load = load = self._filler._load
@@ -48,6 +50,7 @@ class Reads:
         def counted(filler, pieces, *, direct, turn=(0, 1)):
             count = sum(piece.nbytes for piece in pieces)
             self.direct, self.cached = self.direct + direct * count, self.cached + (not direct) * count
+            self.turns |= {turn} if any(piece.address for piece in pieces) else set()
             load(filler, pieces, direct=direct, turn=turn)
 
         self._filler._load = counted
@@ -133,7 +136,7 @@ def test_a_rank_that_cannot_read_its_part_after_the_verdict_stops_all(rank, worl
 
 @on_every_rank(at_least=3, deadline_s=90)
 def test_ranks_with_other_memory_read_by_themselves(rank, world_size):
-    """Rank 1 holds a weight of another layout, into which bytes cannot be read in place."""
+    """Rank 1 holds a weight of another layout, into which bytes cannot be read in place. Each rank begins elsewhere."""
     folder = shared_folder(rank)
     torch.manual_seed(1)
     model = torch.nn.Linear(600, 700, bias=False)
@@ -149,3 +152,4 @@ def test_ranks_with_other_memory_read_by_themselves(rank, world_size):
         sw.load(f"{folder}/a", model)
     assert torch.equal(model.weight, wanted)
     assert gather(reads.direct) == [0] * world_size
+    assert reads.turns == {(rank, world_size)}

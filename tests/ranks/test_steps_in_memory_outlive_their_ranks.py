@@ -406,6 +406,20 @@ def test_a_host_that_was_away_does_not_bring_back_steps_that_a_rollback_abandone
 
 
 @on_every_rank(at_least=LEAST)
+def test_a_step_that_was_restored_stays_until_the_next_is_complete(rank, world_size):
+    """The step after it, which the rollback abandoned, makes room."""
+    folder = shared_folder(rank)
+    pair = build(Small, 0)
+    with sw.Checkpointer(folder, *pair, memory_every=1) as checkpoints:
+        for begin, end, found in ((0, 3, [2, 3]), (2, 3, [2, 3]), (3, 4, [3, 4])):
+            for step in range(begin, end):
+                trained(0, pair, None, step, step + 1)
+                checkpoints.save(step, every=100)
+            assert [each.step for each in checkpoints._memory.candidates()] == found
+            assert begin or checkpoints.restore(step=2) == 2
+
+
+@on_every_rank(at_least=LEAST)
 def test_where_memory_does_not_suffice_the_disk_alone_is_used(rank, world_size):
     folder = shared_folder(rank)
     pair = build(Small, 0)

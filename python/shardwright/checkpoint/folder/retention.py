@@ -186,7 +186,7 @@ def _branch(directory: str) -> tuple[set[str], list[int]]:
         return nonces, [int(step) for step in noted.get("rollbacks", [])]
     except FileNotFoundError:
         return set(), []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         logger.warning("'%s' cannot be read (%s): restore() takes the newest checkpoint", path, error)
         return set(), []
 

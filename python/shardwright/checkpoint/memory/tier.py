@@ -429,7 +429,7 @@ class MemoryTier:
     def took(self, chosen: Candidate) -> None:
         """Keep the restored candidate until the next step is complete."""
         names = [name for host in chosen.parts for name, _ in host]
-        self._complete = int(names[0].rpartition("-")[2]), chosen.step
+        self._complete, self._last = (int(names[0].rpartition("-")[2]), chosen.step), None
 
     def forget_after(self, step: int) -> None:
         """Take part in a rollback, which Directory.go_on_from() has noted: later steps are no candidates any more."""

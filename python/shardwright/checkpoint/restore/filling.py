@@ -76,8 +76,7 @@ class Filler:
                 if piece[:4] not in self._done:
                     shared.append(piece)
                 landed.append(functools.partial(_land, target, memory))
-        alone = self._turn[1] == 1
-        self._read(shared, direct=alone, turn=self._turn)
+        self._read(shared, direct=self._turn[1] == 1)
         self._read(own, direct=True)
         for land in landed:
             land()
@@ -169,9 +168,9 @@ class Filler:
             return slice_of_dtensor(target, self._boxes)
         return target if isinstance(target, Sliced) else None
 
-    def _read(self, pieces: Iterable[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
+    def _read(self, pieces: Iterable[_Piece], *, direct: bool) -> None:
         ordered = sorted(pieces, key=lambda each: (each.path, each.begin))
-        self._load(ordered, direct=direct, turn=turn)
+        self._load(ordered, direct=direct, turn=(0, 1) if direct else self._turn)
         self._mark(ordered)
 
     def _mark(self, read: Iterable[_Piece | Place]) -> None:
