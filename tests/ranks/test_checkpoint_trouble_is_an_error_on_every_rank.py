@@ -330,7 +330,7 @@ def test_what_must_not_be_replaced_or_passed_over_is_named_by_all(rank, world_si
     assert "replaces only checkpoints" in agreed(lambda: sw.save(refused, model, overwrite=True))
     sw.save(f"{folder}/runs/step-000001", model, overwrite=True)
     gather(None)  # rank 0 returns when it has removed what was replaced; the others when the new one is durable
-    assert sorted(os.listdir(f"{folder}/runs")) == [".lock", "step-000001", "step-000002", "step-000003"]
+    assert sorted(os.listdir(f"{folder}/runs")) == [".branch", ".lock", "step-000001", "step-000002", "step-000003"]
 
 
 @on_every_rank(at_least=2, deadline_s=60)

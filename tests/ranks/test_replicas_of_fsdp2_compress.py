@@ -150,7 +150,7 @@ def test_misuse_is_named(rank, world_size):
         sw.hooks.compress_all_reduce(Mlp(), sw.Bf16(), mesh["replicate"])
     native = Mlp()
     fsdp.fully_shard(native, mesh=mesh)
-    with pytest.raises(sw.Error, match=r"give fully_shard the sharded dimension alone, mesh\['shard'\]"):
+    with pytest.raises(sw.Error, match=r"give fully_shard only the sharded dimension, mesh\['shard'\]"):
         sw.hooks.compress_all_reduce(native, sw.Bf16(), mesh["replicate"])
     with pytest.raises(TypeError, match="compress must be sw.Fp16.*, got 'bf16'"):
         sw.hooks.compress_all_reduce(native, "bf16", mesh["replicate"])

@@ -361,12 +361,14 @@ def _bytes_of(value: Any) -> bytes:
 @functools.cache
 def _has_numpy_mark(numpy: Any) -> bool:
     """Return True if _numpy_mark() works with this numpy: a pending normal number shows in the object."""
+    if sys.implementation.name != "cpython":  # where id() is no address
+        return False
     try:
         trial, marks = numpy.random.RandomState(0), []
         for _ in range(3):
             marks.append(_bytes_of(trial))
             trial.standard_normal()  # the second one is the one that was pending
-        return sys.implementation.name == "cpython" and marks[0] != marks[1] != marks[2] and bool(_numpy_mark(numpy))
+        return marks[0] != marks[1] != marks[2] and bool(_numpy_mark(numpy))
     except Exception:  # a numpy of another make
         return False
 
