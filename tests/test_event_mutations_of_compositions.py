@@ -69,6 +69,7 @@ UNSEEN = (
     ),
     ("the ranks agree right after it", "slot_memory.c", "creation of the communicator"),
     ("a transport's creation or failure", "slot_rounds.c", "t->ended", "limit_ns"),
+    ("the end of a transport", "slot_transport.c", "t->ended"),
     (
         "a module ends after the host has read its values, or with all of its work done",
         "device_reducer.c",
