@@ -1,6 +1,8 @@
-"""Law of the GPU path's order under compositions: each wait and each record that tensor parallelism, pipelines and experts beside data
-parallelism come to is needed by their own scenes (tests/ranks/test_compositions_on_simulated_gpus.py). The mutations are those of
-test_event_mutations.py; here the ranks' engine is the mutated one. An engine that notes each place finds the scenes that come there.
+"""Law of the GPU path's order under compositions: the scenes of tensor parallelism, pipelines and experts beside data parallelism
+(tests/ranks/test_compositions_on_simulated_gpus.py) fail without a wait or a record that they reach, or UNSEEN has the reason why not.
+
+The mutations are those of test_event_mutations.py, and each is built into the engine of the ranks. An engine that notes each place
+finds the scenes that reach it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from test_event_mutations import LONG, PYTHON, Mutation, mutations, polls, recor
 from test_layers import built_objects
 
 SCENES = "tests/ranks/test_compositions_on_simulated_gpus.py"
-#: the shorter ones first, but for files of which most is in another
+#: scenes, the shorter ones first
 KINDS = (
     "of_experts",
     "of_idle_experts",
@@ -31,6 +33,7 @@ KINDS = (
     "of_saved_tensors",
     "of_offloaded_tensors",
 )
+#: file -> the scene that reaches most of it, which runs first
 FIRST = {
     "device_stage.c": "of_saved_tensors",
     "device_offload.c": "of_offloaded_tensors",
@@ -41,7 +44,7 @@ FIRST = {
 IMPORTS = ("torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest")
 LIMIT_S = 600
 ALL = [*mutations(), *polls(), *records()]
-#: why no scene can tell, file, parts of the texts of waits and records; test_event_mutations.py sees each of them
+#: (reason why no scene fails, file, parts of the texts of its waits and records); test_event_mutations.py sees each of them
 UNSEEN = (
     (
         "a save has compared equal tensors, for which the host waits",
@@ -95,7 +98,7 @@ UNSEEN = (
 
 
 def reason_unseen(mutation: Mutation) -> str | None:
-    """Why a mutation may stay unseen; None: it may not."""
+    """Return the reason why a mutation may stay unseen; None: it may not."""
     for reason, file, *parts in UNSEEN:
         if file == mutation.file.name and any(part in mutation.text for part in parts):
             return reason
@@ -118,7 +121,7 @@ void note_place(int number)
 
 
 def noting() -> dict[Path, str]:
-    """The files with mutations, in which each place calls note_place()."""
+    """Return the files with mutations, in which each place calls note_place()."""
     changed: dict[Path, str] = {}
     at_once = sorted(enumerate(ALL), key=lambda pair: pair[1].start, reverse=True)
     for number, mutation in at_once:
@@ -138,7 +141,7 @@ def noting() -> dict[Path, str]:
 
 
 def engine(folder: Path, changed: dict[Path, str], more: str = "") -> Path:
-    """A package with the tree's Python and an engine in which files are changed; the folder that holds it."""
+    """Build a package with the tree's Python and an engine in which files are changed. Return the folder that holds it."""
     include = ["-Icsrc", "-include", "csrc/platform/glibc_compat.h"]
     relaxed = [flag for flag in shipped_flags() if flag != "-Werror"]
     command = [os.environ.get("CC", "gcc"), *relaxed, "-w", "-D_GNU_SOURCE", "-fPIC", "-pthread"]
@@ -161,7 +164,7 @@ def engine(folder: Path, changed: dict[Path, str], more: str = "") -> Path:
 
 @functools.cache
 def warm() -> subprocess.Popen[str]:
-    """The process out of which scenes run."""
+    """Return the process that forks the scenes."""
     command = [sys.executable, str(ROOT / "tests" / "warm_pytest.py"), *IMPORTS]
     started = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(started.terminate)
@@ -169,15 +172,19 @@ def warm() -> subprocess.Popen[str]:
 
 
 def succeeds(package: Path, kind: str, transport: str, places: str = "") -> bool:
-    """Whether a scene succeeds with an engine."""
+    """Return whether a scene succeeds with an engine. A scene that only runs out of time gives no verdict, and fails the test."""
     environment = {"SHARDWRIGHT_GPU_TRANSPORT": transport, "SW_PLACES": places, "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = ["-q", "-x", "-p", "no:cacheprovider", SCENES, "-k", f"[{kind}]"]
-    given = {"path": str(package), "environment": environment, "arguments": arguments, "limit_s": LIMIT_S}
+    output = package / "output.txt"
+    given = {"path": str(package), "environment": environment, "arguments": arguments, "output": str(output)}
     process = warm()
     assert process.stdin is not None and process.stdout is not None
-    print(json.dumps(given), file=process.stdin, flush=True)
+    print(json.dumps(given | {"limit_s": LIMIT_S}), file=process.stdin, flush=True)
     code = int(process.stdout.readline())
     assert code in (-1, 0, 1), f"pytest ended with {code}: {' '.join(arguments)}"
+    said = output.read_text(errors="replace")
+    is_late = code == -1 or ("did not finish in time" in said and "Traceback" not in said)
+    assert not is_late, f"no verdict, scene {kind} over {transport} ran out of time: {said[-2000:]}"
     return code == 0
 
 
@@ -189,7 +196,7 @@ def test_every_reason_is_that_of_a_mutation() -> None:
 
 @functools.cache
 def scenes_at() -> dict[int, list[tuple[str, str]]]:
-    """Number of a mutation -> the scenes that come there. Unchanged, they succeed."""
+    """Map the number of each mutation to the scenes that reach it. Unchanged, they succeed."""
     found: dict[int, list[tuple[str, str]]] = {number: [] for number in range(len(ALL))}
     with tempfile.TemporaryDirectory() as folder:
         package = engine(Path(folder), noting(), NOTE)

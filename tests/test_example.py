@@ -5,6 +5,7 @@ the README quotes. Its number of threads fits the machine's free cores.
 Programs start slowly: tests that are not about a launcher run in ranks forked from one process with all imports done.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -136,6 +137,29 @@ def train(forked):
     return lambda *arguments, **options: forked(EXAMPLE, *SMALL, *arguments, **options)
 
 
+def children_of(pid):
+    """Return the ranks; torchrun gives each its own session, out of reach of killpg."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def kill_under_torchrun(folder, *arguments):
+    """Kill all ranks and their launcher once the run has a checkpoint in `folder`."""
+    process = start("torchrun", *arguments, "--out", str(folder))
+    try:
+        deadline = time.monotonic() + 60
+        while not newest(folder) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        for pid in [*children_of(process.pid), process.pid]:
+            os.kill(pid, 9)
+        process.communicate()
+
+
 def run(launcher, *arguments):
     """Run a program and return all of its output."""
     process = start(launcher, *arguments)
@@ -172,7 +196,10 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, train):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     length = ["--steps", "60", "--validate-every", "20"]
     train(*length, "--out", whole)
-    train(*length, "--out", killed, killed_when=lambda: newest(killed))  # every rank, in the middle of a step
+    if LONG:
+        kill_under_torchrun(killed, *length)
+    else:
+        train(*length, "--out", killed, killed_when=lambda: newest(killed))  # every rank, in the middle of a step
     assert "step-000020" <= newest(killed) < "step-000060"
     train(*length, "--resume", "--zero", "2", "--out", killed)
     assert saved_losses(killed) == saved_losses(whole)

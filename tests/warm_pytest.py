@@ -2,8 +2,8 @@
 
     python tests/warm_pytest.py IMPORT...      # modules that every run needs
 
-It reads a line of JSON a run, {"path": folder of the package, "environment": {...}, "arguments": [...], "limit_s": seconds}, and writes the
-exit code of pytest in a line; -1 if the run had not ended.
+It reads one line of JSON per run: {"path": folder of the package, "environment": {...}, "arguments": [...], "output": file,
+"limit_s": seconds}. It writes pytest's exit code as one line; -1 if the run did not end in time.
 """
 
 import importlib
@@ -14,15 +14,16 @@ import sys
 import time
 
 
-def run(path, environment, arguments, limit_s):
+def run(path, environment, arguments, output, limit_s):
     pid = os.fork()
     if pid == 0:
         os.setsid()
         os.environ.update(environment)
         sys.path.insert(0, path)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in range(3):
-            os.dup2(nothing, descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for descriptor in (1, 2):
+            os.dup2(written, descriptor)
         code = 70
         try:
             code = int(importlib.import_module("pytest").main(arguments))

@@ -215,10 +215,17 @@ typedef struct packed_source { /* checkpoint/state/content.py, packed() */
     uint64_t source, begin, size_bytes, address, is_eager, is_on_device;
 } packed_source;
 
+/* Returns -1 with an exception if they have neither form. */
 static Py_ssize_t count_sources(PyObject *sources)
 {
-    return PyBytes_Check(sources) ? PyBytes_Size(sources) / (Py_ssize_t)sizeof(packed_source)
-                                  : PyList_Size(sources);
+    Py_ssize_t each = (Py_ssize_t)sizeof(packed_source);
+    if (PyList_Check(sources))
+        return PyList_Size(sources);
+    if (PyBytes_Check(sources) && PyBytes_Size(sources) % each == 0)
+        return PyBytes_Size(sources) / each;
+    PyErr_Format(PyExc_TypeError, "keep: shared_sources must be a list, or bytes in units of %zd",
+                 each);
+    return -1;
 }
 
 /* Reads number `i` of a list of (source, begin, nbytes, address, eager, on_device), or of bytes. */
@@ -293,14 +300,17 @@ static int read_strings(PyObject *list, const char ***strings)
 
 static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
 {
-    if (plan == Py_None && count_sources(sources) == 0) /* this rank has no separate state */
+    Py_ssize_t count = count_sources(sources);
+    if (count < 0)
+        return -1;
+    if (plan == Py_None && count == 0) /* this rank has no separate state */
         return 0;
     if (Py_TYPE(plan) != state->plan_type) {
         PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
         return -1;
     }
     part->plan = ((plan_object *)plan)->plan;
-    part->source_count = (size_t)count_sources(sources);
+    part->source_count = (size_t)count;
     return 0;
 }
 

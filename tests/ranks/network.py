@@ -3,14 +3,11 @@
 Processes on two hosts share no more than processes on two machines. Abstract sockets do not cross, each host has its
 own name, and traffic between hosts passes an interface that counts it, that can be slow, and that can fail.
 
-What one kernel would give processes of one machine and two machines lack is gone: abstract sockets do not cross, each host
-has its own name, and what travels between them passes an interface that counts it, that can be slow, and that fails.
-
     host0 [eth0 10.77.0.1] ---- p0 ]        [ p1 ---- [eth0 10.77.0.2] host1
                                    [ switch ]
 
-The namespaces have no names: they are file descriptors of this process, and the kernel takes them down, interfaces and all,
-when it closes them or ends, however it ends.
+The namespaces have no names. They are file descriptors of this process, so the kernel removes them and their interfaces
+when the process closes them or ends.
 """
 
 from __future__ import annotations

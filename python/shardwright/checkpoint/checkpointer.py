@@ -338,8 +338,7 @@ class Checkpointer:
             return False
         self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
         if not _is_finite(metric):  # the metric of a peer may be finite: that rank begins
-            self._writer.skip(f"metric must be finite, got {metric!r}")
-            raise ValueError(f"metric must be finite, got {metric!r}")
+            self._writer.refuse(ValueError(f"metric must be finite, got {metric!r}"))
         self._begin(step + 1, metric)
         return True
 
@@ -398,8 +397,7 @@ class Checkpointer:
         try:
             target = self._place.target(step, metric)
         except CheckpointError as error:
-            self._writer.skip(str(error))
-            raise
+            self._writer.refuse(error)
         self._writer.begin(
             target.folder,
             step,

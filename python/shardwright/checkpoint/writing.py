@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -227,7 +227,7 @@ class Writer:
         retired: Sequence[str] = (),
         replaces: str = "",
     ) -> None:
-        """Take the snapshot and start writing. Every rank calls begin() or skip() at the same steps.
+        """Take the snapshot and start writing. Every rank calls begin() or refuse() at the same steps.
 
         Parameters
         ----------
@@ -245,8 +245,7 @@ class Writer:
         try:
             self._peers.renew_board(self._board, self._nonce_prefix)
         except CheckpointError as error:
-            self.skip(str(error))
-            raise
+            self.refuse(error)
         self._number += 1
         has_agreed = False
         try:
@@ -350,11 +349,18 @@ class Writer:
         nbytes = held_bytes(training.model, training.optimizer, self._peers.world_size)
         self._saver.warm(nbytes // 2 if lazy else nbytes)  # a lazy save writes most chunks from live memory
 
-    def skip(self, reason: str) -> None:
-        """Report a failure in the agreement, so that no other rank begins this save."""
+    def refuse(self, error: Exception) -> NoReturn:
+        """Report a failure in the agreement, so that no rank begins this save. All ranks raise the same sentence; a rank
+        with a wrong argument raises its own ValueError."""
         self._number += 1
-        with contextlib.suppress(Exception):  # the caller raises its own error
-            self._hear(None, CheckpointError(reason))
+        try:
+            self._hear(None, error)
+        except CheckpointError:
+            if isinstance(error, CheckpointError):
+                raise
+        except Exception as lost:  # the own error is the cause to report
+            raise error from lost
+        raise error
 
     def _start(
         self,

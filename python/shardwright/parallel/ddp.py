@@ -567,9 +567,8 @@ class DistributedDataParallel(TorchDDP):
         replica = self._engine()
         mine = bytes([trains, required])
         said = replica.group.comm.all_gather_bytes(mine, "synchronisation of this backward")
-        if (
-            not replica.backend.capabilities.tells_standing
-        ):  # otherwise the round itself carries the set of contributing ranks
+        # otherwise the round itself carries the set of contributing ranks
+        if not replica.backend.capabilities.tells_standing:
             replica.reducer.set_active(b"".join(each[:1] for each in said))
         return any(each[1] for each in said)
 
@@ -589,8 +588,10 @@ class DistributedDataParallel(TorchDDP):
 
         Notes
         -----
+        The hook gets the buckets at the end of the backward, in order. Its own collectives determine cost and bits.
+
         With groups=, `state` is a dict of states: one for each key of groups=, and under None that of the rest. The hook
-        averages each bucket over the ranks of its group. The hook gets the buckets at the end of the backward, in order. Its own collectives determine cost and bits.
+        averages each bucket over the ranks of its group.
 
         At zero >= 2, too, a bucket (of 8 MiB at most) holds this rank's whole contributions. The hook averages the
         whole bucket, and this rank keeps its slice of the result. Bits and bytes on the wire therefore equal those of
