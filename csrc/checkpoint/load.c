@@ -125,8 +125,7 @@ static sw_status open_file(worker *w, const sw_manifest_file *file, sw_error *er
         close(w->direct_fd);
         w->direct_fd = -1;
     }
-    /* Hints. Read-ahead beyond a header would lead the reads of its neighbours through the cache.
-     */
+    /* Hints. A header's read-ahead would pull the reads of its neighbours into the cache. */
     bool is_stream = w->job->options->thread_count > 1 && w->direct_fd < 0;
     (void)posix_fadvise(w->fd, 0, 0, is_stream ? POSIX_FADV_SEQUENTIAL : POSIX_FADV_RANDOM);
     w->file = file;
