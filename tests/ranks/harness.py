@@ -29,6 +29,7 @@ import multiprocessing.connection
 import os
 import pathlib
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -53,6 +54,8 @@ GRACE_S = 3.0
 #: a killed process ends within it, unless the kernel keeps it
 END_S = 45.0
 GATHER_LIMIT_S = 60.0
+#: for the generators of a rank before each body
+SEED = 20240607
 #: a team is replaced beyond: bodies leave process groups behind, and each of gloo's threads wakes 100 times a second
 WORN_THREADS = 24
 #: of garbage, after a body: a hundred thousand objects
@@ -188,6 +191,14 @@ def join_from_own_namespaces(rank: int, world_size: int, folder: str, pids: bool
     _join_group(rank, world_size, folder)
 
 
+def _seed() -> None:
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(SEED)
+
+
 def _answer(connection: multiprocessing.connection.Connection, rank: int, world_size: int) -> bool:
     """Runs one body and sends its outcome. False when the parent is gone."""
     try:
@@ -202,6 +213,7 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
         body = getattr(body, "body", body)
         if dist.is_initialized():  # a rank on a host of its own may do it in its body
             assert dist.get_world_size() == world_size and dist.get_rank() == rank
+        _seed()  # ranks that ran other bodies before begin alike
         outcome.value = body(rank, world_size, **arguments)
     except BaseException as error:
         if isinstance(error, SystemExit):

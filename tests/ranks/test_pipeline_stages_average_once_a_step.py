@@ -244,7 +244,7 @@ def test_a_checkpointer_saves_all_stages_behind_training(rank, world_size):
             assert checkpoints.restore() == 3 and notes == {"epoch": 2}
             assert all(map(bits_equal, values(*held), expected[3][0]))
             assert torch.equal(torch.get_rng_state(), expected[3][1])
-            with pytest.raises(ValueError, match="include is not there for stages"):
+            with pytest.raises(ValueError, match="include is not supported for stages"):
                 checkpoints.restore(include="x")
             if stage == "private":
                 assert checkpoints.restore(2) == 2  # later steps are abandoned
@@ -265,8 +265,8 @@ def test_a_checkpointer_saves_all_stages_behind_training(rank, world_size):
             sw.Checkpointer(folder, *held, **options)
         assert len(set(gather(str(caught.value).split("ValueError: ")[-1].split(": ", 1)[-1]))) == 1
 
-    refused("snapshot='lazy' is not there for stages", snapshot="lazy")
-    refused("memory_every=2 is not there for stages", memory_every=2)
+    refused("snapshot='lazy' is not supported for stages", snapshot="lazy")
+    refused("memory_every=2 is not supported for stages", memory_every=2)
 
 
 class Counted(torch.optim.SGD):

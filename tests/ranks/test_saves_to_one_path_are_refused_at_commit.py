@@ -27,6 +27,7 @@ REFUSED = "was written by another save after this one began, and is left as it i
 def stage(value: float) -> nn.Module:
     module = nn.Linear(300, 40)
     nn.init.constant_(module.weight, value)
+    nn.init.constant_(module.bias, value)
     return module
 
 

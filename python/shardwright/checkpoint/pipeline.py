@@ -70,9 +70,9 @@ def make_writer(stages: Sequence[Stage], peers: Peers, nonce: str, board: str | 
 def check_options_of_stages(snapshot: str, memory_every: int | None) -> None:
     """Raise ValueError for an option that a Checkpointer of stages does not support."""
     if snapshot != "copy":
-        raise ValueError(f"snapshot={snapshot!r} is not there for stages of a pipeline: it must be 'copy'")
+        raise ValueError(f"snapshot={snapshot!r} is not supported for stages of a pipeline: it must be 'copy'")
     if memory_every is not None:
-        raise ValueError(f"memory_every={memory_every} is not there for stages of a pipeline, which go to disk alone")
+        raise ValueError(f"memory_every={memory_every} is not supported for stages of a pipeline, which go to disk alone")
 
 
 def stages_of(module: Any, optimizer: Any) -> list[Stage]:

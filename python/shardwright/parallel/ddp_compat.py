@@ -99,7 +99,7 @@ def check_arguments(arguments: dict[str, Any]) -> None:
         raise ValueError("mixed_precision= and precision= were both given: pass one of them")
     if arguments["delay_all_reduce_named_params"] is not None or arguments["param_to_hook_all_reduce"] is not None:
         raise NotImplementedError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce are not there: "
+            "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported: "
             "buckets are sent in order as they fill, leave both None"
         )
     caps = arguments["bucket_cap_mb_list"] or ()
