@@ -163,6 +163,8 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.disable()  # until all is collected: modules and cases stay
     # threads of OpenMP that wait burn the cores that ranks need; programs that tests start take this over
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch would start a program for each frame of a stack that it prints
+    os.environ.setdefault("TORCH_DISABLE_ADDR2LINE", "1")
     if config.option.record_durations and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(DurationRecorder(QUICK_DURATIONS if config.option.each_choice else DURATIONS))
 

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,12 @@ FIRST = {
 }
 IMPORTS = ("torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest")
 LIMIT_S = 600
+#: whether mutations with a reason are run, too: an hour
+SEARCHES = os.environ.get("SW_TEST_UNSEEN") == "1"
+#: seconds of each scene with the first engine it ran with, which has no mutation
+UNCHANGED_S: dict[tuple[str, str], float] = {}
 ALL = [*mutations(), *polls(), *records()]
-#: (reason why no scene fails, file, parts of the texts of its waits and records); test_event_mutations.py sees each of them
+#: (reason why no scene fails, file, parts of the texts of its waits and records, see text_of()); test_event_mutations.py sees each of them
 UNSEEN = (
     (
         "a save has compared equal tensors, for which the host waits",
@@ -92,15 +97,25 @@ UNSEEN = (
         '"gradients"',
         "slot->fetched, o->down",
     ),
+    (
+        "the last copy of a batch alone: no later batch of the scene writes where it reads",
+        "device_offload.c",
+        ".sent, o->up, early",
+    ),
     ("a unit that is under way as its module ends", "device_units.c", "the gathering of a unit"),
     ("a program that reads a unit on the host", "device_units.c", '"a unit"'),
 )
 
 
+def text_of(mutation: Mutation) -> str:
+    """Return the text of a mutation's call, and how its record is wrong."""
+    return f"{mutation.text} {mutation.wrong}".rstrip()
+
+
 def reason_unseen(mutation: Mutation) -> str | None:
     """Return the reason why a mutation may stay unseen; None: it may not."""
     for reason, file, *parts in UNSEEN:
-        if file == mutation.file.name and any(part in mutation.text for part in parts):
+        if file == mutation.file.name and any(part in text_of(mutation) for part in parts):
             return reason
     return None
 
@@ -172,26 +187,33 @@ def warm() -> subprocess.Popen[str]:
 
 
 def succeeds(package: Path, kind: str, transport: str, places: str = "") -> bool:
-    """Return whether a scene succeeds with an engine. A scene that only runs out of time gives no verdict, and fails the test."""
+    """Return whether a scene succeeds with an engine. One that hangs does not, where it took a tenth of that time unchanged; else
+    running out of time is no verdict, and fails the test.
+    """
     environment = {"SHARDWRIGHT_GPU_TRANSPORT": transport, "SW_PLACES": places, "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = ["-q", "-x", "-p", "no:cacheprovider", SCENES, "-k", f"[{kind}]"]
     output = package / "output.txt"
     given = {"path": str(package), "environment": environment, "arguments": arguments, "output": str(output)}
     process = warm()
     assert process.stdin is not None and process.stdout is not None
+    begin_s = time.monotonic()
     print(json.dumps(given | {"limit_s": LIMIT_S}), file=process.stdin, flush=True)
     code = int(process.stdout.readline())
+    took_s = time.monotonic() - begin_s
+    unchanged_s = UNCHANGED_S.setdefault((kind, transport), took_s)
     assert code in (-1, 0, 1), f"pytest ended with {code}: {' '.join(arguments)}"
     said = output.read_text(errors="replace")
     is_late = code == -1 or ("did not finish in time" in said and "Traceback" not in said)
-    assert not is_late, f"no verdict, scene {kind} over {transport} ran out of time: {said[-2000:]}"
+    assert not is_late or took_s > 10 * unchanged_s, (
+        f"no verdict, scene {kind} over {transport} ran out of time: {said[-2000:]}"
+    )
     return code == 0
 
 
 def test_every_reason_is_that_of_a_mutation() -> None:
     for _, file, *parts in UNSEEN:
         for part in parts:
-            assert any(each.file.name == file and part in each.text for each in ALL), (file, part)
+            assert any(each.file.name == file and part in text_of(each) for each in ALL), (file, part)
 
 
 @functools.cache
@@ -218,8 +240,12 @@ def scenes_at() -> dict[int, list[tuple[str, str]]]:
 @pytest.mark.parametrize("number", range(len(ALL)), ids=lambda number: ALL[number].name)
 def test_a_composition_fails_without_an_order_that_it_uses(number: int, tmp_path: Path) -> None:
     mutation: Mutation = ALL[number]
+    reason = reason_unseen(mutation)
+    if reason is not None and not SEARCHES:
+        pytest.skip(f"test_event_mutations.py alone sees it: {reason}")
     scenes = scenes_at()[number]
     package = engine(tmp_path, {mutation.file: mutation.mutated()})
     is_seen = not all(succeeds(package, *scene) for scene in scenes)
     what = f"{mutation.name}: {mutation.text}, of {len(scenes)} scenes"
-    assert is_seen or reason_unseen(mutation) is not None, f"no scene of compositions fails with this changed: {what}"
+    assert not is_seen or reason is None, f"a scene of compositions fails, take this reason away: {what}"
+    assert is_seen or reason is not None, f"no scene of compositions fails with this changed: {what}"

@@ -71,7 +71,9 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 def in_turn(values: Sequence[Any], at: int, of: int = 2) -> list[Any]:
     """Return all of them in the long form; else every `of`-th, beginning with the one whose turn it is in case `at` of a law."""
-    return list(values) if LONG else list(values)[at % of :: of]
+    found = list(values) if LONG else list(values)[at % of :: of]
+    assert found, f"no value has a turn: {len(values)} values, of={of}, at={at}"
+    return found
 
 
 def world_sizes() -> list[int]:
@@ -193,7 +195,7 @@ def join_from_own_namespaces(rank: int, world_size: int, folder: str, pids: bool
 
 def _seed() -> None:
     random.seed(SEED)
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)  # torch.manual_seed() also formats a stack for each kind of GPU
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(SEED)
@@ -632,6 +634,8 @@ def run_programs(
 def _fork_programs(world_size: int, folder: str) -> int | None:
     """Return the rank in each of W children; in their parent print their exit statuses and return None."""
     pids = []
+    gc.collect()
+    gc.freeze()  # collections in the children then neither look at what is imported nor copy its pages
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:

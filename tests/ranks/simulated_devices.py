@@ -42,6 +42,10 @@ _SHAPES_ALONE = (
     "new_zeros",
 )
 READ, WRITE = 1, 2
+#: types without a model of their own
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: read one number of a GPU, for which the host waits
+_NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _KEPT = 4096
 #: functions of the package that a program calls for values
 _GIVE_VALUES = ("full_gradients", "state_dict")
@@ -73,9 +77,10 @@ class Devices:
 
     def on_gpu(self, tensor: torch.Tensor) -> bool | None:
         """Return the device of a tensor; None if it is unknown."""
-        if isinstance(tensor, ShardedGradient):
-            return True
-        tensor = held(tensor)
+        if type(tensor) not in _PLAIN:
+            if isinstance(tensor, ShardedGradient):
+                return True
+            tensor = held(tensor)
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -107,9 +112,7 @@ class Devices:
             raise error
 
     def before(self, operator: Operator, given: list[torch.Tensor], args: Any, kwargs: Any) -> bool | None:
-        """Raise what torch would raise. Return the device of the results if it is known. `given`: operator.given(args,
-        kwargs).
-        """
+        """Raise what torch would raise. Return the device of the results if it is known. `given`: the tensors among the arguments."""
         on_gpu = self.on_gpu
         where = [on_gpu(tensor) for tensor in given]
         if True in where:
@@ -120,7 +123,7 @@ class Devices:
                 if False in where:
                     self._check(name, given, where)
                 if operator.written:
-                    self.after(operator.tensors(operator.written, args, kwargs), True)
+                    self.after([tensor for tensor, _ in operator.tensors(operator.written, args, kwargs)], True)
             # torch itself, and scenes, name the device of a tensor
             return None if kwargs.get("device") is not None and _place_in_package() is not None else True
         known = all(each is False for each in where) and kwargs.get("device") is None
@@ -164,39 +167,33 @@ class Operator:
 
     Attributes
     ----------
-    arguments : all of them; `written` : those that it writes to.
-    accesses : the access to each of them; none where their values stay untouched.
+    arguments : all of them; `written` : those that it writes to. Each with its access.
+    accesses : those whose values it touches.
+    call : what runs it.
     """
 
-    __slots__ = ("function", "name", "arguments", "written", "accesses", "label")
+    __slots__ = ("function", "name", "arguments", "written", "accesses", "label", "call", "reads_a_number")
 
     def __init__(self, function: Any) -> None:
         schema = function._schema
         of_tensors = [(at, each) for at, each in enumerate(schema.arguments) if "Tensor" in str(each.type)]
         writes = [each.alias_info is not None and each.alias_info.is_write for _, each in of_tensors]
         self.function, self.name, self.label = function, function.overloadpacket.__name__, str(function).encode()
-        self.arguments = [(at, each.name) for at, each in of_tensors]
+        self.call = function._op if type(function) is torch._ops.OpOverload else function
+        self.reads_a_number = function in _NUMBERS
+        self.arguments = [
+            (at, each.name, READ | WRITE if is_written else READ) for (at, each), is_written in zip(of_tensors, writes)
+        ]
         self.written = [argument for argument, is_written in zip(self.arguments, writes) if is_written]
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        untouched = is_view or self.name in _SHAPES_ALONE
-        self.accesses = [] if untouched else [READ | WRITE if is_written else READ for is_written in writes]
+        self.accesses = [] if is_view or self.name in _SHAPES_ALONE else self.arguments
 
-    def tensors(self, arguments: list[tuple[int, str]], args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the tensors in these arguments."""
-        found: list[torch.Tensor] = []
-        for position, name in arguments:
-            value = args[position] if position < len(args) else kwargs.get(name)
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif value is not None:
-                found += _tensors_in(value)
-        return found
-
-    def accessed(self, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
-        """Return each tensor whose values the operator reads or writes, with the access."""
+    def tensors(self, arguments: list[tuple[int, str, int]], args: Any, kwargs: Any) -> list[tuple[torch.Tensor, int]]:
+        """Return the tensors in these arguments, each with its access."""
         found: list[tuple[torch.Tensor, int]] = []
-        for (position, name), access in zip(self.arguments, self.accesses):
-            value = args[position] if position < len(args) else kwargs.get(name)
+        count = len(args)
+        for position, name, access in arguments:
+            value = args[position] if position < count else kwargs.get(name)
             if isinstance(value, torch.Tensor):
                 found.append((value, access))
             elif value is not None:

@@ -16,6 +16,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import itertools
 import operator
 import os
 import re
@@ -175,6 +176,11 @@ def _guarded(function: Any) -> Any:
     return call
 
 
+@functools.cache
+def _words(count: int) -> Any:
+    return ctypes.c_uint64 * count
+
+
 class _Watch(TorchDispatchMode):
     """Tell the simulation what each operation of torch reads and writes in adopted memory."""
 
@@ -184,20 +190,24 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if ShardedGradient in types:  # what it does with its memory is seen, too; from inside here it would not be
-            with self:
-                return ShardedGradient.__torch_dispatch__(function, types, args, kwargs)
-        if any(each.__name__ in HOLDERS for each in types):
-            return NotImplemented  # what it does with what it holds comes here
+        if types:
+            if ShardedGradient in types:  # what it does with its memory is seen, too; from inside here it would not be
+                with self:
+                    return ShardedGradient.__torch_dispatch__(function, types, args, kwargs)
+            if any(each.__name__ in HOLDERS for each in types):
+                return NotImplemented  # what it does with what it holds comes here
         operator, gpus = operator_of(function), self._gpus
-        accessed = operator.accessed(args, kwargs)
-        gpus.operate([span for tensor, access in accessed for span in gpus.ranges(tensor, access)], operator.label)
-        given = [tensor for tensor, _ in accessed] or operator.tensors(operator.arguments, args, kwargs)
-        on_gpu = gpus.devices.before(operator, given, args, kwargs)
-        result = function(*args, **kwargs)
+        accessed = operator.tensors(operator.accesses, args, kwargs)
+        spans: list[tuple[int, int, int]] = []
+        for tensor, access in accessed:
+            spans += gpus.ranges(tensor, access)
+        gpus.operate(spans, operator.label)
+        given = accessed or operator.tensors(operator.arguments, args, kwargs)
+        on_gpu = gpus.devices.before(operator, [tensor for tensor, _ in given], args, kwargs)
+        result = operator.call(*args, **kwargs)
         gpus.devices.after(result, on_gpu)
-        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
-            self._gpus.synchronize()
+        if operator.reads_a_number:
+            gpus.synchronize()
         return result
 
 
@@ -423,8 +433,10 @@ class SimulatedGpus:
 
     def operate(self, accesses: list[tuple[int, int, int]], label: bytes) -> None:
         """Note that torch is about to run the operation of this name."""
-        words = [word for access in accesses for word in access]  # sim_torch_access: three of 64 bits
-        array = (ctypes.c_uint64 * len(words))(*words) if words else None
+        array = None
+        if accesses:
+            words = tuple(itertools.chain.from_iterable(accesses))  # sim_torch_access: three of 64 bits
+            array = _words(len(words))(*words)
         if self._cuda.sim_torch_op(self.stream, array, len(accesses), label) < 0:
             raise AssertionError(f"the simulation is stuck before {label.decode()}: {self.reports()}")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_promises import Place, adamw, inputs, steps, wrapped
-from harness import at_least_two, gather
+from harness import at_least_two, gather, in_turn
 from models import Mlp
 from peer import PEER, batch
 from simulated_gpus import SimulatedGpus, run, simulate, sw
@@ -117,7 +117,7 @@ def many_steps(gpus: SimulatedGpus, model: Any, optimizer: Any, rank: int) -> No
 
 
 @at_least_two
-@pytest.mark.parametrize("transport", ["nccl", "shm"])
+@pytest.mark.parametrize("transport", in_turn(["nccl", "shm"], 0))
 def test_a_killed_peer_lets_a_blocked_host_go(
     fresh_ranks: Any, world_size: int, paths: dict[str, str], transport: str
 ) -> None:
@@ -160,7 +160,7 @@ def keep_enqueuing(gpus: SimulatedGpus, model: Any) -> None:
 
 
 @at_least_two
-@pytest.mark.parametrize("transport", ["nccl", "shm"])
+@pytest.mark.parametrize("transport", in_turn(["nccl", "shm"], 1))
 def test_a_late_peer_lets_a_blocked_host_go(teams: Any, world_size: int, paths: dict[str, str], transport: str) -> None:
     run(teams, world_size, paths, late, policy="random", transport=transport)
 

@@ -18,7 +18,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
-KILLS = 40 if LONG else 4
+KILLS = 40 if LONG else 2
 
 
 def training():
@@ -177,7 +177,8 @@ def test_a_program_that_ends_brings_its_save_to_the_end(world_size, tmp_path):
     ), said
 
 
-test_a_program_that_ends_brings_its_save_to_the_end.at_least = 1 if LONG else 3
+if not LONG:
+    test_a_program_that_ends_brings_its_save_to_the_end.exactly = 2
 
 
 @on_every_rank(spoils=True, deadline_s=120)
@@ -188,7 +189,7 @@ def test_many_saves_leave_memory_descriptors_and_threads_as_they_were(rank, worl
     torch.manual_seed(0)
     small = torch.nn.Linear(10, 10)
     with sw.Checkpointer(folder, small, keep_last=1) as checkpoints:
-        for step in range(1000 if LONG else 60):
+        for step in range(1000 if LONG else 45):
             checkpoints.save(step)
             if step == 20:
                 checkpoints.wait()

@@ -95,7 +95,7 @@ def test_what_is_read_has_the_bits_of_the_cpu(teams: Any, paths: dict[str, str],
 
 def compared(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
     cases = [(sgd, False, True), (adamw, True, True), (adamw, False, False), (torchs, False, True)]
-    for optimizer, hook, by_wrap in in_turn(cases, zero):
+    for optimizer, hook, by_wrap in in_turn(cases, zero, of=4):
         with gpus.torch_on_cpu():
             expected = Trained(None, rank, zero, optimizer, hook, by_wrap)
         found = Trained(gpus, rank, zero, optimizer, hook, by_wrap)
@@ -111,7 +111,7 @@ def test_the_step_multiplies_by_itself(teams: Any, paths: dict[str, str]) -> Non
 
 
 def counted(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    for zero in range(4):
+    for zero in in_turn(range(4), 1):
         plain = launches_of(gpus, rank, zero, {})
         clipped = launches_of(gpus, rank, zero, {"clip_grad_norm": MAX_NORM})
         assert clipped - plain <= (3, 7, 4, 4)[zero], (

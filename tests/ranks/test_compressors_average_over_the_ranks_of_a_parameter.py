@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from composed_subjects import SUBJECTS, gathered, local, own, part_of, placed_as, whole_of
-from harness import LONG, on_every_rank, same_everywhere
+from harness import LONG, in_turn, on_every_rank, same_everywhere
 from oracle.compression import BlockFeedback, block_mean, half_mean
 from oracle.fold import bits_equal
 from peer import PEER, sw
@@ -54,8 +54,9 @@ class Naive:
 @on_every_rank(exactly=4)
 def test_gradients_are_the_naive_compressor_s(rank, world_size, kind):
     subject = SUBJECTS[kind]()
-    for number, name in enumerate(("int4", "fp16", "int8", "bf16")):
-        for stage in STAGES if LONG else (("private", 2, 0, 3)[number],):
+    placed = {"int4": "private", "fp16": 2, "int8": 0, "bf16": 3}  # the stage of each in the quick form
+    for name in in_turn([*placed], [*SUBJECTS].index(kind)):
+        for stage in STAGES if LONG else (placed[name],):
             model, optimizer = subject.wrapped(stage, compress=CODECS[name])
             sw.full_state_dict(model)  # by hand, there is no engine before
             naive, plain = Naive(name, model, world_size), subject.plain()
@@ -86,19 +87,20 @@ def test_the_stage_changes_no_bit_and_a_checkpoint_keeps_the_error(rank, world_s
             optimizer.step()
         return sw.full_state_dict(model)
 
-    for name in CODECS if LONG else ("int4", "powersgd"):
+    few = 3 if LONG else 2  # steps before the checkpoint, and after it
+    for name in CODECS if LONG else in_turn(("int4", "powersgd"), 1 + [*SUBJECTS].index(kind)):
         expected = None
-        for stage in STAGES if LONG else (0, 2, "private"):
+        for stage in STAGES if LONG else (0, *in_turn((2, "private"), [*SUBJECTS].index(kind))):
             model, optimizer = subject.wrapped(stage, compress=CODECS[name])
             with sw.Checkpointer(folder / name, model, optimizer) as checkpoints:
                 if expected is None:
-                    train(model, optimizer, 0, 3)
-                    checkpoints.save(2)
-                    expected = train(model, optimizer, 3, 3)
+                    train(model, optimizer, 0, few)
+                    checkpoints.save(few - 1)
+                    expected = train(model, optimizer, few, few)
                     assert same_everywhere([*expected.values()])
                     continue
-                assert checkpoints.restore() == 3  # at another stage, the errors too
-            found = train(model, optimizer, 3, 3)
+                assert checkpoints.restore() == few  # at another stage, the errors too
+            found = train(model, optimizer, few, few)
             for each, value in expected.items():
                 assert bits_equal(found[each], value), (name, stage, each)
 

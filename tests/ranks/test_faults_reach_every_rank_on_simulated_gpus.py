@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import test_modules_on_simulated_gpus as modules
 import torch
-from harness import at_least_two, gather
+from harness import at_least_two, gather, in_turn
 from models import Heads, Mlp
 from peer import PEER, batch
 from shardwright.comm import process_group
@@ -31,6 +31,7 @@ from simulated_gpus import SimulatedGpus, run, simulate, sw
 from test_buckets_are_registered_on_simulated_gpus import logged
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 #: a second, on a machine with nothing else to do
 SOON_S = 8.0
@@ -161,7 +162,7 @@ def run_one_that_dies(
 
 
 @at_least_two
-@pytest.mark.parametrize("transport", ["nccl", "shm"])
+@pytest.mark.parametrize("transport", in_turn(["nccl", "shm"], 0))
 def test_a_rank_that_is_killed_as_communicators_are_made_is_named(
     fresh_ranks: Any, world_size: int, paths: dict[str, str], transport: str
 ) -> None:
@@ -176,7 +177,7 @@ def killed_in_creation(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 
 @at_least_two
-@pytest.mark.parametrize("transport, end", [("nccl", "close"), ("shm", "close"), ("nccl", "drop")])
+@pytest.mark.parametrize("transport, end", in_turn([("shm", "close"), ("nccl", "close"), ("nccl", "drop")], 0))
 def test_a_rank_that_is_killed_as_communicators_end_holds_nobody_up(
     fresh_ranks: Any, world_size: int, paths: dict[str, str], transport: str, end: str
 ) -> None:

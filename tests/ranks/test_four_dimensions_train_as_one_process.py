@@ -194,7 +194,8 @@ def test_experts_that_are_sharded_twice(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_mod_ep", "ep", "tp"))
     over, first = mesh["dp_mod_ep", "ep"]._flatten("dp"), None
     with in_float64():
-        expected, expected_norms, _ = experts.oracle(4)
+        steps = experts.STEPS if LONG else 2
+        expected, expected_norms, _ = experts.oracle(4, steps=steps)
         for stage in STAGES:
             model = experts.build()
             for layer in model.layers:
@@ -205,7 +206,7 @@ def test_experts_that_are_sharded_twice(rank, world_size):
             options = {"zero": 3, "share_parameters": False} if stage == "private" else {"zero": stage}
             options |= {"device_mesh": over, "groups": {"layers.*.experts": mesh["dp_mod_ep"]}}
             model, optimizer = sw.wrap(model, experts.optimizer_of(model), **options)
-            norms = experts.train(model, optimizer, over.get_local_rank())
+            norms = experts.train(model, optimizer, over.get_local_rank(), steps)
             assert norms == pytest.approx(expected_norms, rel=1e-12) and gather(norms) == [norms] * world_size, stage
             found = sw.full_state_dict(model)
             first = first or found

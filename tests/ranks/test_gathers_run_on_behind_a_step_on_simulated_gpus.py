@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import LONG, in_turn
 from oracle.fold import bits_equal
 from peer import PEER, batch
 from shardwright.parameters import step_gathers
@@ -111,7 +112,7 @@ def waits(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
         handle.remove()
     last = [*sw.unwrap(wrapped).blocks][2][0].weight
     assert bits_equal(last * 1, [*sw.unwrap(whole).blocks][2][0].weight * 1) and len(pending(wrapped)) == 3
-    for number, (name, read) in enumerate(READS.items(), 3):
+    for number, (name, read) in enumerate(in_turn([*READS.items()], zero), 3):
         step(whole, other, rank, number)
         step(wrapped, optimizer, rank, number)
         assert pending(wrapped)
@@ -124,27 +125,6 @@ def waits(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
         for p in wrapped.parameters():
             p.detach().mul_(2)
     assert not pending(wrapped)
-
-
-@pytest.mark.parametrize("without", ["hooks and guard", "a settled step"])
-def test_a_wait_that_is_missing_is_a_race(teams: Any, paths: dict[str, str], without: str) -> None:
-    with pytest.raises(AssertionError, match="race"):
-        run(teams, 3, paths, careless, without, policy="late")
-
-
-def careless(gpus: SimulatedGpus, rank: int, world_size: int, without: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        wrapped, optimizer = make(gpus, 1)
-        if without == "hooks and guard":
-            patch.setattr(WaitGuard, "raise_", lambda *_: None)
-            patch.setattr(step_gathers.StepGathers, "take_unit", lambda *_: None)
-        else:  # it steps twice on one gradient
-            patch.setattr(wrapped._engine()._storage, "settle", lambda: None)
-            wrapped(batch(rank, 6, 7)).backward()
-            optimizer.step()
-            optimizer.step()
-        step(wrapped, optimizer, rank, 0)
-        step(wrapped, optimizer, rank, 1)
 
 
 def test_what_compiles_borrows_or_asks_for_no_overlap_has_none(teams: Any, paths: dict[str, str]) -> None:
@@ -172,3 +152,24 @@ def eager(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     del lost, optimizer
     assert all(type(p) is nn.Parameter for p in kept)
     assert len([p * 1 for p in kept]) == 10
+
+
+@pytest.mark.parametrize("without", ["hooks and guard", "a settled step"])
+def test_a_wait_that_is_missing_is_a_race(teams: Any, paths: dict[str, str], without: str) -> None:
+    with pytest.raises(AssertionError, match="race"):  # which ends the ranks
+        run(teams, 3 if LONG else 2, paths, careless, without, policy="late")
+
+
+def careless(gpus: SimulatedGpus, rank: int, world_size: int, without: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        wrapped, optimizer = make(gpus, 1)
+        if without == "hooks and guard":
+            patch.setattr(WaitGuard, "raise_", lambda *_: None)
+            patch.setattr(step_gathers.StepGathers, "take_unit", lambda *_: None)
+        else:  # it steps twice on one gradient
+            patch.setattr(wrapped._engine()._storage, "settle", lambda: None)
+            wrapped(batch(rank, 6, 7)).backward()
+            optimizer.step()
+            optimizer.step()
+        step(wrapped, optimizer, rank, 0)
+        step(wrapped, optimizer, rank, 1)

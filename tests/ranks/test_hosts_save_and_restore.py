@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_subjects import Small, build, digest_of, train, train_steps
-from harness import LONG, gather, on_every_rank
+from harness import LONG, gather, in_turn, on_every_rank
 from peer import PEER, sw
 from shardwright.checkpoint.peers import Peers
 from shardwright.checkpoint.writing import Writer
@@ -116,7 +116,7 @@ def test_slices_far_below_a_block_are_written_by_each_host(rank, world_size, sha
     folder = shared_folder(rank)
     with on_hosts(hosts_of(shape, world_size)) as group:
         whole = digest_at_stage_0(folder, rank, process_group=group, timeout_s=TIMEOUT_S)
-        for stage, cap in ((1, 0.5), (2, 4), (3, 4)):
+        for stage, cap in in_turn(((1, 0.5), (2, 4), (3, 4)), int(shape == "crosswise")):
             model, optimizer = sw.wrap(
                 *build(Wide), process_group=group, zero=stage, bucket_cap_mb=cap, timeout_s=TIMEOUT_S
             )
@@ -411,6 +411,8 @@ def test_hosts_that_are_apart_go_through_dcp(hosts, sharded):
         assert of_two[0] == of_two[1]
         if not sharded:  # three ranks' mean is rounded otherwise than two's
             assert of_two == digests[:2]
+        if sharded and not LONG:  # a folder of the same form is read in the other case
+            return
         with open(f"{folder}/3/save/model.safetensors", "r+b") as file:
             file.seek(5000)
             file.write(b"\xff\x01\x02")

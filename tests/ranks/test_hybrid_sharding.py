@@ -65,9 +65,9 @@ def mesh_of(rows):
 def trains_as_stage_0(rank, world_size, rows, hosts, trainings):
     process_group._forced_hosts = hosts
     mesh = mesh_of(rows)
-    for training, build in trainings:
+    for number, (training, build) in enumerate(trainings):
         whole = run(0, training, rank, build=build, bucket_cap_mb=0.001)
-        for zero in STAGES if LONG or len(trainings) > 1 else STAGES[len(rows[0]) % 2 :: 2]:
+        for zero in in_turn(STAGES, number + len(rows[0]) + bool(hosts)):
             sliced = run(zero, training, rank, build=build, bucket_cap_mb=0.001, device_mesh=mesh)
             sliced.assert_equals(whole, (training.__name__, zero))
     assert same_everywhere([*whole.parameters])
@@ -92,7 +92,7 @@ def compresses_as_stage_0(rank, world_size, rows, hosts):
         for cap in (0.001, 25) if LONG else (0.001,):
             whole, optimizer = compressed(0, name, cap)
             train(whole, optimizer, rank, 4)
-            for zero in STAGES if LONG else STAGES[(number + bool(hosts)) % 2 :: 2]:
+            for zero in in_turn(STAGES, number + bool(hosts), of=4):
                 sliced, optimizer = compressed(**stage(zero, dict(name=name, cap=cap, device_mesh=mesh)))
                 train(sliced, optimizer, rank, 4)
                 with sw.full_parameters(sliced):

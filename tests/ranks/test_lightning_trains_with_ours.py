@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from harness import LONG
+from harness import LONG, in_turn
 from oracle.fold import bits_equal
 from peer import PEER, engine
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -55,9 +55,9 @@ def train_at_every_stage(
     import lightning_subjects as subjects
 
     found, stages = {}, subjects.STAGES
-    if not LONG:  # stage 0 and two others; another training has the rest
-        number = world_size + len(build) + len(options) + sum(map(len, [*options, *callbacks]))
-        stages = {name: stages[name] for name in ["0", *list(stages)[1 + number % 2 :: 2]]}
+    # in the quick form, stage 0 and one more; other trainings have the rest
+    number = world_size + len(build) + len(options) + sum(map(len, [*options, *callbacks]))
+    stages = {name: stages[name] for name in ["0", *in_turn([*stages][1:], number, of=4)]}
     for name, strategy in {"stock": stock, **stages}.items():
         made = [getattr(subjects, each)() for each in callbacks]
         fitted = subjects.fit(strategy, folder, getattr(subjects, build), callbacks=made, **options)
@@ -79,8 +79,8 @@ def files_of_every_stage(rank, world_size, folder):
     """The Trainer's files depend on no stage, and hold what DDPStrategy's hold."""
     import lightning_subjects as subjects
 
-    found = {}
-    for name, strategy in {"stock": "ddp", **subjects.STAGES}.items():
+    found, stages = {}, dict(in_turn([*subjects.STAGES.items()], 0))
+    for name, strategy in {"stock": "ddp", **stages}.items():
         at = f"{folder}/{name}"
         plugins = [subjects.AsyncCheckpointIO()] if name.startswith("3") else []
         subjects.fit(strategy, at, enable_checkpointing=True, callbacks=[subjects.keep_last(at)], plugins=plugins)
@@ -224,7 +224,7 @@ def save_after_the_fit(rank, world_size, folder):
     """The Trainer saves after its fit and fits once more."""
     import lightning_subjects as subjects
 
-    for name, strategy in subjects.STAGES.items():
+    for name, strategy in in_turn([*subjects.STAGES.items()], 0):
         trainer, module, data = subjects.fit(strategy, folder, epochs=1)
         trainer.save_checkpoint(f"{folder}/{name}.ckpt")
         file = subjects.saved(f"{folder}/{name}.ckpt")
@@ -399,7 +399,7 @@ def clip_values(rank, world_size, folder):
 
     options = dict(gradient_clip_val=0.01, gradient_clip_algorithm="value")
     _, stock, _ = subjects.fit("ddp", folder, **options)
-    for name, strategy in subjects.STAGES.items():
+    for name, strategy in in_turn([*subjects.STAGES.items()], 1):
         _, module, _ = subjects.fit(strategy, folder, **options)
         assert_same(module.state_dict().values(), stock.state_dict().values(), name)
 
@@ -411,8 +411,7 @@ def fabric_at_every_stage(rank, world_size, folder):
     for number, clip in enumerate(clips):
         losses, weights = subjects.fabric_fit("ddp", f"{folder}/stock-{number}", clip=clip)
         first = None
-        stages = list(subjects.STAGES)
-        for name in stages if LONG or not number else stages[number % 2 :: 2]:
+        for name in in_turn([*subjects.STAGES], number):
             strategy = subjects.STAGES[name]
             own, own_weights = subjects.fabric_fit(strategy, f"{folder}/{name}-{number}", clip=clip)
             first = first or (own, own_weights)
@@ -424,7 +423,7 @@ def fabric_at_every_stage(rank, world_size, folder):
             assert_same(own_weights, first[1], name)
     more = range(3, 5)
     expected = subjects.fabric_fit("ddp", f"{folder}/stock-0", resumed=True, steps=more)
-    names = list(subjects.STAGES)
+    names = in_turn([*subjects.STAGES], 0)
     for number, name in enumerate(names):
         found = subjects.fabric_fit(subjects.STAGES[name], f"{folder}/{names[number - 1]}-0", resumed=True, steps=more)
         assert found[0] == expected[0], name

@@ -122,7 +122,7 @@ def test_every_elementwise_optimizer_steps_on_masters(rank, world_size, name):
         hand.step()
         hand.zero_grad()
         losses.append(loss.item())
-    for options in in_turn(STAGES, list(OPTIMIZERS).index(name)):
+    for options in in_turn(STAGES, list(OPTIMIZERS).index(name), of=3):
         model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), **options)
         assert train(model, optimizer, rank) == losses, options
         parameters, state = whole(model, optimizer)
@@ -140,7 +140,7 @@ def test_every_elementwise_optimizer_steps_on_masters(rank, world_size, name):
 @on_every_rank()
 def test_a_policy_may_deny_masters_and_sw_optim_decides_for_itself(rank, world_size):
     no = {"body": sw.Precision(param_dtype=torch.bfloat16, master=False)}
-    for options in STAGES:
+    for options in in_turn(STAGES, 0):
         model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), precision=no, **options)
         train(model, optimizer, rank, range(2))
         state = whole(model, optimizer)[1]["state"]
@@ -161,7 +161,7 @@ def test_a_policy_may_deny_masters_and_sw_optim_decides_for_itself(rank, world_s
 @on_every_rank()
 def test_masters_follow_writes_and_widen_earlier_state(rank, world_size):
     found = []
-    for options in STAGES:
+    for options in (STAGES[0], *in_turn(STAGES[1:], 0)):
         module, optimizer = build(OPTIMIZERS["AdamW"])
         module(batch(0, 6, 7)).square().mean().backward()
         optimizer.step()
@@ -248,7 +248,7 @@ def test_checkpoints_carry_masters(rank, world_size, partition):
 @on_every_rank()
 def test_a_small_step_is_not_lost(rank, world_size):
     """Steps of less than half a unit of bfloat16 add up."""
-    for options in STAGES:
+    for options in in_turn(STAGES, 1):
         module = nn.Linear(64, 8, bias=False).to(torch.bfloat16)
         with torch.no_grad():
             module.weight.fill_(1.0)

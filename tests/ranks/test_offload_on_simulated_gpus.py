@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import test_offloaded_state_has_the_same_bits as offloaded
 import torch
-from harness import at_least_two, gather, same_everywhere
+from harness import at_least_two, gather, in_turn, same_everywhere
 from models import Mlp
 from peer import PEER, batch
 from shardwright.optim import device_offload
@@ -68,7 +68,7 @@ def every_stage(gpus: SimulatedGpus, rank: int, world_size: int, name: str, kind
     with gpus.torch_on_cpu():
         model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), clip_grad_norm=1.0)
         losses, expected = offloaded.train(model, optimizer, rank), offloaded.whole(model, optimizer)
-    for zero in ALL if LONG else ALL[len(name) % 2 :: 2]:
+    for zero in in_turn(ALL, len(name), of=4):
         for cap in (0.001, 25) if LONG else ((0.001, 25)[zero % 2],):
             given = {"zero": zero, "clip_grad_norm": 1.0, "offload": offload_to(kind, rank), "bucket_cap_mb": cap}
             model, optimizer = wrap(gpus, build(OPTIMIZERS[name]), **given)
@@ -168,18 +168,18 @@ def in_and_out(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, kind:
     sw.save(folder, model, optimizer)
     assert begun + offloaded.train(model, optimizer, rank, range(2, 4)) == losses
     offloaded.assert_same(offloaded.whole(model, optimizer), expected, zero)
-    for other, offload in ((0, None), (1, "cpu"), (3, offload_to("nvme", rank))):
-        for from_file in (False, True):
-            module, optimizer = build(make, seed=3)
-            if not from_file:
-                module.load_state_dict(weights)
-            model, optimizer = wrap(gpus, (module, optimizer), zero=other, offload=offload)
-            if from_file:
-                sw.load(folder, model, optimizer)
-            else:
-                sw.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
-            assert begun + offloaded.train(model, optimizer, rank, range(2, 4)) == losses
-            offloaded.assert_same(offloaded.whole(model, optimizer), expected, (zero, other))
+    others = ((0, None), (1, "cpu"), (3, offload_to("nvme", rank)))
+    for (other, offload), from_file in in_turn(list(itertools.product(others, (False, True))), zero, of=3):
+        module, optimizer = build(make, seed=3)
+        if not from_file:
+            module.load_state_dict(weights)
+        model, optimizer = wrap(gpus, (module, optimizer), zero=other, offload=offload)
+        if from_file:
+            sw.load(folder, model, optimizer)
+        else:
+            sw.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+        assert begun + offloaded.train(model, optimizer, rank, range(2, 4)) == losses
+        offloaded.assert_same(offloaded.whole(model, optimizer), expected, (zero, other))
 
 
 def test_wrapping_again_keeps_the_state_on_the_host(teams: Any, world_size: int, paths: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ import tempfile
 
 import pytest
 import torch
-from harness import LONG, gather, on_every_rank, same_everywhere
+from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
@@ -106,7 +106,7 @@ def small_buffers():
 def test_every_stage_has_the_bits_of_no_offload(rank, world_size, name):
     small_buffers()
     folder = folder_of(rank)
-    for options in STAGES if LONG else STAGES[list(OPTIMIZERS).index(name) % 2 :: 2]:
+    for options in in_turn(STAGES, list(OPTIMIZERS).index(name), of=3):
         model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), clip_grad_norm=1.0, **options)
         losses, expected = train(model, optimizer, rank), whole(model, optimizer)
         model, optimizer = sw.wrap(*build(OPTIMIZERS[name]), clip_grad_norm=1.0, offload=f"nvme:{folder}", **options)
@@ -131,7 +131,7 @@ def test_states_are_saved_and_loaded(rank, world_size, first):
     weights, state = sw.full_state_dict(model), whole(model, optimizer)[1]
     assert begun + train(model, optimizer, rank, range(2, 4)) == losses
     assert_same(whole(model, optimizer), expected, first)
-    for second in (1, 3):  # into another stage's file, and out of it
+    for second in in_turn((1, 3), first // 2):  # into another stage's file, and out of it
         module, optimizer = build(make, seed=3)
         module.load_state_dict(weights)
         model, optimizer = sw.wrap(module, optimizer, offload=offload, **STAGES[second])

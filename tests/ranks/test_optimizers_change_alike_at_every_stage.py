@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from harness import gather, on_every_rank, same_everywhere
+from harness import gather, in_turn, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
@@ -23,6 +23,11 @@ STAGES = [
 ]
 
 FEW = [STAGES[0], STAGES[1], STAGES[4]]
+
+
+def turned(at):
+    """Return stage 0 and the others whose turn it is."""
+    return [STAGES[0], *in_turn(STAGES[1:], at)]
 
 
 def train(model, optimizer, rank, steps):
@@ -56,7 +61,7 @@ def test_groups_are_added_in_every_form_that_torch_accepts(rank, world_size, for
     if form == "names" and not takes_names():
         return
     expected = None
-    for options in STAGES:
+    for options in turned(int(form == "names")):
         torch.manual_seed(0)
         module = Mlp()
         first = module[0].named_parameters() if form == "names" else module[0].parameters()
@@ -73,7 +78,7 @@ def test_groups_are_added_in_every_form_that_torch_accepts(rank, world_size, for
 
 @on_every_rank()
 def test_a_group_that_the_users_class_refuses_is_not_added(rank, world_size):
-    for options in STAGES:
+    for options in turned(1):
         module = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 5).double())
         model, optimizer = sw.wrap(module, sw.optim.AdamW(module[0].parameters()), **options)
         with pytest.raises(ValueError, match="must be float32, bfloat16 or float16, not float64"):
@@ -100,7 +105,7 @@ class Small(nn.Sequential):
 def test_parameters_frozen_later_are_stepped_on_while_they_have_a_gradient(rank, world_size, at, partition):
     """Like torch: momentum and weight decay continue while zero_grad leaves zeros."""
     expected = None
-    for options in STAGES:
+    for options in turned(int(partition == "tensor")):
         torch.manual_seed(0)
         module = Small()
         made = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
@@ -122,7 +127,7 @@ def test_parameters_frozen_later_are_stepped_on_while_they_have_a_gradient(rank,
 @pytest.mark.parametrize("partition", ["auto", "tensor"])
 @on_every_rank()
 def test_a_gradient_older_than_the_wrapper_on_a_frozen_parameter_is_named(rank, world_size, partition):
-    for options in STAGES[1:]:
+    for options in in_turn(STAGES[1:], int(partition == "auto")):
         torch.manual_seed(0)
         module = Small()
         made = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -158,7 +163,7 @@ class Shared(nn.Module):
 def test_parameters_over_the_same_memory_are_refused_and_adjacent_ones_are_not(rank, world_size):
     """In separate memory they would silently become two parameters, and train differently from zero=0."""
     expected = None
-    for options in STAGES:
+    for options in turned(0):
         torch.manual_seed(0)
         module = Shared(False)
         model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=1e-3), **options)
@@ -202,7 +207,7 @@ def facts(model, optimizer):
 @on_every_rank()
 def test_state_with_and_without_masters_loads_alike(rank, world_size, second, how):
     """With masters, state is float32 from then on; without them it has the parameters' dtype."""
-    for first in MAKERS:
+    for first in in_turn([*MAKERS], [*MAKERS].index(second)):
         go_from(rank, first, second, how)
 
 
@@ -242,7 +247,8 @@ def go_from(rank, first, second, how):
 @pytest.mark.parametrize("kind", [int, torch.Tensor.long])
 @on_every_rank()
 def test_counts_of_steps_of_older_formats_load_at_every_stage(rank, world_size, kind):
-    for make in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad, sw.optim.AdamW):
+    makers = (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad, sw.optim.AdamW)
+    for make in in_turn(makers, int(kind is int)):
         load_older(rank, make, kind)
 
 
@@ -289,7 +295,7 @@ def test_scalars_beside_masters_are_loaded_unchanged(rank, world_size, make):
 @on_every_rank()
 def test_loading_an_older_state_is_alike_at_every_stage_and_full_states_are_copies(rank, world_size, name, what):
     expected = None
-    for options in STAGES:
+    for options in turned(int(name == "masters")):
         module = low()
         model, optimizer = sw.wrap(module, MAKERS[name](module.parameters()), **options)
         train_low(model, optimizer, rank, range(3))
@@ -309,7 +315,7 @@ def test_loading_an_older_state_is_alike_at_every_stage_and_full_states_are_copi
 @on_every_rank()
 def test_groups_changed_behind_the_wrappers_back_are_named(rank, world_size):
     """Schedulers would change one optimizer's groups, while the other steps with its own."""
-    for options in STAGES:
+    for options in turned(1):
         for change in ("load", "add"):
             module = low()
             inner = torch.optim.AdamW(module[0].parameters(), lr=1e-2)
@@ -331,7 +337,7 @@ def test_two_models_and_sub_groups_train_alike_at_every_stage(rank, world_size, 
     groups = [torch.distributed.new_group(range(parity, world_size, 2)) for parity in (0, 1) if parity < world_size]
     group = groups[rank % 2] if by == "sub-groups" else None
     expected = None
-    for options in STAGES:
+    for options in turned(int(group is None)):
         torch.manual_seed(rank % 2 if group is not None else 0)
         modules = [Mlp(), Mlp()]
         made = [
@@ -353,7 +359,7 @@ def test_two_models_and_sub_groups_train_alike_at_every_stage(rank, world_size, 
 @on_every_rank()
 def test_a_learning_rate_in_a_tensor_belongs_to_the_optimizer_alone(rank, world_size):
     """Schedulers write into it; a saved or loaded state keeps its own."""
-    for options in STAGES:
+    for options in turned(0):
         torch.manual_seed(0)
         module = Mlp()
         made = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.5), foreach=False)
@@ -375,7 +381,7 @@ def test_a_learning_rate_in_a_tensor_belongs_to_the_optimizer_alone(rank, world_
 @on_every_rank()
 def test_hooks_of_states_and_steps_run_at_every_stage(rank, world_size):
     """Hooks of the wrapper's optimizer run; step hooks also if they were registered before wrapping."""
-    for options in STAGES:
+    for options in turned(1):
         module, called = low(), []
         made = torch.optim.AdamW(module.parameters(), lr=1e-2)
         made.register_step_pre_hook(lambda *_: called.append("before wrapping: step"))

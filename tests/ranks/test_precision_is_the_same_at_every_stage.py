@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from harness import LONG, gather, on_every_rank, same_everywhere
+from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.data_parallel import NaiveDataParallel
 from oracle.fold import bits_equal, fold
@@ -100,9 +100,9 @@ def assert_same(found, expected, what=None):
     assert all(bits_equal(a, b) for a, b in zip(found[1], expected[1], strict=True)), what
 
 
-def stages():
-    """Return the stages above 0; at the last one parameters are released between uses."""
-    return [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
+def stages(at):
+    """Return the stages above 0, in the quick form those whose turn it is; at the last one parameters are released between uses."""
+    return in_turn([{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}], at)
 
 
 POLICIES = {
@@ -122,7 +122,7 @@ def test_many_steps_have_the_bits_of_stage_0(rank, world_size, training, policy)
         precision = {**precision, "norm": sw.Precision(param_dtype=torch.float32, output_dtype=torch.bfloat16)}
     steps = 20 if LONG else 7
     expected = run(rank, 0, precision, training, steps, bucket_cap_mb=0.01)
-    for stage in stages():
+    for stage in stages([*POLICIES].index(policy)):
         assert_same(run(rank, precision=precision, training=training, steps=steps, **stage), expected, stage)
     assert same_everywhere(expected[1][0].tolist())
     if policy != "fp32":
@@ -180,7 +180,7 @@ def test_a_scaler_of_torch_runs_unchanged_in_fp16(rank, world_size):
         return seen
 
     expected = run(rank, 0, "fp16", scaled)
-    for stage in stages():
+    for stage in stages(0):
         assert_same(run(rank, precision="fp16", training=scaled, **stage), expected, stage)
 
 
@@ -219,7 +219,7 @@ def test_modules_compute_as_their_policy_says(rank, world_size):
 def test_recomputed_activations_have_the_same_bits(rank, world_size, recompute):
     for precision in ("bf16", {"": "bf16", "blocks.0.norm": "fp32", "blocks.1": "fp32"}):
         expected = run(rank, 0, precision)
-        for stage in ({"zero": 0}, *stages()[1:]):
+        for stage in ({"zero": 0}, *stages(1)):
             assert_same(run(rank, precision=precision, build=lambda: Gpt(recompute), **stage), expected, stage)
 
 
@@ -336,7 +336,7 @@ def test_states_copies_and_wrapping_again(rank, world_size):
 def test_the_bare_module_evaluates_generates_and_is_averaged_outside_of_the_wrapper(rank, world_size):
     for precision in (None, "bf16"):
         expected = None
-        for stage in ({"zero": 0}, *stages()):
+        for stage in ({"zero": 0}, *stages(int(precision is None))):
             torch.manual_seed(0)
             module = Gpt()
             model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), precision=precision, **stage)
@@ -431,21 +431,22 @@ def looks_up(model, optimizer, rank, steps):
 @on_every_rank()
 def test_sparse_gradients_are_made_dense(rank, world_size, name):
     expected = run(rank, 0, name, looks_up, build=Rows)
-    for options in stages():
+    for options in stages([*LOW].index(name)):
         assert_same(run(rank, precision=name, training=looks_up, build=Rows, **options), expected, options)
 
 
 @on_every_rank()
 def test_gradients_travel_in_reduce_dtype(rank, world_size):
-    for stage in ({"zero": 0}, *stages()):
+    expected = run(rank, 0, "bf16", compress=sw.Bf16())
+    for stage in ({"zero": 0}, *stages(0)):
         policy = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        found = run(rank, precision=policy, **stage)
-        assert_same(found, run(rank, 0, "bf16", compress=sw.Bf16()))
+        assert_same(run(rank, precision=policy, **stage), expected, stage)
     with pytest.raises(ValueError, match="both set the wire format of gradients"):
         sw.wrap(Mlp(), precision=policy, compress=sw.Int8())
     full = sw.Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert_same(run(rank, 2, full), run(rank, 0, "bf16"))
-    for stage in ({"zero": 0}, *stages()):  # without masters each bfloat16 gradient is widened, added, and rounded once
+    # without masters each bfloat16 gradient is widened, added, and rounded once
+    for stage in ({"zero": 0}, *stages(1)):
         torch.manual_seed(0)
         module = Mlp().to(torch.bfloat16)
         policy = sw.Precision(torch.bfloat16, reduce_dtype=torch.float32, master=False)
@@ -474,7 +475,7 @@ def test_autocast_has_the_same_bits_at_every_stage(rank, world_size):
         return losses
 
     expected = run(rank, 0, None, autocast)
-    for stage in stages():
+    for stage in stages(1):
         assert_same(run(rank, precision=None, training=autocast, **stage), expected, stage)
 
 

@@ -60,7 +60,7 @@ class OnGpu:
 
 @pytest.mark.parametrize(
     ("training", "policy"),
-    some(itertools.product((training.__name__ for training in stages.TRAININGS), POLICIES), 6),
+    some(itertools.product((training.__name__ for training in stages.TRAININGS), POLICIES), 5),
 )
 def test_every_training_has_the_bits_of_the_cpu(
     teams: Any, world_size: int, paths: dict[str, str], training: str, policy: str
@@ -73,7 +73,7 @@ def train_at_every_stage(gpus: SimulatedGpus, rank: int, world_size: int, traini
     with gpus.torch_on_cpu():
         expected = stages.run(0, body, rank, bucket_cap_mb=0.001, deterministic=False)
     turn = [each.__name__ for each in stages.TRAININGS].index(training)
-    for zero in in_turn((0, *STAGES), turn):
+    for zero in in_turn((0, *STAGES), turn, of=4):
         for cap in (0.001, 25) if zero == 2 or (zero and LONG) else (0.001,):
             stages.run(zero, body, rank, bucket_cap_mb=cap).assert_equals(expected, f"zero={zero}, cap={cap}")
     assert same_everywhere([*expected.parameters])
@@ -150,7 +150,7 @@ def test_every_elementwise_optimizer_of_torch(
 
 def step_with(gpus: SimulatedGpus, rank: int, world_size: int, optimizer: str) -> None:
     whole = stages.run(0, stages.plain_steps, rank, optimizer=optimizer, bucket_cap_mb=0.001)
-    for zero in in_turn(STAGES, list(stages.OPTIMIZERS).index(optimizer) // 6):
+    for zero in in_turn(STAGES, list(stages.OPTIMIZERS).index(optimizer) // 6, of=3):
         sliced = stages.run(zero, stages.plain_steps, rank, optimizer=optimizer, bucket_cap_mb=0.001)
         sliced.assert_equals(whole, f"zero={zero}")
 
@@ -165,7 +165,7 @@ def test_every_kind_of_parameter(teams: Any, world_size: int, paths: dict[str, s
 def odd_parameters(gpus: SimulatedGpus, rank: int, world_size: int, training: str) -> None:
     body = getattr(stages, training)
     whole = stages.run(0, body, rank, build=stages.Odd, bucket_cap_mb=0.001)
-    for zero in in_turn(STAGES, 0):
+    for zero in in_turn(STAGES, 1):
         stages.run(zero, body, rank, build=stages.Odd, bucket_cap_mb=0.001).assert_equals(whole, f"zero={zero}")
 
 
@@ -180,7 +180,8 @@ def test_parameters_that_some_or_all_ranks_leave_unused(
 def unused_heads(gpus: SimulatedGpus, rank: int, world_size: int, caps: tuple[float, ...]) -> None:
     for cap in caps:
         whole = stages.run(0, stages.some_heads, rank, build=Heads, bucket_cap_mb=cap)
-        for zero, options in ((1, {}), (2, {}), (3, {"units": 1.0})):  # ranks run the same units
+        given = ((1, {}), (2, {}), (3, {"units": 1.0}))  # ranks run the same units
+        for zero, options in in_turn(given, int(cap == 25)):
             sliced = stages.run(zero, stages.some_heads, rank, build=Heads, bucket_cap_mb=cap, **options)
             sliced.assert_equals(whole, f"zero={zero}")
 
@@ -298,7 +299,7 @@ def test_nccls_own_mean_and_sums_are_alike_on_all_ranks_and_near(
 
 def nccls_mean(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
     for reduce in ("mean", "sum"):
-        for body in (stages.plain_steps, stages.never_cleared) if LONG or reduce == "sum" else (stages.plain_steps,):
+        for body in in_turn((stages.plain_steps, stages.never_cleared), int(reduce == "sum")):
             given = {"optimizer": "SGD", "bucket_cap_mb": 0.001, "reduce": reduce}
             whole = stages.run(0, body, rank, **given)
             near = stages.run(zero, body, rank, deterministic=False, **given)
@@ -323,7 +324,7 @@ def low_precision(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         return []
 
     whole = stages.run(0, steps, rank, build=lambda: Mlp().to(torch.bfloat16))
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 1):  # fused_steps() has the others
         sliced = stages.run(zero, steps, rank, build=lambda: Mlp().to(torch.bfloat16))
         sliced.assert_equals(whole, f"zero={zero}")
 
@@ -355,7 +356,7 @@ def test_state_goes_from_any_stage_to_any_other_and_to_the_cpu(
 
 def travelling_state(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     whole = stages.run(0, stages.plain_steps, rank)
-    for first, second in [(0, 2), (1, 3), (3, 1), (2, 0)]:
+    for first, second in in_turn([(0, 2), (1, 3), (3, 1), (2, 0)], 0):
         torch.manual_seed(0)
         module = gpus.adopt_module(Mlp())
         made = stages.OPTIMIZERS["AdamW"](module.parameters())
@@ -485,7 +486,7 @@ def fused_steps(gpus: SimulatedGpus, rank: int, world_size: int, low: bool, name
         given = {"build": lambda: Mlp().to(dtype), "optimizer": name, "bucket_cap_mb": 0.001}
         with gpus.torch_on_cpu():
             expected = stages.run(0, steps, rank, deterministic=False, **given)
-        for zero in in_turn((0, *STAGES), int(low)):
+        for zero in in_turn((0, *STAGES), FUSED.index(name), of=3):
             launches.clear()
             stages.run(zero, steps, rank, **given).assert_equals(expected, f"{name}, zero={zero}")
             assert launches[-1] == 1, launches  # six parameters, one step count
@@ -519,7 +520,7 @@ def halves(gpus: SimulatedGpus, rank: int, world_size: int, half: str) -> None:
         }
         with gpus.torch_on_cpu():
             expected = stages.run(0, steps, rank, deterministic=False, **given)
-        for zero in in_turn((0, *STAGES), int(dtype is torch.bfloat16)):
+        for zero in in_turn((0, *STAGES), 2 * (dtype is torch.bfloat16) + (half == "Bf16"), of=4):
             sent = stages.run(zero, steps, rank, **given)
             assert sent.losses[1] == 3 * sent.losses[0] > 0 or world_size == 1
             sent.losses = expected.losses

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import LONG, in_turn
 from oracle.fold import bits_equal
 from peer import PEER
 from simulated_gpus import SimulatedGpus, run, stats, sw
@@ -42,7 +43,7 @@ def trained(
     module = gpus.adopt_module(Model(lower))
     model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), **options)
     read, launches = [], 0
-    for step in range(4):
+    for step in range(4 if LONG else 3):
         x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
         before = stats(model)["launches"]
         model(x, spares=step != 2 or rank == 0).backward()
@@ -83,7 +84,7 @@ def accumulated(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         for deterministic in (True, False):
             module = gpus.adopt_module(Model())
             model = sw.wrap(module, zero=zero, deterministic=deterministic)
-            for step in range(3):
+            for step in range(3 if LONG else 2):
                 x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
                 model(x, spares=True).backward()
             read.append([each.clone() for each in sw.full_gradients(model).values() if each is not None])
@@ -98,6 +99,6 @@ def test_no_kernel_reduces(teams: Any, paths: dict[str, str]) -> None:
 
 
 def without_folds(gpus: SimulatedGpus, rank: int, world_size: int, use: int) -> None:
-    for zero in (0, 1, 2):
+    for zero in in_turn((0, 1, 2), use):
         _, launches = trained(gpus, rank, zero=zero, deterministic=world_size == 1)
         assert launches <= 4 + use, (zero, launches)

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import test_units_are_whole_only_while_they_run as units
 import torch
-from harness import LONG, gather, on_every_rank
+from harness import LONG, gather, in_turn, on_every_rank
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
@@ -187,9 +187,10 @@ def test_every_module_has_the_bits_of_stage_0(rank, world_size, build):
     def train(model, optimizer):
         return units.steps(model, optimizer, rank)
 
+    stages = in_turn((PRIVATE, SHARED), units.MODELS.index(build))
     for cut in units.CUTS if LONG else ("blocks",):
         if build is not units.Tied or cut in ("blocks", "whole"):
-            assert_same_training(train, build, cut=cut)
+            assert_same_training(train, build, stages, cut=cut)
 
 
 def in_inference_mode_between(model, optimizer, rank):
@@ -201,22 +202,23 @@ def in_inference_mode_between(model, optimizer, rank):
     return losses
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        units.several_forwards,
-        units.the_same_graph_twice,
-        units.gradients_of_inputs,
-        units.accumulating,
-        units.broken_off,
-        units.penalty_on_gradients,
-        in_inference_mode_between,
-    ],
-)
+SHAPES = [
+    units.several_forwards,
+    units.the_same_graph_twice,
+    units.gradients_of_inputs,
+    units.accumulating,
+    units.broken_off,
+    units.penalty_on_gradients,
+    in_inference_mode_between,
+]
+
+
+@pytest.mark.parametrize("train", SHAPES)
 @on_every_rank()
 def test_every_shape_of_a_step(rank, world_size, train):
+    stages = in_turn((PRIVATE, SHARED), SHAPES.index(train))
     for cut in ("blocks", "nested") if LONG else ("nested",):
-        assert_same_training(lambda model, optimizer: train(model, optimizer, rank), cut=cut)
+        assert_same_training(lambda model, optimizer: train(model, optimizer, rank), stages=stages, cut=cut)
 
 
 class Casting(nn.Linear):
@@ -273,7 +275,8 @@ def test_every_kind_of_parameter_and_policy(rank, world_size, policy):
             losses.append(loss.item())
         return losses
 
-    assert_same_training(*(train, Mixed), precision=POLICIES[policy], ignored_params=["left_alone"], cut="nested")
+    stages, options = in_turn((PRIVATE, SHARED), list(POLICIES).index(policy)), {"ignored_params": ["left_alone"]}
+    assert_same_training(*(train, Mixed, stages), precision=POLICIES[policy], cut="nested", **options)
 
 
 @pytest.mark.parametrize("shape", ["2+1", "crosswise"])
@@ -283,7 +286,7 @@ def test_over_hosts(rank, world_size, shape):
         return units.steps(model, optimizer, rank)
 
     with on_hosts(hosts_of(shape, world_size)) as group:
-        assert_same_training(train, process_group=group)
+        assert_same_training(train, stages=in_turn((PRIVATE, SHARED), int(shape == "crosswise")), process_group=group)
 
 
 @on_every_rank(at_least=3)
@@ -433,7 +436,7 @@ def test_hybrid_sharding_has_the_bits_of_every_rank_slicing(rank, world_size):
     assert_same_training(train, stages=[{**PRIVATE, "device_mesh": mesh}, {**SHARED, "device_mesh": mesh}])
 
 
-@on_every_rank()
+@on_every_rank(exactly=None if LONG else 2)  # every rank compiles, for seconds
 def test_compiled_blocks(rank, world_size):
     def train(model, optimizer):
         for block in model.module.blocks:
@@ -442,4 +445,4 @@ def test_compiled_blocks(rank, world_size):
 
     with contextlib.ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
-        assert_same_training(train)
+        assert_same_training(train, stages=in_turn((PRIVATE, SHARED), 0))

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from harness import gather, on_every_rank, same_everywhere
+from harness import gather, in_turn, on_every_rank, same_everywhere
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
@@ -421,7 +421,8 @@ def test_closures_groups_and_step_hooks(rank, world_size, zero):
 def test_whole_parameters_are_taken_and_norms_asked_of_this_rank_alone(rank, world_size):
     torch.manual_seed(3)
     state = {name: value.clone() for name, value in Mlp().state_dict().items()}
-    for stage in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}):
+    stages = ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False})
+    for stage in in_turn(stages, int(world_size == 1)):
         model, optimizer = wrap(build=Mlp, **stage)
         sw.load_full_state_dict(model, state)
         found = sw.full_state_dict(model)
@@ -443,7 +444,7 @@ def test_whole_parameters_are_taken_and_norms_asked_of_this_rank_alone(rank, wor
 def test_frozen_parameters_have_no_gradient_and_no_state_bytes(rank, world_size):
     frozen_bytes = 2 * 2048 * 2048 * 4
     stages = ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False})
-    for stage in (None, *stages):  # None: what torch itself takes at first use
+    for stage in (None, *in_turn(stages, int(world_size == 1))):  # None: what torch itself takes at first use
         torch.manual_seed(0)
         module = nn.Sequential(
             nn.Linear(7, 2048), *(nn.Linear(2048, 2048, bias=False) for _ in range(2)), nn.Linear(2048, 5)

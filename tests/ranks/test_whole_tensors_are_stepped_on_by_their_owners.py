@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 import torch
-from harness import LONG, gather, on_every_rank, same_everywhere
+from harness import gather, in_turn, on_every_rank, same_everywhere
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
@@ -162,7 +162,7 @@ def test_every_training_has_the_bits_of_stage_0(rank, world_size, training, opti
     expected = run(rank, 0, training, make)
     for zero in (1, 2, 3):
         other = {"transport": "staged"} if zero < 3 else {"share_parameters": False, "units": nn.Linear}
-        for options in ({"bucket_cap_mb": 0.001}, other) if LONG or optimizer == "AdamW" else (other,):
+        for options in in_turn(({"bucket_cap_mb": 0.001}, other), zero + [*OPTIMIZERS].index(optimizer)):
             found = run(rank, zero, training, make, **options)
             assert_same(found, expected, (zero, options))
             assert same_everywhere([*found[1]])
@@ -173,16 +173,16 @@ def test_every_training_has_the_bits_of_stage_0(rank, world_size, training, opti
 def test_every_kind_of_parameter(rank, world_size, build, training):
     make = OPTIMIZERS["TrustRatio"]
     expected = run(rank, 0, training, make, build)
-    for zero in (1, 2, 3):
-        assert_same(run(rank, zero, training, make, build, bucket_cap_mb=0.001), expected, zero)
-    assert_same(run(rank, 3, training, make, build, share_parameters=False), expected, "private")
+    stages = [(zero, {"bucket_cap_mb": 0.001}) for zero in (1, 2, 3)] + [(3, {"share_parameters": False})]
+    for zero, options in in_turn(stages, int(training is plain)):
+        assert_same(run(rank, zero, training, make, build, **options), expected, (zero, options))
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @on_every_rank()
 def test_muon_on_matrices_beside_adamw_on_the_rest(rank, world_size):
-    found = []
-    for zero in (0, 1, 2, 3):
+    found, stages = [], in_turn((1, 2, 3), 0)
+    for zero in (0, *stages):
         torch.manual_seed(0)
         module = Mlp()
         matrices = [p for p in module.parameters() if p.dim() == 2]
@@ -200,8 +200,8 @@ def test_muon_on_matrices_beside_adamw_on_the_rest(rank, world_size):
         state = copy.deepcopy(sw.full_optimizer_state_dict(model, muon))
         found.append((losses, [p.detach().clone() for p in module.parameters()], state))
         gather(None)
-    for zero in (1, 2, 3):
-        assert_same(found[zero], found[0], zero)
+    for zero, other in zip(stages, found[1:], strict=True):
+        assert_same(other, found[0], zero)
 
 
 @on_every_rank()
@@ -229,7 +229,7 @@ def test_state_goes_between_stages_and_partitions(rank, world_size):
     """
     make = OPTIMIZERS["AdamW"]
     expected = run(rank, 0, plain, make)
-    for first, second in [(1, 0), (2, 3), (0, 2), (3, 1)]:
+    for first, second in in_turn([(1, 0), (2, 3), (0, 2), (3, 1)], int(world_size > 1)):
         torch.manual_seed(0)
         module = Mlp()
         model, optimizer = sw.wrap(module, make(module.parameters()), zero=first, partition="tensor")
@@ -266,8 +266,8 @@ def test_state_goes_between_stages_and_partitions(rank, world_size):
 
 @on_every_rank()
 def test_groups_that_come_later_and_an_optimizer_that_has_state(rank, world_size):
-    found = []
-    for zero in (0, 1, 2, 3):
+    found, stages = [], in_turn((1, 2, 3), 1)
+    for zero in (0, *stages):
         torch.manual_seed(0)
         module = Mlp()
         optimizer = TrustRatio(module[0].parameters(), lr=1e-2)
@@ -283,8 +283,8 @@ def test_groups_that_come_later_and_an_optimizer_that_has_state(rank, world_size
         state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))
         found.append((losses, [p.detach().clone() for p in module.parameters()], state))
         gather(None)
-    for zero in (1, 2, 3):
-        assert_same(found[zero], found[0], zero)
+    for zero, other in zip(stages, found[1:], strict=True):
+        assert_same(other, found[0], zero)
 
 
 @on_every_rank(at_least=2)
@@ -314,7 +314,7 @@ def saved_bytes(folder):
 def test_checkpoints_have_the_bytes_of_stage_0_and_are_resumed(rank, world_size, optimizer):
     make, expected = OPTIMIZERS[optimizer], None
     stages = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate([stages[0], *in_turn(stages[1:], [*OPTIMIZERS].index(optimizer))]):
         folder = os.path.join(os.environ["SW_TEST_FOLDER"], f"tensor-{optimizer}-{number}")
         losses = []
         for seed in (0, 1):

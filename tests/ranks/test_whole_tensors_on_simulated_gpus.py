@@ -53,7 +53,7 @@ def test_every_training_has_the_bits_of_the_cpu(
 def train(gpus: SimulatedGpus, rank: int, world_size: int, training: str, optimizer: str) -> None:
     body, make = getattr(whole, training), whole.OPTIMIZERS[optimizer]
     expected = on_cpu(gpus, rank, 0, body, make)
-    for zero in in_turn(STAGES, TRAININGS.index(training)):
+    for zero in in_turn(STAGES, TRAININGS.index(training), of=3):
         forms = [{"bucket_cap_mb": 0.001}, {"units": nn.Linear} if zero == 3 else {}]
         for options in forms if LONG else forms[zero // 3 :][:1]:
             found = whole.run(rank, zero, body, make, **options)
@@ -71,7 +71,7 @@ def test_every_kind_of_parameter(teams: Any, world_size: int, paths: dict[str, s
 def every_kind(gpus: SimulatedGpus, rank: int, world_size: int, build: Any, training: str) -> None:
     body, make = getattr(whole, training), whole.OPTIMIZERS["TrustRatio"]
     expected = on_cpu(gpus, rank, 0, body, make, build)
-    for zero in in_turn(STAGES, int(training != "plain")):
+    for zero in in_turn(STAGES, int(training != "plain"), of=3):
         given = {"units": 1.0} if zero == 3 and build is Heads else {}  # ranks run the same units
         whole.assert_same(whole.run(rank, zero, body, make, build, bucket_cap_mb=0.001, **given), expected, zero)
 
@@ -129,7 +129,7 @@ def muon(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
     with gpus.torch_on_cpu():
         expected = steps(sw.wrap, 0)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 0):
         whole.assert_same(steps(OnGpu(gpus).wrap, zero), expected, zero)
 
 
@@ -179,7 +179,7 @@ def offloaded(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         return sw.optim.AdamW(parameters, lr=1e-2)
 
     expected = on_cpu(gpus, rank, 0, whole.plain, make, whole.Odd)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 2, of=3):
         found = whole.run(rank, zero, whole.plain, make, whole.Odd, offload="cpu")
         whole.assert_same(found, expected, zero)
 
@@ -194,6 +194,6 @@ def on_a_mesh(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     make = whole.OPTIMIZERS["TrustRatio"]
     expected = on_cpu(gpus, rank, 0, whole.plain, make)
-    for zero in STAGES:
+    for zero in in_turn(STAGES, 1):
         found = whole.run(rank, zero, whole.plain, make, device_mesh=mesh, bucket_cap_mb=0.001)
         whole.assert_same(found, expected, zero)
