@@ -479,7 +479,9 @@ class Checkpointer:
         def check() -> list[Any]:
             made.append(NameMap(*names))
             if self._stages and made[0].include:
-                raise ValueError("include is not supported for stages of a pipeline, each of which takes its own tensors")
+                raise ValueError(
+                    "include is not supported for stages of a pipeline, each of which takes its own tensors"
+                )
             asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
             return [asked, *made[0].describe().values()]
 

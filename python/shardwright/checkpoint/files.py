@@ -270,7 +270,9 @@ def load(
         names = NameMap(include, rename, strict)
         if is_pipeline(module):
             if names.include:
-                raise ValueError("include is not supported for stages of a pipeline, each of which takes its own tensors")
+                raise ValueError(
+                    "include is not supported for stages of a pipeline, each of which takes its own tensors"
+                )
             stages.extend(stages_of(module, optimizer))
         training = stages[0].training if stages else Training(module, optimizer)
         checked.append((absolute_path("path", path), training, names))

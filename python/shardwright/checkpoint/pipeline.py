@@ -72,7 +72,9 @@ def check_options_of_stages(snapshot: str, memory_every: int | None) -> None:
     if snapshot != "copy":
         raise ValueError(f"snapshot={snapshot!r} is not supported for stages of a pipeline: it must be 'copy'")
     if memory_every is not None:
-        raise ValueError(f"memory_every={memory_every} is not supported for stages of a pipeline, which go to disk alone")
+        raise ValueError(
+            f"memory_every={memory_every} is not supported for stages of a pipeline, which go to disk alone"
+        )
 
 
 def stages_of(module: Any, optimizer: Any) -> list[Stage]:
