@@ -27,7 +27,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch test-torch-suites abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events kernels gpu bench fmt lint wheel clean check-machine
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench fmt lint wheel clean check-machine
 
 build: $(VENV)/.built
 
@@ -135,6 +135,10 @@ fuzz-programs: build
 # simulated GPUs must fail; then again with scenes of compositions alone (tensor parallelism, pipelines, experts)
 mutate-events: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_event_mutations.py tests/test_event_mutations_of_compositions.py $(PYTEST_ARGS)
+
+# Also those mutations of compositions that no scene sees, for the reasons in UNSEEN: an hour more
+mutate-events-unseen: build
+	SW_TEST_LONG=1 SW_TEST_UNSEEN=1 $(BIN)/python -m pytest tests/test_event_mutations_of_compositions.py $(PYTEST_ARGS)
 
 # Machine code of the GPU kernels for each architecture that nvcc knows, each from its own front end: no kernel may spill
 kernels: build

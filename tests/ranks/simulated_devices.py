@@ -163,11 +163,11 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Operator:
-    """The tensor arguments of an operator of torch, as its schema declares them: (position, name) of each.
+    """The tensor arguments of an operator of torch, as its schema declares them: (position, name, access) of each.
 
     Attributes
     ----------
-    arguments : all of them; `written` : those that it writes to. Each with its access.
+    arguments : all of them; `written` : those that it writes to.
     accesses : those whose values it touches.
     call : what runs it.
     """

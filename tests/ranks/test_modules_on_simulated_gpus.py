@@ -128,14 +128,11 @@ PROMISES: list[tuple[str, str, dict[str, Any]]] = [
     (_KIND, "ignored_parameters_stay_local", {}),
     (_KIND, "parameters_keep_their_identity_and_an_optimizer_made_before_stays_right", {"optimizer": "AdamW"}),
 ]
-#: those that the host keeps for any device; the long form has them, too
+#: those that no order of streams decides; the long form has them, too
 OF_THE_HOST = {
-    "without_no_sync_each_backward_folds_onto_the_running_average",
-    "no_sync_after_an_average_adds_to_it_on_every_rank",
     "require_backward_grad_sync_is_read_when_the_backward_runs",
     "no_sync_is_left_even_by_an_exception",
     "an_average_that_nobody_touches_again_stands",
-    "clipping_and_zeroing_between_steps_act_on_the_average",
     "several_forwards_and_then_a_backward_for_each",
     "two_losses_of_one_forward",
     "a_backward_through_some_outputs_only",

@@ -103,7 +103,7 @@ if LONG:
         ("plain", not_finite_once, {}),
         ("in turns", not_finite_once, {}),
     ]
-#: without "half factors in turns", which units have, and "half memory in turns", whose state travels
+#: units have "half factors in turns" (below), and so has state that travels "half memory in turns"
 QUICK = [0, 1, 2, 3, 6, 7, 8, 9, 10]
 
 

@@ -229,7 +229,8 @@ def test_state_goes_between_stages_and_partitions(rank, world_size):
     """
     make = OPTIMIZERS["AdamW"]
     expected = run(rank, 0, plain, make)
-    for first, second in in_turn([(1, 0), (2, 3), (0, 2), (3, 1)], int(world_size > 1)):
+    pairs = [(1, 0), (2, 3), (0, 2), (3, 1)]
+    for first, second in pairs if world_size > 1 else in_turn(pairs, 0):
         torch.manual_seed(0)
         module = Mlp()
         model, optimizer = sw.wrap(module, make(module.parameters()), zero=first, partition="tensor")
@@ -314,7 +315,7 @@ def saved_bytes(folder):
 def test_checkpoints_have_the_bytes_of_stage_0_and_are_resumed(rank, world_size, optimizer):
     make, expected = OPTIMIZERS[optimizer], None
     stages = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
-    for number, stage in enumerate([stages[0], *in_turn(stages[1:], [*OPTIMIZERS].index(optimizer))]):
+    for number, stage in enumerate([stages[0], *in_turn(stages[1:], [*OPTIMIZERS].index(optimizer) // 2)]):
         folder = os.path.join(os.environ["SW_TEST_FOLDER"], f"tensor-{optimizer}-{number}")
         losses = []
         for seed in (0, 1):
