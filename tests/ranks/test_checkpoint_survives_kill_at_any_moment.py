@@ -18,7 +18,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
-KILLS = 40 if LONG else 2
+KILLS = 40 if LONG else 4
 
 
 def training():
@@ -189,7 +189,7 @@ def test_many_saves_leave_memory_descriptors_and_threads_as_they_were(rank, worl
     torch.manual_seed(0)
     small = torch.nn.Linear(10, 10)
     with sw.Checkpointer(folder, small, keep_last=1) as checkpoints:
-        for step in range(1000 if LONG else 45):
+        for step in range(1000 if LONG else 60):
             checkpoints.save(step)
             if step == 20:
                 checkpoints.wait()

@@ -251,7 +251,7 @@ def test_the_error_is_fed_back(rank, world_size, name):
     state, hook, _ = cases(name)
     applied = torch.zeros(sum(p.numel() for p in owners), dtype=torch.float64)
     expected = torch.zeros_like(applied)
-    sizes, lost, steps = [], 0.0, 60 if LONG else 40
+    sizes, lost, steps = [], 0.0, 60
     for step in range(steps):
         applied += run(hook, state, owners, gradients_of(rank, step)).double()
         expected += mean_of(world_size, step)
@@ -609,7 +609,7 @@ def test_errors_stay_flat(rank, world_size, name):
     state, hook, _ = cases(name)
     # the engine's own exchange: Gloo takes milliseconds for one as small, and there are 20,000 steps
     state.use_exchange(levels_of(process_group.host_group(dist.group.WORLD, 60.0)).exchange)
-    owner, steps = [torch.nn.Parameter(torch.zeros(24, 40))], 20_000 if LONG else 160
+    owner, steps = [torch.nn.Parameter(torch.zeros(24, 40))], 20_000 if LONG else 400
     generator, worst = torch.Generator().manual_seed(rank), [0.0, 0.0]
     for step in range(steps):
         run(hook, state, owner, [torch.randn(24, 40, generator=generator)])
