@@ -140,6 +140,27 @@ def test_what_cannot_be_loaded_is_named(saved: Path) -> None:
     folder.load([], 3, True, (0, 1))
 
 
+@pytest.mark.parametrize("count", [1, 6000])
+def test_a_catalog_has_whole_headers_and_a_rank_that_received_it_opens_no_file(tmp_path: Path, count: int) -> None:
+    """6,000 names of 200 characters make a header of more than a block."""
+    model = torch.nn.ParameterDict({f"{number:0200d}": torch.full((3,), float(number)) for number in range(count)})
+    sw.save(tmp_path / "a", model)
+    folder = CheckpointFolder(str(tmp_path / "a"))
+    names = [each for each in folder.files if each.endswith(".safetensors")]
+    there = CheckpointFolder.received(folder.path, folder.catalog([*names, "state.json"]))
+    before = {name: folder.tensors(name) for name in names}, folder.read_bytes("state.json")
+    (tmp_path / "a").rename(tmp_path / "elsewhere")
+    assert ({name: there.tensors(name) for name in names}, there.read_bytes("state.json")) == before
+    assert sum(len(tensors) for _, tensors in before[0].values()) >= count
+    (data,) = (tmp_path / "elsewhere").glob("model*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    if count == 1:  # the damage is in the block of the header
+        with pytest.raises(sw.CheckpointError, match="was changed or did not survive: block 0 "):
+            CheckpointFolder(str(tmp_path / "elsewhere")).catalog(names)
+
+
 class Training:
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(1)

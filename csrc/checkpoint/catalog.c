@@ -25,38 +25,59 @@ static void append_head(sw_text *text, const char *path, uint64_t size_bytes)
     sw_text_append(text, path, strlen(path));
 }
 
-/* Compute the number of bytes of a file that a catalog stores. */
-static sw_status wanted_bytes(const char *folder, const sw_manifest *manifest,
-                              const sw_manifest_file *file, size_t *size_bytes, sw_error *err)
+/* Set the size of the data in the entry that begins at `head`. */
+static void set_size(sw_text *text, size_t head, uint64_t size_bytes)
+{
+    memcpy(text->data + head + sizeof size_bytes, &size_bytes, sizeof size_bytes);
+}
+
+static bool is_safetensors(const char *path)
 {
     static const char SUFFIX[] = ".safetensors";
-    size_t length = strlen(file->path);
-    uint8_t first[8];
-    sw_read_range range = {0, sizeof first, first};
+    size_t length = strlen(path), suffix = sizeof SUFFIX - 1;
+    return length > suffix && strcmp(path + length - suffix, SUFFIX) == 0;
+}
+
+/* Read bytes [0, *size_bytes) of a file behind `text`; of a safetensors file only the header, whose
+ * size is then set. A read checks whole blocks, so the first block is read at once. */
+static sw_status read_behind(const char *folder, const sw_manifest *manifest,
+                             const sw_manifest_file *file, sw_text *text, size_t *size_bytes,
+                             sw_error *err)
+{
+    bool has_header = is_safetensors(file->path);
     *size_bytes = (size_t)file->size_bytes;
-    if (length < sizeof SUFFIX || strcmp(file->path + length - (sizeof SUFFIX - 1), SUFFIX) != 0)
-        return sw_checkpoint_check_values(folder, file, err);
-    if (file->size_bytes < sizeof first)
+    if (!has_header)
+        SW_TRY(sw_checkpoint_check_values(folder, file, err));
+    else if (*size_bytes < sizeof(uint64_t))
         SW_FAIL(err, SW_E_INVALID, "'%.300s/%s' is not a safetensors file: it has %zu bytes",
                 folder, file->path, *size_bytes);
-    SW_TRY(sw_checkpoint_read(folder, manifest, file->path, &range, 1, err));
-    return sw_safetensors_header_size(first, file->size_bytes, file->path, size_bytes, err);
+    size_t first = *size_bytes;
+    if (has_header && first > SW_BLOCK_BYTES)
+        first = SW_BLOCK_BYTES;
+    for (size_t wanted = first;; wanted = *size_bytes) {
+        (void)sw_text_reserve(text, wanted);
+        SW_TRY(sw_text_check(text, file->path, err));
+        uint8_t *data = (uint8_t *)text->data + text->size_bytes;
+        sw_read_range range = {0, wanted, data};
+        SW_TRY(sw_checkpoint_read(folder, manifest, file->path, &range, 1, err));
+        if (has_header)
+            SW_TRY(sw_safetensors_header_size(data, file->size_bytes, file->path, size_bytes, err));
+        if (*size_bytes <= wanted)
+            return SW_OK;
+    }
 }
 
 static sw_status append_file(const char *folder, const sw_manifest *manifest, const char *path,
                              sw_text *text, sw_error *err)
 {
     const sw_manifest_file *file = sw_manifest_find(manifest, path);
-    size_t size_bytes = 0;
+    size_t size_bytes = 0, head = text->size_bytes;
     if (!file)
         SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no file '%.120s'", folder, path);
-    SW_TRY(wanted_bytes(folder, manifest, file, &size_bytes, err));
-    append_head(text, path, size_bytes);
-    size_t at = text->size_bytes;
-    (void)sw_text_reserve(text, size_bytes);
+    append_head(text, path, 0);
     SW_TRY(sw_text_check(text, path, err));
-    sw_read_range range = {0, size_bytes, text->data + at};
-    SW_TRY(sw_checkpoint_read(folder, manifest, path, &range, 1, err));
+    SW_TRY(read_behind(folder, manifest, file, text, &size_bytes, err));
+    set_size(text, head, size_bytes);
     text->size_bytes += size_bytes;
     return SW_OK;
 }
@@ -68,8 +89,7 @@ static sw_status append_all(const char *folder, const sw_manifest *manifest,
     size_t at = text->size_bytes;
     SW_TRY(sw_manifest_print(manifest, append_part, text, err));
     SW_TRY(sw_text_check(text, folder, err));
-    uint64_t manifest_bytes = text->size_bytes - at;
-    memcpy(text->data + sizeof manifest_bytes, &manifest_bytes, sizeof manifest_bytes);
+    set_size(text, 0, text->size_bytes - at);
     for (size_t i = 0; i < count; ++i)
         SW_TRY(append_file(folder, manifest, paths[i], text, err));
     return SW_OK;

@@ -4,7 +4,7 @@
  * units in order, so that some wait for the disk while others checksum and copy, and the disk sees
  * one ascending stream. No two units read the same block.
  *
- * A thread reads a unit into its huge page, checks it in the CPU cache and copies it from there. A
+ * A thread reads a unit into a huge page, checks it in the CPU cache and copies it from there. A
  * read that bypasses the page cache costs one request per page of memory: many for small pages, one
  * for a huge page (0.41 s against 0.5 to 1.3 s a GiB on a virtual disk). The page cache copies
  * anyway, so a block that is wanted whole is read through it to its destination and checked there.
@@ -28,7 +28,7 @@
 enum {
     UNIT_BLOCKS = 1, /* few bytes in flight, so that they stay in the CPU cache */
     UNIT_BYTES = UNIT_BLOCKS * SW_BLOCK_BYTES,
-    BUFFER_BYTES = 2 << 20 /* a huge page */
+    HUGE_PAGE_BYTES = 2 << 20
 };
 
 typedef struct load_unit {
@@ -45,10 +45,13 @@ typedef struct loader {
     const sw_load_options *options;
     load_unit *units; /* owned */
     size_t unit_count, first_unit;
+    size_t buffers_bytes;
 
     pthread_mutex_t mutex; /* guards the following fields */
-    size_t next;           /* next unit, in order */
-    size_t failed_at;      /* SIZE_MAX: none failed */
+    uint8_t *buffers;      /* owned; UNIT_BYTES a thread, in huge pages; NULL until the first use */
+    size_t buffers_used;
+    size_t next;      /* next unit, in order */
+    size_t failed_at; /* SIZE_MAX: none failed */
     sw_error failure;
 } loader;
 
@@ -57,7 +60,7 @@ typedef struct worker { /* a thread's state */
     const sw_manifest_file *file; /* open, or NULL */
     char path[SW_PATH_BYTES];
     int fd, direct_fd; /* direct_fd -1: only through the page cache */
-    uint8_t *buffer;   /* owned; BUFFER_BYTES; NULL until the first unit */
+    uint8_t *buffer;   /* in job->buffers; NULL until the first use */
 } worker;
 
 /* True if range `i` may have bytes in `unit`: ranges ascend. */
@@ -145,6 +148,22 @@ static sw_status check_block(const worker *w, const uint8_t *data, uint64_t numb
     return SW_OK;
 }
 
+/* Take this thread's buffer: two share a huge page, which the system clears at its first use. */
+static sw_status take_buffer(worker *w, sw_error *err)
+{
+    loader *job = w->job;
+    sw_status status = SW_OK;
+    if (w->buffer)
+        return SW_OK;
+    pthread_mutex_lock(&job->mutex);
+    if (!job->buffers)
+        status = sw_pages_map(job->buffers_bytes, &job->buffers, err);
+    if (status == SW_OK)
+        w->buffer = job->buffers + job->buffers_used++ * UNIT_BYTES;
+    pthread_mutex_unlock(&job->mutex);
+    return status;
+}
+
 /* Read without the page cache, except the last bytes of a file that fill no page. */
 static sw_status read_direct(worker *w, uint8_t *data, uint64_t offset, size_t size, sw_error *err)
 {
@@ -181,8 +200,6 @@ static sw_status load_one(worker *w, load_unit *unit, sw_error *err)
     bool is_placed[UNIT_BLOCKS] = {false};
     uint64_t first = UINT64_MAX, stop = 0;
     SW_TRY(open_file(w, &job->manifest->files[job->ranges[unit->first_range].file], err));
-    if (!w->buffer)
-        SW_TRY(sw_pages_map(BUFFER_BYTES, &w->buffer, err));
     for (size_t i = unit->first_range; reaches(job, unit, i); ++i) {
         uint64_t begin, end;
         clip(&job->ranges[i], unit, &begin, &end);
@@ -196,11 +213,15 @@ static sw_status load_one(worker *w, load_unit *unit, sw_error *err)
     if (end > w->file->size_bytes)
         end = w->file->size_bytes;
     bool is_direct = w->direct_fd >= 0 && !sw_file_is_cached(w->fd, begin, (size_t)(end - begin));
-    if (is_direct)
+    if (is_direct) {
+        SW_TRY(take_buffer(w, err));
         SW_TRY(read_direct(w, w->buffer + begin % UNIT_BYTES, begin, (size_t)(end - begin), err));
+    }
     for (uint64_t b = first, at = begin; at < end; ++b, at += SW_BLOCK_BYTES) {
         size_t size = (size_t)(end - at < SW_BLOCK_BYTES ? end - at : SW_BLOCK_BYTES);
         uint8_t *place = is_direct ? NULL : own_place(job, unit, at, size);
+        if (!place)
+            SW_TRY(take_buffer(w, err));
         uint8_t *to = place ? place : w->buffer + at % UNIT_BYTES;
         is_placed[b % UNIT_BLOCKS] = place != NULL;
         if (!is_direct)
@@ -245,7 +266,6 @@ static void *work(void *context)
             record_failure(job, turn, &why);
     }
     close_file(&w);
-    sw_memory_unmap(w.buffer, BUFFER_BYTES);
     return NULL;
 }
 
@@ -299,6 +319,10 @@ static sw_status run(loader *job, sw_error *err)
     sw_thread threads[SW_LOAD_THREADS_MAX] = {0};
     int wanted = job->options->thread_count < SW_LOAD_THREADS_MAX ? job->options->thread_count
                                                                   : SW_LOAD_THREADS_MAX;
+    if (wanted < 1)
+        wanted = 1;
+    job->buffers_bytes =
+        ((size_t)wanted * UNIT_BYTES + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     pthread_mutex_init(&job->mutex, NULL);
     for (int t = 1; t < wanted && (size_t)t < job->unit_count; ++t)
         if (sw_thread_start(&threads[t], work, job, "sw-load", NULL) != SW_OK)
@@ -306,6 +330,7 @@ static sw_status run(loader *job, sw_error *err)
     work(job);
     for (int t = 1; t < wanted; ++t)
         sw_thread_join(&threads[t]);
+    sw_memory_unmap(job->buffers, job->buffers_bytes);
     pthread_mutex_destroy(&job->mutex);
     if (job->failed_at == SIZE_MAX)
         return SW_OK;
