@@ -5,10 +5,13 @@ save captures one moment of it.
 from __future__ import annotations
 
 import collections
+import copy
 import errno
+import gc
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -401,3 +404,34 @@ def test_a_state_of_numpys_generator_that_is_kept_is_the_present_one() -> None:
             assert all(torch.equal(found[name], expected[name]) for name in found), number
     finally:
         numpy.random.set_state(before)
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "load", "restore"])
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
+def test_a_load_releases_the_tensors_that_it_replaces(tmp_path: Path, snapshot: str, how: str) -> None:
+    """A Checkpointer keeps the tensors of its last save, to list nothing anew; not beyond a load, which would double them."""
+    model = nn.Linear(30, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    with sw.Checkpointer(tmp_path / "c", model, optimizer, snapshot=snapshot) as checkpoints:
+        for step in range(2):
+            checkpoints.save(step)
+            checkpoints.wait()
+        before = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+        if how == "load_state_dict":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        else:
+            optimizer.state.clear()
+            if how == "restore":
+                assert checkpoints.restore() == 2
+            else:
+                sw.load(tmp_path / "c" / "step-000002", model, optimizer)
+        gc.collect()
+        assert before and not any(each() is not None for each in before)
+        checkpoints.save(2)  # finds all anew
+        saved = [{key: value.clone() for key, value in state.items()} for state in optimizer.state.values()]
+        optimizer.step()
+        assert checkpoints.restore() == 3
+    for state, before_step in zip(optimizer.state.values(), saved, strict=True):
+        assert all(torch.equal(state[key], value) for key, value in before_step.items())

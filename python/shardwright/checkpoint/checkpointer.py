@@ -26,6 +26,7 @@ from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
+from .memory.repeated import forget_repeated
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
@@ -237,6 +238,7 @@ class Checkpointer:
                 self._memory.close(goodbye=False)
             self._place.close()
             raise
+        self._release_after_loads()
         self._warm_staging()
         self._owner_pid = os.getpid()
         replica = getattr(wrapper_of(model), "_replica", None)
@@ -255,6 +257,14 @@ class Checkpointer:
         self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
+
+    def _release_after_loads(self) -> None:
+        """Release the optimizer's old state when load_state_dict() has replaced it, not only at the next save."""
+        for optimizer in [self._training.optimizer, *(stage.training.optimizer for stage in self._stages)]:
+            optimizer = stepping_optimizer(optimizer)
+            if hasattr(optimizer, "register_load_state_dict_post_hook"):
+                with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
+                    self._hooks.append(optimizer.register_load_state_dict_post_hook(forget_repeated))
 
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""

@@ -4,6 +4,7 @@ copy."""
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class Repeated:
     addresses.
 
     It compares identity, address, dtype, shape and strides of every tensor. It keeps the objects alive, so that no other
-    object can take their identity.
+    object can take their identity: until the next save, or forget_repeated().
 
     Attributes
     ----------
@@ -72,6 +73,7 @@ class Repeated:
         self._optimizer_text = b""  # of these options
         self._rest: OwnRows | None = None
         self._entries = entries_text  # the text of "state" in optimizer.json, on rank 0
+        _alive.add(self)
 
     @classmethod
     def of(
@@ -102,6 +104,12 @@ class Repeated:
             and self._places_of_odd(released) == self._odd_places
             and self._has_plain_options(training)
         )
+
+    def forget(self) -> None:
+        """Release all tensors. fits() returns False from now on. A lazy save that is under way keeps its own references."""
+        self.found, self.groups, self._rest = ModelTensors(), [], None
+        self._kept, self._tensors, self._plain, self._odd, self._modules = [], [], [], [], []
+        self._identities = b"forgotten"
 
     def _places_of_odd(self, released: Mapping[int, Sliced]) -> list[Any]:
         """Return address, dtype, shape and strides of each tensor that C cannot read."""
@@ -150,6 +158,15 @@ class Repeated:
             found += [group["params"] for group in training.optimizer.param_groups]
             found += training.optimizer.state.values()
         return found
+
+
+_alive: weakref.WeakSet[Repeated] = weakref.WeakSet()
+
+
+def forget_repeated(*_: Any) -> None:
+    """Release what the last saves of all Checkpointers keep alive, because a load is about to replace tensors, or did."""
+    for each in list(_alive):
+        each.forget()
 
 
 class OwnRows:
