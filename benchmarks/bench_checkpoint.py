@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ class Bench:
 
         def begin() -> Any:
             response = dcp.async_save(self.subject.state(), checkpoint_id=path, **extra)
-            if "async_stager" not in extra:
+            if isinstance(response, Future):
                 return response
             self.subject.before_step = response.staging_completion.result
             return response.upload_completion
