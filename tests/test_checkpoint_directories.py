@@ -287,7 +287,22 @@ def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatc
     assert sorted(os.listdir()) == ["a", "model"] and os.listdir("model") == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a", "file:///tmp/a", Path("s3://b/a")])
+@pytest.mark.parametrize("address", ["s3://", "gs:///", "memory://", "s3:///"])
+def test_a_scheme_alone_is_refused_and_makes_no_folder(tmp_path, monkeypatch, address):
+    """As f"s3://{bucket}" is with an empty name."""
+    pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    module, optimizer = trained()
+    for call in (sw.save, sw.load, lambda *args: sw.Checkpointer(*args, optimizer)):
+        with pytest.raises(ValueError, match=f"an address needs a place behind its scheme, got '{address}'"):
+            call(address, module)
+    assert os.listdir(tmp_path) == []
+
+
+ADDRESSES = ["s3://bucket/run", "gs://b/a", "file:///tmp/a", "x://b/a", "1s3://b/a", Path("s3://b/a")]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
 def test_an_address_without_fsspec_is_no_path(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "fsspec", None)
@@ -307,8 +322,10 @@ def test_an_address_without_fsspec_is_no_path(tmp_path, monkeypatch, address):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("has_holes", [False, True])
 @pytest.mark.parametrize("nbytes", [3 << 20, 64 << 20])
-def test_a_manifest_that_its_folder_does_not_warrant_costs_no_memory(tmp_path, nbytes):
+def test_a_manifest_that_its_folder_does_not_warrant_costs_no_memory(tmp_path, nbytes, has_holes):
+    """A sparse file beside it, of which no byte is on the disk, warrants its length, but not its values."""
     sw.save(tmp_path / "a", trained()[0])
     path = tmp_path / "a" / "MANIFEST.json"
     found = json.loads(path.read_text())
@@ -316,12 +333,17 @@ def test_a_manifest_that_its_folder_does_not_warrant_costs_no_memory(tmp_path, n
     head = json.dumps({**found, "more": []}, separators=(",", ":")).encode()[:-2]
     text = torch.frombuffer(bytearray(head + b"0," * (nbytes // 2) + b"0]"), dtype=torch.uint8)
     seal = crc32c(text.data_ptr(), text.numel())
-    path.write_bytes(text.numpy().tobytes() + f',"self_crc32c":"{seal:08x}"}}'.encode())
+    path.write_bytes(text.numpy().tobytes() + f',"self_crc32c":"{seal:08x}"}}\n'.encode())
     del text
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(sw.CheckpointError, match="where one of the files beside it takes at most"):
+    if has_holes:
+        with (tmp_path / "a" / "big").open("wb") as file:
+            file.truncate(2 << 40)
+    why = "it has more values than a file of its kind" if has_holes else "is too long for this folder"
+    with pytest.raises(sw.CheckpointError, match=why):
         sw.load(tmp_path / "a", trained()[0])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+    allowed = 2 * nbytes if has_holes else 0  # the text, and its strings decoded
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (allowed >> 10) + (64 << 10)  # KiB
 
 
 def test_more_state_than_a_manifest_can_list_is_refused_before_a_byte_is_written(tmp_path):

@@ -8,6 +8,7 @@
 #include "checkpoint/json.h"
 #include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
+#include "platform/file.h"
 
 enum { HEAD_BYTES = 16 };
 
@@ -45,12 +46,14 @@ static sw_status read_behind(const char *folder, const sw_manifest *manifest,
                              sw_error *err)
 {
     bool has_header = is_safetensors(file->path);
+    char path[SW_PATH_BYTES]; /* for messages */
+    SW_TRY(sw_path_join(path, folder, file->path, err));
     *size_bytes = (size_t)file->size_bytes;
     if (!has_header)
         SW_TRY(sw_checkpoint_check_values(folder, file, err));
     else if (*size_bytes < sizeof(uint64_t))
-        SW_FAIL(err, SW_E_INVALID, "'%.300s/%s' is not a safetensors file: it has %zu bytes",
-                folder, file->path, *size_bytes);
+        SW_FAIL(err, SW_E_INVALID, "'%s' is not a safetensors file: it has %zu bytes", path,
+                *size_bytes);
     size_t first = *size_bytes;
     if (has_header && first > SW_BLOCK_BYTES)
         first = SW_BLOCK_BYTES;
@@ -61,7 +64,7 @@ static sw_status read_behind(const char *folder, const sw_manifest *manifest,
         sw_read_range range = {0, wanted, data};
         SW_TRY(sw_checkpoint_read(folder, manifest, file->path, &range, 1, err));
         if (has_header)
-            SW_TRY(sw_safetensors_header_size(data, file->size_bytes, file->path, size_bytes, err));
+            SW_TRY(sw_safetensors_header_size(data, file->size_bytes, path, size_bytes, err));
         if (*size_bytes <= wanted)
             return SW_OK;
     }

@@ -10,10 +10,11 @@
 
 #include "base/bytes.h"
 
-enum { DEPTH_MAX = 64, NUMBER_BYTES = 64 };
+enum { DEPTH_MAX = 64, NUMBER_BYTES = 64, FREE_VALUES = 65536, VALUE_BYTES = 4 };
 
 typedef struct reader {
     const char *start, *at, *end;
+    size_t most_values;
     char *string_at; /* decoded strings: never longer than their source */
     const char *label;
     sw_json *json;
@@ -44,6 +45,9 @@ static bool take(reader *r, const char *word)
 static sw_status add_node(reader *r, size_t *index)
 {
     sw_json *json = r->json;
+    if (json->node_count >= r->most_values ||
+        json->node_count >= FREE_VALUES + (size_t)(r->at - r->start) / VALUE_BYTES)
+        return wrong(r, "it has more values than a file of its kind");
     if (json->node_count == json->node_capacity) {
         size_t capacity = json->node_capacity ? 2 * json->node_capacity : 64;
         sw_json_node *grown = NULL;
@@ -243,8 +247,10 @@ static sw_status read_number(reader *r, sw_json_node *node)
     long long integer = is_integer ? strtoll(copy, NULL, 10) : 0;
     is_integer = is_integer && errno == 0;
     node->kind = is_integer ? SW_JSON_INTEGER : SW_JSON_NUMBER;
-    node->integer = is_integer ? integer : 0;
-    node->number = is_integer ? (double)integer : read_decimal(copy);
+    if (is_integer)
+        node->integer = integer;
+    else
+        node->number = read_decimal(copy);
     return SW_OK;
 }
 
@@ -300,7 +306,7 @@ static sw_status read_members(reader *r, int depth, size_t index, char closing)
         skip_space(r);
     }
     r->at++;
-    r->json->nodes[index].span = r->json->node_count - index;
+    r->json->nodes[index].span = (uint32_t)(r->json->node_count - index);
     return is_object ? check_keys(r, index) : SW_OK;
 }
 
@@ -337,13 +343,14 @@ static sw_status read_value(reader *r, int depth, const char *key)
     return read_number(r, node);
 }
 
-sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label, sw_json *json,
-                        sw_error *err)
+sw_status sw_json_parse(const char *text, size_t size_bytes, size_t most_values, const char *label,
+                        sw_json *json, sw_error *err)
 {
     sw_json made = {.strings = malloc(size_bytes + 1)};
     reader r = {.start = text,
                 .at = text,
                 .end = text + size_bytes,
+                .most_values = most_values < UINT32_MAX ? most_values : UINT32_MAX,
                 .string_at = made.strings,
                 .label = label,
                 .json = &made,

@@ -28,12 +28,14 @@ typedef enum sw_json_kind {
 
 typedef struct sw_json_node {
     sw_json_kind kind;
-    size_t span;      /* nodes of this value, itself included */
-    size_t count;     /* elements or members */
-    const char *key;  /* member name; borrowed from the document */
-    const char *text; /* string value; borrowed from the document */
-    int64_t integer;  /* integer value; 0 or 1 for a bool */
-    double number;    /* value of an integer or number */
+    uint32_t span;   /* nodes of this value, itself included */
+    uint32_t count;  /* elements or members */
+    const char *key; /* member name; borrowed from the document */
+    union {
+        const char *text; /* of a string; borrowed from the document */
+        int64_t integer;  /* of an integer; 0 or 1 for a bool */
+        double number;    /* of another number */
+    };
 } sw_json_node;
 
 typedef struct sw_json {
@@ -43,9 +45,12 @@ typedef struct sw_json {
 } sw_json;
 
 /* Parse a text. SW_E_INVALID states the fault and its byte offset; `label` names the document in
- * errors. On success, fini it. */
-SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, const char *label,
-                                    sw_json *json, sw_error *err);
+ * errors. On success, fini it.
+ *
+ * A node takes 32 bytes, a value may take two ("0,"). So that a text cannot take many times its
+ * size, it may have 65,536 values and one more in each 4 bytes, and `most_values` in all. */
+SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, size_t most_values,
+                                    const char *label, sw_json *json, sw_error *err);
 void sw_json_fini(sw_json *json);
 
 /* Return the first child, valid if count > 0; and the sibling after `node`. */
@@ -57,6 +62,12 @@ static inline const sw_json_node *sw_json_first(const sw_json_node *node)
 static inline const sw_json_node *sw_json_next(const sw_json_node *node)
 {
     return node + node->span;
+}
+
+/* Return the value of an integer or another number. */
+static inline double sw_json_number(const sw_json_node *node)
+{
+    return node->kind == SW_JSON_INTEGER ? (double)node->integer : node->number;
 }
 
 /* Return the member `key` of an object; NULL: no such member, or `object` is not an object. */

@@ -16,6 +16,7 @@
 #define SEAL_KEY ",\"self_crc32c\":\""
 enum { WORLD_MAX = 1 << 20, PART_BYTES = 64 << 10 };
 enum { SHORT_BYTES = 1 << 20, NAME_BYTES = 4096, BLOCK_TEXT_BYTES = 64 };
+enum { HEADING_VALUES = 1024, FILE_VALUES = 16 };
 static const int64_t INTEGER_MAX = INT64_C(1) << 53;
 
 void sw_manifest_fini(sw_manifest *manifest)
@@ -343,30 +344,36 @@ static sw_status parse_root(const sw_json_node *root, const char *label, sw_mani
                 "%s: it has version %" PRId64
                 ", this program reads up to %d: use a newer shardwright",
                 label, version, SW_MANIFEST_VERSION);
-    if (!get_integer(root, "step", 0, &step) || !get_integer(root, "world_size", 1, &world_size) ||
-        world_size > WORLD_MAX || !get_integer(root, "block_bytes", 1, &block_bytes) ||
-        block_bytes != SW_BLOCK_BYTES || !nonce || !sw_manifest_is_nonce(nonce))
-        SW_FAIL(err, SW_E_INVALID,
-                "%s: step, world_size, nonce or block_bytes (%d) is missing or out of range", label,
-                SW_BLOCK_BYTES);
+    const char *wrong = NULL;
+    if (!nonce || !sw_manifest_is_nonce(nonce))
+        wrong = "nonce";
+    if (!get_integer(root, "block_bytes", SW_BLOCK_BYTES, &block_bytes) ||
+        block_bytes != SW_BLOCK_BYTES)
+        wrong = "block_bytes";
+    if (!get_integer(root, "world_size", 1, &world_size) || world_size > WORLD_MAX)
+        wrong = "world_size";
+    if (!get_integer(root, "step", 0, &step))
+        wrong = "step";
+    if (wrong)
+        SW_FAIL(err, SW_E_INVALID, "%s: its '%s' is missing or out of range", label, wrong);
     const sw_json_node *metric = sw_json_find(root, "metric");
     manifest->has_metric = metric &&
                            (metric->kind == SW_JSON_INTEGER || metric->kind == SW_JSON_NUMBER) &&
-                           isfinite(metric->number);
-    manifest->metric = manifest->has_metric ? metric->number : 0;
+                           isfinite(sw_json_number(metric));
+    manifest->metric = manifest->has_metric ? sw_json_number(metric) : 0;
     manifest->step = (uint64_t)step;
     manifest->world_size = (int)world_size;
     snprintf(manifest->nonce, sizeof manifest->nonce, "%s", nonce);
     return parse_files(sw_json_find(root, "files"), label, manifest, err);
 }
 
-sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *label,
-                            sw_manifest *manifest, sw_error *err)
+static sw_status parse(const char *text, size_t size_bytes, size_t most_values, const char *label,
+                       sw_manifest *manifest, sw_error *err)
 {
     sw_json json = {0};
     sw_manifest made = {0};
     SW_TRY(check_seal(text, size_bytes, label, err));
-    SW_TRY(sw_json_parse(text, size_bytes, label, &json, err));
+    SW_TRY(sw_json_parse(text, size_bytes, most_values, label, &json, err));
     sw_status status = parse_root(json.nodes, label, &made, err);
     sw_json_fini(&json);
     if (status == SW_OK)
@@ -376,9 +383,16 @@ sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *lab
     return status;
 }
 
+sw_status sw_manifest_parse(const char *text, size_t size_bytes, const char *label,
+                            sw_manifest *manifest, sw_error *err)
+{
+    return parse(text, size_bytes, SIZE_MAX, label, manifest, err);
+}
+
 typedef struct weight { /* upper bound of a manifest's length, from a folder's contents */
     const char *folder;
     uint64_t limit_bytes;
+    size_t most_values;
     bool is_inner;
 } weight;
 
@@ -390,31 +404,40 @@ static bool weigh(void *context, const char *name)
     if (sw_path_join(path, w->folder, name, NULL) != SW_OK || lstat(path, &info) != 0)
         return true;
     w->limit_bytes += NAME_BYTES;
+    w->most_values += FILE_VALUES;
     if (S_ISREG(info.st_mode))
         w->limit_bytes += BLOCK_TEXT_BYTES * blocks_of((uint64_t)info.st_size);
     if (S_ISDIR(info.st_mode) && !w->is_inner) {
-        weight inner = {.folder = path, .limit_bytes = w->limit_bytes, .is_inner = true};
-        if (sw_folder_list(path, weigh, &inner, NULL) == SW_OK)
+        weight inner = *w;
+        inner.folder = path;
+        inner.is_inner = true;
+        if (sw_folder_list(path, weigh, &inner, NULL) == SW_OK) {
             w->limit_bytes = inner.limit_bytes;
+            w->most_values = inner.most_values;
+        }
     }
     return true;
 }
 
-/* A text of 256 MiB can hold values that take 7 GiB after parsing. Accept a short text; a long one
- * must belong to a folder with enough files and bytes. */
-static sw_status check_length(const char *folder, const char *path, sw_error *err)
+/* A text of 256 MiB can hold values that take gigabytes after parsing. Accept a short text; a long
+ * one must belong to a folder with enough files and bytes. `most_values`: in the text of such a
+ * folder, whose bytes may be holes. */
+static sw_status check_length(const char *folder, const char *path, size_t *most_values,
+                              sw_error *err)
 {
     struct stat info;
-    weight w = {.folder = folder, .limit_bytes = SHORT_BYTES};
+    weight w = {.folder = folder, .limit_bytes = SHORT_BYTES, .most_values = HEADING_VALUES};
+    *most_values = SIZE_MAX;
     if (lstat(path, &info) != 0 || info.st_size <= SHORT_BYTES ||
         info.st_size > SW_MANIFEST_MAX_BYTES) /* longer than any manifest; refused later */
         return SW_OK;
     SW_TRY(sw_folder_list(folder, weigh, &w, err));
     if ((uint64_t)info.st_size > w.limit_bytes)
         SW_FAIL(err, SW_E_INVALID,
-                "'%.300s' has %" PRId64 " bytes, where one of the files beside it takes at most "
-                "%" PRIu64,
+                "'%.300s' is too long for this folder: it has %" PRId64
+                " bytes, and a manifest of the files beside it at most %" PRIu64,
                 path, (int64_t)info.st_size, w.limit_bytes);
+    *most_values = w.most_values;
     return SW_OK;
 }
 
@@ -422,11 +445,11 @@ sw_status sw_manifest_read(const char *folder, sw_manifest *manifest, sw_error *
 {
     char path[SW_PATH_BYTES];
     char *text = NULL;
-    size_t size_bytes = 0;
+    size_t size_bytes = 0, most_values = 0;
     SW_TRY(sw_path_join(path, folder, SW_MANIFEST_NAME, err));
-    SW_TRY(check_length(folder, path, err));
+    SW_TRY(check_length(folder, path, &most_values, err));
     SW_TRY(sw_file_read_whole(path, SW_MANIFEST_MAX_BYTES, &text, &size_bytes, err));
-    sw_status status = sw_manifest_parse(text, size_bytes, path, manifest, err);
+    sw_status status = parse(text, size_bytes, most_values, path, manifest, err);
     free(text);
     return status;
 }

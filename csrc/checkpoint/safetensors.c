@@ -61,8 +61,8 @@ static sw_status read_shape(const sw_json_node *shape, const char *name, const c
 {
     int64_t sizes[SW_SAFETENSORS_DIMENSIONS_MAX];
     if (shape->count > SW_SAFETENSORS_DIMENSIONS_MAX)
-        SW_FAIL(err, SW_E_INVALID, "tensor '%.200s': %zu dimensions, at most %d are read", name,
-                shape->count, SW_SAFETENSORS_DIMENSIONS_MAX);
+        SW_FAIL(err, SW_E_INVALID, "tensor '%.200s': %" PRIu32 " dimensions, at most %d are read",
+                name, shape->count, SW_SAFETENSORS_DIMENSIONS_MAX);
     const sw_json_node *item = sw_json_first(shape);
     for (size_t i = 0; i < shape->count; ++i, item = sw_json_next(item)) {
         if (item->kind != SW_JSON_INTEGER)
@@ -145,9 +145,9 @@ static sw_status read_entries(sw_safetensors *made, size_t header_bytes, uint64_
     const sw_json_node *root = made->json.nodes;
     if (root->kind != SW_JSON_OBJECT)
         SW_FAIL(err, SW_E_INVALID, "the header is not a JSON object");
-    made->entries = calloc(root->count + 1, sizeof *made->entries);
+    made->entries = calloc((size_t)root->count + 1, sizeof *made->entries);
     if (!made->entries)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu tensor entries", root->count);
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %" PRIu32 " tensor entries", root->count);
     const sw_json_node *member = sw_json_first(root);
     for (size_t i = 0; i < root->count; ++i, member = sw_json_next(member)) {
         if (strcmp(member->key, "__metadata__") == 0) {
@@ -172,12 +172,13 @@ sw_status sw_safetensors_read(const uint8_t *header, size_t header_bytes, uint64
     if (stated != header_bytes)
         SW_FAIL(err, SW_E_INVALID, "'%s': %zu bytes of header were given, it has %zu", path,
                 header_bytes, stated);
-    SW_TRY(sw_json_parse((const char *)header + 8, header_bytes - 8, path, &result.json, err));
+    SW_TRY(sw_json_parse((const char *)header + 8, header_bytes - 8, SIZE_MAX, path, &result.json,
+                         err));
     sw_error inner = {0};
     sw_status status = read_entries(&result, header_bytes, file_bytes, &inner);
     if (status != SW_OK) {
         sw_safetensors_fini(&result);
-        SW_FAIL(err, status, "'%.200s': %.280s", path, inner.message);
+        SW_FAIL(err, status, "'%.300s': %.280s", path, inner.message);
     }
     *made = result;
     return SW_OK;

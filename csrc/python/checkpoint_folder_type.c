@@ -289,16 +289,18 @@ static sw_status read_header(const folder_object *self, const char *path, sw_saf
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
     uint8_t *first = NULL;
     size_t header_bytes = 0;
+    char full[SW_PATH_BYTES]; /* for messages */
+    SW_TRY(sw_path_join(full, self->path, path, err));
     if (!file || file->size_bytes < 8)
         SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no safetensors file '%.120s'",
                 self->path, path);
     SW_TRY(read_part(self, path, 8, &first, err));
     sw_status status =
-        sw_safetensors_header_size(first, file->size_bytes, path, &header_bytes, err);
+        sw_safetensors_header_size(first, file->size_bytes, full, &header_bytes, err);
     free(first);
     SW_TRY(status);
     SW_TRY(read_part(self, path, header_bytes, header, err));
-    status = sw_safetensors_read(*header, header_bytes, file->size_bytes, path, found, err);
+    status = sw_safetensors_read(*header, header_bytes, file->size_bytes, full, found, err);
     free(*header);
     *header = NULL;
     return status;

@@ -61,7 +61,7 @@ static bool is_json(const char *text)
 {
     sw_json json = {0};
     sw_error err = {0};
-    sw_status status = sw_json_parse(text, strlen(text), "text", &json, &err);
+    sw_status status = sw_json_parse(text, strlen(text), SIZE_MAX, "text", &json, &err);
     sw_json_fini(&json);
     return status == SW_OK;
 }
@@ -125,7 +125,8 @@ static void json_texts(void)
     sw_error err = {0};
     const char *text = "{\"k\\n\":[10,{\"x\":\"y\"},2.5],\"last\":9223372036854775807,\"more\":"
                        "9223372036854775808}";
-    check(sw_json_parse(text, strlen(text), "text", &json, &err) == SW_OK, "parse", err.message);
+    check(sw_json_parse(text, strlen(text), SIZE_MAX, "text", &json, &err) == SW_OK, "parse",
+          err.message);
     const sw_json_node *list = sw_json_find(json.nodes, "k\n"),
                        *last = sw_json_find(json.nodes, "last");
     const sw_json_node *more = sw_json_find(json.nodes, "more");
@@ -137,6 +138,38 @@ static void json_texts(void)
           "values", "");
     check(list && sw_json_find(sw_json_next(sw_json_first(list)), "x") != NULL, "siblings", "");
     sw_json_fini(&json);
+}
+
+/* A text may not take many times its size: of `pattern` repeated, at most as many values as the
+ * limits allow are read. */
+static bool reads_many(const char *pattern, size_t most_values)
+{
+    enum { SIZE = 4 << 20 };
+    size_t unit = strlen(pattern), used = 1;
+    char *text = malloc(SIZE + 64);
+    sw_json json = {0};
+    sw_error err = {0};
+    check(text != NULL, "memory", "");
+    text[0] = '[';
+    for (; used + unit < SIZE; used += unit)
+        memcpy(text + used, pattern, unit);
+    text[used - 1] = ']'; /* in place of the last comma */
+    bool is_read = sw_json_parse(text, used, most_values, "text", &json, &err) == SW_OK;
+    check(is_read || strstr(err.message, "more values than") != NULL, "values", err.message);
+    if (is_read)
+        sw_json_fini(&json);
+    free(text);
+    return is_read;
+}
+
+static void values_by_the_million(void)
+{
+    check(!reads_many("0,", SIZE_MAX) && !reads_many("{},", SIZE_MAX) &&
+              !reads_many("[[],[]],", SIZE_MAX) && !reads_many("\"\",", SIZE_MAX),
+          "bombs", "");
+    check(reads_many("1234,", SIZE_MAX) && reads_many("\"a long string\",", SIZE_MAX), "lists", "");
+    check(!reads_many("\"a long string\",", 1000) && reads_many("\"a long string\",", 1000000),
+          "limit", "");
 }
 
 /* A header around `entries` with `data` bytes behind it. */
@@ -567,7 +600,7 @@ static void fuzz(int rounds)
                 check(found.entries[i].begin == at, "ranges", "");
             check(at == size + 8 + 25, "ranges", "end");
         }
-        if (sw_json_parse((char *)exact + 8, size, "fuzz", &json, NULL) == SW_OK)
+        if (sw_json_parse((char *)exact + 8, size, SIZE_MAX, "fuzz", &json, NULL) == SW_OK)
             check(json.nodes[0].span == json.node_count, "span", "");
         sw_safetensors_fini(&found);
         sw_json_fini(&json);
@@ -737,6 +770,7 @@ int main(void)
     manifests();
     incomplete_manifests();
     values_are_bounded();
+    values_by_the_million();
     tallies();
     merged_tallies();
     plans();

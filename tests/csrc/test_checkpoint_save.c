@@ -687,7 +687,8 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
 
 /* ---- a network file system's moments ---- */
 
-static int refusals, refusal_code; /* of the next opens of a file of tallies that is there */
+static _Atomic int refusals,
+    refusal_code; /* of the next opens of a file of tallies that is there */
 
 int open(const char *path, int flags, ...)
 {
@@ -701,10 +702,14 @@ int open(const char *path, int flags, ...)
     } else if ((flags & O_ACCMODE) == O_RDONLY && strstr(path, "/TALLIES-")) {
         atomic_fetch_add(&tally_reads[atoi(strrchr(path, '-') + 1)], 1);
     }
-    if (!(flags & O_CREAT) && refusals > 0 && strstr(path, "/TALLIES-")) {
-        refusals--;
-        errno = refusal_code;
-        return -1;
+    if (!(flags & O_CREAT) && strstr(path, "/TALLIES-")) {
+        int left = atomic_load(&refusals);
+        while (left > 0 && !atomic_compare_exchange_weak(&refusals, &left, left - 1))
+            ;
+        if (left > 0) {
+            errno = refusal_code;
+            return -1;
+        }
     }
     return ((open_type *)(uintptr_t)dlsym(RTLD_NEXT, "open"))(path, flags, mode);
 }

@@ -124,6 +124,7 @@ def test_the_death_of_a_rank_ends_the_save_of_the_others_soon(fresh_ranks):
         assert outcome.ok, outcome
         seconds, sentence = outcome.value
         assert seconds < 20 and "another rank failed or left while the checkpoint was written" in sentence
+        assert "rank 2 (pid " in sentence.rpartition("written")[2], sentence
     assert outcomes[2].ended == "exit 9"
 
 

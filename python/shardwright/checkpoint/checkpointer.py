@@ -530,7 +530,8 @@ class Checkpointer:
                 if not self._place.read_only:
                     self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
-            logger.warning("restore() passes over a checkpoint: %s", why)
+            if self._peers.rank == 0:
+                logger.warning("restore() passes over a checkpoint: %s", why)
             refusals.append(why)
             if not isinstance(place, Candidate):
                 self._place.reject(path)

@@ -25,7 +25,7 @@ from .writing import Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
 #: an address with a scheme; one slash suffices, since pathlib.Path drops the second
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|[^/]*://")
 
 
 def save(

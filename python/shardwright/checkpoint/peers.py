@@ -247,6 +247,11 @@ class Peers:
         """Return False once another rank failed or left."""
         return self.world_size == 1 or self._group.comm.is_alive
 
+    @property
+    def end_reason(self) -> str:
+        """Return a text that names the rank that failed or left; "" if none did, or the group was closed."""
+        return "" if self.world_size == 1 else self._group.comm.end_reason or ""
+
 
 def os_error(sentence: str, errno: int | None) -> CheckpointError:
     """Return a CheckpointError with the system's error number; None: no system call failed."""

@@ -136,7 +136,7 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
     if key == "$complex":
         return complex(*(decode(part, tensors) for part in item))
     if key == "$bytes":
-        return base64.b64decode(item)
+        return base64.b64decode(item, validate=True)
     if key == "$dtype":
         dtype = getattr(torch, item, None)
         if not isinstance(dtype, torch.dtype):

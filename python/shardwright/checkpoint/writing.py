@@ -711,7 +711,8 @@ class Writer:
             is_short = lost_at is not None and (is_hurried() or is_abandoned(*self._target))
             grace_s = _HURRIED_S if is_short else _GRACE_S
             if lost_at is not None and time.monotonic() - lost_at > grace_s:  # before that the outcome may still arrive
-                self._saver.cancel(f"{PEER_LOST} while the checkpoint was written")
+                reason = self._peers.end_reason
+                self._saver.cancel(f"{PEER_LOST} while the checkpoint was written{reason and ': ' + reason}")
         self._held = None
 
     def progress(self) -> dict[str, int]:

@@ -128,7 +128,7 @@ class Reader:
         try:
             return tree.loads(self.folder.read_bytes(path))
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"'{self.folder.path}/{path}' is not JSON: {error}") from None
+            raise CheckpointError(f"'{self.folder.path}/{path}' cannot be read as JSON: {error}") from None
 
     def _check_tree(self, name: str, body: Any, keys: Sequence[str]) -> dict[str, Any]:
         """Return `body`. Raise CheckpointError if it lacks a key or cannot be decoded, before a live tensor changes."""
@@ -138,7 +138,7 @@ class Reader:
                 raise CheckpointError(f"it lacks '{missing[0]}'")
             _stand_in(body)
         except Exception as error:
-            raise CheckpointError(f"'{self.folder.path}', {name}: {error or type(error).__name__}") from None
+            raise CheckpointError(f"'{self.folder.path}', {name}: {_why_not_a_tree(error)}") from None
         return dict(body)
 
     def _check_tensors(self, name: str, body: Any, stored: Mapping[str, Stored]) -> None:
@@ -677,6 +677,12 @@ class Reader:
     def _compressor_of(self, rank: int) -> dict[str, Any] | None:
         node = self._compressor_node(rank)
         return None if node is None else tree.decode(node, self._own_tensors(rank, node))
+
+
+def _why_not_a_tree(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"it is not what a save writes ({type(error).__name__}: {error})"
 
 
 def _stand_in(node: Any) -> Any:
