@@ -287,6 +287,12 @@ def test_an_exported_model_goes_to_a_path_and_to_no_address(tmp_path, monkeypatc
     assert sorted(os.listdir()) == ["a", "model"] and os.listdir("model") == ["model.safetensors"]
 
 
+def test_the_name_to_which_saves_move_what_they_replace_is_no_path_of_a_save(tmp_path):
+    with pytest.raises(ValueError, match="path must not end with '.replaced', got 'a.replaced': a save to 'a' moves"):
+        sw.save(tmp_path / "a.replaced", trained()[0])
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("address", ["s3://", "gs:///", "memory://", "s3:///"])
 def test_a_scheme_alone_is_refused_and_makes_no_folder(tmp_path, monkeypatch, address):
     """As f"s3://{bucket}" is with an empty name."""

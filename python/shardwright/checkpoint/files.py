@@ -162,6 +162,11 @@ class PathSaver:
             options = check_options(*self._options)
             checked.append((absolute_path("path", path), make()))
             name = os.path.basename(checked[0][0])
+            if name.endswith(REPLACED):
+                other = name.removesuffix(REPLACED)
+                raise ValueError(
+                    f"path must not end with '{REPLACED}', got {name!r}: a save to '{other}' moves what it replaces there"
+                )
             return {"step": check_step(step), "max_file_bytes": options[0], "path": name, "overwrite": bool(overwrite)}
 
         self._peers.agree(check, "save()")
