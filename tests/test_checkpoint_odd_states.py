@@ -435,3 +435,38 @@ def test_a_load_releases_the_tensors_that_it_replaces(tmp_path: Path, snapshot: 
         assert checkpoints.restore() == 3
     for state, before_step in zip(optimizer.state.values(), saved, strict=True):
         assert all(torch.equal(state[key], value) for key, value in before_step.items())
+
+
+def test_a_lazy_save_keeps_what_a_load_replaces_while_it_runs(tmp_path: Path) -> None:
+    """Its threads read the old tensors. A load into another model, in the middle of a save, changes nothing of it."""
+    model, other = nn.Linear(1000, 1000), nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    sw.save(tmp_path / "other", other)
+
+    class LoadsInside:
+        def state_dict(self) -> dict[str, int]:
+            sw.load(tmp_path / "other", other)
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    options = {"user_state": LoadsInside(), "snapshot": "lazy", "bandwidth_bytes_per_s": 8_000_000}
+    with sw.Checkpointer(tmp_path / "c", model, optimizer, **options) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        checkpoints.save(1)
+        old = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+        saved = copy.deepcopy(optimizer.state_dict()["state"])
+        newer = copy.deepcopy(optimizer.state_dict())
+        for state in newer["state"].values():
+            state["exp_avg"].fill_(7.0)
+        optimizer.load_state_dict(newer)
+        gc.collect()
+        assert checkpoints.progress["busy"] and all(each() is not None for each in old)
+        checkpoints.wait()
+        assert checkpoints.restore() == 2
+    for state, expected in zip(optimizer.state_dict()["state"].values(), saved.values(), strict=True):
+        assert all(torch.equal(state[key], value) for key, value in expected.items())

@@ -23,7 +23,7 @@ typedef struct reader {
 
 static sw_status wrong(const reader *r, const char *what)
 {
-    return sw_error_set(r->err, SW_E_INVALID, -1, "%s: byte %zu: %s", r->label,
+    return sw_error_set(r->err, SW_E_INVALID, -1, "%.300s: byte %zu: %s", r->label,
                         (size_t)(r->at - r->start), what);
 }
 
@@ -47,7 +47,7 @@ static sw_status add_node(reader *r, size_t *index)
     sw_json *json = r->json;
     if (json->node_count >= r->most_values ||
         json->node_count >= FREE_VALUES + (size_t)(r->at - r->start) / VALUE_BYTES)
-        return wrong(r, "it has more values than a file of its kind");
+        return wrong(r, "too many values");
     if (json->node_count == json->node_capacity) {
         size_t capacity = json->node_capacity ? 2 * json->node_capacity : 64;
         sw_json_node *grown = NULL;
@@ -277,8 +277,8 @@ static sw_status check_keys(reader *r, size_t index)
     sw_status status = SW_OK;
     for (size_t i = 1; i < count && status == SW_OK; ++i)
         if (strcmp(keys[i - 1], keys[i]) == 0)
-            status = sw_error_set(r->err, SW_E_INVALID, -1, "%s: the key '%.200s' appears twice",
-                                  r->label, keys[i]);
+            status = sw_error_set(r->err, SW_E_INVALID, -1,
+                                  "%.300s: the key '%.150s' appears twice", r->label, keys[i]);
     free(keys);
     return status;
 }

@@ -331,6 +331,13 @@ static sw_status parse_files(const sw_json_node *files, const char *label, sw_ma
     return SW_OK;
 }
 
+static sw_status refuse_version(int64_t version, const char *label, sw_error *err)
+{
+    SW_FAIL(err, SW_E_UNSUPPORTED,
+            "%s: it has version %" PRId64 ", this program reads up to %d: use a newer shardwright",
+            label, version, SW_MANIFEST_VERSION);
+}
+
 static sw_status parse_root(const sw_json_node *root, const char *label, sw_manifest *manifest,
                             sw_error *err)
 {
@@ -340,10 +347,7 @@ static sw_status parse_root(const sw_json_node *root, const char *label, sw_mani
         SW_FAIL(err, SW_E_INVALID, "%s: it is not the manifest of a checkpoint (format '%.64s')",
                 label, format ? format : "");
     if (!get_integer(root, "version", 1, &version) || version > SW_MANIFEST_VERSION)
-        SW_FAIL(err, SW_E_UNSUPPORTED,
-                "%s: it has version %" PRId64
-                ", this program reads up to %d: use a newer shardwright",
-                label, version, SW_MANIFEST_VERSION);
+        return refuse_version(version, label, err);
     const char *wrong = NULL;
     if (!nonce || !sw_manifest_is_nonce(nonce))
         wrong = "nonce";
@@ -367,12 +371,27 @@ static sw_status parse_root(const sw_json_node *root, const char *label, sw_mani
     return parse_files(sw_json_find(root, "files"), label, manifest, err);
 }
 
+/* Refuse a newer version by the head of the text: the rest may have values that this reader would
+ * not take. */
+static sw_status check_head(const char *text, size_t size_bytes, const char *label, sw_error *err)
+{
+    static const char HEAD[] = "{\"format\":\"" FORMAT_NAME "\",\"version\":";
+    const size_t length = sizeof HEAD - 1;
+    int64_t version = 0;
+    if (size_bytes < length || memcmp(text, HEAD, length) != 0)
+        return SW_OK;
+    for (size_t i = length; i < size_bytes && text[i] >= '0' && text[i] <= '9'; ++i)
+        version = version < INTEGER_MAX / 10 ? 10 * version + (text[i] - '0') : INTEGER_MAX - 1;
+    return version > SW_MANIFEST_VERSION ? refuse_version(version, label, err) : SW_OK;
+}
+
 static sw_status parse(const char *text, size_t size_bytes, size_t most_values, const char *label,
                        sw_manifest *manifest, sw_error *err)
 {
     sw_json json = {0};
     sw_manifest made = {0};
     SW_TRY(check_seal(text, size_bytes, label, err));
+    SW_TRY(check_head(text, size_bytes, label, err));
     SW_TRY(sw_json_parse(text, size_bytes, most_values, label, &json, err));
     sw_status status = parse_root(json.nodes, label, &made, err);
     sw_json_fini(&json);
@@ -420,8 +439,8 @@ static bool weigh(void *context, const char *name)
 }
 
 /* A text of 256 MiB can hold values that take gigabytes after parsing. Accept a short text; a long
- * one must belong to a folder with enough files and bytes. `most_values`: in the text of such a
- * folder, whose bytes may be holes. */
+ * one must belong to a folder with enough files and bytes. `most_values` is the limit for its
+ * values: the bytes of these files may be holes, so their number counts. */
 static sw_status check_length(const char *folder, const char *path, size_t *most_values,
                               sw_error *err)
 {

@@ -138,9 +138,6 @@ sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error
             sw_manifest_fini(&made);
             return status;
         }
-        /* A hint: a reader checks the first block of every file for its header. The disk reads the
-         * blocks of all files at once. */
-        (void)posix_fadvise(fd, 0, SW_BLOCK_BYTES, POSIX_FADV_WILLNEED);
         close(fd);
     }
     *manifest = made;

@@ -34,9 +34,9 @@ typedef struct sw_load_options {
 } sw_load_options;
 
 /* Fill ranges; read and check each block once. Ranges ascend without overlap; neither `destination`
- * nor `undo` memory overlaps. Memory: 1 MiB a thread. The error is that of the first bad block in
- * order. After an error the contents of destinations are undefined, but those with an `undo` can be
- * restored: `undo` always holds all replaced bytes. */
+ * nor `undo` memory overlaps. Memory: 1 MiB a thread, in huge pages. The error is that of the first
+ * bad block in order. After an error the contents of destinations are undefined, but those with an
+ * `undo` can be restored: `undo` always holds all replaced bytes. */
 SW_MUST_USE sw_status sw_checkpoint_load(const char *folder, const sw_manifest *manifest,
                                          const sw_load_range *ranges, size_t count,
                                          const sw_load_options *options, sw_error *err);

@@ -49,7 +49,7 @@ sw_status sw_safetensors_header_size(const uint8_t first[8], uint64_t file_bytes
         size = size << 8 | first[i];
     if (size < 2 || size > SW_SAFETENSORS_HEADER_MAX || file_bytes < 8 || size > file_bytes - 8)
         SW_FAIL(err, SW_E_INVALID,
-                "'%s': a header of %" PRIu64 " bytes in a file of %" PRIu64
+                "'%.300s': a header of %" PRIu64 " bytes in a file of %" PRIu64
                 " (legal: 2 to %d, inside the file)",
                 path, size, file_bytes, SW_SAFETENSORS_HEADER_MAX);
     *header_bytes = (size_t)size + 8;

@@ -155,7 +155,7 @@ static bool reads_many(const char *pattern, size_t most_values)
         memcpy(text + used, pattern, unit);
     text[used - 1] = ']'; /* in place of the last comma */
     bool is_read = sw_json_parse(text, used, most_values, "text", &json, &err) == SW_OK;
-    check(is_read || strstr(err.message, "more values than") != NULL, "values", err.message);
+    check(is_read || strstr(err.message, "too many values") != NULL, "values", err.message);
     if (is_read)
         sw_json_fini(&json);
     free(text);

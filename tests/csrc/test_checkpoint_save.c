@@ -687,8 +687,9 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
 
 /* ---- a network file system's moments ---- */
 
-static _Atomic int refusals,
-    refusal_code; /* of the next opens of a file of tallies that is there */
+/* Of the next opens of a file of tallies that is there. */
+static _Atomic int refusals;
+static _Atomic int refusal_code;
 
 int open(const char *path, int flags, ...)
 {

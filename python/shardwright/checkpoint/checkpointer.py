@@ -26,7 +26,7 @@ from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
-from .memory.repeated import forget_repeated
+from .memory.repeated import Last
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
@@ -251,7 +251,7 @@ class Checkpointer:
             self._stop = travelling or self._stop
             self._signals = SaveSignals(self._save_on, _asker(self._stop))
         self._retire = weakref.finalize(
-            self, _finish, self._writer, self._place, self._memory, self._signals, self._owner_pid
+            self, _finish, self._writer, self._place, self._memory, self._signals, self._owner_pid, self._hooks
         )
         self._retire.atexit = False  # _finish_all() finishes all saves at exit
         self._chaos = agent_of(model)
@@ -264,7 +264,7 @@ class Checkpointer:
             optimizer = stepping_optimizer(optimizer)
             if hasattr(optimizer, "register_load_state_dict_post_hook"):
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
-                    self._hooks.append(optimizer.register_load_state_dict_post_hook(forget_repeated))
+                    self._hooks.append(optimizer.register_load_state_dict_post_hook(_forgetter(self._writer.last)))
 
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
@@ -696,6 +696,17 @@ def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pro
     ]
 
 
+def _forgetter(last: Last) -> Any:
+    reference = weakref.ref(last)
+
+    def forget(*_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.forget()
+
+    return forget
+
+
 def _protector(writer: Writer) -> Any:
     reference = weakref.ref(writer)
 
@@ -728,10 +739,13 @@ def _finish(
     memory: MemoryTier | None,
     signals: SaveSignals | None,
     pid: int,
+    hooks: list[Any],
 ) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() != pid:
         return
+    for hook in hooks:
+        hook.remove()
     if signals is not None:
         signals.close()
     try:

@@ -25,7 +25,7 @@ from .writing import Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
 #: an address with a scheme; one slash suffices, since pathlib.Path drops the second
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|[^/]*://")
+_SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]+:/|[^/]*://")
 
 
 def save(
@@ -344,7 +344,8 @@ def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
     """Return `path` as an absolute path. Raise ValueError for an address, a zero byte or a name that is not UTF-8."""
     given = os.fsdecode(path)
     if _SCHEME.match(given):
-        raise ValueError(f"{name} must be a path of a mounted file system, got the address {given!r}")
+        why = "" if given.rstrip("/") != given.partition(":")[0] + ":" else ", with no place behind its scheme"
+        raise ValueError(f"{name} must be a path of a mounted file system, got the address {given!r}{why}")
     found = os.path.abspath(given)
     try:
         found.encode("utf-8")

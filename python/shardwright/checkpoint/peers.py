@@ -249,7 +249,7 @@ class Peers:
 
     @property
     def end_reason(self) -> str:
-        """Return a text that names the rank that failed or left; "" if none did, or the group was closed."""
+        """Return why is_alive is False, as this rank knows it: a text that names the rank that failed or left; "" if unknown."""
         return "" if self.world_size == 1 else self._group.comm.end_reason or ""
 
 

@@ -18,7 +18,7 @@ from ..optim.sharded import ShardedOptimizer
 from . import tree
 from .device_staging import DeviceStaging
 from .folder.partial import is_abandoned
-from .memory.repeated import Repeated, optimizer_json
+from .memory.repeated import Last, Repeated, optimizer_json
 from .memory.tier import MemoryTier
 from .peers import Peers, averages_gradients, os_error, whole_parameters
 from .rows import Rows, Structure, add_rows, dense, structure_of
@@ -188,8 +188,8 @@ class Writer:
         self._max_file_bytes = max_file_bytes
         self._nonce_prefix = nonce
         self._number = self._kept = 0
-        self._repeated: Repeated | None = None
-        self._draft: _Draft | None = None  # the draft of content that is not yet in _repeated
+        self.last = Last()
+        self._draft: _Draft | None = None  # the draft of content that is not yet in `last`
         self._entries_text = b""  # the text of "state" in optimizer.json, on rank 0
         self._planned: tuple[Entries, CheckpointPlan] | None = None  # of rank 0's own files in memory
         self._random: dict[str, Any] = {}  # content.random_state of the last step
@@ -271,7 +271,7 @@ class Writer:
     def repeat(self, step: int, training: Training) -> Ready | None:
         """Return this rank's content of a step without agreement. Needs the tensors of the last step that keep()
         copied, and other state that fits the layout; else, or on any error, returns None. Not collective."""
-        last, layout = self._repeated, self._layout
+        last, layout = self.last.value, self._layout
         if (
             last is None
             or layout is None
@@ -408,7 +408,7 @@ class Writer:
         sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
         draft, self._draft = self._draft, None
         if draft is not None:
-            self._repeated = Repeated.of(
+            self.last.value = Repeated.of(
                 training, self._layout, draft.found, content, sources, self._entries_text, draft.released
             )
         return sources
@@ -455,9 +455,9 @@ class Writer:
 
     def _last_fitting(self, training: Training, released: dict[int, Sliced], passing: set[int]) -> Repeated | None:
         """Return the last save's sources if, judging by this rank alone, they fit this save; else None."""
-        last = self._repeated
+        last = self.last.value
         if last is None or last.layout is not self._layout or passing or not last.fits(training, released):
-            self._repeated = last = None
+            self.last.value = last = None
         return last
 
     def _own_tree(self, training: Training) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -549,7 +549,7 @@ class Writer:
         else:
             make()
         assert layout.plan is not None
-        self._repeated, self._draft = None, None if gathers or layout.has_values or draft.passing else draft
+        self.last.value, self._draft = None, None if gathers or layout.has_values or draft.passing else draft
         return *made[0], layout.plan
 
     def _repeated_content(
@@ -712,7 +712,7 @@ class Writer:
             grace_s = _HURRIED_S if is_short else _GRACE_S
             if lost_at is not None and time.monotonic() - lost_at > grace_s:  # before that the outcome may still arrive
                 reason = self._peers.end_reason
-                self._saver.cancel(f"{PEER_LOST} while the checkpoint was written{reason and ': ' + reason}")
+                self._saver.cancel(_tellable(f"{PEER_LOST} while the checkpoint was written{reason and ': ' + reason}"))
         self._held = None
 
     def progress(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ class Repeated:
     addresses.
 
     It compares identity, address, dtype, shape and strides of every tensor. It keeps the objects alive, so that no other
-    object can take their identity: until the next save, or forget_repeated().
+    object can take their identity. It does not change: a save that uses it keeps a reference.
 
     Attributes
     ----------
@@ -49,6 +49,7 @@ class Repeated:
         released: Mapping[int, Sliced],
     ) -> None:
         self.layout, self.found = layout, found
+        self._optimizer = None if training.optimizer is None else weakref.ref(training.optimizer)
         self.groups = content.groups[: 1 + (training.optimizer is not None)]
         self.count = sum(len(group.tensors) for group in self.groups)
         self.sources = [source for source in sources if source[0] < self.count]
@@ -73,7 +74,6 @@ class Repeated:
         self._optimizer_text = b""  # of these options
         self._rest: OwnRows | None = None
         self._entries = entries_text  # the text of "state" in optimizer.json, on rank 0
-        _alive.add(self)
 
     @classmethod
     def of(
@@ -105,11 +105,10 @@ class Repeated:
             and self._has_plain_options(training)
         )
 
-    def forget(self) -> None:
-        """Release all tensors. fits() returns False from now on. A lazy save that is under way keeps its own references."""
-        self.found, self.groups, self._rest = ModelTensors(), [], None
-        self._kept, self._tensors, self._plain, self._odd, self._modules = [], [], [], [], []
-        self._identities = b"forgotten"
+    def is_of(self, training: Any) -> bool:
+        """Return True if a load into `training` may replace some of the tensors."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        return (optimizer is not None and training.optimizer is optimizer) or training.model in self._modules[:1]
 
     def _places_of_odd(self, released: Mapping[int, Sliced]) -> list[Any]:
         """Return address, dtype, shape and strides of each tensor that C cannot read."""
@@ -160,13 +159,26 @@ class Repeated:
         return found
 
 
-_alive: weakref.WeakSet[Repeated] = weakref.WeakSet()
+class Last:
+    """A Writer's last Repeated, in `value`; None before the first save, and once a load may have replaced its tensors."""
+
+    def __init__(self) -> None:
+        self.value: Repeated | None = None
+        _lasts.add(self)
+
+    def forget(self) -> None:
+        """Release the tensors of the last save. The next save lists all of them anew."""
+        self.value = None
 
 
-def forget_repeated(*_: Any) -> None:
-    """Release what the last saves of all Checkpointers keep alive, because a load is about to replace tensors, or did."""
-    for each in list(_alive):
-        each.forget()
+_lasts: weakref.WeakSet[Last] = weakref.WeakSet()
+
+
+def forget_tensors_of(training: Any) -> None:
+    """Release what the last saves of a training keep alive, because a load is about to replace tensors of it."""
+    for each in list(_lasts):
+        if each.value is not None and each.value.is_of(training):
+            each.forget()
 
 
 class OwnRows:

@@ -28,13 +28,11 @@ _NO_FILE = (FileNotFoundError, NotADirectoryError, KeyError)
 
 
 def address_of(path: str | os.PathLike[str]) -> str | None:
-    """Return `path` as an address if it has a scheme and fsspec is installed; else None. Raise ValueError for a scheme alone."""
+    """Return `path` as an address if it has a scheme, a place behind it, and fsspec is installed; else None: see absolute_path()."""
     given = os.fsdecode(path)
     match = _SCHEME.match(given)
-    if match is None:
+    if match is None or not given[match.end() :]:
         return None
-    if not given[match.end() :]:
-        raise ValueError(f"an address needs a place behind its scheme, got {given!r}")
     try:
         import fsspec  # noqa: F401
     except ImportError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ...options.name_map import NameMap
-from ..memory.repeated import forget_repeated
+from ..memory.repeated import forget_tensors_of
 from ..memory.restoring import Source
 from ..peers import Peers
 from ..rows import TENSORS
@@ -41,7 +41,7 @@ def agree_on(
     CheckpointError
         A rank cannot use a checkpoint that is sound or has a newer format. All ranks raise the same message.
     """
-    forget_repeated()
+    forget_tensors_of(training)
     folder, refusal = _open_together(path, peers, source)
     if folder is None:
         return None, refusal

@@ -19,9 +19,9 @@ _BLOCK_BYTES = 1 << 20
 Span = tuple[str, int, int]
 """(path, first, end) of blocks of a file"""
 _READERS, _READERS_ALONE, _READERS_OF_HOST, _READERS_LEAST = 2, 6, 16, 4
-"""threads of a rank: some wait for the disk while others compute checksums and copy"""
-_READER_BYTES = 6 << 20
-"""A thread for fewer bytes costs more to start than it saves."""
+"""threads of a rank, and of all ranks of a host: some wait for the disk while others compute checksums and copy"""
+_READER_BLOCKS = 6
+"""A thread for fewer blocks costs more to start than it saves."""
 
 
 class _Piece(NamedTuple):
@@ -183,16 +183,17 @@ class Filler:
             self._checked[at + first : at + last + 1] = b"\1" * (last + 1 - first)
 
     def _load(self, pieces: Sequence[_Piece], *, direct: bool, turn: tuple[int, int] = (0, 1)) -> None:
-        self._folder.load([*pieces], self._readers(sum(piece.nbytes for piece in pieces), direct), direct, turn)
+        blocks = sum(-(-piece.nbytes // _BLOCK_BYTES) for piece in pieces)
+        self._folder.load([*pieces], self._readers(blocks, direct), direct, turn)
 
-    def _readers(self, nbytes: int, direct: bool) -> int:
-        """Return the number of threads that read `nbytes`."""
+    def _readers(self, blocks: int, direct: bool) -> int:
+        """Return the number of threads that read so many blocks."""
         most = _READERS
         if self._turn[1] == 1:
             most = _READERS_ALONE
         elif self.is_shared and direct:
             most = max(_READERS_LEAST, _READERS_OF_HOST // self._turn[1])
-        return max(_READERS, min(most, nbytes // _READER_BYTES))
+        return max(_READERS, min(most, blocks // _READER_BLOCKS))
 
 
 def _land(target: torch.Tensor, memory: torch.Tensor) -> None:

@@ -137,6 +137,8 @@ class Reader:
             if missing:
                 raise CheckpointError(f"it lacks '{missing[0]}'")
             _stand_in(body)
+        except (MemoryError, OSError):
+            raise
         except Exception as error:
             raise CheckpointError(f"'{self.folder.path}', {name}: {_why_not_a_tree(error)}") from None
         return dict(body)

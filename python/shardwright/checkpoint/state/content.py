@@ -134,7 +134,7 @@ class Content:
         number = -1
         if self.ahead is not None:
             found, number = list(self.ahead.sources), self.ahead.count - 1
-            self.held.append(self.ahead.groups)
+            self.held.append(self.ahead)
         for group in self.groups:
             for name, tensor in group.tensors.items():
                 number += 1
