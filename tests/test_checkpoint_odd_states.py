@@ -453,7 +453,7 @@ def test_a_lazy_save_keeps_what_a_load_replaces_while_it_runs(tmp_path: Path) ->
         def load_state_dict(self, state: dict[str, int]) -> None:
             pass
 
-    options = {"user_state": LoadsInside(), "snapshot": "lazy", "bandwidth_bytes_per_s": 8_000_000}
+    options = {"user_state": LoadsInside(), "snapshot": "lazy", "bandwidth_bytes_per_s": 30_000_000}
     with sw.Checkpointer(tmp_path / "c", model, optimizer, **options) as checkpoints:
         checkpoints.save(0)
         checkpoints.wait()
