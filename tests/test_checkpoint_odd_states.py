@@ -465,8 +465,7 @@ def test_a_lazy_save_keeps_what_a_load_replaces_while_it_runs(tmp_path: Path) ->
             state["exp_avg"].fill_(7.0)
         optimizer.load_state_dict(newer)
         gc.collect()
-        are_alive = all(each() is not None for each in old)
-        assert are_alive or not checkpoints.progress["busy"]
+        assert all(each() is not None for each in old)  # until wait(), whether or not the threads have ended
         checkpoints.wait()
         assert checkpoints.restore() == 2
     for state, expected in zip(optimizer.state_dict()["state"].values(), saved.values(), strict=True):

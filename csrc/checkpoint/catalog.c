@@ -88,8 +88,9 @@ static sw_status append_file(const char *folder, const sw_manifest *manifest, co
     return SW_OK;
 }
 
-/* A hint: the first block of every file is read next, so the disk may read all of them at once. */
-static void announce(const char *folder, const sw_manifest *manifest, const char *path)
+/* Ask the system for a file's first block, which is read next. A hint: asked for all files, the
+ * disk reads their blocks at once. */
+static void prefetch(const char *folder, const sw_manifest *manifest, const char *path)
 {
     const sw_manifest_file *file = sw_manifest_find(manifest, path);
     char full[SW_PATH_BYTES];
@@ -109,7 +110,7 @@ static sw_status append_all(const char *folder, const sw_manifest *manifest,
     SW_TRY(sw_text_check(text, folder, err));
     set_size(text, 0, text->size_bytes - at);
     for (size_t i = 0; i < count; ++i)
-        announce(folder, manifest, paths[i]);
+        prefetch(folder, manifest, paths[i]);
     for (size_t i = 0; i < count; ++i)
         SW_TRY(append_file(folder, manifest, paths[i], text, err));
     return SW_OK;

@@ -47,9 +47,9 @@ typedef struct sw_json {
 /* Parse a text. SW_E_INVALID states the fault and its byte offset; `label` names the document in
  * errors. On success, fini it.
  *
- * A node takes 32 bytes, the text of a value may have two ("0,"). So that nodes take at most about
- * 8 times the bytes read so far, these may have 65,536 values and one more for each 4 bytes, and at
- * most `most_values`. */
+ * A node takes 32 bytes, and the text of a value as few as two ("0,"). So a limit keeps nodes below
+ * about 8 times the text: its first n bytes may have at most 65,536 + n / 4 values. All of it may
+ * have at most `most_values`. */
 SW_MUST_USE sw_status sw_json_parse(const char *text, size_t size_bytes, size_t most_values,
                                     const char *label, sw_json *json, sw_error *err);
 void sw_json_fini(sw_json *json);

@@ -348,18 +348,18 @@ static sw_status parse_root(const sw_json_node *root, const char *label, sw_mani
                 label, format ? format : "");
     if (!get_integer(root, "version", 1, &version) || version > SW_MANIFEST_VERSION)
         return refuse_version(version, label, err);
-    const char *wrong = NULL;
+    char wrong[96] = "";
     if (!nonce || !sw_manifest_is_nonce(nonce))
-        wrong = "nonce";
+        snprintf(wrong, sizeof wrong, "'nonce' must be 1 to %d of [0-9a-z]", SW_NONCE_BYTES - 1);
     if (!get_integer(root, "block_bytes", SW_BLOCK_BYTES, &block_bytes) ||
         block_bytes != SW_BLOCK_BYTES)
-        wrong = "block_bytes";
+        snprintf(wrong, sizeof wrong, "'block_bytes' must be %d", SW_BLOCK_BYTES);
     if (!get_integer(root, "world_size", 1, &world_size) || world_size > WORLD_MAX)
-        wrong = "world_size";
+        snprintf(wrong, sizeof wrong, "'world_size' must be an integer in [1, %d]", WORLD_MAX);
     if (!get_integer(root, "step", 0, &step))
-        wrong = "step";
-    if (wrong)
-        SW_FAIL(err, SW_E_INVALID, "%s: its '%s' is missing or out of range", label, wrong);
+        snprintf(wrong, sizeof wrong, "'step' must be an integer in [0, 2^53)");
+    if (wrong[0])
+        SW_FAIL(err, SW_E_INVALID, "%.300s: %s; it is missing or has another value", label, wrong);
     const sw_json_node *metric = sw_json_find(root, "metric");
     manifest->has_metric = metric &&
                            (metric->kind == SW_JSON_INTEGER || metric->kind == SW_JSON_NUMBER) &&

@@ -687,7 +687,7 @@ static void a_rank_that_does_not_come_is_named_at_the_deadline(void)
 
 /* ---- a network file system's moments ---- */
 
-/* Of the next opens of a file of tallies that is there. */
+/* The next `refusals` opens of an existing file of tallies fail with `refusal_code`. */
 static _Atomic int refusals;
 static _Atomic int refusal_code;
 

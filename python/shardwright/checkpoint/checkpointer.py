@@ -26,7 +26,6 @@ from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
-from .memory.repeated import Last
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
@@ -231,7 +230,7 @@ class Checkpointer:
                 )
             if self._lazy:
                 self._hooks = _before_writes(
-                    model, stepping_optimizer(self._training.optimizer), _protector(self._writer)
+                    model, stepping_optimizer(self._training.optimizer), _weakly(self._writer.protect)
                 )
         except BaseException:
             if self._memory is not None:
@@ -264,7 +263,7 @@ class Checkpointer:
             optimizer = stepping_optimizer(optimizer)
             if hasattr(optimizer, "register_load_state_dict_post_hook"):
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
-                    self._hooks.append(optimizer.register_load_state_dict_post_hook(_forgetter(self._writer.last)))
+                    self._hooks.append(optimizer.register_load_state_dict_post_hook(_weakly(self._writer.last.forget)))
 
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
@@ -696,26 +695,16 @@ def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pro
     ]
 
 
-def _forgetter(last: Last) -> Any:
-    reference = weakref.ref(last)
+def _weakly(method: Callable[[], None]) -> Any:
+    """Return a hook that calls a bound method while its object is alive, and does not keep the object alive."""
+    reference = weakref.WeakMethod(method)
 
-    def forget(*_: Any) -> None:
+    def call(*_: Any) -> None:
         alive = reference()
         if alive is not None:
-            alive.forget()
+            alive()
 
-    return forget
-
-
-def _protector(writer: Writer) -> Any:
-    reference = weakref.ref(writer)
-
-    def protect(*_: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.protect()
-
-    return protect
+    return call
 
 
 @functools.cache

@@ -344,7 +344,7 @@ def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
     """Return `path` as an absolute path. Raise ValueError for an address, a zero byte or a name that is not UTF-8."""
     given = os.fsdecode(path)
     if _SCHEME.match(given):
-        why = "" if given.rstrip("/") != given.partition(":")[0] + ":" else ", with no place behind its scheme"
+        why = "" if given.partition(":")[2].strip("/") else ", with no place behind its scheme"
         raise ValueError(f"{name} must be a path of a mounted file system, got the address {given!r}{why}")
     found = os.path.abspath(given)
     try:

@@ -187,7 +187,7 @@ class Filler:
         self._folder.load([*pieces], self._readers(blocks, direct), direct, turn)
 
     def _readers(self, blocks: int, direct: bool) -> int:
-        """Return the number of threads that read so many blocks."""
+        """Return the number of threads for a read of `blocks` blocks."""
         most = _READERS
         if self._turn[1] == 1:
             most = _READERS_ALONE

@@ -682,6 +682,7 @@ class Reader:
 
 
 def _why_not_a_tree(error: Exception) -> str:
+    """Return the reason why a tree cannot be decoded. The texts of Python's own errors say nothing to a user."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"it is not what a save writes ({type(error).__name__}: {error})"
