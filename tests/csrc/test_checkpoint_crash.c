@@ -34,6 +34,7 @@ typedef enum fault {
 } fault;
 
 enum { DIED = 77 };
+enum { POWER_CUTS = 160 }; /* after each call, in the long form: some 10,000 cases in all */
 
 static int exchange_refusal; /* an errno: of a file system that cannot exchange names; 0: it can */
 static int trash_refusal;    /* an errno: of renames to a name that ends with ".trash"; 0: none */
@@ -438,7 +439,7 @@ static void cut_every_call(fault kind, int step, int world_size)
 
 static disk before, after;
 
-enum { DISKS_MAX = 90 * OPS_MAX };
+enum { DISKS_MAX = POWER_CUTS * OPS_MAX };
 static bool survives[OPS_MAX];   /* the changes that a cut leaves */
 static uint64_t seen[DISKS_MAX]; /* hashes of the sets of changes that were looked at */
 static size_t seen_count;
@@ -669,16 +670,16 @@ int main(void)
         keep_other_saves();
         keep_what_another_save_replaces();
         exchange_refusal = i ? EOPNOTSUPP : EINVAL;
-        cut_power_everywhere(1, 1, is_long ? 90 : 4);
+        cut_power_everywhere(1, 1, is_long ? POWER_CUTS : 4);
     }
     exchange_refusal = 0;
     replace_without_trash();
     keep_strangers();
     keep_other_saves();
-    cut_power_everywhere(2, 1, is_long ? 90 : 4);
-    cut_power_everywhere(1, 1, is_long ? 90 : 2);
+    cut_power_everywhere(2, 1, is_long ? POWER_CUTS : 4);
+    cut_power_everywhere(1, 1, is_long ? POWER_CUTS : 2);
     if (!IS_SLOW)
-        cut_power_everywhere(2, 3, is_long ? 90 : 2);
+        cut_power_everywhere(2, 3, is_long ? POWER_CUTS : 2);
     char kept[80];
     snprintf(kept, sizeof kept, "%s.kept", directory);
     case_clear(kept);
