@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ from .training import Training
 from .writing import Writer
 
 logger = logging.getLogger("shardwright")
+_Owner = TypeVar("_Owner")
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -230,7 +231,9 @@ class Checkpointer:
                 )
             if self._lazy:
                 self._hooks = _before_writes(
-                    model, stepping_optimizer(self._training.optimizer), _weakly(self._writer.protect)
+                    model,
+                    stepping_optimizer(self._training.optimizer),
+                    _hook_on(self._writer, lambda writer: writer.protect()),
                 )
         except BaseException:
             if self._memory is not None:
@@ -263,7 +266,11 @@ class Checkpointer:
             optimizer = stepping_optimizer(optimizer)
             if hasattr(optimizer, "register_load_state_dict_post_hook"):
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
-                    self._hooks.append(optimizer.register_load_state_dict_post_hook(_weakly(self._writer.last.forget)))
+                    self._hooks.append(
+                        optimizer.register_load_state_dict_post_hook(
+                            _hook_on(self._writer.last, lambda last: last.forget())
+                        )
+                    )
 
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
@@ -695,16 +702,16 @@ def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pro
     ]
 
 
-def _weakly(method: Callable[[], None]) -> Any:
-    """Return a hook that calls a bound method while its object is alive, and does not keep the object alive."""
-    reference = weakref.WeakMethod(method)
+def _hook_on(owner: _Owner, call: Callable[[_Owner], None]) -> Any:
+    """Return a hook that runs call(owner) while `owner` is alive, and does not keep it alive."""
+    reference = weakref.ref(owner)
 
-    def call(*_: Any) -> None:
+    def hook(*_: Any) -> None:
         alive = reference()
         if alive is not None:
-            alive()
+            call(alive)
 
-    return call
+    return hook
 
 
 @functools.cache
