@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/text.h"
 #include "platform/clock.h"
 #include "platform/process.h"
 
@@ -31,6 +32,7 @@ static void warn(sw_wait *wait, const sw_wait_text *text, int64_t waited_ns)
              "rank %d has waited %.1f s in %.120s for %.200s; the deadline is %.1f s",
              sw_comm_name(comm, comm->rank), (double)waited_ns * 1e-9, text->what, text->missing,
              (double)comm->timeout_ns * 1e-9);
+    sw_text_mend(message);
     comm->hooks.log(comm->hooks.context, message);
 }
 

@@ -4,6 +4,7 @@
 #include "kernels/kernel_cases.h"
 #include "kernels/kernel_check.h"
 #include "python/device_object.h"
+#include "python/method.h"
 
 static const int64_t TIMEOUT_NS = INT64_C(30) * 1000000000;
 static const char NAME_PREFIX[] = "sw_"; /* the prefix of a kernel's name in the image */

@@ -5,7 +5,7 @@
 
 #include "comm/device_watch.h"
 #include "comm/nccl_register.h"
-#include "python/device_object.h"
+#include "python/device_call.h"
 
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 {
@@ -77,15 +77,11 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_device_comm_config config = {0};
     sw_error err;
     sw_status status;
-    if (self->comm) {
-        PyErr_SetString(PyExc_TypeError, "DeviceComm: already initialised");
-        return -1;
-    }
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "i|$zzzzzzOOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
             &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
             &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room, &beside) ||
-        !keep_host(self, host) ||
+        !sw_py_use_make(&self->use, "DeviceComm") || !keep_host(self, host) ||
         !keep(&self->make_room, room, PyCallable_Check(room), "make_room must be callable") ||
         !keep((PyObject **)&self->beside, beside,
               PyObject_TypeCheck(beside, sw_py_state_of(op)->device_comm_type),
@@ -95,7 +91,6 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         config.room = (sw_device_room){.make = make_room, .context = self->make_room};
     config.beside = self->beside ? self->beside->comm : NULL;
     config.host = self->host ? self->host->comm : NULL;
-    self->owner_pid = getpid();
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_create(&config, &self->comm, &err);
     Py_END_ALLOW_THREADS
@@ -110,7 +105,7 @@ static bool is_open_and_free(device_comm_object *self, const char *what)
 {
     if (!sw_py_device_wait_for_watch(self))
         return false;
-    if (self->comm && !self->closed && self->use == DEVICE_FREE)
+    if (self->comm && !self->closed && self->use.kind == SW_PY_FREE)
         return true;
     PyErr_Format(sw_py_state_of((PyObject *)self)->error,
                  "%s: the GPU's communicator was closed, or was never opened", what);
@@ -138,7 +133,7 @@ static PyObject *device_connect(PyObject *op, PyObject *args)
     if (!is_open_and_free(self, "connect"))
         return NULL;
     memcpy(&id, bytes, sizeof id);
-    sw_py_device_take(self, DEVICE_USED);
+    sw_py_device_take(self, SW_PY_ALONE);
     Py_BEGIN_ALLOW_THREADS
     status =
         sw_device_comm_connect(self->comm, &id, rank, world_size, (int64_t)(timeout_s * 1e9), &err);
@@ -162,7 +157,7 @@ static PyObject *device_borrow(PyObject *op, PyObject *args)
     }
     if (!is_open_and_free(self, "borrow"))
         return NULL;
-    sw_py_device_take(self, DEVICE_USED);
+    sw_py_device_take(self, SW_PY_ALONE);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_borrow(self->comm, sw_py_address(handle), rank, world_size,
                                    (int64_t)(timeout_s * 1e9), &err);
@@ -239,7 +234,7 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     int world_size = (int)PySequence_Size(members);
     parts.base = part;
     Py_INCREF(arena);
-    sw_py_device_take(self, DEVICE_USED);
+    sw_py_device_take(self, SW_PY_ALONE);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_connect_slots(self->comm, &parts, rank, world_size,
                                           (int64_t)(timeout_s * 1e9), &err);
@@ -255,21 +250,21 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
 /* Call from a thread inside it, or inside the communicator whose stream it uses. */
 static bool is_used(const device_comm_object *self)
 {
-    return self->use != DEVICE_FREE || (self->beside && self->beside->use == DEVICE_USED);
+    return self->use.kind != SW_PY_FREE || (self->beside && self->beside->use.kind == SW_PY_ALONE);
 }
 
 static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    if (self->closed || !self->comm || !sw_py_device_is_own(self))
+    if (self->closed || !self->comm || !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
     if (!sw_py_device_wait_for_watch(self))
         return NULL;
     if (self->closed || is_used(self))
         Py_RETURN_NONE;
     self->closed = true;
-    sw_py_device_take(self, DEVICE_USED);
+    sw_py_device_take(self, SW_PY_ALONE);
     Py_BEGIN_ALLOW_THREADS
     sw_device_comm_disconnect(self->comm);
     Py_END_ALLOW_THREADS
@@ -298,7 +293,7 @@ static void device_dealloc(PyObject *op)
     /* An abandoned watch thread still reads the host communicator. */
     bool is_abandoned = false;
     /* A forked child has no CUDA context, so its calls would fail. */
-    if (self->comm && sw_py_device_is_own(self)) {
+    if (self->comm && sw_py_use_is_own(&self->use)) {
         sw_py_destroy_quietly(disconnect_comm, self->comm);
         is_abandoned = self->comm->is_abandoned;
         sw_py_destroy_quietly(destroy_comm, self->comm);
@@ -314,214 +309,107 @@ static void device_dealloc(PyObject *op)
 
 /* ---- ranges ---- */
 
-typedef struct range_list {
-    sw_device_range *range; /* owned */
-    size_t count;
-} range_list;
+#define RANGE "range address:A numel:N dtype:T"
 
-static bool read_range(PyObject *item, void *out)
+static bool fill_range(const sw_py_arg *a, void *row, void *unused)
 {
-    PyObject *address;
-    const char *dtype;
-    Py_ssize_t numel;
-    if (!PyArg_ParseTuple(item, "Ons;a range is (address, numel, dtype)", &address, &numel, &dtype))
-        return false;
-    sw_device_range *range = out;
-    *range = (sw_device_range){.data = PyLong_AsVoidPtr(address),
-                               .numel = (size_t)numel,
-                               .dtype = sw_dtype_from_name(dtype)};
-    if (!PyErr_Occurred() && (numel < 0 || range->dtype == SW_DTYPE_COUNT))
-        PyErr_Format(PyExc_ValueError,
-                     "a range must have numel >= 0 and a dtype that moves, not %zd of %s", numel,
-                     dtype);
-    return !PyErr_Occurred();
+    (void)unused;
+    *(sw_device_range *)row =
+        (sw_device_range){.data = a[0].address, .numel = a[1].size, .dtype = a[2].dtype};
+    return true;
 }
 
-static bool read_ranges(PyObject *sequence, range_list *out)
+static sw_status broadcast(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
+                           sw_error *err)
 {
-    PyObject *held = PySequence_List(sequence); /* another thread may change it later */
-    out->range = held ? sw_py_device_table(held, read_range, sizeof *out->range) : NULL;
-    out->count = held ? (size_t)PyList_Size(held) : 0;
-    Py_XDECREF(held);
-    return out->range != NULL;
+    return sw_device_comm_broadcast(comm, ranges->rows, ranges->count, a[1].i, a[2].address, err);
 }
 
-/* The arguments of operations on ranges; each operation uses some of them. */
-typedef struct range_call {
-    range_list ranges;
-    sw_stream *stream;
-    int root;
-    void *received;  /* result of the exchange operation */
-    sw_norm_sum sum; /* the result of norm_sum */
-    sw_device_clip clip;
-} range_call;
-
-typedef sw_status range_call_fn(sw_device_comm *comm, range_call *given, sw_error *err);
-
-static PyObject *call_on_ranges(device_comm_object *self, PyObject *list, PyObject *stream_value,
-                                range_call *given, range_call_fn *call)
+static sw_status all_gather(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
+                            sw_error *err)
 {
-    sw_error err;
-    sw_status status;
-    if (!sw_py_device_stream(stream_value, &given->stream) || !read_ranges(list, &given->ranges))
-        return NULL;
-    if (!sw_py_device_enter(self)) {
-        free(given->ranges.range);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = call(self->comm, given, &err);
-    Py_END_ALLOW_THREADS
-    free(given->ranges.range);
-    return sw_py_device_finish(self, status, &err);
+    return sw_device_comm_all_gather(comm, ranges->rows, ranges->count, a[1].address, err);
 }
 
-static sw_status broadcast(sw_device_comm *comm, range_call *given, sw_error *err)
+/* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
+static sw_status clip(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
+                      sw_error *err)
 {
-    return sw_device_comm_broadcast(comm, given->ranges.range, given->ranges.count, given->root,
-                                    given->stream, err);
+    const sw_device_clip given = {.max_norm = a[1].d,
+                                  .is_sliced = a[2].p,
+                                  .norm = a[3].address,
+                                  .factor = (float *)a[3].address + 1};
+    return sw_device_comm_clip(comm, ranges->rows, ranges->count, &given, a[4].address, err);
 }
 
-static PyObject *device_broadcast(PyObject *op, PyObject *args)
-{
-    PyObject *list, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OiO:broadcast", &list, &given.root, &stream))
-        return NULL;
-    return call_on_ranges((device_comm_object *)op, list, stream, &given, broadcast);
-}
+SW_PY_ON_ROWS(device_broadcast, "broadcast ranges:O root:i stream:A", broadcast, 0, RANGE,
+              sw_device_range, fill_range)
+SW_PY_ON_ROWS(device_all_gather, "all_gather ranges:O stream:A", all_gather, 0, RANGE,
+              sw_device_range, fill_range)
+SW_PY_ON_ROWS(device_clip, "clip ranges:O max_norm:d is_sliced:p result:A stream:A", clip, 0, RANGE,
+              sw_device_range, fill_range)
 
-static sw_status all_gather(sw_device_comm *comm, range_call *given, sw_error *err)
+/* Reads one range. Returns false with an exception. */
+static bool read_range(PyObject *tuple, sw_device_range *range)
 {
-    return sw_device_comm_all_gather(comm, given->ranges.range, given->ranges.count, given->stream,
-                                     err);
-}
-
-static PyObject *device_all_gather(PyObject *op, PyObject *args)
-{
-    PyObject *list, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OO:all_gather", &list, &stream))
-        return NULL;
-    return call_on_ranges((device_comm_object *)op, list, stream, &given, all_gather);
-}
-
-static sw_status exchange(sw_device_comm *comm, range_call *given, sw_error *err)
-{
-    return sw_device_comm_exchange(comm, given->ranges.range, given->received, given->stream, err);
+    sw_py_arg a[3];
+    return sw_py_read(RANGE, tuple, NULL, a) && fill_range(a, range, NULL);
 }
 
 static PyObject *device_exchange(PyObject *op, PyObject *args)
 {
-    PyObject *range, *received, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OOO:exchange", &range, &received, &stream))
+    device_comm_object *self = (device_comm_object *)op;
+    sw_py_arg a[3];
+    sw_device_range range;
+    sw_error err;
+    sw_status status;
+    if (!sw_py_read("exchange range:U received:A stream:A", args, NULL, a) ||
+        !read_range(a[0].o, &range) || !sw_py_device_enter(self))
         return NULL;
-    given.received = PyLong_AsVoidPtr(received);
-    PyObject *list = PyErr_Occurred() ? NULL : PyTuple_Pack(1, range);
-    PyObject *done =
-        list ? call_on_ranges((device_comm_object *)op, list, stream, &given, exchange) : NULL;
-    Py_XDECREF(list);
-    return done;
-}
-
-static sw_status norm_sum(sw_device_comm *comm, range_call *given, sw_error *err)
-{
-    return sw_device_comm_norm(comm, given->ranges.range, given->ranges.count, given->stream,
-                               &given->sum, err);
+    SW_PY_WITHOUT_GIL(
+        status, sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err));
+    return sw_py_device_finish(self, status, &err);
 }
 
 static PyObject *device_norm(PyObject *op, PyObject *args)
 {
-    PyObject *list, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OO:norm_sum", &list, &stream))
-        return NULL;
-    PyObject *done = call_on_ranges((device_comm_object *)op, list, stream, &given, norm_sum);
+    device_comm_object *self = (device_comm_object *)op;
+    sw_py_arg a[2];
+    sw_py_table ranges = {0};
+    sw_norm_sum sum;
+    sw_error err;
+    sw_status status;
+    PyObject *done = NULL;
+    if (sw_py_read("norm_sum ranges:O stream:A", args, NULL, a) &&
+        sw_py_table_init(&ranges, a[0].o, RANGE, sizeof(sw_device_range), fill_range, NULL) &&
+        sw_py_device_enter(self)) {
+        SW_PY_WITHOUT_GIL(status, sw_device_comm_norm(self->comm, ranges.rows, ranges.count,
+                                                      a[1].address, &sum, &err));
+        done = sw_py_device_finish(self, status, &err);
+    }
+    sw_py_table_fini(&ranges);
     Py_XDECREF(done);
-    return done ? PyBytes_FromStringAndSize((const char *)&given.sum, sizeof given.sum) : NULL;
+    return done ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum) : NULL;
 }
 
-static sw_status clip(sw_device_comm *comm, range_call *given, sw_error *err)
-{
-    return sw_device_comm_clip(comm, given->ranges.range, given->ranges.count, &given->clip,
-                               given->stream, err);
-}
+#define DEVICE_METHOD(name, signature, call)                                                       \
+    SW_PY_METHOD(device_##name, device_comm_object, #name " " signature, sw_py_device_enter(self), \
+                 call, sw_py_device_finish(self, status, &err))
 
-/* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
-static PyObject *device_clip(PyObject *op, PyObject *args)
-{
-    PyObject *list, *stream;
-    unsigned long long result;
-    int is_sliced;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OdpKO:clip", &list, &given.clip.max_norm, &is_sliced, &result,
-                          &stream))
-        return NULL;
-    given.clip.is_sliced = is_sliced != 0;
-    given.clip.norm = sw_py_address(result);
-    given.clip.factor = sw_py_address(result + sizeof(float));
-    return call_on_ranges((device_comm_object *)op, list, stream, &given, clip);
-}
-
-static PyObject *device_follow(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *later_value, *earlier_value;
-    sw_stream *later, *earlier;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OO:follow", &later_value, &earlier_value) ||
-        !sw_py_device_stream(later_value, &later) ||
-        !sw_py_device_stream(earlier_value, &earlier) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_follow(self->comm, later, earlier, &err));
-    return sw_py_device_finish(self, status, &err);
-}
-
-static PyObject *device_refuse_capture(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *value;
-    const char *what;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "Os:refuse_capture", &value, &what) ||
-        !sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_refuse_capture(self->comm->device, stream, what, &err));
-    return sw_py_device_finish(self, status, &err);
-}
-
-static PyObject *device_give_back(PyObject *op, PyObject *value)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_give_back(self->comm, stream, &err));
-    return sw_py_device_finish(self, status, &err);
-}
+DEVICE_METHOD(follow, "later:A earlier:A",
+              sw_device_comm_follow(self->comm, a[0].address, a[1].address, &err))
+DEVICE_METHOD(refuse_capture, "stream:A what:s",
+              sw_device_refuse_capture(self->comm->device, a[0].address, a[1].s, &err))
+DEVICE_METHOD(give_back, "stream:A", sw_device_comm_give_back(self->comm, a[0].address, &err))
 
 /* ---- copies ---- */
 
-static bool read_segment(PyObject *item, void *out)
+static bool fill_segment(const sw_py_arg *a, void *row, void *unused)
 {
-    PyObject *to, *from;
-    Py_ssize_t bytes;
-    if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "a copy is a tuple (to, from, nbytes)");
-        return false;
-    }
-    if (!PyArg_ParseTuple(item, "OOn;a copy is (to, from, nbytes)", &to, &from, &bytes))
-        return false;
-    *(sw_pack_segment *)out = (sw_pack_segment){.to = PyLong_AsVoidPtr(to),
-                                                .from = PyLong_AsVoidPtr(from),
-                                                .size_bytes = (sw_u64)(bytes < 0 ? 0 : bytes)};
-    return !PyErr_Occurred();
+    (void)unused;
+    *(sw_pack_segment *)row = (sw_pack_segment){
+        .to = a[0].address, .from = a[1].address, .size_bytes = (sw_u64)(a[2].n < 0 ? 0 : a[2].n)};
+    return true;
 }
 
 /* Returns true if both segments are scaled in place and `next` begins where `segment` ends. */
@@ -532,15 +420,15 @@ static bool goes_on(const sw_pack_segment *segment, const sw_pack_segment *next)
 }
 
 /* Launches PACK. Adjacent segments that are scaled in place count as one of its copies. */
-static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segments, size_t count,
-                      sw_pack_args *args, sw_stream *stream, sw_error *err)
+static sw_status launch_pack(const sw_device_comm *comm, const sw_py_table *copies,
+                             sw_pack_args *args, sw_stream *stream, sw_error *err)
 {
-    args->segment_count = 0;
-    for (size_t at = 0; at < count;) {
+    const sw_pack_segment *segments = copies->rows;
+    for (size_t at = 0; at < copies->count;) {
         sw_pack_segment *taken = &args->segment[args->segment_count++];
-        for (*taken = segments[at++]; at < count && goes_on(taken, &segments[at]); ++at)
+        for (*taken = segments[at++]; at < copies->count && goes_on(taken, &segments[at]); ++at)
             taken->size_bytes += segments[at].size_bytes;
-        if (at < count && args->segment_count < SW_PACK_SEGMENT_MAX)
+        if (at < copies->count && args->segment_count < SW_PACK_SEGMENT_MAX)
             continue;
         SW_TRY(sw_kernel_launch(&comm->kernels, SW_KERNEL_PACK, args, stream, err));
         args->segment_count = 0;
@@ -548,65 +436,41 @@ static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segment
     return SW_OK;
 }
 
-static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *stream_value,
-                          sw_pack_args *args)
-{
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_device_stream(stream_value, &stream))
-        return NULL;
-    sw_pack_segment *segments = sw_py_device_table(list, read_segment, sizeof *segments);
-    size_t count = (size_t)PyList_Size(list); /* read once: it may change */
-    if (!segments || !sw_py_device_enter(self)) {
-        free(segments);
-        return NULL;
-    }
-    SW_PY_WITHOUT_GIL(status, pack(self->comm, segments, count, args, stream, &err));
-    free(segments);
-    return sw_py_device_finish(self, status, &err);
-}
-
 /* Enqueues copies (to, from, nbytes) on `stream`; they are skipped if *verdict is set. */
-static PyObject *device_pack(PyObject *op, PyObject *args)
+static sw_status pack(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *copies,
+                      sw_error *err)
 {
-    PyObject *list, *stream;
-    sw_pack_args pack_args = {.segment_count = 0};
-    unsigned long long verdict = 0;
-    if (!PyArg_ParseTuple(args, "O!O|K:pack", &PyList_Type, &list, &stream, &verdict))
-        return NULL;
-    pack_args.verdict = sw_py_address(verdict);
-    return run_pack((device_comm_object *)op, list, stream, &pack_args);
+    sw_pack_args args = {.verdict = a[2].address};
+    return launch_pack(comm, copies, &args, a[1].address, err);
 }
 
-static bool small_dtype(const char *name, int *dtype)
+static sw_status small_dtype(const char *name, int *dtype, sw_error *err)
 {
     *dtype = (int)sw_dtype_from_name(name);
-    if (*dtype == SW_DTYPE_FLOAT32 || *dtype == SW_DTYPE_FLOAT16 || *dtype == SW_DTYPE_BFLOAT16)
-        return true;
-    PyErr_Format(PyExc_ValueError, "convert: dtype must be float32, float16 or bfloat16, not '%s'",
-                 name);
-    return false;
+    if (*dtype != SW_DTYPE_FLOAT32 && *dtype != SW_DTYPE_FLOAT16 && *dtype != SW_DTYPE_BFLOAT16)
+        SW_FAIL(err, SW_E_INVALID,
+                "convert: dtype must be float32, float16 or bfloat16, not '%.40s'", name);
+    return SW_OK;
 }
 
 /* Enqueues copies that convert dtypes and multiply each element by `scale`, or by the float32 at
  * `factor`. */
-static PyObject *device_convert(PyObject *op, PyObject *args)
+static sw_status convert(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *copies,
+                         sw_error *err)
 {
-    PyObject *list, *stream;
-    const char *to_dtype, *from_dtype;
-    double scale;
-    unsigned long long factor = 0;
-    sw_pack_args pack_args = {.converts = 1};
-    if (!PyArg_ParseTuple(args, "O!ssdO|K:convert", &PyList_Type, &list, &to_dtype, &from_dtype,
-                          &scale, &stream, &factor) ||
-        !small_dtype(to_dtype, &pack_args.to_dtype) ||
-        !small_dtype(from_dtype, &pack_args.from_dtype))
-        return NULL;
-    pack_args.scale = (float)scale;
-    pack_args.factor = sw_py_address(factor);
-    return run_pack((device_comm_object *)op, list, stream, &pack_args);
+    sw_pack_args args = {.converts = 1, .scale = (float)a[3].d, .factor = a[5].address};
+    SW_TRY(small_dtype(a[1].s, &args.to_dtype, err));
+    SW_TRY(small_dtype(a[2].s, &args.from_dtype, err));
+    return launch_pack(comm, copies, &args, a[4].address, err);
 }
+
+#define COPY "copy to:A from:A nbytes:n"
+
+SW_PY_ON_ROWS(device_pack, "pack copies:L stream:A | verdict:A", pack, 0, COPY, sw_pack_segment,
+              fill_segment)
+SW_PY_ON_ROWS(device_convert,
+              "convert copies:L to_dtype:s from_dtype:s scale:d stream:A | factor:A", convert, 0,
+              COPY, sw_pack_segment, fill_segment)
 
 /* ---- state and end ---- */
 
@@ -620,10 +484,10 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     (void)unused;
     if (!sw_py_device_wait_for_watch(self)) /* raise the other watcher's error here too */
         return NULL;
-    if (self->use != DEVICE_FREE || self->closed || !self->comm || !self->comm->peers ||
-        !sw_py_device_is_own(self))
+    if (self->use.kind != SW_PY_FREE || self->closed || !self->comm || !self->comm->peers ||
+        !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
-    sw_py_device_take(self, DEVICE_WATCHED);
+    sw_py_device_take(self, SW_PY_WATCHED);
     Py_BEGIN_ALLOW_THREADS
     status = sw_device_comm_watch(self->comm, &err);
     Py_END_ALLOW_THREADS
@@ -637,7 +501,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     sw_error reason;
     if (!PyArg_ParseTuple(args, "s:abort", &text))
         return NULL;
-    if (!sw_py_device_is_own(self) || !sw_py_device_wait_for_watch(self))
+    if (!sw_py_use_is_own(&self->use) || !sw_py_device_wait_for_watch(self))
         return PyErr_Occurred() ? NULL : Py_BuildValue("");
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
@@ -646,7 +510,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)
-        sw_py_device_take(self, DEVICE_WATCHED);
+        sw_py_device_take(self, SW_PY_WATCHED);
     Py_BEGIN_ALLOW_THREADS /* the call may wait until other communicators are aborted too */
     if (is_beside)
         sw_peers_request_end(peers, &reason);
@@ -737,7 +601,7 @@ static PyMethodDef device_methods[] = {
     {"borrow", device_borrow, METH_VARARGS,
      "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
      "Use a communicator that its owner keeps, instead of connect()."},
-    {"give_back", device_give_back, METH_O,
+    {"give_back", device_give_back, METH_VARARGS,
      "give_back($self, stream, /)\n--\n\n"
      "Order the stream's next operations after ours, if the communicator is borrowed."},
     {"refuse_capture", device_refuse_capture, METH_VARARGS,

@@ -24,6 +24,7 @@
 #include "comm/hier.h"
 #include "comm/local.h"
 #include "optim/offload.h"
+#include "python/use.h"
 #include "reduce/gradient_memory.h"
 #include "reduce/reducer.h"
 
@@ -44,12 +45,12 @@ typedef struct comm_object {
     PyObject *hosts;             /* owned list of str; NULL before connect */
     char address[64];
     int rank, world_size; /* as passed by the caller */
-    long owner_pid;
+    sw_py_use use;
     Py_ssize_t
         users; /* arenas, reducers and calls that need comm; the last destroys a closed one */
-    bool connected, in_use, closed; /* in_use: a thread is inside, possibly without the GIL */
-    bool spans_hosts;               /* comm is over a map of hosts (comm/hier) */
-    struct comm_object *next;       /* in engine_state.comms */
+    bool connected, closed;
+    bool spans_hosts;         /* comm is over a map of hosts (comm/hier) */
+    struct comm_object *next; /* in engine_state.comms */
 } comm_object;
 
 typedef struct arena_object {         /* an owner of memory: an arena, or a reducer's gradients */
@@ -82,6 +83,10 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
 /* Raises CheckpointError with `errno` (None unless a system call failed), or MemoryError. Returns
  * NULL. */
 PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
+
+/* Returns a str of text that may quote names in any language, or bytes of a name that are no UTF-8:
+ * a decoding error must not replace what is reported. */
+PyObject *sw_py_text(const char *text);
 
 /* module_state.c */
 engine_state *sw_py_state_of(PyObject *self); /* `self` is an instance of one of our types */
@@ -119,8 +124,6 @@ void sw_py_comm_acquire(comm_object *self);
 void sw_py_comm_release(comm_object *self);
 /* Leaves the communicator. Returns None, or NULL with the exception of `err`. */
 PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error *err);
-/* Returns true if this process made the communicator, not a process that it was forked from. */
-bool sw_py_comm_is_own(const comm_object *self);
 
 /* fork.c: the communicators that a forked child inherits. */
 void sw_py_comm_link(engine_state *state, comm_object *self);
@@ -177,6 +180,7 @@ typedef struct plan_object {
     PyObject_HEAD sw_plan *plan; /* owned */
     int lock_fd;                 /* owned descriptor of the folder that create() made; -1: none */
     char *partial;               /* owned path of that folder; NULL: not made yet */
+    sw_py_use use;               /* shared by a save that is under way with it */
 } plan_object;
 /* checkpoint_plan_type.c: merges lists of what ranks wrote. Returns -1 with an exception, or sets
  * *err. */
@@ -232,7 +236,8 @@ bool sw_py_tensor_is_dense(const tensor_reading *a);
 /* state_file_type.c */
 typedef struct state_file_object {
     PyObject_HEAD sw_offload offload; /* owned while open */
-    bool is_open, in_use;             /* in_use: a call without the GIL uses it */
+    bool is_open;
+    sw_py_use use;
 } state_file_object;
 extern PyType_Spec sw_py_state_file_type_spec;
 
@@ -257,6 +262,9 @@ int sw_py_device_codec_functions_add(PyObject *module);
 int sw_py_device_powersgd_functions_add(PyObject *module);
 int sw_py_device_check_functions_add(PyObject *module);
 
+/* Enters a plan, or raises CheckpointError. */
+bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);
+
 /* Clears *object before it drops the reference, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \
     do {                                              \
@@ -264,5 +272,37 @@ int sw_py_device_check_functions_add(PyObject *module);
         (object) = NULL;                              \
         Py_XDECREF(engine_old_);                      \
     } while (0)
+
+/* Appends `item`, whose reference it takes; NULL, with an exception, or a failure clears *list. */
+void sw_py_append(PyObject **list, PyObject *item);
+/* The same for a dict. */
+void sw_py_put(PyObject **dict, const char *key, PyObject *value);
+
+/* Stores `value` and then drops the old object, whose destructor may run any code. */
+static inline void sw_py_set(PyObject **slot, PyObject *value)
+{
+    PyObject *old = *slot;
+    Py_INCREF(value);
+    *slot = value;
+    Py_XDECREF(old);
+}
+
+/* The same, or stores NULL for None. */
+static inline void sw_py_set_or_clear(PyObject **slot, PyObject *value)
+{
+    if (value != Py_None)
+        sw_py_set(slot, value);
+    else
+        ENGINE_CLEAR(*slot);
+}
+
+/* Returns a new reference to an item: code that runs meanwhile may take it out of the list. NULL
+ * with an exception. */
+static inline PyObject *sw_py_item(PyObject *list, size_t index)
+{
+    PyObject *item = PyList_GetItem(list, (Py_ssize_t)index);
+    Py_XINCREF(item);
+    return item;
+}
 
 #endif

@@ -11,7 +11,9 @@
 #include "optim/norm.h"
 #include "optim/offload.h"
 #include "optim/optim.h"
-#include "python/device_object.h"
+#include "python/method.h"
+#include "python/owner.h"
+#include "zero/device_offload.h"
 
 enum {
     LIST_PARAMS,
@@ -39,7 +41,7 @@ typedef struct step_call {
     /* One of the two at most. `gpu`: all arrays but step counts are on the GPU. `offload`: only
      * gradients are, and copies, or parameters without copies. Borrowed. */
     device_comm_object *gpu;
-    device_offload_object *offload;
+    sw_device_offload *offload;
     sw_stream *stream;
     const void *clip; /* a float32 on the GPU that first multiplies gradients, or NULL */
 } step_call;
@@ -65,7 +67,7 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
         return false;
     }
     call->file = (state_file_object *)file;
-    if (!call->file->is_open || call->file->in_use) {
+    if (!call->file->is_open || call->file->use.kind != SW_PY_FREE) {
         PyErr_Format(PyExc_RuntimeError, "%s: the StateFile is not initialised, or in use",
                      call->operation);
         return false;
@@ -97,9 +99,9 @@ static bool read_place(step_call *call, PyObject *module, PyObject *place)
                      call->operation);
         return false;
     }
-    call->offload = offloads ? (device_offload_object *)gpu : NULL;
-    call->gpu = offloads ? call->offload->comm : (device_comm_object *)gpu;
-    if (offloads && !call->offload->offload) {
+    call->offload = offloads ? ((sw_py_owner *)gpu)->made : NULL;
+    call->gpu = offloads ? ((sw_py_owner *)gpu)->comm : (device_comm_object *)gpu;
+    if (offloads && !call->offload) {
         PyErr_Format(PyExc_RuntimeError, "%s: the DeviceOffload is not initialised",
                      call->operation);
         return false;
@@ -326,8 +328,8 @@ static sw_status step_through_gpu(const void *given, const sw_optim_run *runs, s
                                   sw_error *err)
 {
     const gpu_batch *batch = given;
-    return sw_device_offload_step(batch->call->offload->offload, batch->step, batch->options, runs,
-                                  count, batch->call->stream, err);
+    return sw_device_offload_step(batch->call->offload, batch->step, batch->options, runs, count,
+                                  batch->call->stream, err);
 }
 
 /* Steps without the GIL. All options and runs are checked before the first run is stepped on. */
@@ -344,8 +346,8 @@ static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
         return sw_offload_step(&call->file->offload, step_through_gpu, &batch, call->runs, count,
                                err);
     if (call->offload)
-        return sw_device_offload_step(call->offload->offload, step, options, call->runs, count,
-                                      call->stream, err);
+        return sw_device_offload_step(call->offload, step, options, call->runs, count, call->stream,
+                                      err);
     if (call->file)
         return sw_offload_step(&call->file->offload, step, options, call->runs, count, err);
     return step(options, call->runs, count, err);
@@ -363,12 +365,6 @@ static sw_status run_on_gpu(const step_call *call, const sw_adam_options *adam,
                : sw_device_sgd_step(kernels, sgd, call->runs, count, call->clip, call->stream, err);
 }
 
-static void mark_in_use(const step_call *call, bool in_use)
-{
-    if (call->file)
-        call->file->in_use = in_use;
-}
-
 /* Runs the step on the device of `call`. Returns false with an exception. */
 static bool run_step(const step_call *call, PyObject *module, const sw_adam_options *adam,
                      const sw_sgd_options *sgd)
@@ -379,10 +375,16 @@ static bool run_step(const step_call *call, PyObject *module, const sw_adam_opti
     if (is_on_gpu ? !sw_py_device_lend_kernels(call->gpu)
                   : call->gpu && !sw_py_device_enter(call->gpu))
         return false;
-    mark_in_use(call, true);
+    if (call->file &&
+        !sw_py_use_enter(&call->file->use, SW_PY_ALONE, 0, PyExc_RuntimeError, "StateFile")) {
+        if (call->gpu && !is_on_gpu)
+            sw_py_device_leave(call->gpu);
+        return false;
+    }
     SW_PY_WITHOUT_GIL(status, is_on_gpu ? run_on_gpu(call, adam, sgd, &err)
                                         : run_on_host(call, adam, sgd, &err));
-    mark_in_use(call, false);
+    if (call->file)
+        sw_py_use_leave(&call->file->use);
     if (call->gpu && !is_on_gpu)
         sw_py_device_leave(call->gpu);
     if (status != SW_OK)

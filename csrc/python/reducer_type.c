@@ -206,6 +206,8 @@ static void clear_tensors(reducer_object *self)
 static int reducer_clear(PyObject *op)
 {
     reducer_object *self = (reducer_object *)op;
+    if (self->link) /* first: clearing runs destructors, which may call a hook */
+        self->link->reducer = NULL;
     clear_tensors(self);
     ENGINE_CLEAR(self->bucket_callback);
     ENGINE_CLEAR(self->bucket_wait);
@@ -226,10 +228,10 @@ static void destroy_reducer(reducer_object *self)
         if (self->reducer && self->memory)
             (void)sw_reducer_take_memory(self->reducer);
         sw_reducer_destroy(self->reducer);
-    } else if (self->reducer && sw_py_device_is_own(self->gpu)) {
+    } else if (self->reducer && sw_py_use_is_own(&self->gpu->use)) {
         /* A forked child frees nothing: its driver calls would fail, and the memory belongs to the
          * parent. */
-        sw_py_device_destroy(self->gpu, destroy, self->reducer);
+        sw_py_device_destroy(self->gpu, destroy, NULL, self->reducer);
     }
 }
 
@@ -239,10 +241,8 @@ static void reducer_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     reducer_clear(op);
-    if (self->link) {
-        self->link->reducer = NULL;
+    if (self->link)
         sw_py_reducer_link_release(self->link);
-    }
     destroy_reducer(self);
     free(self->shapes);
     free(self->hook_counts);

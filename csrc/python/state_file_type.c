@@ -4,12 +4,6 @@
  * StateFile alive: the mapping lives as long as the last tensor. */
 #include "python/engine.h"
 
-static PyObject *busy(void)
-{
-    PyErr_SetString(PyExc_RuntimeError, "StateFile: another thread steps on it");
-    return NULL;
-}
-
 static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"folder", "label", "buffer_bytes", NULL};
@@ -22,8 +16,10 @@ static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&sn:StateFile", names, PyUnicode_FSConverter,
                                      &folder, &label, &buffer_bytes))
         return -1;
-    if (self->is_open || buffer_bytes < 0) {
-        PyErr_SetString(PyExc_ValueError, "StateFile: made once, with buffer_bytes of at least 0");
+    if (buffer_bytes < 0)
+        PyErr_Format(PyExc_ValueError, "StateFile: buffer_bytes must be at least 0, got %zd",
+                     buffer_bytes);
+    if (buffer_bytes < 0 || !sw_py_use_make(&self->use, "StateFile")) {
         Py_DECREF(folder);
         return -1;
     }
@@ -50,11 +46,12 @@ static void state_file_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-static bool check_open(const state_file_object *self)
+static bool enter(state_file_object *self, sw_py_use_kind kind)
 {
     if (!self->is_open)
         PyErr_SetString(PyExc_RuntimeError, "StateFile: not made yet");
-    return self->is_open;
+    return self->is_open &&
+           sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS, PyExc_RuntimeError, "StateFile");
 }
 
 static PyObject *state_file_grow(PyObject *op, PyObject *size)
@@ -64,15 +61,12 @@ static PyObject *state_file_grow(PyObject *op, PyObject *size)
     uint8_t *address = NULL;
     sw_error err;
     sw_status status;
-    if (PyErr_Occurred() || !check_open(self))
+    if (PyErr_Occurred() || !enter(self, SW_PY_ALONE))
         return NULL;
-    if (self->in_use)
-        return busy();
-    self->in_use = true;
     Py_BEGIN_ALLOW_THREADS
     status = sw_state_file_grow(&self->offload.file, bytes, &address, &err);
     Py_END_ALLOW_THREADS
-    self->in_use = false;
+    sw_py_use_leave(&self->use);
     if (status != SW_OK)
         return sw_py_raise(sw_py_state_of(op), &err, NULL);
     return PyLong_FromVoidPtr(address);
@@ -101,8 +95,7 @@ static PyObject *state_file_tensor(PyObject *op, PyObject *args)
     unsigned long long address;
     const char *name;
     PyObject *shape, *strides, *owner;
-    if (!PyArg_ParseTuple(args, "KsOOO:tensor", &address, &name, &shape, &strides, &owner) ||
-        !check_open(self))
+    if (!PyArg_ParseTuple(args, "KsOOO:tensor", &address, &name, &shape, &strides, &owner))
         return NULL;
     sw_dtype dtype = sw_dtype_from_name(name);
     if (dtype == SW_DTYPE_COUNT)
@@ -110,9 +103,11 @@ static PyObject *state_file_tensor(PyObject *op, PyObject *args)
                             name);
     size_t bytes = sw_dtype_size_bytes(dtype);
     void *data = (void *)(uintptr_t)address;
-    if (!read_bytes(shape, &bytes))
+    if (!read_bytes(shape, &bytes) || !enter(self, SW_PY_SHARED))
         return NULL;
-    if (sw_state_file_locate(&self->offload.file, data, bytes) == UINT64_MAX)
+    uint64_t place = sw_state_file_locate(&self->offload.file, data, bytes);
+    sw_py_use_leave(&self->use);
+    if (place == UINT64_MAX)
         return PyErr_Format(PyExc_ValueError, "StateFile.tensor: %zu bytes leave the file", bytes);
     return sw_py_dlpack_capsule_new(owner, data, dtype, shape, strides);
 }
@@ -121,11 +116,10 @@ static PyObject *state_file_forget(PyObject *op, PyObject *unused)
 {
     state_file_object *self = (state_file_object *)op;
     (void)unused;
-    if (!check_open(self))
+    if (!enter(self, SW_PY_ALONE))
         return NULL;
-    if (self->in_use)
-        return busy();
     sw_state_file_forget(&self->offload.file);
+    sw_py_use_leave(&self->use);
     Py_RETURN_NONE;
 }
 
