@@ -148,19 +148,6 @@ PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtyp
 PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
                                   PyObject *shape, PyObject *strides);
 
-/* parameter_rows.c: parses a sequence of (name, numel, dtype, requires_grad). Returns -1 with an
- * exception; the caller calls fini in both cases. */
-typedef struct sw_py_rows {
-    sw_layout_param *params; /* owned */
-    const char **names;      /* owned */
-    PyObject *list;          /* owned: keeps the names alive */
-    size_t count;
-} sw_py_rows;
-int sw_py_rows_init(sw_py_rows *rows, PyObject *sequence);
-void sw_py_rows_fini(sw_py_rows *rows);
-/* Parses "mean" or "sum". Returns -1 with a ValueError. */
-int sw_py_parse_reduce(const char *name, bool *sums);
-
 /* reducer_type.c, hook_type.c */
 extern PyType_Spec sw_py_reducer_type_spec;
 extern PyType_Spec sw_py_hook_type_spec;

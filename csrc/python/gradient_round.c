@@ -24,23 +24,38 @@ static int current_task(reducer_object *self, int64_t *task)
 
 /* ---- failures on a GPU ---- */
 
+/* Returns err's message, and this rank's step if ranks noted different ones. What fails here must
+ * not keep the reason from the peers, so the exception of describe() is only reported. */
+static PyObject *reason_of(reducer_object *self, const sw_error *err)
+{
+    PyObject *reason = sw_py_text(err->message);
+    if (!reason || !sw_reducer_take_unlike_steps(self->reducer) || self->describe == Py_None)
+        return reason;
+    PyObject *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
+    PyObject *longer = said ? PyUnicode_Concat(reason, said) : NULL;
+    Py_XDECREF(said);
+    if (!longer) {
+        PyErr_WriteUnraisable(self->describe);
+        return reason;
+    }
+    Py_DECREF(reason);
+    return longer;
+}
+
 /* Peers wait for this rank on their GPUs, where enqueued work cannot be cancelled: the subclass
  * aborts the communicators with one message for all ranks and raises it. */
 static int end_communicators(reducer_object *self, const sw_error *err)
 {
-    PyObject *reason = PyUnicode_FromString(err->message);
-    if (sw_reducer_take_unlike_steps(self->reducer) && self->describe != Py_None && reason) {
-        PyObject *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
-        PyObject *longer = said ? PyUnicode_Concat(reason, said) : NULL;
-        Py_XDECREF(said);
-        Py_DECREF(reason);
-        reason = longer;
+    PyObject *reason = reason_of(self, err);
+    if (!reason) { /* no memory for the text: peers hear of the end without it */
+        PyErr_Clear();
+        reason = PyUnicode_FromString("");
     }
     PyObject *result = reason ? sw_py_call((PyObject *)self, "_end", reason, NULL) : NULL;
     Py_XDECREF(reason);
     Py_XDECREF(result);
-    if (result)
-        PyErr_SetString(reducer_state_of(self)->error, err->message);
+    if (result) /* it should have raised */
+        sw_py_raise(reducer_state_of(self), err, NULL);
     return -1;
 }
 
@@ -289,9 +304,11 @@ static int publish(reducer_object *self)
     for (size_t i = 0; i < count && !self->sliced; ++i) {
         if (sw_reducer_is_ready(self->reducer, i) || !sw_reducer_used_by_any(self->reducer, i))
             continue;
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
-        if (PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) <
-            0)
+        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        int failed = param && view ? PyObject_SetAttr(param, self->grad_name, view) : -1;
+        Py_XDECREF(param);
+        Py_XDECREF(view);
+        if (failed < 0)
             return -1;
     }
     return sw_py_gradient_restore(self);
@@ -569,12 +586,12 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
  * standing mean of which this rank has only a slice. Returns 0 if not, -1 with an exception. */
 static int holds_contribution(reducer_object *self, size_t index)
 {
-    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    PyObject *param = sw_py_item(self->params, index);
+    PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
     int result = !grad ? -1 : grad != Py_None;
-    if (result > 0 && self->sliced && grad == view) {
-        PyObject *pending = PyObject_GetAttrString(view, "_pending");
+    Py_XDECREF(param);
+    if (result > 0 && self->sliced && grad == PyList_GetItem(self->views, (Py_ssize_t)index)) {
+        PyObject *pending = PyObject_GetAttrString(grad, "_pending");
         result = !pending ? -1 : pending != Py_None;
         Py_XDECREF(pending);
     }
@@ -660,8 +677,9 @@ static int renew_views(reducer_object *self)
     for (size_t i = 0; i < count && !self->sliced; ++i) {
         if (!sw_reducer_takes_part(self->reducer, i))
             continue;
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
+        PyObject *param = sw_py_item(self->params, i);
         PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+        Py_XDECREF(param);
         bool is_other = grad && grad != PyList_GetItem(self->views, (Py_ssize_t)i);
         Py_XDECREF(grad);
         if (!grad || (is_other && !sw_py_gradient_writable_view(self, i)))
@@ -707,9 +725,9 @@ static int shadow_on_host(reducer_object *self)
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *standing = NULL;
-    if (!PyArg_ParseTuple(args, "|O:shadow", &standing) || reducer_check_ready(self) < 0)
+    sw_py_arg a[1] = {{.o = NULL}};
+    if (!sw_py_read("shadow | standing:O", args, NULL, a) || reducer_check_ready(self) < 0)
         return NULL;
     self->pending_forward = false;
-    return none_or_null(self->gpu ? shadow_on_device(self, standing) : shadow_on_host(self));
+    return none_or_null(self->gpu ? shadow_on_device(self, a[0].o) : shadow_on_host(self));
 }
