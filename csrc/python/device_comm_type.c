@@ -70,30 +70,33 @@ static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted
 
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",  "libcuda", "libnccl",   "packaged", "cache", "nvrtc",
-                            "builtins", "host",    "make_room", "beside",   NULL};
-    PyObject *host = Py_None, *room = Py_None, *beside = Py_None;
     device_comm_object *self = (device_comm_object *)op;
-    sw_device_comm_config config = {0};
+    PyTypeObject *comm_type = sw_py_state_of(op)->device_comm_type;
+    sw_py_arg a[10] = {[7] = {.o = Py_None}, [8] = {.o = Py_None}, [9] = {.o = Py_None}};
+    sw_device_comm *made = NULL;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "i|$zzzzzzOOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
-            &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
-            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room, &beside) ||
-        !sw_py_use_make(&self->use, "DeviceComm") || !keep_host(self, host) ||
-        !keep(&self->make_room, room, PyCallable_Check(room), "make_room must be callable") ||
-        !keep((PyObject **)&self->beside, beside,
-              PyObject_TypeCheck(beside, sw_py_state_of(op)->device_comm_type),
+    if (!sw_py_read("DeviceComm ordinal:i | $ libcuda:z libnccl:z packaged:z cache:z nvrtc:z "
+                    "builtins:z host:O make_room:O beside:O",
+                    args, kwargs, a) ||
+        !sw_py_use_make(&self->use, "DeviceComm") || !keep_host(self, a[7].o) ||
+        !keep(&self->make_room, a[8].o, PyCallable_Check(a[8].o), "make_room must be callable") ||
+        !keep((PyObject **)&self->beside, a[9].o, PyObject_TypeCheck(a[9].o, comm_type),
               "beside must be a DeviceComm"))
         return -1;
-    if (self->make_room)
-        config.room = (sw_device_room){.make = make_room, .context = self->make_room};
-    config.beside = self->beside ? self->beside->comm : NULL;
-    config.host = self->host ? self->host->comm : NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_create(&config, &self->comm, &err);
-    Py_END_ALLOW_THREADS
+    const sw_device_comm_config config = {
+        .ordinal = a[0].i,
+        .cuda_library = a[1].s,
+        .nccl_library = a[2].s,
+        .places = {.packaged_folder = a[3].s,
+                   .cache_folder = a[4].s,
+                   .nvrtc = a[5].s,
+                   .nvrtc_builtins = a[6].s},
+        .room = {.make = self->make_room ? make_room : NULL, .context = self->make_room},
+        .beside = self->beside ? self->beside->comm : NULL,
+        .host = self->host ? self->host->comm : NULL};
+    SW_PY_WITHOUT_GIL(status, sw_device_comm_create(&config, &made, &err));
+    self->comm = made;
     if (status == SW_OK)
         return 0;
     sw_py_raise(sw_py_state_of(op), &err, NULL);
@@ -112,86 +115,72 @@ static bool is_open_and_free(device_comm_object *self, const char *what)
     return false;
 }
 
+/* Checks the deadline and enters a communicator that has no peers yet. */
+static bool enter_to_join(device_comm_object *self, const char *what, double timeout_s)
+{
+    if (!(timeout_s > 0 && timeout_s <= 1e9))
+        PyErr_Format(PyExc_ValueError, "%s: timeout_s must be in (0, 1e9]", what);
+    if (PyErr_Occurred() || !is_open_and_free(self, what))
+        return false;
+    sw_py_device_take(self, SW_PY_ALONE);
+    return true;
+}
+
+static int64_t nanoseconds(double seconds)
+{
+    return (int64_t)(seconds * 1e9);
+}
+
+static bool read_id(PyObject *bytes, sw_nccl_id *id)
+{
+    if (PyBytes_Size(bytes) == (Py_ssize_t)sizeof *id) {
+        memcpy(id, PyBytes_AsString(bytes), sizeof *id);
+        return true;
+    }
+    PyErr_Format(PyExc_ValueError, "connect: id must be %zd bytes, not %zd bytes",
+                 (Py_ssize_t)sizeof *id, PyBytes_Size(bytes));
+    return false;
+}
+
 static PyObject *device_connect(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
-    const char *bytes;
-    Py_ssize_t size;
-    int rank, world_size;
-    double timeout_s;
+    sw_py_arg a[4];
     sw_nccl_id id;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "y#iid:connect", &bytes, &size, &rank, &world_size, &timeout_s))
+    if (!sw_py_read("connect id:B rank:i world_size:i timeout_s:d", args, NULL, a) ||
+        !read_id(a[0].o, &id) || !enter_to_join(self, "connect", a[3].d))
         return NULL;
-    if (size != sizeof id || !(timeout_s > 0 && timeout_s <= 1e9)) {
-        PyErr_Format(PyExc_ValueError,
-                     "connect: id must be %zd bytes and timeout_s in (0, 1e9], not %zd bytes",
-                     (Py_ssize_t)sizeof id, size);
-        return NULL;
-    }
-    if (!is_open_and_free(self, "connect"))
-        return NULL;
-    memcpy(&id, bytes, sizeof id);
-    sw_py_device_take(self, SW_PY_ALONE);
-    Py_BEGIN_ALLOW_THREADS
-    status =
-        sw_device_comm_connect(self->comm, &id, rank, world_size, (int64_t)(timeout_s * 1e9), &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(
+        status, sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, nanoseconds(a[3].d), &err));
     return sw_py_device_finish(self, status, &err);
 }
 
-static PyObject *device_borrow(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    unsigned long long handle;
-    int rank, world_size;
-    double timeout_s;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "Kiid:borrow", &handle, &rank, &world_size, &timeout_s))
-        return NULL;
-    if (!(timeout_s > 0 && timeout_s <= 1e9)) {
-        PyErr_SetString(PyExc_ValueError, "borrow: timeout_s must be in (0, 1e9]");
-        return NULL;
-    }
-    if (!is_open_and_free(self, "borrow"))
-        return NULL;
-    sw_py_device_take(self, SW_PY_ALONE);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_borrow(self->comm, sw_py_address(handle), rank, world_size,
-                                   (int64_t)(timeout_s * 1e9), &err);
-    Py_END_ALLOW_THREADS
-    return sw_py_device_finish(self, status, &err);
-}
+SW_PY_METHOD(device_borrow, device_comm_object, "borrow handle:A rank:i world_size:i timeout_s:d",
+             enter_to_join(self, "borrow", a[3].d),
+             sw_device_comm_borrow(self->comm, a[0].address, a[1].i, a[2].i, nanoseconds(a[3].d),
+                                   &err),
+             sw_py_device_finish(self, status, &err))
 
-/* Finds the parts of the arena that belong to `members`: ranks of the arena's group in the order of
- * this communicator. Returns NULL with an exception. */
-static uint8_t **parts_of(PyObject *arena, PyObject *members, size_t part_bytes)
+/* The parts of the arena that belong to ranks of its group, in the order of this communicator. */
+typedef struct slot_ranks {
+    const sw_arena *memory; /* NULL: it has no parts of others */
+    size_t part_bytes;
+} slot_ranks;
+
+static bool fill_part(const sw_py_arg *a, void *row, void *context)
 {
-    const sw_arena *memory = ((arena_object *)arena)->arena;
-    Py_ssize_t count = PySequence_Size(members);
-    if (count < 0)
-        return NULL;
-    uint8_t **part = calloc((size_t)count + 1, sizeof *part);
-    if (!part)
-        return (uint8_t **)(void *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PySequence_GetItem(members, i);
-        long rank = item ? PyLong_AsLong(item) : -1;
-        Py_XDECREF(item);
-        if (!PyErr_Occurred() && (!memory || rank < 0 || rank >= memory->world_size ||
-                                  !memory->base[rank] || memory->size_bytes < part_bytes))
-            PyErr_Format(PyExc_ValueError,
-                         "connect_slots: the arena has no part of %zu bytes of rank %ld",
-                         part_bytes, rank);
-        if (PyErr_Occurred()) {
-            free(part);
-            return NULL;
-        }
-        part[i] = memory->base[rank];
+    const slot_ranks *of = context;
+    const sw_arena *memory = of->memory;
+    if (memory && a[0].i >= 0 && a[0].i < memory->world_size && memory->base[a[0].i] &&
+        memory->size_bytes >= of->part_bytes) {
+        *(uint8_t **)row = memory->base[a[0].i];
+        return true;
     }
-    return part;
+    PyErr_Format(PyExc_ValueError, "connect_slots: the arena has no part of %zu bytes of rank %d",
+                 of->part_bytes, a[0].i);
+    return false;
 }
 
 static bool slot_place_of(const char *name, sw_slot_place *place)
@@ -210,41 +199,34 @@ static bool slot_place_of(const char *name, sw_slot_place *place)
 static PyObject *device_connect_slots(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
-    PyObject *arena, *members;
-    const char *name;
-    Py_ssize_t slot_bytes;
-    int rank;
-    double timeout_s;
+    sw_py_arg a[6];
     sw_slot_parts parts = {0};
+    sw_py_table table = {0};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "O!Onsid:connect_slots", sw_py_state_of(op)->arena_type, &arena,
-                          &members, &slot_bytes, &name, &rank, &timeout_s) ||
-        !slot_place_of(name, &parts.place))
+    if (!sw_py_read("connect_slots arena:O members:O slot_bytes:N place:s rank:i timeout_s:d", args,
+                    NULL, a) ||
+        !slot_place_of(a[3].s, &parts.place))
         return NULL;
-    if (slot_bytes < 0 || !(timeout_s > 0 && timeout_s <= 1e9))
-        return PyErr_Format(PyExc_ValueError,
-                            "connect_slots: slot_bytes must be positive and timeout_s in (0, 1e9]");
-    if (!is_open_and_free(self, "connect_slots"))
-        return NULL;
-    parts.slot_bytes = (size_t)slot_bytes;
-    uint8_t **part = parts_of(arena, members, sw_slot_part_bytes(parts.slot_bytes));
-    if (!part)
-        return NULL;
-    int world_size = (int)PySequence_Size(members);
-    parts.base = part;
-    Py_INCREF(arena);
-    sw_py_device_take(self, SW_PY_ALONE);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_connect_slots(self->comm, &parts, rank, world_size,
-                                          (int64_t)(timeout_s * 1e9), &err);
-    Py_END_ALLOW_THREADS
-    free(part);
-    if (status == SW_OK)
-        self->arena = arena; /* before connect there was no driver call */
-    else
-        Py_DECREF(arena);
-    return sw_py_device_finish(self, status, &err);
+    PyObject *arena = a[0].o, *done = NULL;
+    if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type)
+        return PyErr_Format(PyExc_TypeError, "connect_slots: arena must be an Arena, got %R",
+                            (PyObject *)Py_TYPE(arena));
+    slot_ranks of = {((arena_object *)arena)->arena, sw_slot_part_bytes(a[2].size)};
+    if (sw_py_table_init(&table, a[1].o, "connect_slots members:i", sizeof(uint8_t *), fill_part,
+                         &of) &&
+        enter_to_join(self, "connect_slots", a[5].d)) {
+        parts.slot_bytes = a[2].size;
+        parts.base = table.rows;
+        SW_PY_WITHOUT_GIL(status,
+                          sw_device_comm_connect_slots(self->comm, &parts, a[4].i, (int)table.count,
+                                                       nanoseconds(a[5].d), &err));
+        if (status == SW_OK)
+            sw_py_set(&self->arena, arena);
+        done = sw_py_device_finish(self, status, &err);
+    }
+    sw_py_table_fini(&table);
+    return done;
 }
 
 /* Call from a thread inside it, or inside the communicator whose stream it uses. */
@@ -497,15 +479,15 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
 static PyObject *device_abort(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
-    const char *text;
+    sw_py_arg a[1];
     sw_error reason;
-    if (!PyArg_ParseTuple(args, "s:abort", &text))
+    if (!sw_py_read("abort reason:s", args, NULL, a))
         return NULL;
     if (!sw_py_use_is_own(&self->use) || !sw_py_device_wait_for_watch(self))
         return PyErr_Occurred() ? NULL : Py_BuildValue("");
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
-    sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
+    sw_error_set(&reason, SW_E_COMM, -1, "%.480s", a[0].s);
     bool is_beside = is_used(self); /* another thread is inside and may be blocked */
     sw_peers *peers = self->comm->peers;
     self->enders++;
@@ -544,11 +526,11 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
     const sw_device *device = comm->device;
     bool has_nccl = comm->library.handle != NULL;
     int version = has_nccl ? comm->library.version : 0;
-    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:s,s:s,s:z,s:N}", "ordinal", device->ordinal,
+    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:N,s:s,s:z,s:N}", "ordinal", device->ordinal,
                          "name", device->name, "address", device->address, "capability",
                          device->major, device->minor, "nccl", version / 10000,
                          version % 10000 / 100, version % 100, "nccl_missing",
-                         has_nccl ? "" : comm->nccl_missing.message, "kernels",
+                         sw_py_text(has_nccl ? "" : comm->nccl_missing.message), "kernels",
                          sw_image_origin_name(comm->kernels.origin), "transport",
                          comm->peers && !self->closed ? comm->peers->name : NULL, "windows",
                          PyBool_FromLong(has_nccl && sw_nccl_has_windows(&comm->library)));
@@ -556,41 +538,29 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
 {
+    static const sw_py_count counts[] = {
+        SW_PY_COUNT(sw_device_stats, launches),   SW_PY_COUNT(sw_device_stats, copies),
+        SW_PY_COUNT(sw_device_stats, records),    SW_PY_COUNT(sw_device_stats, stream_waits),
+        SW_PY_COUNT(sw_device_stats, host_waits), SW_PY_COUNT(sw_device_stats, allocations)};
     const device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    if (!self->comm)
-        Py_RETURN_NONE;
-    const sw_device_stats *stats = &self->comm->device->stats;
-    return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K}", "launches", (unsigned long long)stats->launches, "copies",
-        (unsigned long long)stats->copies, "records", (unsigned long long)stats->records,
-        "stream_waits", (unsigned long long)stats->stream_waits, "host_waits",
-        (unsigned long long)stats->host_waits, "allocations",
-        (unsigned long long)stats->allocations);
+    return self->comm
+               ? sw_py_counts(&self->comm->device->stats, counts, sizeof counts / sizeof *counts)
+               : sw_py_none();
 }
 
-static PyObject *device_get_stream(PyObject *op, void *unused)
+SW_PY_GETTER(device_get_stream, device_comm_object,
+             PyLong_FromVoidPtr(self->comm ? (void *)self->comm->stream : NULL))
+
+static bool has_peers(const device_comm_object *self)
 {
-    const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
-    return PyLong_FromVoidPtr(self->comm ? (void *)self->comm->stream : NULL);
+    return self->comm && self->comm->peers && !self->closed;
 }
 
-static PyObject *device_get_alive(PyObject *op, void *unused)
-{
-    const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
-    return PyBool_FromLong(!self->closed && self->comm && self->comm->peers &&
-                           !sw_peers_has_failed(self->comm->peers));
-}
-
-static PyObject *device_get_failed(PyObject *op, void *unused)
-{
-    const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
-    return PyBool_FromLong(self->comm && self->comm->peers && !self->closed &&
-                           sw_peers_has_failed(self->comm->peers));
-}
+SW_PY_GETTER(device_get_alive, device_comm_object,
+             PyBool_FromLong(has_peers(self) && !sw_peers_has_failed(self->comm->peers)))
+SW_PY_GETTER(device_get_failed, device_comm_object,
+             PyBool_FromLong(has_peers(self) && sw_peers_has_failed(self->comm->peers)))
 
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,

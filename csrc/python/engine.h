@@ -23,7 +23,6 @@
 #include "comm/comm.h"
 #include "comm/hier.h"
 #include "comm/local.h"
-#include "optim/offload.h"
 #include "python/use.h"
 #include "reduce/gradient_memory.h"
 #include "reduce/reducer.h"
@@ -141,6 +140,9 @@ extern PyType_Spec sw_py_arena_type_spec;
 /* Takes ownership of `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
+/* Multiplies the sizes of a shape, and the dtype's. Returns false with an exception that begins
+ * with `what`. */
+bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes);
 /* Makes a DLPack capsule over elements at `address`. Its tensor keeps `owner` alive. */
 PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
                                    PyObject *strides);
@@ -220,12 +222,7 @@ bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_is_dense(const tensor_reading *a);
 
-/* state_file_type.c */
-typedef struct state_file_object {
-    PyObject_HEAD sw_offload offload; /* owned while open */
-    bool is_open;
-    sw_py_use use;
-} state_file_object;
+/* state_file_type.c: a sw_py_owner (owner.h) of a sw_offload */
 extern PyType_Spec sw_py_state_file_type_spec;
 
 /* optim_module.c */

@@ -33,7 +33,7 @@
         sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                           \
         sw_error err = {0};                                            \
         sw_status status;                                              \
-        (void)self;                                                    \
+        (void)self, (void)err;                                         \
         if (!sw_py_read(signature, args, NULL, a) || !(enter))         \
             return NULL;                                               \
         SW_PY_WITHOUT_GIL(status, call);                               \

@@ -67,7 +67,8 @@ PyObject *sw_py_counts(const void *stats, const sw_py_count *counts, size_t coun
 {
     PyObject *made = PyDict_New();
     for (size_t i = 0; made && i < count; ++i) {
-        uint64_t value = *(const uint64_t *)(const void *)((const char *)stats + counts[i].offset);
+        const void *at = (const char *)stats + counts[i].offset;
+        uint64_t value = __atomic_load_n((const uint64_t *)at, __ATOMIC_RELAXED);
         PyObject *number = PyLong_FromUnsignedLongLong(value);
         if (!number || PyDict_SetItemString(made, counts[i].name, number) < 0)
             ENGINE_CLEAR(made);
