@@ -255,9 +255,5 @@ static PyType_Slot arena_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_arena_type_spec = {
-    .name = "shardwright._engine.Arena",
-    .basicsize = sizeof(arena_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = arena_slots,
-};
+SW_PY_TYPE(sw_py_arena_type_spec, "Arena", arena_object, Py_TPFLAGS_DISALLOW_INSTANTIATION,
+           arena_slots)

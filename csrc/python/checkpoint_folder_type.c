@@ -600,9 +600,4 @@ static PyType_Slot folder_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_checkpoint_folder_type_spec = {
-    .name = "shardwright._engine.CheckpointFolder",
-    .basicsize = sizeof(folder_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = folder_slots,
-};
+SW_PY_TYPE(sw_py_checkpoint_folder_type_spec, "CheckpointFolder", folder_object, 0, folder_slots)

@@ -410,9 +410,4 @@ static PyType_Slot plan_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_checkpoint_plan_type_spec = {
-    .name = "shardwright._engine.CheckpointPlan",
-    .basicsize = sizeof(plan_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = plan_slots,
-};
+SW_PY_TYPE(sw_py_checkpoint_plan_type_spec, "CheckpointPlan", plan_object, 0, plan_slots)

@@ -574,9 +574,4 @@ static PyType_Slot saver_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_checkpoint_saver_type_spec = {
-    .name = "shardwright._engine.CheckpointSaver",
-    .basicsize = sizeof(saver_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = saver_slots,
-};
+SW_PY_TYPE(sw_py_checkpoint_saver_type_spec, "CheckpointSaver", saver_object, 0, saver_slots)

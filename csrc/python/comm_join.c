@@ -3,8 +3,7 @@
 #include <unistd.h>
 
 #include "comm/shm.h"
-#include "python/arguments.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 /* The arguments of connect(), all read before the rank joins. */
 typedef struct join_request {
@@ -167,10 +166,8 @@ static sw_status join_hosts(comm_object *self, const int *host_of, const char *h
     snprintf(own.host, sizeof own.host, "%s", host);
     self->comm = NULL;
     self->connected = false; /* a concurrent close() stops it, as it stops connect() */
-    Py_BEGIN_ALLOW_THREADS
-    status =
-        sw_hier_comm_create(inside, self->rank, self->world_size, host_of, &own, wire, &whole, err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_hier_comm_create(inside, self->rank, self->world_size, host_of,
+                                                  &own, wire, &whole, err));
     self->comm = whole;
     self->connected = self->spans_hosts = status == SW_OK;
     self->closed |= status != SW_OK;

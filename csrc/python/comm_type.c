@@ -622,9 +622,4 @@ static PyType_Slot comm_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_comm_type_spec = {
-    .name = "shardwright._engine.HostComm",
-    .basicsize = sizeof(comm_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = comm_slots,
-};
+SW_PY_TYPE(sw_py_comm_type_spec, "HostComm", comm_object, Py_TPFLAGS_HAVE_GC, comm_slots)

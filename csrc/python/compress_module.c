@@ -184,7 +184,7 @@ SW_PY_VALUE(powersgd_is_finite, PyObject, "powersgd_is_finite values:A numel:N",
 SW_PY_VALUE(powersgd_stride, PyObject, "powersgd_stride count:N", true,
             PyLong_FromSize_t(sw_powersgd_stride(a[0].size)))
 
-static PyMethodDef compress_functions[] = {
+PyMethodDef sw_py_compress_functions[] = {
     {"block_record_bytes", block_record_bytes, METH_VARARGS,
      "block_record_bytes($module, block, bits, /)\n--\n\nReturn the bytes of one record."},
     {"block_encode", block_encode, METH_VARARGS,
@@ -222,8 +222,3 @@ static PyMethodDef compress_functions[] = {
      "Return True if all float32 values are finite."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_compress_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, compress_functions);
-}

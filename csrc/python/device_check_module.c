@@ -75,7 +75,7 @@ static PyObject *device_kernel_check(PyObject *module, PyObject *args, PyObject 
     return status == SW_OK ? result_of(&result) : sw_py_raise(state, &err, NULL);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef sw_py_device_check_functions[] = {
     {"device_kernel_cases", device_kernel_cases, METH_NOARGS,
      "device_kernel_cases()\n--\n\nThe number of cases of each kernel, by its name."},
     {"device_kernel_check", SW_PY_NAMED(device_kernel_check),
@@ -83,8 +83,3 @@ static PyMethodDef functions[] = {
      "Compare a kernel with its reference on the GPU, case by case."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_device_check_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

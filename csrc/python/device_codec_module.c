@@ -109,7 +109,7 @@ SW_PY_ON_DEVICE(block_fold,
                 "own_index:i world_size:i count:N scale:d rest:A stream:A",
                 fold)
 
-static PyMethodDef functions[] = {
+PyMethodDef sw_py_device_codec_functions[] = {
     {"device_block_encode", block_encode, METH_VARARGS,
      "device_block_encode($module, comm, block, bits, parts, stream, /)\n--\n\n"
      "Encode all parts like block_encode."},
@@ -127,8 +127,3 @@ static PyMethodDef functions[] = {
      "Add rest * scale to the error of all parts, unless the verdict is 1."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_device_codec_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

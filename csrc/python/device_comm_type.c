@@ -470,9 +470,7 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
         !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
     sw_py_device_take(self, SW_PY_WATCHED);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_watch(self->comm, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_device_comm_watch(self->comm, &err));
     return sw_py_device_finish(self, status, &err);
 }
 
@@ -625,9 +623,4 @@ static PyType_Slot device_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_comm_type_spec = {
-    .name = "shardwright._engine.DeviceComm",
-    .basicsize = sizeof(device_comm_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = device_slots,
-};
+SW_PY_TYPE(sw_py_device_comm_type_spec, "DeviceComm", device_comm_object, 0, device_slots)

@@ -104,7 +104,7 @@ SW_PY_VALUE(device_tensor, PyObject,
             "device_tensor ordinal:i owner:O address:A dtype:T shape:O strides:O", true,
             sw_py_dlpack_capsule_on(a[0].i, a[1].o, a[2].address, a[3].dtype, a[4].o, a[5].o))
 
-static PyMethodDef functions[] = {
+PyMethodDef sw_py_device_functions[] = {
     {"cuda_devices", cuda_devices, METH_VARARGS,
      "cuda_devices($module, library=None, /)\n--\n\n"
      "Return the driver's version and the visible GPUs."},
@@ -125,8 +125,3 @@ static PyMethodDef functions[] = {
      "Return the bytes of each rank's part of an arena with such slots."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_device_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -67,9 +67,4 @@ static PyType_Slot offload_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_offload_type_spec = {
-    .name = "shardwright._engine.DeviceOffload",
-    .basicsize = sizeof(sw_py_owner),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = offload_slots,
-};
+SW_PY_TYPE(sw_py_device_offload_type_spec, "DeviceOffload", sw_py_owner, 0, offload_slots)

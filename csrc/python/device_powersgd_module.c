@@ -120,7 +120,7 @@ SW_PY_ON_DEVICE(device_cast,
                 "device_cast comm:O to:A to_dtype:s from:A from_dtype:s numel:K scale:d stream:A",
                 cast_run)
 
-static PyMethodDef functions[] = {
+PyMethodDef sw_py_device_powersgd_functions[] = {
     {"device_powersgd_project", project, METH_VARARGS,
      "device_powersgd_project($module, comm, matrices, verdict, stream, /)\n--\n\n"
      "Project all matrices like powersgd_project."},
@@ -144,8 +144,3 @@ static PyMethodDef functions[] = {
      "Scale and round."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_device_powersgd_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

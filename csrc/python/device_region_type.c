@@ -106,9 +106,4 @@ static PyType_Slot region_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_region_type_spec = {
-    .name = "shardwright._engine.DeviceRegion",
-    .basicsize = sizeof(device_region_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = region_slots,
-};
+SW_PY_TYPE(sw_py_device_region_type_spec, "DeviceRegion", device_region_object, 0, region_slots)

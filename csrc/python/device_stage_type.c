@@ -55,9 +55,4 @@ static PyType_Slot stage_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_stage_type_spec = {
-    .name = "shardwright._engine.DeviceStage",
-    .basicsize = sizeof(sw_py_owner),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = stage_slots,
-};
+SW_PY_TYPE(sw_py_device_stage_type_spec, "DeviceStage", sw_py_owner, 0, stage_slots)

@@ -177,9 +177,4 @@ static PyType_Slot units_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_units_type_spec = {
-    .name = "shardwright._engine.DeviceUnits",
-    .basicsize = sizeof(device_units_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = units_slots,
-};
+SW_PY_TYPE(sw_py_device_units_type_spec, "DeviceUnits", device_units_object, 0, units_slots)

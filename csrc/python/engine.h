@@ -127,9 +127,9 @@ PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error 
 /* fork.c: the communicators that a forked child inherits. */
 void sw_py_comm_link(engine_state *state, comm_object *self);
 void sw_py_comm_unlink(engine_state *state, const comm_object *self);
-int sw_py_fork_functions_add(PyObject *module);
+extern PyMethodDef sw_py_fork_functions[];
 /* object_marks.c */
-int sw_py_marks_functions_add(PyObject *module);
+extern PyMethodDef sw_py_marks_functions[];
 
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
@@ -226,10 +226,10 @@ bool sw_py_tensor_is_dense(const tensor_reading *a);
 extern PyType_Spec sw_py_state_file_type_spec;
 
 /* optim_module.c */
-int sw_py_optim_functions_add(PyObject *module);
+extern PyMethodDef sw_py_optim_functions[];
 
 /* compress_module.c */
-int sw_py_compress_functions_add(PyObject *module);
+extern PyMethodDef sw_py_compress_functions[];
 
 /* device_comm_type.c, device_units_type.c */
 extern PyType_Spec sw_py_device_comm_type_spec;
@@ -239,12 +239,12 @@ extern PyType_Spec sw_py_device_stage_type_spec;
 extern PyType_Spec sw_py_device_region_type_spec;
 
 /* device_module.c */
-int sw_py_device_functions_add(PyObject *module);
+extern PyMethodDef sw_py_device_functions[];
 
 /* device_codec_module.c */
-int sw_py_device_codec_functions_add(PyObject *module);
-int sw_py_device_powersgd_functions_add(PyObject *module);
-int sw_py_device_check_functions_add(PyObject *module);
+extern PyMethodDef sw_py_device_codec_functions[];
+extern PyMethodDef sw_py_device_powersgd_functions[];
+extern PyMethodDef sw_py_device_check_functions[];
 
 /* Enters a plan, or raises CheckpointError. */
 bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);

@@ -31,14 +31,9 @@ static PyObject *forked(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef fork_functions[] = {
+PyMethodDef sw_py_fork_functions[] = {
     {"forked", forked, METH_NOARGS,
      "forked($module, /)\n--\n\n"
      "Make a forked child's writes private. Call it there before anything else."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_fork_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, fork_functions);
-}

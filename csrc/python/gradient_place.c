@@ -118,14 +118,10 @@ int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
 {
     sw_error err;
     sw_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_reserve(self->reducer, bucket, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_reserve(self->reducer, bucket, &err));
     if (reducer_raise(self, status, &err) < 0 || sw_py_gradient_place_bucket(self, bucket) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_seal(self->reducer, bucket, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_seal(self->reducer, bucket, &err));
     return reducer_raise(self, status, &err) < 0 ? -1 : let_go(self);
 }
 
@@ -153,9 +149,7 @@ static int send_traced(reducer_object *self)
     while (self->tracer && sw_reducer_next_complete(self->reducer, &bucket)) {
         if (sw_py_gradient_trace(self, bucket, "begin") < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_send_complete(self->reducer, bucket, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_send_complete(self->reducer, bucket, &err));
         int failed = reducer_raise(self, status, &err);
         if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
             return -1;
@@ -171,9 +165,7 @@ int sw_py_gradient_advance(reducer_object *self)
     for (;;) { /* only calls that may reduce or wait release the GIL */
         if (send_traced(self) < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_advance(self->reducer, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_advance(self->reducer, &err));
         if (reducer_raise(self, status, &err) < 0)
             return -1;
         if (!sw_reducer_is_waiting(self->reducer, &bucket))

@@ -68,9 +68,7 @@ static int check_tags(reducer_object *self)
         return 0;
     if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_check(self->reducer, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_check(self->reducer, &err));
     int failed = status == SW_E_MISMATCH ? 0 : reducer_raise(self, status, &err);
     reducer_leave(self);
     return status == SW_E_MISMATCH ? end_communicators(self, &err) : failed;
@@ -87,9 +85,7 @@ static int arrive(reducer_object *self)
         return 0;
     if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_arrive(self->reducer, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_arrive(self->reducer, &err));
     int failed = reducer_raise(self, status, &err);
     reducer_leave(self);
     return failed;
@@ -173,11 +169,9 @@ static int clear_bucket(reducer_object *self, size_t bucket)
 {
     sw_error err;
     sw_status status;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_reserve(self->reducer, bucket, &err);
+    REDUCER_ENQUEUE(self, status, sw_reducer_reserve(self->reducer, bucket, &err));
     if (status == SW_OK)
-        status = sw_reducer_clear_bucket(self->reducer, bucket, &err);
-    REDUCER_END_ENQUEUE
+        REDUCER_ENQUEUE(self, status, sw_reducer_clear_bucket(self->reducer, bucket, &err));
     return reducer_raise(self, status, &err);
 }
 
@@ -236,9 +230,7 @@ static int produce(reducer_object *self, size_t index)
     sw_status status;
     if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_produce(self->reducer, index, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_produce(self->reducer, index, &err));
     return reducer_raise(self, status, &err);
 }
 
@@ -344,9 +336,7 @@ static int end_in_order(reducer_object *self, sw_status (*end)(sw_reducer *, sw_
     sw_status status;
     if (note_order(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = end(self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, end(self->reducer, &err));
     return reducer_raise(self, status, &err);
 }
 
@@ -404,9 +394,7 @@ static int send_rest(reducer_object *self)
         if (sw_py_gradient_fill_bucket(self, bucket) < 0 ||
             sw_py_gradient_trace(self, bucket, "begin") < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_send(self->reducer, bucket, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_send(self->reducer, bucket, &err));
         int failed = reducer_raise(self, status, &err);
         if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
             return -1;
@@ -424,9 +412,7 @@ static int wait_traced(reducer_object *self)
             continue;
         if (sw_py_gradient_trace(self, b, "wait") < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_await(self->reducer, b, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_await(self->reducer, b, &err));
         int failed = reducer_raise(self, status, &err);
         if (sw_py_gradient_trace(self, b, "end") < 0 || failed < 0)
             return -1;
@@ -467,9 +453,7 @@ static int abandon(reducer_object *self)
         return reducer_raise(self, sw_reducer_abandon(self->reducer, &err), &err);
     if (can_abandon && reducer_enter(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_abandon(self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_abandon(self->reducer, &err));
     if (!can_abandon)
         return end_communicators(self, &err);
     reducer_leave(self);
@@ -540,9 +524,7 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
         Py_RETURN_NONE;
     if (reducer_enter(self) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err));
     reducer_leave(self);
     return none_or_null(reducer_raise(self, status, &err));
 }
@@ -638,15 +620,11 @@ static int shadow_buckets(reducer_object *self)
     sw_status status;
     size_t bucket;
     while (sw_reducer_next_unsent(self->reducer, &bucket)) {
-        REDUCER_BEGIN_ENQUEUE(self)
-        status = sw_reducer_reserve(self->reducer, bucket, &err);
-        REDUCER_END_ENQUEUE
+        REDUCER_ENQUEUE(self, status, sw_reducer_reserve(self->reducer, bucket, &err));
         if (reducer_raise(self, status, &err) < 0 ||
             reducer_called(sw_py_call_at((PyObject *)self, "_blank_bucket", bucket)) < 0)
             return -1;
-        REDUCER_BEGIN_ENQUEUE(self)
-        status = sw_reducer_send(self->reducer, bucket, &err);
-        REDUCER_END_ENQUEUE
+        REDUCER_ENQUEUE(self, status, sw_reducer_send(self->reducer, bucket, &err));
         if (reducer_raise(self, status, &err) < 0)
             return -1;
     }
@@ -709,9 +687,7 @@ static int shadow_on_host(reducer_object *self)
     sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_shadow(self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_shadow(self->reducer, &err));
     reducer_leave(self);
     if (status != SW_OK && run_crossed(self, false) < 0)
         return -1;

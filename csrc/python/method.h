@@ -19,11 +19,11 @@
 
 /* status = expression, without the GIL. A call that enqueues on a GPU blocks while the driver's
  * queue is full, until the GPU proceeds or another thread aborts. */
-#define SW_PY_WITHOUT_GIL(status, expression) \
-    do {                                      \
-        Py_BEGIN_ALLOW_THREADS(status)        \
-        = (expression);                       \
-        Py_END_ALLOW_THREADS                  \
+#define SW_PY_WITHOUT_GIL(status, expression)            \
+    do {                                                 \
+        PyThreadState *sw_thread_ = PyEval_SaveThread(); \
+        (status) = (expression);                         \
+        PyEval_RestoreThread(sw_thread_);                \
     } while (0)
 
 #define SW_PY_METHOD(function, object, signature, enter, call, finish) \
@@ -61,8 +61,14 @@
         return value;                                          \
     }
 
-/* In a table of methods: a function of (op, args), and one of (op, args, kwargs). */
-#define SW_PY_PLAIN(function) function, METH_VARARGS
+/* A type of the module. */
+#define SW_PY_TYPE(spec, name_, object, flags_, slots_)         \
+    PyType_Spec spec = {.name = "shardwright._engine." name_,   \
+                        .basicsize = sizeof(object),            \
+                        .flags = Py_TPFLAGS_DEFAULT | (flags_), \
+                        .slots = (slots_)};
+
+/* In a table of methods: a function of (op, args, kwargs). */
 #define SW_PY_NAMED(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 /* A count of a struct of statistics, all uint64_t, and a dict of such a table. */

@@ -104,7 +104,7 @@ static PyObject *tensor_places(PyObject *module, PyObject *args)
     return take(&list);
 }
 
-static PyMethodDef marks_functions[] = {
+PyMethodDef sw_py_marks_functions[] = {
     {"object_addresses", object_addresses, METH_VARARGS,
      "object_addresses($module, containers, /)\n--\n\n"
      "Return the identities of the members of dicts and lists, and of other objects, as bytes."},
@@ -114,8 +114,3 @@ static PyMethodDef marks_functions[] = {
      "tensor has no such view."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_marks_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, marks_functions);
-}

@@ -545,7 +545,7 @@ done:
     return result;
 }
 
-static PyMethodDef optim_functions[] = {
+PyMethodDef sw_py_optim_functions[] = {
     {"adam_step", SW_PY_NAMED(adam_step),
      "adam_step($module, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
      "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, grad_scale=1.0, "
@@ -561,8 +561,3 @@ static PyMethodDef optim_functions[] = {
      "norm_value($module, sums, /)\n--\n\nReturn the square root of the total of all sums."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_optim_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, optim_functions);
-}

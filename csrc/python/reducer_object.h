@@ -109,16 +109,16 @@ static inline void reducer_leave(reducer_object *self)
         sw_py_comm_leave(self->comm);
 }
 
-/* Surrounds a call that may enqueue on a GPU. A host that is ahead of its GPU blocks there, so the
+/* Evaluates a call that may enqueue on a GPU. A host that is ahead of its GPU blocks there, so the
  * GIL is released. On the host such a call is short and keeps the GIL. The communicator is entered.
  */
-#define REDUCER_BEGIN_ENQUEUE(self) \
-    {                               \
-        PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL;
-#define REDUCER_END_ENQUEUE                    \
-    if (reducer_thread_)                       \
-        PyEval_RestoreThread(reducer_thread_); \
-    }
+#define REDUCER_ENQUEUE(self, status, expression)                                  \
+    do {                                                                           \
+        PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL; \
+        (status) = (expression);                                                   \
+        if (reducer_thread_)                                                       \
+            PyEval_RestoreThread(reducer_thread_);                                 \
+    } while (0)
 
 /* Drops a call's result. Returns 0, or -1 if the call raised. */
 static inline int reducer_called(PyObject *result)

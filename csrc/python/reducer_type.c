@@ -720,9 +720,5 @@ static PyType_Slot reducer_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_reducer_type_spec = {
-    .name = "shardwright._engine.Reducer",
-    .basicsize = sizeof(reducer_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .slots = reducer_slots,
-};
+SW_PY_TYPE(sw_py_reducer_type_spec, "Reducer", reducer_object,
+           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, reducer_slots)

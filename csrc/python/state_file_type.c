@@ -135,9 +135,4 @@ static PyType_Slot state_file_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_state_file_type_spec = {
-    .name = "shardwright._engine.StateFile",
-    .basicsize = sizeof(sw_py_owner),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = state_file_slots,
-};
+SW_PY_TYPE(sw_py_state_file_type_spec, "StateFile", sw_py_owner, 0, state_file_slots)

@@ -204,9 +204,4 @@ static PyType_Slot units_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_units_type_spec = {
-    .name = "shardwright._engine.Units",
-    .basicsize = sizeof(sw_py_owner),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = units_slots,
-};
+SW_PY_TYPE(sw_py_units_type_spec, "Units", sw_py_owner, 0, units_slots)
