@@ -139,7 +139,8 @@ def test_a_hook_that_a_destructor_calls_finds_no_reducer(collected: bool) -> Non
             if collected:
                 tracer.cycle = each  # type: ignore[attr-defined]
             each.set_tracer(tracer)
-            del each, tracer
+            del tracer  # the reducer has the last reference
+            del each
             gc.collect()
         # the collector calls __del__ first, and the hook of a whole reducer raises that it has no tensors
         assert found == ([] if collected else [None] * 50)

@@ -2,7 +2,7 @@
 
 Run as a program with the engine's file, a folder and the words of one form:
 
-    plain            each scene once, then its objects in several threads: what a sanitizer looks at
+    plain            each scene once, then scenes side by side and objects shared by threads, for a sanitizer to look at
     faults STRIDE    each scene again and again, in which every STRIDE-th allocation fails, from the first to the last
                      (faults_preload.c). Whatever happens, the error is none of CPython's own SystemError, the process
                      lives, and the same scene then succeeds
@@ -261,13 +261,37 @@ def run_with_faults(scene: Callable[[], None], stride: int) -> int:
     return nth
 
 
-def run_in_threads(scene: Callable[[], None]) -> None:
-    """Run the scenes that need no folder of their own in three threads at once."""
-    all_of_them = [threading.Thread(target=scene) for _ in range(3)]
+def in_threads(work: Callable[[int], None]) -> None:
+    all_of_them = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for each in all_of_them:
         each.start()
     for each in all_of_them:
         each.join()
+
+
+def share_objects() -> None:
+    """Use one object in three threads, as the guard of each type orders them."""
+    arena = engine.HostComm(0, 1).arena(1 << 15, "slices")
+    made = engine.Units(arena, [(f"u{i}", 1 << 13, [(0, 0, i << 13, 1 << 13, False)]) for i in range(4)], 0, "m")
+    file = engine.StateFile(FOLDER, "m", 1 << 16)
+    address = file.grow(4096)
+    plan = engine.CheckpointPlan([("model", False, 0, "{}", [("w", "F32", (16,), 0)])], [])
+    fresh("b.n.partial"), fresh("b")
+    partial, folder = os.path.join(FOLDER, "b.n.partial"), os.path.join(FOLDER, "b")
+    plan.create(partial)
+    ((path, nbytes, first, ((_, begin, size),)),) = plan.files()
+    tallies = [engine.CheckpointPlan.write(os.path.join(partial, path), nbytes, first, [(begin, size)], BASE)]
+    plan.commit(folder=folder, replaces=None, nonce="n", step=1, world_size=1, tallies=tallies, creator=plan)
+    read = engine.CheckpointFolder(folder)
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            made.gather(i)
+            made.release(i)
+            file.grow(4096) if i == 0 else file.tensor(address, "float32", (16,), None, file)
+            read.catalog([path]) if i == 0 else read.tensors(path)
+
+    in_threads(work)
 
 
 def main() -> None:
@@ -280,8 +304,10 @@ def main() -> None:
             print(scene.__name__, run_with_faults(scene, int(sys.argv[4])), flush=True)
         else:
             scene()
-            if scene not in (checkpoint, saver):
-                run_in_threads(scene)
+            if scene not in (optimizer, checkpoint, saver, codecs):  # these use one memory or folder
+                in_threads(lambda _, scene=scene: scene())
+    if sys.argv[3] == "plain":
+        share_objects()
     if wrong:
         print("\n".join(wrong))
     sys.exit(bool(wrong))
