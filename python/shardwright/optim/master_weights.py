@@ -23,6 +23,7 @@ __all__ = [
     "LOW",
     "MasterOptimizer",
     "as_kept",
+    "as_written",
     "check_groups",
     "has_own_masters",
     "kept_by",
@@ -51,14 +52,12 @@ def master_of(parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _e
     return master
 
 
-def _take_written(master: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Set each element of a master that does not round to its parameter to the parameter, as the fused step does."""
-    parameter = parameter.detach().to(master.device)
-    master, parameter = (waited(held_tensor(each)) if is_dtensor(each) else each for each in (master, parameter))
+def as_written(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a master with its parameter in each element that does not round to it, as the fused step reads it."""
     rounded, held = master.to(parameter.dtype).view(torch.int16), parameter.view(torch.int16)  # bits: -0 is not 0
     if master.is_cpu and torch.equal(rounded, held):  # on a GPU the answer would have to be waited for
-        return
-    master.copy_(torch.where(rounded == held, master, parameter))
+        return master
+    return torch.where(rounded == held, master, parameter)
 
 
 @contextlib.contextmanager
@@ -94,7 +93,9 @@ def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Te
         state = {key: _widened(value, parameter) for key, value in state.items()}
     with torch.no_grad():
         master = master_of(parameter, state)
-        _take_written(master, parameter)
+        pair = master, parameter.detach().to(master.device)
+        own, held = (waited(held_tensor(each)) if is_dtensor(each) else each for each in pair)
+        own.copy_(as_written(own, held))
     gradient = parameter.grad.to(torch.float32)
     del state[_KEY]  # an optimizer recognises a first step by an empty state
     optimizer.state.pop(parameter, None)
