@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -26,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     from . import chaos, ckpt, config, doctor, kernels, run
 
-    _Parser.arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["gpu-check"]:  # a program of its own, which uses the doctor of this one
+        sys.argv[1:] = arguments[1:]
+        runpy.run_module("shardwright.gpu_check", run_name="__main__")
+    _Parser.arguments = arguments
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     doctor.add_parser(commands)
@@ -35,5 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config.add_parser(commands)
     run.add_parser(commands)
     chaos.add_parser(commands)
+    commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
     options = parser.parse_args(arguments)
     return int(options.run(options))
