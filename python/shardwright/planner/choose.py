@@ -245,7 +245,7 @@ def _remedy(nearest: Candidate) -> str:
 
 
 def _times(shape: Shape, machine: Machine, work: Work, chosen: Candidate) -> tuple[dict[str, float], float | None, int]:
-    """Return the seconds of a step, days of the run, and tokens of a step. Bytes are those of docs/cost.md."""
+    """Return the seconds of a step, days of the run, and tokens of a step. Bytes are those of docs/communication.md."""
     precision = PRECISIONS[work.precision]
     ranks = machine.world // (chosen.tp * chosen.pp)
     data = ranks // work.cp

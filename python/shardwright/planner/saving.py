@@ -53,9 +53,10 @@ def save_plan(
     milestones: int = 0,
     folder: str | None = None,
 ) -> SavePlan:
-    """Return the interval sqrt(2 C M) (Young 1974) with the higher-order terms of Daly, "A higher order estimate of the
-    optimum checkpoint interval for restart dumps" (2006), C the seconds that a save costs training, M the mean time between
-    failures.
+    """Return the interval that loses least time: sqrt(2 C M) after Young (1974), with Daly's correction.
+
+    C is the training time that a save costs, M the mean time between failures. J. T. Daly, "A higher order estimate of the
+    optimum checkpoint interval for restart dumps" (2006).
 
     Parameters
     ----------
