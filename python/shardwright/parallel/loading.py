@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,12 +17,14 @@ from .._engine import Error
 from ..parameters.unshard_schedule import NoHook
 from ..torch_compat.state_dicts import hook_loading
 
-if TYPE_CHECKING:
-    from .replica import Replica
-
 
 class StateLoading:
     """The loads of state dicts into one wrapped module.
+
+    Parameters
+    ----------
+    replica : Replica
+    module : Module
 
     Attributes
     ----------
@@ -30,7 +32,7 @@ class StateLoading:
         Handles that remove the hooks of its modules.
     """
 
-    def __init__(self, replica: Replica, module: torch.nn.Module) -> None:
+    def __init__(self, replica: Any, module: torch.nn.Module) -> None:
         self._replica = weakref.ref(replica)
         self._depth = 0
         self._writing = contextlib.ExitStack()

@@ -25,7 +25,7 @@ from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..gradients.traffic import wire_bytes
 from ..layout.model_mesh import placed
-from ..layout.param_groups import check_inner, cut
+from ..layout.param_groups import check_hookable, check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
@@ -109,6 +109,11 @@ class Replica:
             self.table = self._table_of(module, ignored, options)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
+            in_units = zero == 3 and not (
+                choose_backend(self.table).capabilities.one_copy and options.share_parameters is not False
+            )
+            if in_units:
+                check_hookable(module)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
@@ -129,7 +134,7 @@ class Replica:
             refusal = None  # its traceback would keep this frame and the module alive
         make_backend = choose_backend(self.table)
         plans = None
-        if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
+        if in_units:
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)

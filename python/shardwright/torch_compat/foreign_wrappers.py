@@ -1,8 +1,8 @@
 """Wrappers of torch around a module that is wrapped already: refused while they are made, on every rank.
 
-Two wrappers would average, slice or replace the same parameters, each unaware of the other. torch's own two extension
-points tell when one is made: DistributedDataParallel and DataParallel register the module as their child, and
-FullyShardedDataParallel, fully_shard() and replicate() look into the registry of composable APIs of each module.
+Two wrappers would average, slice or replace the same parameters, each unaware of the other. Two of torch's own
+extension points tell when one is made. DistributedDataParallel and DataParallel register the module as their child.
+FullyShardedDataParallel, fully_shard() and replicate() look into each module's registry of composable APIs.
 
 Without torch's private registry, the check of parameters at the next forward finds replaced ones (parameters/drift.py).
 """

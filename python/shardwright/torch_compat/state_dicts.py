@@ -25,7 +25,12 @@ def asked_by_torchs_functions() -> bool:
 
 
 def hook_loading(module: torch.nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> list[Any]:
-    """Call `begin` before load_state_dict() loads `module`, and `end` behind its children. Return the handles."""
+    """Call `begin` before load_state_dict() loads `module`, and `end` behind its children. Return the handles.
+
+    A TorchScript module has no such hooks, and is loaded through the module around it.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
     # torch 2.4 has no public name for the first
     return [module._register_load_state_dict_pre_hook(begin), module.register_load_state_dict_post_hook(end)]
 
