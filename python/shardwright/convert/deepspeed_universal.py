@@ -112,7 +112,8 @@ def _check_name(kind: str, name: Any) -> None:
 def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> None:
     os.makedirs(folder)
     state = dict(contents.state.get(name, {}))
-    weight = state.pop(MASTER, contents.model[name]).to(torch.float32)
+    weight = contents.wide(name)
+    state.pop(MASTER, None)
     step = state.pop(_STEP, None)
     if step is not None:
         _save(step.read() if isinstance(step, Lazy) else step, os.path.join(folder, f"{_STEP}.pt"))
