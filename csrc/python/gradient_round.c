@@ -370,7 +370,8 @@ static int finish_with_callback(reducer_object *self)
     PyObject *type, *value, *trace;
     if (reducer_enter(self) < 0)
         return -1;
-    int failed = prepare_for_hook(self), differ = failed ? 0 : exchange_use(self);
+    int failed = send_due(self) < 0 ? -1 : prepare_for_hook(self);
+    int differ = failed ? 0 : exchange_use(self);
     reducer_leave(self);
     if (failed < 0)
         return -1;
