@@ -392,6 +392,11 @@ def fully_shard(
     for each in modules:
         if mark_of(each) is not None:
             raise Error(f"fully_shard was called on this {type(each).__name__} already")
+        if isinstance(each, DistributedDataParallel):
+            raise Error(
+                f"fully_shard was given a {type(each.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "
+                "sw.unwrap(module), which replaces its wrapper"
+            )
     chosen = device_mesh if mesh is None else mesh
     kept = {"device_mesh": chosen, "ignored_params": ignored_params, "offload": offload, **options}
     is_list = not isinstance(module, torch.nn.Module)

@@ -21,6 +21,7 @@ from .._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from ..layout.param_groups import UnitPlan
 from ..layout.shard_runs import OUTCOME_BYTES, Outcomes, SliceRuns, itemsize_of, make_dense, memory_order, populate
 from ..layout.views import dense_strides, dtype_name
+from ..torch_compat.engine_storage import engine_tensor
 from .released import ReleasedParameters, releasable
 from .unshard_schedule import UnitSchedule
 
@@ -162,7 +163,7 @@ class UnitMemory(ReleasedParameters):
         bucket, first, count = self.run_in_slice(index, rank)
         dtype = dtype_name(self._narrow[index]) if narrow else self._reducer.bucket_shape(bucket)[2]
         part, offset = self._place(bucket, rank, narrow=narrow)
-        return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
+        return engine_tensor(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
 
     @functools.cached_property
     def _casts(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -229,7 +230,7 @@ class UnitMemory(ReleasedParameters):
             is_computed_with = form >= len(plans)
             dtype = self._narrow.get(index, data.dtype) if is_computed_with else data.dtype
             capsule = units.tensor(form, offset, data.numel(), dtype_name(dtype), list(data.shape), list(strides))
-            (self._computed_with if is_computed_with else self._whole)[index] = from_dlpack(capsule)
+            (self._computed_with if is_computed_with else self._whole)[index] = engine_tensor(capsule)
         return units
 
     def _plan_unit(
