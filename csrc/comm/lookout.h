@@ -22,6 +22,7 @@ typedef struct sw_lookout {
     sw_comm *host;      /* borrowed; NULL: every call returns at once */
     bool minds_leaving; /* true while peers connect: a peer that leaves will not come */
     int64_t looked_ns;
+    const char *what; /* borrowed during a check: what the wait is for */
     sw_wait wait; /* the wait of the last check */
 } sw_lookout;
 

@@ -1,0 +1,44 @@
+/* comm_waits.c - properties of a HostComm about its waits: when one is logged, and who has died. */
+#include "python/engine.h"
+
+/* False with an exception. */
+bool sw_py_comm_set_warn_after(comm_object *self, double seconds)
+{
+    if (!(seconds >= 0 && seconds <= 1e9) || !self->comm) {
+        PyErr_SetString(
+            PyExc_ValueError,
+            "HostComm: warn_after_s must be in [0, 1e9] seconds, of an open communicator");
+        return false;
+    }
+    self->comm->warn_after_ns = (int64_t)(seconds * 1e9);
+    return true;
+}
+
+PyObject *sw_py_comm_get_waits(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    return PyFloat_FromDouble(self->comm ? (double)self->comm->warn_after_ns * 1e-9 : 0);
+}
+
+int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused)
+{
+    double seconds = value ? PyFloat_AsDouble(value) : 0;
+    (void)unused;
+    if (PyErr_Occurred())
+        return -1;
+    return sw_py_comm_set_warn_after((comm_object *)op, seconds) ? 0 : -1;
+}
+
+PyObject *sw_py_comm_get_dead(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    int rank = -1;
+    if (sw_py_comm_is_own(self) && self->comm && !self->closed && self->connected &&
+        self->comm->ops->dead)
+        rank = self->comm->ops->dead(self->comm);
+    if (rank < 0)
+        Py_RETURN_NONE;
+    return PyLong_FromLong(rank);
+}
