@@ -88,7 +88,7 @@ static void add_others(const sw_comm *comm, const sw_wait_text *mine, int64_t no
 {
     int own = sw_comm_name(comm, comm->rank), name, awaited, alike = 0;
     char what[SW_WAIT_NOTE_BYTES], same[SW_WAIT_NOTE_BYTES];
-    line others = {.used = 0};
+    line others = {.used = 0}, names = {.used = 0};
     const sw_wait_note *note;
     snprintf(same, sizeof same, "%.*s", sw_text_fit(mine->what, sizeof same - 1), mine->what);
     for (int l = 0; (note = note_of(comm, l, &name)); ++l) {
@@ -97,10 +97,12 @@ static void add_others(const sw_comm *comm, const sw_wait_text *mine, int64_t no
         if (name < own)
             return;
         if (awaited == mine->rank && strcmp(what, same) == 0)
-            add(to, "%s%d", alike++ == 0 ? ", and so do ranks " : ", ", name);
+            add(&names, "%s%d", alike++ > 0 ? ", " : "", name);
         else if (awaited >= 0)
             add(&others, "; rank %d waits in %s for rank %d", name, what, awaited);
     }
+    if (alike > 0)
+        add(to, ", and so %s %.300s", alike == 1 ? "does rank" : "do ranks", names.text);
     add(to, "%.400s", others.text);
 }
 

@@ -629,6 +629,9 @@ static PyObject *comm_get_hosts(PyObject *op, void *unused)
 }
 
 static PyMethodDef comm_methods[] = {
+    {"peer", sw_py_comm_peer, METH_VARARGS,
+     "peer($self, rank, /)\n--\n\n"
+     "Return a rank, its process and host, and what the process does, for messages."},
     {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
      "connect($self, addresses, secret, hosts, *, members=None)\n--\n\n"
      "Join the ranks of this host."},

@@ -1,4 +1,7 @@
 /* comm_waits.c - properties of a HostComm about its waits: when one is logged, and who has died. */
+#include <string.h>
+
+#include "comm/wait.h"
 #include "python/engine.h"
 
 /* False with an exception. */
@@ -41,4 +44,20 @@ PyObject *sw_py_comm_get_dead(PyObject *op, void *unused)
     if (rank < 0)
         Py_RETURN_NONE;
     return PyLong_FromLong(rank);
+}
+
+PyObject *sw_py_comm_peer(PyObject *op, PyObject *args)
+{
+    const comm_object *self = (comm_object *)op;
+    sw_wait_text text = {.rank = -1};
+    int rank;
+    if (!PyArg_ParseTuple(args, "i:peer", &rank))
+        return NULL;
+    if (rank < 0 || rank >= self->world_size)
+        return PyErr_Format(PyExc_ValueError, "peer: rank must be in [0, %d), got %d",
+                            self->world_size, rank);
+    if (!sw_py_comm_is_own(self) || !self->comm || self->closed || !self->connected)
+        return PyUnicode_FromFormat("rank %d", rank);
+    (void)sw_wait_add_missing(&text, self->comm, rank);
+    return PyUnicode_DecodeUTF8(text.missing, (Py_ssize_t)strlen(text.missing), "replace");
 }

@@ -19,6 +19,7 @@ from .._engine import CheckpointError, Error
 from ..chaos import agent_of
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
+from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.fully_shard import wrapper_of
@@ -130,6 +131,7 @@ class Checkpointer:
     10
     """
 
+    @on_every_rank("sw.Checkpointer()")
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -286,6 +288,7 @@ class Checkpointer:
 
     # saving -----------------------------------------------------------------------------------------------------------
 
+    @on_every_rank("Checkpointer.save()")
     def save(self, step: int, *, every: int = 1, metric: float | None = None) -> bool:
         """Save the state after step `step`, counted from 0, if `step + 1` is a multiple of `every`.
 
@@ -425,6 +428,7 @@ class Checkpointer:
             replaces=target.replaces,
         )
 
+    @on_every_rank("Checkpointer.wait()")
     def wait(self) -> None:
         """Wait until the running save is durable.
 
@@ -454,6 +458,7 @@ class Checkpointer:
 
     # restoring --------------------------------------------------------------------------------------------------------
 
+    @on_every_rank("Checkpointer.restore()")
     def restore(
         self,
         step: int | None = None,

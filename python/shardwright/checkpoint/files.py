@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
+from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from .folder.partial import of_saves
 from .folder.retention import REPLACED, discard
@@ -28,6 +29,7 @@ MAX_FILE_BYTES = 5_000_000_000
 _SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]+:/|[^/]*://")
 
 
+@on_every_rank("sw.save()")
 def save(
     path: str | os.PathLike[str],
     module: Any,
@@ -211,6 +213,7 @@ class PathSaver:
                 self._peers.remove_board(self._board)
 
 
+@on_every_rank("sw.load()")
 def load(
     path: str | os.PathLike[str],
     module: Any,
