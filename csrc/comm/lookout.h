@@ -23,7 +23,7 @@ typedef struct sw_lookout {
     bool minds_leaving; /* true while peers connect: a peer that leaves will not come */
     int64_t looked_ns;
     const char *what; /* borrowed during a check: what the wait is for */
-    sw_wait wait; /* the wait of the last check */
+    sw_wait wait;     /* the wait of the last check */
 } sw_lookout;
 
 /* Call in every turn of a wait for `what` that began at `begun_ns`. Checks twenty times a second,

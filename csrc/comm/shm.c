@@ -287,8 +287,7 @@ static void describe_missing(void *context, sw_wait_text *text)
     sw_comm *comm = &shm->fabric.comm;
     snprintf(text->what, sizeof text->what, "%s", SW_STAR_JOINING);
     for (int r = 0; r < comm->world_size; ++r)
-        if (!atomic_load(&shm->fabric.control[r].has_joined) &&
-            !sw_wait_add_missing(text, comm, r))
+        if (!atomic_load(&shm->fabric.control[r].has_joined) && !sw_wait_add_missing(text, comm, r))
             return;
 }
 

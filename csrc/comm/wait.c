@@ -83,7 +83,7 @@ static void SW_PRINTF(2, 3) add(line *to, const char *format, ...)
     (void)more;
 }
 
-/* The lowest waiting rank of a host tells for whom the others wait. */
+/* The lowest waiting rank of a host tells what the others wait for. */
 static void add_others(const sw_comm *comm, const sw_wait_text *mine, int64_t now_ns, line *to)
 {
     int own = sw_comm_name(comm, comm->rank), name, awaited, alike = 0;
@@ -113,8 +113,8 @@ static void warn(sw_wait *wait, const sw_wait_text *text, int64_t waited_ns)
     wait->warn_ns *= 2;
     if (!comm->hooks.log)
         return;
-    add(&message, "rank %d has waited %.1f s in %.120s for %.250s",
-        sw_comm_name(comm, comm->rank), (double)waited_ns * 1e-9, text->what, text->missing);
+    add(&message, "rank %d has waited %.1f s in %.120s for %.250s", sw_comm_name(comm, comm->rank),
+        (double)waited_ns * 1e-9, text->what, text->missing);
     add_others(comm, text, wait->begun_ns + waited_ns, &message);
     add(&message, "; the deadline is %.1f s", (double)comm->timeout_ns * 1e-9);
     comm->hooks.log(comm->hooks.context, message.text);

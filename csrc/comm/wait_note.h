@@ -1,8 +1,8 @@
 /* wait_note.h - what a rank that has waited for long waits for, in pages that its host's ranks map.
  *
- * Idea: a waiting rank reads its peers' notes when it logs its wait, so one line tells who waits
- * for whom, and no rank sends a message. A note is written by a thread that has waited for long
- * already, and stays valid for a moment after each of its turns.
+ * Idea: a waiting rank reads its peers' notes when it logs its wait, so one line tells which
+ * rank waits for which, and no rank sends a message. A note is written by a thread that has waited
+ * for long already, and stays valid for a moment after each of its turns.
  *
  * Thread rule: one writer; any number of readers, also in other processes. */
 #ifndef SW_COMM_WAIT_NOTE_H

@@ -72,12 +72,10 @@ sw_process_state sw_process_state_of(int pid)
 
 const char *sw_process_state_text(sw_process_state state)
 {
-    static const char *const texts[] = {[SW_PROCESS_UNKNOWN] = "",
-                                        [SW_PROCESS_RUNNING] = "running",
-                                        [SW_PROCESS_SLEEPING] = "sleeping",
-                                        [SW_PROCESS_IN_KERNEL] = "waiting for a disk or device",
-                                        [SW_PROCESS_STOPPED] = "stopped",
-                                        [SW_PROCESS_GONE] = "gone"};
+    static const char *const texts[] = {
+        [SW_PROCESS_UNKNOWN] = "",          [SW_PROCESS_RUNNING] = "running",
+        [SW_PROCESS_SLEEPING] = "sleeping", [SW_PROCESS_IN_KERNEL] = "waiting for a disk or device",
+        [SW_PROCESS_STOPPED] = "stopped",   [SW_PROCESS_GONE] = "gone"};
     return texts[state];
 }
 

@@ -1,5 +1,5 @@
-"""Law: a rank that waits for long says for whom: rank, process, host, collective, and what that process does; then at
-doubling intervals. The lowest waiting rank says for whom the others wait. A call that only some ranks make says so.
+"""Law: a rank that waits for long says for which rank it waits: rank, process, host, collective, and what that process does; then at
+doubling intervals. The lowest waiting rank says what the others wait for. A call that only some ranks make says so.
 """
 
 import logging
@@ -100,18 +100,27 @@ def test_a_rank_that_waits_for_another_reason_is_told_beside(rank, world_size):
     assert rank or any(", and so do" in text for text in lines), lines
 
 
+CALLS = "full_gradients full_optimizer_state_dict full_parameters clip_grad_norm_ save load_full_state_dict".split()
+
+
+def writes(model):
+    with sw.full_parameters(model, writable=True):
+        pass
+
+
 def calls_alone(rank, world_size, name):
     lines = lines_of()
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     inner = torch.optim.AdamW(module.parameters())
-    zero = 2 if "clip" in name else 3
-    model, optimizer = sw.wrap(module, inner, zero=zero, timeout_s=1.0, warn_after_s=WARN_AFTER_S, **({"share_parameters": False} if zero == 3 else {}))
+    zero = 3 if "parameters" in name else 2
+    model, optimizer = sw.wrap(module, inner, zero=zero, timeout_s=1.0, warn_after_s=WARN_AFTER_S)
     model(torch.ones(2, 64)).sum().backward()
-    if zero == 3:
-        optimizer.step()  # releases the parameters
+    if "clip" not in name and "gradients" not in name:
+        optimizer.step()
     calls = {
-        "sw.full_state_dict()": lambda: sw.full_state_dict(model),
-        "sw.full_parameters()": lambda: sw.full_parameters(model).__enter__(),
+        "sw.full_gradients()": lambda: sw.full_gradients(model),
+        "sw.full_optimizer_state_dict()": lambda: sw.full_optimizer_state_dict(model, optimizer),
+        "sw.full_parameters()": lambda: writes(model),
         "sw.clip_grad_norm_()": lambda: sw.clip_grad_norm_(model, 1.0),
         "sw.save()": lambda: sw.save(os.path.join(os.environ["SW_TEST_FOLDER"], "alone"), model, optimizer),
         "sw.load_full_state_dict()": lambda: sw.load_full_state_dict(model, {}),
@@ -127,7 +136,7 @@ def calls_alone(rank, world_size, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["sw.full_state_dict()", "sw.full_parameters()", "sw.clip_grad_norm_()", "sw.save()", "sw.load_full_state_dict()"],
+    [f"sw.{name}()" for name in in_turn(CALLS, 0, 1)],
 )
 def test_a_collective_that_some_ranks_call_alone_says_call_it_on_every_rank(fresh_ranks, name):
     with fresh_ranks(3) as team:
@@ -176,6 +185,40 @@ def test_ranks_that_have_not_come_are_named(monkeypatch):
     assert any("rank 0 of 4 has waited 0.2 s for ranks 2, 3, which have not come" in text for _, text in said), said
     assert any("rank 1 of 4 has waited" in text for _, text in said), said
     assert errors[0] == errors[1] and "waited 1 s for ranks 2, 3, which have not come" in errors[0], errors
+
+
+def test_a_rank_that_cannot_start_a_thread_is_named_on_all(monkeypatch):
+    from shardwright.comm import process_group
+    from shardwright.comm.attempt import attempt_store
+    from shardwright.comm.rendezvous import Line, Rendezvous
+
+    start, failing = threading.Thread.start, {"sw-join", "sw-try"}
+
+    def refuse(self):
+        if self.name in failing and threading.current_thread().name == "rank 1":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    errors, store, room = {}, dist.HashStore(), dist.HashStore()
+
+    def joins(rank):
+        for join in (
+            lambda: Rendezvous(room, rank, 3, "here", 20).meet(Line(rank, "", "here", "here", 1, "0x1", "")),
+            lambda: attempt_store(store, rank, 3, 20.0, process_group._try_threads()),
+        ):
+            try:
+                join()
+            except Exception as error:
+                errors.setdefault(rank, []).append(f"{type(error).__name__}: {error}")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    threads = [threading.Thread(target=joins, args=(rank,), name=f"rank {rank}") for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors[0] == errors[1] == errors[2] and len(errors[0]) == 2, errors
+    assert all("rank 1 " in text and "cannot join" in text and "ulimit -u" in text for text in errors[0]), errors
 
 
 def test_an_option_that_is_no_time_is_refused():

@@ -148,7 +148,9 @@ def ends_beside_a_killed_rank(rank, world_size, folder, call, zero, victim):
             os.kill(os.getpid(), signal.SIGKILL)
 
         writing = sys.modules["shardwright.checkpoint.writing"]
-        writing.CheckpointSaver = type("Dies", (), {"__new__": lambda cls, *a, **k: Dying(CheckpointSaver(*a, **k), begin_and_die)})
+        writing.CheckpointSaver = type(
+            "Dies", (), {"__new__": lambda cls, *a, **k: Dying(CheckpointSaver(*a, **k), begin_and_die)}
+        )
     with pytest.raises(sw.CheckpointError) as caught:
         if call == "sw.save()":
             sw.save(os.path.join(folder, "alone"), model, optimizer, timeout_s=600.0)

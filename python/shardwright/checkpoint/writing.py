@@ -738,11 +738,11 @@ class Writer:
 
     def _waits_for(self, unwritten: Sequence[int], waited_s: float) -> str:
         peers = self._peers
-        whom = f"{peers.names_of(unwritten)} to write" if unwritten else f"{peers.names_of([0])} to commit"
+        awaited = f"{peers.names_of(unwritten)} to write" if unwritten else f"{peers.names_of([0])} to commit"
         if not unwritten and peers.has_hosts:
-            whom = "the other hosts to write, or for " + whom
+            awaited = "the other hosts to write, or for " + awaited
         return (
-            f"rank {peers.rank} has waited {waited_s:.1f} s in the save to '{self._target[0]}' for {whom}; "
+            f"rank {peers.rank} has waited {waited_s:.1f} s in the save to '{self._target[0]}' for {awaited}; "
             f"the deadline of the save is {self._timeout_s:g} s"
         )
 

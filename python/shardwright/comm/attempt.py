@@ -15,17 +15,20 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from .._engine import CommError
 from .rendezvous import names_of
 from .waits import START_S, Wait
 
 __all__ = ["attempt_store"]
 
+_LATE = "joining: "
 _ROOM = "shardwright/attempts"
 #: the longest pause of another rank
 _FOLLOW_S = 0.2
@@ -37,7 +40,7 @@ _LATER_S = 2.0
 _LOOK_S = (0.001, 0.05)
 
 
-def attempt_store(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+def attempt_store(store: Any, rank: int, world_size: int, timeout_s: float, failure: str = "") -> Any:
     """Return a store that only the ranks of this start use. Collective.
 
     Parameters
@@ -46,34 +49,43 @@ def attempt_store(store: Any, rank: int, world_size: int, timeout_s: float) -> A
         A store that may hold keys of earlier starts of this job and of other world sizes.
     rank, world_size : int
     timeout_s : float
+    failure : str
+        The reason why this rank cannot go on, told to all; "": it can.
 
     Raises
     ------
+    CommError
+        Some rank cannot go on.
     TimeoutError
         If some ranks did not come; the message names them.
     """
     room = dist.PrefixStore(_ROOM, store)
-    name = _lead(room, world_size, timeout_s) if rank == 0 else _follow(room, rank, world_size, timeout_s)
+    if rank == 0:
+        name = _lead(room, world_size, timeout_s, failure)
+    else:
+        name = _follow(room, rank, world_size, timeout_s, failure)
     return dist.PrefixStore(f"{_ROOM}/{name}", store)
 
 
-def _follow(room: Any, rank: int, world_size: int, timeout_s: float) -> str:
+def _follow(room: Any, rank: int, world_size: int, timeout_s: float, failure: str) -> str:
     number = room.add("asked", 1)
     room.set(f"ask/{number}", json.dumps([rank, world_size]))
     wait = Wait(START_S)
     _await(room, f"answer/{number}", wait, rank, world_size, timeout_s, lambda: "rank 0, which has not come")
     name = room.get(f"answer/{number}").decode()
     room.delete_key(f"answer/{number}")
+    if failure:
+        room.set(f"failed/{name}", f"rank {rank} of {world_size} on host {socket.gethostname()} cannot join: {failure}")
     room.set(f"came/{name}/{rank}", "1")
     room.add(f"came/{name}", 1)
     # rank 0 waits as long, and can name the absent ranks
     _await(
         room, f"all/{name}", wait, rank, world_size, timeout_s + _LATER_S, lambda: _absent(room, name, world_size, rank)
     )
-    failure = room.get(f"all/{name}").decode()
+    said = room.get(f"all/{name}").decode()
     room.add(f"heard/{name}", 1)
-    if failure:
-        raise TimeoutError(failure)
+    if said:
+        raise (TimeoutError if said.startswith(_LATE) else CommError)(said)
     return str(name)
 
 
@@ -86,11 +98,13 @@ def _await(
         while not room.check([key]):
             if wait.waited_s >= timeout_s:
                 raise TimeoutError(
-                    f"joining: rank {rank} of {world_size} waited {wait.waited_s:.3g} s for {awaited()}; "
+                    f"joining: rank {rank} of {world_size} waited {timeout_s:g} s for {awaited()}; "
                     f"the deadline was {timeout_s:g} s"
                 )
             wait.look(
-                lambda s: f"joining: rank {rank} of {world_size} has waited {s:.1f} s for {awaited()}; the deadline is {timeout_s:g} s"
+                lambda s: (
+                    f"joining: rank {rank} of {world_size} has waited {s:.1f} s for {awaited()}; the deadline is {timeout_s:g} s"
+                )
             )
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _FOLLOW_S)
@@ -114,7 +128,7 @@ def _absent(room: Any, name: str, world_size: int, own: int) -> str:
     return f"{names_of(absent)}, which {'have' if len(absent) > 1 else 'has'} not come" if absent else "rank 0"
 
 
-def _lead(room: Any, world_size: int, timeout_s: float) -> str:
+def _lead(room: Any, world_size: int, timeout_s: float, failure: str) -> str:
     name = secrets.token_hex(8)
     known = room.add("done", 0)  # requests up to this number belong to starts in which all ranks came
     missing: set[int] = set()  # drawn numbers without a request yet; a dead rank never writes its own
@@ -132,15 +146,24 @@ def _lead(room: Any, world_size: int, timeout_s: float) -> str:
                 room.set(f"answer/{number}", name)
         if wait.waited_s > timeout_s:
             absent = _absent(room, name, world_size, 0)
-            failure = f"joining: rank 0 of {world_size} waited {timeout_s:g} s for {absent}"
+            failure = f"{_LATE}rank 0 of {world_size} waited {timeout_s:g} s for {absent}"
             with contextlib.suppress(RuntimeError):
                 _tell(room, name, failure)
             raise TimeoutError(failure)
         wait.look(
-            lambda s: f"joining: rank 0 of {world_size} has waited {s:.1f} s for {_absent(room, name, world_size, 0)}; the deadline is {timeout_s:g} s"
+            lambda s: (
+                f"joining: rank 0 of {world_size} has waited {s:.1f} s for {_absent(room, name, world_size, 0)}; the deadline is {timeout_s:g} s"
+            )
         )
         time.sleep(pause_s)
         pause_s = _LOOK_S[0] if answered else min(2 * pause_s, _LOOK_S[1])
+    if failure:
+        failure = f"rank 0 of {world_size} on host {socket.gethostname()} cannot join: {failure}"
+    elif room.check([f"failed/{name}"]):
+        failure = room.get(f"failed/{name}").decode()
+    if failure:
+        _tell(room, name, failure)
+        raise CommError(failure)
     room.set(f"all/{name}", "")
     room.add("done", known - room.add("done", 0))
     return name

@@ -19,6 +19,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -35,11 +36,13 @@ from . import wire
 from .attempt import attempt_store
 from .failures import report_failures
 from .launch import DEFAULT_PORT, Launch, read_launch
-from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of
+from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of, no_thread
 from .waits import START_S, WARN_AFTER_S, Wait, log, seconds_of, start_s
 
 _logger = logging.getLogger("shardwright")
 
+#: threads that Gloo, a store and the engine start
+_JOIN_THREADS = 6
 #: pause between two attempts to reach the store
 _CONNECT_S = 0.1
 #: For tests: the host of each rank, used for every group instead of the detected one.
@@ -499,7 +502,26 @@ def _store_of(launch: Launch, timeout: timedelta | None) -> Any:
     agents = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _connect(launch, launch.rank == 0 and not agents, timeout.total_seconds())
     store.set_timeout(timeout)
-    return attempt_store(store, launch.rank, launch.world_size, timeout.total_seconds())
+    return attempt_store(store, launch.rank, launch.world_size, timeout.total_seconds(), _try_threads())
+
+
+def _try_threads() -> str:
+    """Return why this process cannot start the threads that joining takes, torch's among them; "" if it can.
+
+    torch would end in an error on this rank alone, and at the deadline on the others."""
+    end, started = threading.Event(), []
+    try:
+        for _ in range(_JOIN_THREADS):
+            started.append(threading.Thread(target=end.wait, name="sw-try", daemon=True))
+            started[-1].start()
+    except RuntimeError as error:
+        started.pop()
+        return no_thread(error)
+    finally:
+        end.set()
+        for each in started:
+            each.join()
+    return ""
 
 
 def _connect(launch: Launch, is_master: bool, timeout_s: float) -> Any:
@@ -514,8 +536,10 @@ def _connect(launch: Launch, is_master: bool, timeout_s: float) -> Any:
         if wait.waited_s >= timeout_s:
             raise TimeoutError(f"joining: rank {launch.rank} of {launch.world_size} waited {timeout_s:g} s for {why}")
         wait.look(
-            lambda s: f"joining: rank {launch.rank} of {launch.world_size} has waited {s:.1f} s for {why}; "  # noqa: B023, called at once
-            f"the deadline is {timeout_s:g} s"
+            lambda s: (
+                f"joining: rank {launch.rank} of {launch.world_size} has waited {s:.1f} s for {why}; "  # noqa: B023, called at once
+                f"the deadline is {timeout_s:g} s"
+            )
         )
         time.sleep(_CONNECT_S)
     return dist.TCPStore(

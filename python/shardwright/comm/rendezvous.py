@@ -128,6 +128,7 @@ class Rendezvous:
         CommError, CommTimeoutError
             Some rank died, gave up or did not come.
         """
+        line = line._replace(failure=line.failure or self._store.failure)
         try:
             return self._exchange(line, forced_hosts)
         except CommTimeoutError as error:
@@ -256,8 +257,8 @@ class Rendezvous:
         pause_s, look_s = _LOOK_S
 
         def sentence(waited_s: float) -> str:
-            whom = awaited if isinstance(awaited, str) else awaited()
-            return f"joining: rank {self._rank} of {self._world_size} on host {self._host} has waited {waited_s:.1f} s for {whom}"
+            absent = awaited if isinstance(awaited, str) else awaited()
+            return f"joining: rank {self._rank} of {self._world_size} on host {self._host} has waited {waited_s:.1f} s for {absent}"
 
         while not is_done():
             waited_s = wait.waited_s
@@ -302,8 +303,14 @@ class _Caller:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_stuck = False
         self._close = weakref.finalize(self, self._asked.put, None)
+        self._store: Any = None
+        #: the reason why this rank cannot join, for its line
+        self.failure = ""
         arguments = (store, self._asked, self._answers)
-        threading.Thread(target=_answer_calls, args=arguments, name="sw-join", daemon=True).start()
+        try:
+            threading.Thread(target=_answer_calls, args=arguments, name="sw-join", daemon=True).start()
+        except RuntimeError as error:  # it can still tell its peers
+            self._store, self.failure = store, no_thread(error)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """`store.name(*arguments)`.
@@ -318,6 +325,11 @@ class _Caller:
         failed = f"joining: the store of torch.distributed failed on rank {self._rank}"
         if self._is_stuck:
             raise _comm_error(f"{failed}: it did not answer", -1, "")
+        if self._store is not None:
+            try:
+                return getattr(self._store, name)(*arguments)
+            except Exception as cause:
+                raise _comm_error(f"{failed}: {cause}", -1, "") from cause
         self._asked.put((name, arguments))
         try:
             self._is_stuck = True  # even if a signal ends the wait
@@ -339,6 +351,14 @@ def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.Simp
             answers.put((getattr(store, name)(*arguments), None))
         except Exception as error:
             answers.put((None, error))
+
+
+def no_thread(error: Exception) -> str:
+    """Return the sentence of a thread that cannot be started."""
+    return (
+        f"no thread can be started ({error}): the limit of processes and threads of this user (ulimit -u), of the cgroup (pids.max) or "
+        "of the address space (ulimit -v) is too low"
+    )
 
 
 def names_of(ranks: Sequence[int]) -> str:

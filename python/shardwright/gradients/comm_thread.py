@@ -94,7 +94,6 @@ class BucketThread:
             raise ended.failure
         self._runner.finish_early(ended.early)
 
-
     def _wait_for_one(self) -> None:
         rank, limit_s = self._comm.rank, self._comm.timeout_s + _GRACE_S
         wait = Wait(self._comm.warn_after_s)
@@ -104,14 +103,14 @@ class BucketThread:
             except queue.Empty:
                 pass
             if wait.waited_s >= limit_s:
-                message = (
-                    f"rank {rank}: a compressed bucket of {self._label} was not exchanged within {self._comm.timeout_s:g} s"
-                )
+                message = f"rank {rank}: a compressed bucket of {self._label} was not exchanged within {self._comm.timeout_s:g} s"
                 self._comm.abort(message)
                 raise CommTimeoutError(message)
             wait.look(
-                lambda s: f"rank {rank} has waited {s:.1f} s for a compressed bucket of {self._label} to be exchanged; "
-                f"the deadline is {self._comm.timeout_s:g} s"
+                lambda s: (
+                    f"rank {rank} has waited {s:.1f} s for a compressed bucket of {self._label} to be exchanged; "
+                    f"the deadline is {self._comm.timeout_s:g} s"
+                )
             )
 
 
