@@ -1,4 +1,4 @@
-/* comm_waits.c - properties of a HostComm about its waits: when one is logged, and who has died. */
+/* comm_waits.c - what a HostComm tells of waits: when one is logged, and which rank has died. */
 #include <string.h>
 
 #include "comm/wait.h"
