@@ -211,6 +211,9 @@ static const sw_comm_ops shm_ops = {
     .request_end = sw_fabric_abort,
     .look = sw_fabric_look,
     .peer = sw_fabric_peer,
+    .note = sw_fabric_note,
+    .pid = sw_fabric_pid,
+    .dead = sw_fabric_dead,
     .is_alive = sw_fabric_is_alive,
     .leave = sw_fabric_leave,
     .forked = forked,
@@ -267,8 +270,7 @@ static sw_status appear(shm_comm *shm, sw_error *err)
     sw_control *own = (sw_control *)(void *)pages + comm->rank;
     shm->fabric.control = (sw_control *)(void *)pages;
     shm->control_bytes = size_bytes;
-    own->pid = (int32_t)getpid();
-    snprintf(own->host, sizeof own->host, "%s", shm->host);
+    sw_control_introduce(own, shm->host);
     if (!sw_process_hold_lock(shm->control_fd, comm->rank))
         SW_FAIL(err, SW_E_OS,
                 "host communicator: byte %d of a memfd cannot be locked here, so the death of rank "
@@ -285,8 +287,7 @@ static void describe_missing(void *context, sw_wait_text *text)
     sw_comm *comm = &shm->fabric.comm;
     snprintf(text->what, sizeof text->what, "%s", SW_STAR_JOINING);
     for (int r = 0; r < comm->world_size; ++r)
-        if (!atomic_load(&shm->fabric.control[r].has_joined) &&
-            !sw_wait_add_missing(text, comm, r, 0))
+        if (!atomic_load(&shm->fabric.control[r].has_joined) && !sw_wait_add_missing(text, comm, r))
             return;
 }
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ._engine import Error
 from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
+from .comm.waits import calling, on_every_rank
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
 from .optim.clip_grad import clip_in_step
@@ -48,6 +49,7 @@ def wrap(
 ) -> tuple[DistributedDataParallel, torch.optim.Optimizer]: ...
 
 
+@on_every_rank("sw.wrap()")
 def wrap(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -181,6 +183,7 @@ class _Clip:
         return take is not None and step_hooks(optimizer)[-1] is self and bool(take(clip))
 
 
+@on_every_rank("sw.shard_optimizer()")
 def shard_optimizer(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partition: str = "auto"
 ) -> torch.optim.Optimizer:
@@ -209,7 +212,7 @@ def shard_optimizer(
 def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
     """Return the communicator that the module's wrapper will have."""
     group = resolve_group(options.process_group, options.device_mesh, trains=True)
-    return host_group(group, options.timeout_s)
+    return host_group(group, options.timeout_s, options.warn_after_s)
 
 
 def _taking_part(module: torch.nn.Module, options: Options) -> list[torch.Tensor]:
@@ -396,6 +399,7 @@ def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
     return wrapped._precision.without_master() if wrapped._precision is not None else []
 
 
+@on_every_rank("sw.full_optimizer_state_dict()")
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a copy of the optimizer's whole state in torch's format, on every rank, at any stage. Collective at
     zero >= 1."""
@@ -405,6 +409,7 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
     return made
 
 
+@on_every_rank("sw.full_gradients()")
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return whole averaged gradients by the bare module's names; None for no gradient. Collective at zero >= 2.
 
@@ -417,6 +422,7 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: found[name] for name, _ in wrapped.module.named_parameters() if name in found}
 
 
+@on_every_rank("sw.average_gradients()")
 def average_gradients(module: torch.nn.Module) -> None:
     """Average `.grad` over ranks, for gradients that no backward of the module produces. Collective.
 
@@ -452,9 +458,12 @@ def full_parameters(
         True to allow writes. Each rank writes to its own copy; afterwards all ranks have rank 0's values.
     """
     with contextlib.ExitStack() as stack:
-        for engine in _engines_of(module):
-            stack.enter_context(engine.writable_parameters() if writable else engine.access.whole())
+        with calling("sw.full_parameters()"):
+            for engine in _engines_of(module):
+                stack.enter_context(engine.writable_parameters() if writable else engine.access.whole())
         yield
+        with calling("sw.full_parameters()"):
+            stack.close()
 
 
 def _engines_of(module: Any) -> list[Replica]:
@@ -472,6 +481,7 @@ def _engines_of(module: Any) -> list[Replica]:
     return [each for each, members in owners if members & asked]
 
 
+@on_every_rank("sw.full_state_dict()")
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     """Return a copy of the bare module's state_dict, on every rank, at any stage. Collective at zero=3.
 
@@ -505,6 +515,7 @@ class UnmatchedNames(NamedTuple):
     unexpected_keys: list[str]
 
 
+@on_every_rank("sw.load_full_state_dict()")
 def load_full_state_dict(
     module: torch.nn.Module, state: Mapping[str, Any] | None, *, strict: bool = True
 ) -> UnmatchedNames:
@@ -586,6 +597,7 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> t
     return "; ".join(sentences), missing, unexpected
 
 
+@on_every_rank("sw.load_full_optimizer_state_dict()")
 def load_full_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
+from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from ..options.places import absolute_path
 from .folder.partial import make_folder, of_saves
@@ -26,6 +27,7 @@ from .writing import Writer, new_nonce
 MAX_FILE_BYTES = 5_000_000_000
 
 
+@on_every_rank("sw.save()")
 def save(
     path: str | os.PathLike[str],
     module: Any,
@@ -210,6 +212,7 @@ class PathSaver:
                 self._peers.remove_board(self._board)
 
 
+@on_every_rank("sw.load()")
 def load(
     path: str | os.PathLike[str],
     module: Any,

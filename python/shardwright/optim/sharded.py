@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
+from ..comm.waits import on_every_rank
 from ..layout.local_parameters import part_of, whole_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
@@ -482,6 +483,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         runs = [[i, *memory.run(at, each.group.rank)] for i, (each, memory, at) in enumerate(self._places)]
         return [group.rank, group.world_size, runs]
 
+    @on_every_rank("optimizer.state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
@@ -537,6 +539,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in self._inner.state.get(piece, {}).items()
         }
 
+    @on_every_rank("optimizer.load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's state_dict(), or an ordinary whole state that is equal on every rank.
 

@@ -58,6 +58,10 @@ class Options:
         depend on it.
     timeout_s : float
         The seconds that a rank waits for another before CommTimeoutError.
+    warn_after_s : float, optional
+        The seconds after which a wait for another rank is logged as a warning, and again whenever it has doubled: for
+        which rank, its process and host, in which collective, and what that process does. While ranks join, 10 seconds
+        at most. 0 or None: never.
     silent_s : float, optional
         On CPUs: the seconds after which a rank that is stopped (SIGSTOP), or a host that acknowledges nothing (a cut
         link), is a CommError. Default: wait for both until `timeout_s`, since debuggers, job control and SLURM stop
@@ -138,6 +142,7 @@ class Options:
     groups: Any = None
     bucket_cap_mb: float = 25
     timeout_s: float = 1800.0
+    warn_after_s: float | None = 30.0
     silent_s: float | None = None
     broadcast_buffers: bool = True
     init_sync: bool = True
@@ -182,6 +187,8 @@ class Options:
         check_groups(self.groups)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB", 2**40)
         _check_positive("timeout_s", self.timeout_s, "seconds", 1e9)
+        if self.warn_after_s not in (None, 0) or isinstance(self.warn_after_s, bool):
+            _check_positive("warn_after_s", self.warn_after_s, "seconds", 1e9, "None or 0 for never, or ")
         if self.silent_s is not None:
             _check_positive("silent_s", self.silent_s, "seconds", 1e6)
         for name in (
@@ -323,11 +330,11 @@ def _check_clip(max_norm: Any) -> None:
         raise ValueError(f"clip_grad_norm must be above 0, got {max_norm!r}")
 
 
-def _check_positive(name: str, value: Any, unit: str, largest: float) -> None:
+def _check_positive(name: str, value: Any, unit: str, largest: float, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of {unit}, got {value!r}")
+        raise TypeError(f"{name} must be {also}a number of {unit}, got {value!r}")
     if not 0 < value <= largest:
-        raise ValueError(f"{name} must be above 0 and at most {largest:g} {unit}, got {value!r}")
+        raise ValueError(f"{name} must be {also}above 0 and at most {largest:g} {unit}, got {value!r}")
 
 
 def _unknown_name(name: str, known: Collection[str]) -> str:

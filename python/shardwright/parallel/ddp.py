@@ -281,7 +281,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
             return
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
-        group = host_group(self.process_group, options.timeout_s)
+        group = host_group(self.process_group, options.timeout_s, options.warn_after_s)
         group.end_silence_after(options.silent_s)
         ignored = frozenset(self.parameters_to_ignore)
         parts = find_parts(self.module, options, ignored, group)
@@ -293,6 +293,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
             "deterministic": options.deterministic,
             "communicator": options.communicator,
             "timeout_s": options.timeout_s,
+            "warn_after_s": options.warn_after_s,
             "silent_s": options.silent_s,
             "zero": self._zero,
             "device_mesh": slicing.rows(),

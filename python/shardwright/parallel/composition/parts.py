@@ -45,7 +45,7 @@ class Part:
     def group(self) -> HostGroup:
         """Return the communicator. Collective over its ranks at first use."""
         torch_group = resolve_group(self.options.process_group, self.options.device_mesh)
-        return host_group(torch_group, self.options.timeout_s)
+        return host_group(torch_group, self.options.timeout_s, self.options.warn_after_s)
 
 
 def by_name(module: torch.nn.Module, groups: Any) -> Any:
