@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from .._engine import CommError, CommTimeoutError
+from ..layout.memory import bytes_of
 
 #: children of a rank in the tree
 FAN_OUT = 64
@@ -357,7 +358,7 @@ class Assembly:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = speaker, 0
         self._backend.broadcast([memory], options).wait()
-        return memory.numpy().tobytes().decode()
+        return bytes_of(memory).decode()
 
 
 class Coming:

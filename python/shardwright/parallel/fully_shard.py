@@ -97,8 +97,8 @@ class Mark:
         """Make the engine with `module` as outermost, unless an outer module has one. Collective if it makes one."""
         if not self.places() and self.is_list:
             raise Error(
-                f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "
-                "outermost module too, which makes it, and run that first"
+                f"this {type(module).__name__} was passed to sw.fully_shard in a list, and has no engine yet: call sw.fully_shard on the "
+                "outermost module too, and run that module first"
             )
         if not self.places():
             self.wrapper = None

@@ -67,8 +67,8 @@ class PipelineStage(TorchPipelineStage):
         other = _stages.get(wrapper, lambda: None)()
         if other is not None and other.stage_index != self.stage_index:
             raise ValueError(
-                f"sw.PipelineStage: this {type(wrapper.module).__name__} is stage {other.stage_index} already, and was given as stage "
-                f"{self.stage_index}: each stage needs a wrapped module of its own"
+                f"sw.PipelineStage: this {type(wrapper.module).__name__} is stage {other.stage_index} already, got stage_index="
+                f"{self.stage_index}: wrap a module of its own for each stage"
             )
         _stages[wrapper] = weakref.ref(self)
 
