@@ -513,7 +513,7 @@ def refuse(rank, world_size, folder):
             "clip_grad_norm is no option of ShardwrightStrategy: pass gradient_clip_val to the Trainer",
         ),
         ({"compres": None}, "unknown option 'compres': did you mean 'compress'?"),
-        ({"zero": 0, "units": "size"}, "units is of zero=3, and was given with zero=0"),
+        ({"zero": 0, "units": "size"}, "units= requires zero=3, got zero=0"),
     ]:
         with pytest.raises((ValueError, TypeError)) as caught:
             subjects.ShardwrightStrategy(**options)

@@ -20,6 +20,7 @@ from ..chaos import agent_of
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
 from ..options.name_map import NameMap, Rename
+from ..options.names import offers_names
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.fully_shard import wrapper_of
 from .calls import OneCall
@@ -130,6 +131,7 @@ class Checkpointer:
     10
     """
 
+    @offers_names
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -14,6 +14,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..options.name_map import NameMap, Rename
+from ..options.names import offers_names
 from .folder.partial import of_saves
 from .folder.retention import REPLACED, discard
 from .peers import Peers, os_error
@@ -28,6 +29,7 @@ MAX_FILE_BYTES = 5_000_000_000
 _SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]+:/|[^/]*://")
 
 
+@offers_names
 def save(
     path: str | os.PathLike[str],
     module: Any,
@@ -211,6 +213,7 @@ class PathSaver:
                 self._peers.remove_board(self._board)
 
 
+@offers_names
 def load(
     path: str | os.PathLike[str],
     module: Any,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["near", "offers_names", "unknown_name"]
+__all__ = ["near", "offers_fields", "offers_names", "unknown_name"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -93,12 +94,26 @@ def offers_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
     known = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)} - {
         "self"
     }
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    count_max = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    count_max = sys.maxsize if any(each.kind is each.VAR_POSITIONAL for each in parameters) else count_max
+    called = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
-        for name in keywords:
+        for name in () if takes_any else keywords:
             if name not in known:
-                raise TypeError(f"{function.__qualname__.removesuffix('.__init__')}: {unknown_name(name, known)}")
+                raise TypeError(f"{called}: {unknown_name(name, known)}")
+        if len(arguments) > count_max:
+            extra = ", ".join(map(repr, arguments[count_max:]))
+            raise TypeError(f"{called}: options are passed by name, such as {example}=, got {extra} by position")
         return function(*arguments, **keywords)
 
+    example = next((each.name for each in parameters if each.kind is each.KEYWORD_ONLY), "")
     return checked
+
+
+def offers_fields(kind: type[_T]) -> type[_T]:
+    """Make the constructor of a dataclass offer names."""
+    setattr(kind, "__init__", offers_names(kind.__init__))
+    return kind

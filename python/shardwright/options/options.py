@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .compressors import check_compressor
-from .names import near, unknown_name
+from .names import near, offers_fields, unknown_name
 from .offload import offload_kind
 from .precision import Precision
 from .units import check_units
@@ -23,6 +23,7 @@ _MIB = 1024 * 1024
 _TRANSPORTS = ("auto", "pool", "staged")
 
 
+@offers_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a wrapped module. All fields are keyword-only; every rank must pass the same values.

@@ -448,3 +448,14 @@ def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
         return None
     module._shardwright_mark.make(module)
     return module._shardwright_mark.wrapper
+
+
+def needed_wrapper(operation: str, module: Any) -> DistributedDataParallel:
+    """Return the wrapper of a module, as wrapper_of(). Raise Error, which names `operation`, if there is none."""
+    wrapper = wrapper_of(module)
+    if wrapper is None:
+        raise Error(
+            f"{operation} needs a wrapped module, or the outermost one that was fully sharded, got {type(module).__name__}: "
+            "call sw.wrap first, and pass the module that it returns"
+        )
+    return wrapper
