@@ -169,7 +169,9 @@ def test_a_stage_is_no_option_of_fully_shard():
 
 def refused():
     module = torch.nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="LBFGS is not known"):
+    with pytest.raises(
+        ValueError, match="LBFGS steps on all parameters as one vector and cannot be sliced: use zero=0"
+    ):
         sw.wrap(module, torch.optim.LBFGS(module.parameters()), zero=1)
     return weakref.ref(module)
 

@@ -492,7 +492,7 @@ def refuse(rank, world_size, folder):
             return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam)
 
     cases = [
-        (Lbfgs, "torch.optim.lbfgs.LBFGS is not known to be elementwise"),
+        (Lbfgs, "torch.optim.lbfgs.LBFGS steps on all parameters as one vector and cannot be sliced"),
         (
             TwoRates,
             r"ranks disagree about the optimizer: group 0 has (initial_)?lr=0.01 on rank 0, (initial_)?lr=0.001 on rank 1",
