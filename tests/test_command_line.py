@@ -6,7 +6,7 @@ import pytest
 from shardwright._version import __version__
 from shardwright.cli import main
 
-COMMANDS = ("doctor", "ckpt", "kernels", "config", "run", "chaos")
+COMMANDS = ("plan", "doctor", "ckpt", "kernels", "config", "run", "chaos")
 
 
 def ended(capsys, *words):

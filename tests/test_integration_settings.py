@@ -28,7 +28,7 @@ def test_texts_and_files_stand_for_arguments(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         assert read_settings(str(tmp_path / name)) == expected
     for text, kind, words in [
-        ("zero4", ValueError, "options must be 'zero2'"),
+        ("zero4", ValueError, "zero must be 0, 1, 2 or 3, got 4"),
         ("zero=4", ValueError, "zero must be 0, 1, 2 or 3"),
         ("zer=2", TypeError, "did you mean 'zero'"),
         ("compress=int3", ValueError, "compress must be one of fp16"),

@@ -27,6 +27,7 @@ from .calls import OneCall
 from .files import MAX_FILE_BYTES, absolute_path, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
+from .interval import Interval
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
@@ -258,6 +259,7 @@ class Checkpointer:
             self, _finish, self._writer, self._place, self._memory, self._signals, self._owner_pid, self._hooks
         )
         self._retire.atexit = False  # _finish_all() finishes all saves at exit
+        self._interval = Interval(self._peers)
         self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
@@ -288,14 +290,17 @@ class Checkpointer:
 
     # saving -----------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, every: int = 1, metric: float | None = None) -> bool:
-        """Save the state after step `step`, counted from 0, if `step + 1` is a multiple of `every`.
+    def save(self, step: int, *, every: int = 1, every_s: float | None = None, metric: float | None = None) -> bool:
+        """Save the state after step `step`, counted from 0, if `step + 1` is a multiple of `every` or it is time.
 
         Parameters
         ----------
         step : int
             The folder is named after `step + 1`, the count of completed steps.
         every : int
+        every_s : float, optional
+            Instead of `every`: save once this many seconds have passed since the last save or the first call, by rank
+            0's clock and at the same step on all ranks. `shardwright plan` says how many.
         metric : float, optional
             A finite value for keep_best.
 
@@ -313,7 +318,7 @@ class Checkpointer:
             self._chaos.passed(step)
         with self._call.of("save()"):
             if not self._must_stop():
-                return self._save(step, every, metric)
+                return self._save(step, every, metric, every_s)
             self._save(step, 1, metric, is_last=True)
             self._wait()
             self._place.upload()
@@ -328,7 +333,9 @@ class Checkpointer:
             return any(self._peers.exchange(self._stop.is_asked, "was a rank asked to stop"))
         return self._stop.is_agreed
 
-    def _save(self, step: int, every: int, metric: float | None, *, is_last: bool = False) -> bool:
+    def _save(
+        self, step: int, every: int, metric: float | None, every_s: float | None = None, *, is_last: bool = False
+    ) -> bool:
         """Save as save() does. `is_last`: wait for the previous save, regardless of `on_busy`."""
         self._check_open()
         if self._place.read_only:
@@ -337,15 +344,18 @@ class Checkpointer:
         try:
             step = integer("step", step, 0, STEP_LIMIT - 1, f"an integer in [0, {STEP_LIMIT - 1})")
             every = integer("every", every, 1, 2**63, "an integer of at least 1")
+            every_s = Interval.checked(every_s, every)
         except ValueError as error:
             refusal = error
         if self._every is None:
-            self._agree_on_first(every, refusal)
-        if refusal is not None and every != 1:  # without a valid `step` this rank cannot know if its peers save now
+            self._agree_on_first(every, every_s, refusal)
+        if refusal is not None and (
+            every != 1 or every_s is not None
+        ):  # without a valid `step` this rank cannot know if its peers save now
             raise refusal
         if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
             self._keep(step + 1, self._memory)
-        if refusal is None and (step + 1) % every:
+        if refusal is None and ((step + 1) % every if every_s is None else not self._interval.is_due(every_s)):
             return False
         waits = is_last or self._on_busy == "wait"
         if not waits and any(self._peers.exchange(self._writer.is_busy, "is a save under way")):
@@ -358,6 +368,7 @@ class Checkpointer:
         if not _is_finite(metric):  # the metric of a peer may be finite: that rank begins
             self._writer.refuse(ValueError(f"metric must be finite, got {metric!r}"))
         self._begin(step + 1, metric)
+        self._interval.restart()
         return True
 
     def _keep(self, step: int, memory: MemoryTier) -> None:
@@ -370,13 +381,13 @@ class Checkpointer:
             self._check.compare(memory.told, self._peers.exchange)
             self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
 
-    def _agree_on_first(self, every: int, refusal: ValueError | None) -> None:
-        """Check that `every` of the first call is equal on all ranks; else some wait for ranks that do not save."""
+    def _agree_on_first(self, every: int, every_s: float | None, refusal: ValueError | None) -> None:
+        """Check that the first call's interval is equal on all ranks; else some wait for ranks that do not save."""
 
         def check() -> dict[str, Any]:
             if refusal is not None:
                 raise refusal
-            return {"every": every}
+            return {"every": every, "every_s": every_s}
 
         self._peers.agree(check, "save()")
         self._every = every

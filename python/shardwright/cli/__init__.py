@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import chaos, ckpt, config, doctor, kernels, run
+    from . import chaos, ckpt, config, doctor, kernels, plan_command, run
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["gpu-check"]:  # a program of its own, which uses the doctor of this one
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    plan_command.add_parser(commands)
     doctor.add_parser(commands)
     ckpt.add_parser(commands)
     kernels.add_parser(commands)
@@ -44,5 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_parser(commands)
     chaos.add_parser(commands)
     commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
-    options = parser.parse_args(arguments)
+    words, program = list(arguments), []
+    if words[:1] == ["plan"] and "--" in words:  # argparse would give a program's options to the command
+        at = words.index("--")
+        words, program = words[:at], words[at + 1 :]
+    options = parser.parse_args(words)
+    options.words, options.after = words, program
     return int(options.run(options))
