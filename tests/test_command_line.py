@@ -57,7 +57,7 @@ def ended(capsys, *words):
     ],
 )
 def test_wrong_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, code, sentence):
-    monkeypatch.delenv("SHARDWRIGHT_OPTIONS", raising=False)
+    monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "")
     monkeypatch.syspath_prepend(str(tmp_path))  # restores sys.path, to which `run` adds
     monkeypatch.setattr("sys.argv", ["shardwright"])
     pytest.importorskip("accelerate")

@@ -537,7 +537,7 @@ def test_misuse_is_named(rank, world_size):
             sw.PowerSGD(**{argument: given})
     with pytest.raises(TypeError, match="Int8: block must be an integer, got '64'"):
         sw.Int8(block="64")
-    with pytest.raises(ValueError, match="alternate=True needs use_error_feedback=True"):
+    with pytest.raises(ValueError, match="PowerSGD: alternate=True needs error_feedback=True"):
         sw.PowerSGD(alternate=True, error_feedback=False)
     with pytest.raises(TypeError, match="compress must be None, 'auto', sw.Fp16"):
         sw.wrap(Mlp(), compress="fp16")

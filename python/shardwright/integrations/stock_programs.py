@@ -81,6 +81,8 @@ def run_program(text: str, command: Sequence[str]) -> None:
         Before the program starts: for options that cannot be read, and for a program or a package that is not there.
     """
     try:
+        read_settings(text)
+        _check_program(command)
         install(text)
     except (ValueError, TypeError, OSError) as error:
         raise CannotRun(f"options {text!r}: {error}") from None
@@ -89,24 +91,22 @@ def run_program(text: str, command: Sequence[str]) -> None:
     if command[0] == "-m":
         sys.argv = list(command[1:])
         sys.path.insert(0, os.getcwd())
-        try:
-            found = importlib.util.find_spec(command[1])
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise CannotRun(f"no module named {command[1]!r}: pass its name as `python -m` takes it")
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        main = os.path.join(command[0], "__main__.py") if os.path.isdir(command[0]) else command[0]
-        if not os.access(main, os.R_OK):
-            why = (
-                "cannot be read"
-                if os.path.lexists(main)
-                else "does not exist"
-                if main == command[0]
-                else "has no __main__.py"
-            )
-            raise CannotRun(f"program {command[0]!r} {why}: pass its path behind the options, as in `zero2 program.py`")
         sys.argv = list(command)
         sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
         runpy.run_path(command[0], run_name="__main__")
+
+
+def _check_program(command: Sequence[str]) -> None:
+    """Raise CannotRun for a program or module that is not there."""
+    name = command[0]
+    if name == "-m":
+        found = importlib.machinery.PathFinder.find_spec(command[1].split(".")[0], [os.getcwd(), *sys.path])
+        if found is None:
+            raise CannotRun(f"no module named {command[1]!r}: pass its name as `python -m` takes it")
+        return
+    main = os.path.join(name, "__main__.py") if os.path.isdir(name) else name
+    if not os.access(main, os.R_OK):
+        why = "cannot be read" if os.path.lexists(main) else "does not exist" if main == name else "has no __main__.py"
+        raise CannotRun(f"program {name!r} {why}: pass its path behind the options, as in `zero2 program.py`")

@@ -75,7 +75,7 @@ _SYNONYMS = {
 
 def near(name: str, known: Iterable[str], *, nothing: str = "") -> str:
     """Return ": did you mean 'x'?" for the known name nearest to an unknown one; `nothing` if none is near."""
-    candidates = {}
+    candidates: dict[str, str] = {}
     for ours in sorted(known):
         candidates |= {each.lower(): ours for each in _SYNONYMS.get(ours, "").split()}
     candidates |= {ours.lower(): ours for ours in sorted(known)}
