@@ -55,7 +55,7 @@ def steps(model, optimizer, rank, count):
 
 def every_exchange(rank, world_size, path):
     assert sys.modules["numpy"] is None
-    cases = [(0, {}), (1, {}), (2, {}), (2, {"partition": "tensor"}), (3, {"share_parameters": False}), (3, {})]
+    cases = [(0, {}), (1, {}), (2, {}), (2, {"partition": "tensor"}), (3, {}), (3, {"share_parameters": False})]
     for zero, options in cases if harness.LONG else cases[::3] + cases[2::3]:
         model, optimizer = make(zero, rank, **options)
         steps(model, optimizer, rank, 2)

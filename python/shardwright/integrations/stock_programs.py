@@ -102,8 +102,11 @@ def _check_program(command: Sequence[str]) -> None:
     """Raise CannotRun for a program or module that is not there."""
     name = command[0]
     if name == "-m":
-        found = importlib.machinery.PathFinder.find_spec(command[1].split(".")[0], [os.getcwd(), *sys.path])
-        if found is None:
+        top = command[1].split(".")[0]
+        if (
+            importlib.util.find_spec(top) is None
+            and importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) is None
+        ):
             raise CannotRun(f"no module named {command[1]!r}: pass its name as `python -m` takes it")
         return
     main = os.path.join(name, "__main__.py") if os.path.isdir(name) else name
