@@ -21,6 +21,7 @@ from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
 from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
+from ..options.names import offers_names
 from ..options.places import absolute_path
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.fully_shard import wrapper_of
@@ -134,6 +135,7 @@ class Checkpointer:
     10
     """
 
+    @offers_names
     @on_every_rank("sw.Checkpointer()")
     def __init__(
         self,

@@ -16,6 +16,7 @@ from .._engine import CheckpointError, CommError
 from ..comm.process_group import host_group, resolve_group
 from ..comm.waits import Wait
 from ..comm.wire import Wire
+from ..layout.memory import bytes_of
 from .joined import Modules, parts_of, wrappers_of
 
 _PAGE_BYTES = 4096
@@ -203,7 +204,7 @@ class Peers:
         if self.rank == 0:
             memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self._group.comm.broadcast([(memory.data_ptr(), nbytes)], 0, label)
-        return data if self.rank == 0 else memory.numpy().tobytes()
+        return data if self.rank == 0 else bytes_of(memory)
 
     def send(self, root: int, ranges: Sequence[tuple[int, int]], label: str) -> None:
         """Copy memory, (address, nbytes), from rank `root` to the other ranks. Collective."""

@@ -793,9 +793,7 @@ def _tellable(reason: str) -> str:
 
 
 def _base36(number: int) -> str:
-    digits = ""
-    while True:
-        number, digit = divmod(number, 36)
-        digits = _BASE36[digit] + digits
-        if not number:
-            return "n" + digits
+    digits = _BASE36[number % 36]
+    while number := number // 36:
+        digits = _BASE36[number % 36] + digits
+    return "n" + digits

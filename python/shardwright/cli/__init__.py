@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .._version import __version__
+
 __all__ = ["main"]
 
 
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runpy.run_module("shardwright.gpu_check", run_name="__main__")
     _Parser.arguments = arguments
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     plan_command.add_parser(commands)
     doctor.add_parser(commands)

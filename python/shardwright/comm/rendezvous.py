@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from .._engine import CommError, CommTimeoutError
+from ..layout.memory import bytes_of
 from .waits import START_S, Wait, log
 
 #: children of a rank in the tree
@@ -402,7 +403,7 @@ class Assembly:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = speaker, 0
         self._backend.broadcast([memory], options).wait()
-        return memory.numpy().tobytes().decode()
+        return bytes_of(memory).decode()
 
 
 class Coming:

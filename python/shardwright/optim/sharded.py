@@ -23,6 +23,7 @@ import torch
 from .._engine import Error
 from ..comm.waits import on_every_rank
 from ..layout.local_parameters import part_of, whole_of
+from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
     GRADIENTS,
@@ -124,8 +125,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         whole = dict(optimizer.state)
         if any(id(parameter) not in self._index for parameter in whole):
             raise ValueError(
-                "optimizer: it has state of tensors that are not its parameters, as one has that was sliced before: carry the state "
-                "over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
+                "optimizer: it holds state of tensors that are not its parameters, as after an earlier slicing: make a new optimizer, "
+                "and carry the state over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
             )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.state.clear()
@@ -727,7 +728,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
                 continue
             held = key in mine and replica.slicing.speaks
-            data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
+            data = bytes_of(mine[key]) if held else b""
             pieces = comm.all_gather_bytes(data, label)
             result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
             flat = memory_order(result, parameter)
@@ -760,10 +761,8 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
         raise Error("this optimizer is sliced already: pass the one that it was made from")
     if kind.__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(f"{kind.__name__} slices state itself: pass the optimizer whose class it was given, or zero=0")
-    if partition == "tensor" and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            f"optimizer {name} joins all tensors to one: partition='tensor' cannot give them to different ranks"
-        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"optimizer {name} steps on all parameters as one vector and cannot be sliced: use zero=0")
     if partition == "auto" and name not in ELEMENTWISE:
         raise ValueError(
             f"optimizer {name} is not known to be elementwise, so it cannot be sliced automatically: pass "

@@ -47,7 +47,7 @@ class HostBackend:
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
         if request.options.communicator != "own":
             raise NotImplementedError(
-                f"communicator={request.options.communicator!r} is of GPUs, and {request.label} is on the CPU"
+                f"communicator={request.options.communicator!r} requires a module on a GPU, got {request.label} on the CPU"
             )
 
     def reducer(self, request: Request) -> Reducer:
