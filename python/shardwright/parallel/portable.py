@@ -36,7 +36,9 @@ class PortableWrapper(torch.nn.Module):
     """The base of a wrapper that can be copied and pickled, and whose state dict is torch's."""
 
     module: torch.nn.Module
+    parameters_to_ignore: set[str]
     _options: Any
+    _taken: list[str]
     _zero: int
     _engines: Callable[[], list[Any]]
     _reset_engine: Callable[[], None]
