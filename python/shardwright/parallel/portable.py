@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class PortableWrapper(torch.nn.Module):
     module: torch.nn.Module
     parameters_to_ignore: set[str]
     _options: Any
-    _taken: list[str]
+    _taken: Sequence[str]
     _zero: int
     _engines: Callable[[], list[Any]]
     _reset_engine: Callable[[], None]
