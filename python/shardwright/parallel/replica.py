@@ -152,7 +152,7 @@ class Replica:
             group.comm.barrier(f"the memory of the wrapped {self.label}")
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
-        self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
+        self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group)
@@ -345,6 +345,8 @@ class Replica:
     def before_forward(self, synchronises: bool) -> None:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
         self.forwards.begin()
+        if self.access.forks is not None:
+            self.access.forks.before_forward()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
         if self.access.guard is not None:
@@ -429,7 +431,7 @@ class Replica:
                 self.broadcast_state(0, ())
             return
         try:
-            with self.access.writing(), self._storage.writable():
+            with self.access.changing(), self.access.writing(), self._storage.writable():
                 yield
         finally:
             self.access.count_writes(self.table.module_parameters)
