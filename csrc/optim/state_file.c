@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "base/bytes.h"
 
@@ -36,8 +35,7 @@ sw_status sw_state_file_grow(sw_state_file *file, size_t size_bytes, uint8_t **a
 {
     size_t whole = 0;
     /* a segment begins where the last one ended, and mmap takes whole pages of this kernel */
-    size_t unit = sw_size_max(SW_FILE_ALIGNMENT_BYTES, (size_t)sysconf(_SC_PAGESIZE));
-    if (size_bytes == 0 || !sw_size_round_up(size_bytes, unit, &whole))
+    if (size_bytes == 0 || !sw_size_round_up(size_bytes, sw_file_page_bytes(), &whole))
         SW_FAIL(err, SW_E_INVALID, "'%s' cannot grow by %zu bytes", file->path, size_bytes);
     sw_state_segment *segments =
         realloc(file->segments, (file->segment_count + 1) * sizeof *segments);
