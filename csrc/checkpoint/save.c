@@ -319,6 +319,11 @@ void sw_saver_cancel(sw_saver *saver, const sw_error *reason)
     pthread_mutex_unlock(&saver->mutex);
 }
 
+int sw_saver_find_unwritten(const sw_saver *saver, int from)
+{
+    return sw_channel_find_unwritten_here(saver->channel, saver->number, from);
+}
+
 void sw_saver_progress(sw_saver *saver, sw_save_progress *progress)
 {
     pthread_mutex_lock(&saver->mutex);

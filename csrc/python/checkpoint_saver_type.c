@@ -521,6 +521,16 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
+static PyObject *saver_unwritten(PyObject *op, PyObject *unused)
+{
+    saver_object *self = (saver_object *)op;
+    (void)unused;
+    PyObject *list = is_usable(self) ? PyList_New(0) : NULL;
+    for (int r = 0; list && (r = sw_saver_find_unwritten(self->saver, r)) >= 0; ++r)
+        sw_py_append(&list, PyLong_FromLong(r));
+    return list;
+}
+
 static PyObject *saver_spare(PyObject *op, PyObject *unused)
 {
     saver_object *self = (saver_object *)op;
@@ -556,6 +566,9 @@ static PyMethodDef saver_methods[] = {
     {"progress", saver_progress, METH_NOARGS,
      "progress($self, /)\n--\n\n"
      "Return bytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
+    {"unwritten", saver_unwritten, METH_NOARGS,
+     "unwritten($self, /)\n--\n\n"
+     "Return the ranks of this host whose part of the last save is not durable yet."},
     {"spare", saver_spare, METH_NOARGS,
      "spare($self, /)\n--\n\n"
      "Return [(address, nbytes)] of memory that the caller may use until the next save begins."},

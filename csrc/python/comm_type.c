@@ -70,9 +70,8 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
                     args, kwargs, a))
         return -1;
-    if (!is_legal_period(a[2].d) || !is_legal_period(a[3].d)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "HostComm: timeout_s and warn_after_s must be in (0, 1e9] seconds");
+    if (!is_legal_period(a[2].d)) {
+        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s must be in (0, 1e9] seconds");
         return -1;
     }
     if (!may_init(self))
@@ -97,7 +96,8 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     self->comm->timeout_ns = (int64_t)(a[2].d * 1e9);
-    self->comm->warn_after_ns = (int64_t)(a[3].d * 1e9);
+    if (!sw_py_comm_set_warn_after(self, a[3].d))
+        return -1;
     self->comm->hooks =
         (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
     sw_py_comm_link(sw_py_state_of(op), self);
@@ -568,6 +568,9 @@ static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
 }
 
 static PyMethodDef comm_methods[] = {
+    {"peer", sw_py_comm_peer, METH_VARARGS,
+     "peer($self, rank, /)\n--\n\n"
+     "Return a rank, its process and host, and what the process does, for messages."},
     {"connect", SW_PY_NAMED(sw_py_comm_connect),
      "connect($self, addresses, secret, hosts, *, members=None)\n--\n\n"
      "Join the ranks of this host."},
@@ -603,6 +606,10 @@ static PyGetSetDef comm_properties[] = {
      "seconds for which a peer may be stopped before a wait for it ends; 0: until the deadline",
      NULL},
     {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
+    {"warn_after_s", sw_py_comm_get_waits, sw_py_comm_set_waits,
+     "seconds after which a wait is logged, then again whenever it has doubled; 0: never", NULL},
+    {"dead_rank", sw_py_comm_get_dead, NULL,
+     "a rank of this host whose process has ended; None if none is known", NULL},
     {"is_alive", comm_get_alive, NULL, "True if no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "the reason why it is not alive; None if it is",
      NULL},

@@ -131,6 +131,13 @@ extern PyMethodDef sw_py_fork_functions[];
 /* object_marks.c */
 extern PyMethodDef sw_py_marks_functions[];
 
+/* comm_waits.c: about waits */
+bool sw_py_comm_set_warn_after(comm_object *self, double seconds);
+PyObject *sw_py_comm_get_waits(PyObject *op, void *unused);
+int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused);
+PyObject *sw_py_comm_get_dead(PyObject *op, void *unused);
+PyObject *sw_py_comm_peer(PyObject *op, PyObject *args);
+
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs);

@@ -113,6 +113,7 @@ static int open_round(reducer_object *self, int64_t task)
         return -1;
     if (self->announced_sync)
         self->pending_forward = false;
+    self->send_is_due = false;
     if (reducer_raise(
             self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err),
             &err) < 0)
@@ -234,12 +235,23 @@ static int produce(reducer_object *self, size_t index)
     return reducer_raise(self, status, &err);
 }
 
+/* Sends the buckets that earlier gradients completed. A mean overwrites the memory of `.grad`,
+ * which hooks of other code on the same gradient read after ours: so it begins at the next
+ * gradient. */
+static int send_due(reducer_object *self)
+{
+    if (!self->send_is_due)
+        return 0;
+    self->send_is_due = false;
+    return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
+}
+
 /* Takes the gradient of a parameter. The communicator is entered. */
 static int take(reducer_object *self, size_t index, int64_t task, PyObject *param)
 {
     bool due = false, early = false;
     sw_error err;
-    if (self->gpu && produce(self, index) < 0)
+    if ((self->gpu && produce(self, index) < 0) || send_due(self) < 0)
         return -1;
     if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index))
         return 0;
@@ -261,9 +273,8 @@ static int take(reducer_object *self, size_t index, int64_t task, PyObject *para
             return -1;
     }
     /* An early gradient may complete a bucket that has since become the next one. */
-    if (!due && !early)
-        return 0;
-    return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
+    self->send_is_due = due || early;
+    return 0;
 }
 
 int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
@@ -366,7 +377,8 @@ static int finish_with_callback(reducer_object *self)
     PyObject *type, *value, *trace;
     if (reducer_enter(self) < 0)
         return -1;
-    int failed = prepare_for_hook(self), differ = failed ? 0 : exchange_use(self);
+    int failed = send_due(self) < 0 ? -1 : prepare_for_hook(self);
+    int differ = failed ? 0 : exchange_use(self);
     reducer_leave(self);
     if (failed < 0)
         return -1;

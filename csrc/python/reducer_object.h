@@ -49,6 +49,7 @@ typedef struct reducer_object {
     int64_t announced_task; /* the graph task whose end calls close(), or NO_TASK */
     bool announced_sync;
     bool pending_forward;
+    bool send_is_due; /* a gradient completed a bucket, which the next one sends */
 } reducer_object;
 
 enum { NO_TASK = -2 };

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
+from ..comm.waits import on_every_rank
 from ..layout.local_parameters import part_of, whole_of
+from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
     GRADIENTS,
@@ -38,7 +40,15 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
-from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
+from .master_weights import (
+    LOW,
+    as_kept,
+    check_groups,
+    has_own_masters,
+    kept_by,
+    load_with_hooks,
+    masters_in_place,
+)
 from .state.sliced_state import MARK, SlicedState
 from .state.travelling_state import beside, copied, description_of, from_memory_order, small_tensor
 from .state.whole_state import StateNames, with_state
@@ -103,11 +113,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._parameters = [p for each in self.replicas for p in each.table.parameters]
         numbered = (p for each in self.replicas for p in each.table.module_parameters)
         self._index = {id(p): i for i, p in enumerate(numbered)}
-        self._masters = None if has_own_masters(optimizer) else Masters()
+        self._makes_masters = not has_own_masters(optimizer)
         self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
-        self._versions: dict[int, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until state changes
         self._state_names: dict[int, list[str]] | None = None  # by index, equal on all ranks, until state changes
@@ -116,8 +125,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         whole = dict(optimizer.state)
         if any(id(parameter) not in self._index for parameter in whole):
             raise ValueError(
-                "optimizer: it has state of tensors that are not its parameters, as one has that was sliced before: carry the state "
-                "over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
+                "optimizer: it holds state of tensors that are not its parameters, as after an earlier slicing: make a new optimizer, "
+                "and carry the state over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
             )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.state.clear()
@@ -218,7 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group in self._inner.param_groups:
                 pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]  # one call each
                 group["params"] = [each for _, each in pairs if each is not None]
-                if self._masters is not None:
+                if self._makes_masters:
                     with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
             yield with_master
         finally:
@@ -227,7 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Return True if this class keeps a float32 master of a parameter."""
-        return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
+        return self._makes_masters and parameter.dtype in LOW and id(parameter) not in self._without_master
 
     def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
         """Convert loaded state to the kept form, with or without a master.
@@ -235,21 +244,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         `exactly`: the state has the dtypes in which it was kept. Else it is in torch's format, which torch's own
         loading casts.
         """
-        if self._masters is None:
+        if not self._makes_masters:
             return kept_by(self._inner, parameter, state)
         has_master = self.has_master(parameter)
         return as_kept(state, parameter, has_master) if has_master or not exactly else state
 
     def _loaded(self) -> None:
-        """Call the user's class to update loaded state, as torch's own loading does.
-
-        The write history of parameters is lost, so a master that does not round to its parameter is rebuilt.
-        """
+        """Call the user's class to update loaded state, as torch's own loading does."""
         self._consolidated = self._state_names = None
         with self._on_slices():
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
-        if self._masters is not None:
-            self._masters.forget_all()
 
     def take_clip(self, clip: DeviceClip) -> bool:
         """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before.
@@ -271,9 +275,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     index = self._index[id(parameter)]
                     piece = self.slice_of(index)
                     self._take_gradient(index, piece, gradient_of(index))
-                    if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
-                        # other code wrote to the parameters: rebuild masters
-                        torch.autograd.graph.increment_version(piece)
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
         replica, _, at = self._places[index]
@@ -353,9 +354,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
             except (Error, NotImplementedError) as error:
                 refusal = error
-        self._agree(refusal, states)
-        self.rounds_at_step = self._replica.reducer.stats()["rounds"]
         with contextlib.ExitStack() as writing:
+            for replica in self.replicas:  # a peer writes as soon as it has agreed
+                if replica.access.forks is not None:
+                    writing.enter_context(replica.access.forks)
+            self._agree(refusal, states)
+            self.rounds_at_step = self._replica.reducer.stats()["rounds"]
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
             failure = self._step_on_slices()
@@ -383,9 +387,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for replica in self.replicas:
                 replica.parameters().take_writes()
             self._complete_gradients()
-            with self._on_slices() as low:
-                with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
-                    self._inner.step()
+            with self._on_slices() as low, masters_in_place(self._inner, low):
+                self._inner.step()
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
                 return error
@@ -402,8 +405,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for replica in self.replicas:
             own = stepped if len(self.replicas) == 1 else [p for p in stepped if self.replica_of(p) is replica]
             replica.access.count_writes(own)
-        with unguarded():
-            self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
     def _facts(self, replica: Replica, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
         """Return the values besides the groups on which a replica's ranks must agree before a step."""
@@ -486,6 +487,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         runs = [[i, *memory.run(at, each.group.rank)] for i, (each, memory, at) in enumerate(self._places)]
         return [group.rank, group.world_size, runs]
 
+    @on_every_rank("optimizer.state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
@@ -541,6 +543,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in self._inner.state.get(piece, {}).items()
         }
 
+    @on_every_rank("optimizer.load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's state_dict(), or an ordinary whole state that is equal on every rank.
 
@@ -728,7 +731,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
                 continue
             held = key in mine and replica.slicing.speaks
-            data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
+            data = bytes_of(mine[key]) if held else b""
             pieces = comm.all_gather_bytes(data, label)
             result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
             flat = memory_order(result, parameter)
@@ -761,10 +764,8 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
         raise Error("this optimizer is sliced already: pass the one that it was made from")
     if kind.__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(f"{kind.__name__} slices state itself: pass the optimizer whose class it was given, or zero=0")
-    if partition == "tensor" and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            f"optimizer {name} joins all tensors to one: partition='tensor' cannot give them to different ranks"
-        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"optimizer {name} steps on all parameters as one vector and cannot be sliced: use zero=0")
     if partition == "auto" and name not in ELEMENTWISE:
         raise ValueError(
             f"optimizer {name} is not known to be elementwise, so it cannot be sliced automatically: pass "

@@ -244,7 +244,7 @@ def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
     """Return the reason why an optimizer with a parameter of another module cannot be sliced."""
     return (
         f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
-        "give each module an optimizer of its own"
+        "register it in the module before sw.wrap, or give its own module an optimizer of its own"
     )
 
 
@@ -258,7 +258,7 @@ def unlike_saved(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> str | N
         missing = sorted(needed - set(saved))
         if unknown and missing:
             return (
-                f"group {position} is of another optimizer than {type(optimizer).__name__}: it has {', '.join(unknown)} and lacks "
+                f"group {position} was saved by another optimizer than {type(optimizer).__name__}: it has {', '.join(unknown)} and lacks "
                 f"{', '.join(missing)}"
             )
     return None
