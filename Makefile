@@ -144,9 +144,9 @@ mutate-events-unseen: build
 kernels: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_device_kernels.py -k nvcc $(PYTEST_ARGS)
 
-# The first half hour on a card: a table, gpu-report.json and gpu-report.html. GPU_ARGS="--only kernels stages"
+# The first quarter of an hour on a card: a table, gpu-report.json and gpu-report.html. GPU_ARGS="--within 540"
 gpu: build
-	$(BIN)/python -m shardwright.gpu_check --to benchmarks/results/gpu $(GPU_ARGS)
+	$(BIN)/shardwright gpu-check --to benchmarks/results/gpu $(GPU_ARGS)
 
 bench: build
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench --quick || exit 1; done

@@ -1,6 +1,6 @@
 """The memory that a wrapped model uses on a rank, in bytes, before its first step.
 
-Wrapping lays out parameters and gradients. A copy of the optimizer steps on one small tensor to measure its state. For
+`shardwright plan` has the same sum for a model that is not there yet (planner/memory.py). Wrapping lays out parameters and gradients. A copy of the optimizer steps on one small tensor to measure its state. For
 an elementwise optimizer this gives the bytes per element.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .optim.master_weights import MasterOptimizer
+from .planner.memory import Memory
 
 if TYPE_CHECKING:
     from .parallel.replica import Replica
@@ -29,23 +30,31 @@ def memory_plan(replica: Replica) -> dict[str, Any]:
     states = [_state_bytes(replica, optimizer) for optimizer in optimizers]
     known = [each for each in states if each is not None]
     state = sum(known) if len(known) == len(states) else None
-    buffers = sum(store.planned_nbytes for store in replica.stores)
     in_memory = 0 if replica.stores else state
-    whole = _parameter_bytes(replica) + replica.reducer.planned_bytes
     plan: dict[str, Any] = {"optimizer_state_bytes": state} if optimizers else {}
-    return {**plan, "planned_bytes": None if in_memory is None else whole + in_memory + buffers}
+    if in_memory is None:
+        return {**plan, "planned_bytes": None}
+    parameters, units = _parameter_bytes(replica)
+    held = Memory(
+        parameters=parameters,
+        units=units,
+        gradients=replica.reducer.planned_bytes,
+        state=in_memory,
+        buffers=sum(store.planned_nbytes for store in replica.stores),
+    )
+    return {**plan, "planned_bytes": held.model_state}
 
 
-def _parameter_bytes(replica: Replica) -> int:
-    """Return the bytes of parameters; if a host shares one copy, this rank's part of it."""
+def _parameter_bytes(replica: Replica) -> tuple[int, int]:
+    """Return the bytes of parameters, and of whole units; if a host shares one copy, this rank's part of it."""
     sizes = [p.numel() * p.element_size() for p in replica.table.parameters]
     if not replica.zero:
-        return sum(sizes)
+        return sum(sizes), 0
     memory = replica.parameters()
     if memory.releases:
-        return memory.bytes_held + int(memory.plan()["unit_bytes"])
+        return memory.bytes_held, int(memory.plan()["unit_bytes"])
     held = memory.bytes_held // replica.group.world_size if memory.shared else memory.bytes_held
-    return held + sum(size for index, size in enumerate(sizes) if not memory.is_moved(index))
+    return held + sum(size for index, size in enumerate(sizes) if not memory.is_moved(index)), 0
 
 
 def _state_bytes(replica: Replica, optimizer: Any) -> int | None:

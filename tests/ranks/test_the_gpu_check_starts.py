@@ -42,7 +42,7 @@ def simulation(paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monkey
     """Make started processes find the simulated GPU, and a sanitizer that only runs its arguments."""
     tool = tmp_path / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
-    tool.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
+    tool.write_text('#!/bin/sh\nwhile case "$1" in --*) ;; *) false ;; esac; do shift 2; done\nexec "$@"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{RANKS}:{RANKS.parent}")
@@ -63,11 +63,48 @@ def reported(folder: Path) -> list[dict[str, Any]]:
 def test_the_parts_fit_into_half_an_hour() -> None:
     assert sum(part.limit_s for part in parts()) <= 30 * 60
     assert [part.name for part in parts()] == [part.name for part in parts(is_quick=True)]
+    assert all(part.least_s <= part.limit_s for part in parts())
+    assert sum(part.least_s for part in parts()) <= 540  # all of them start in one command on a lent machine
+
+
+@pytest.mark.parametrize("within", [0.0, 1.0, 59.0, 60.0, 300.0, 540.0, 3600.0])
+@pytest.mark.parametrize("taken", [0.0, 0.5, 1.0])
+def test_parts_end_within_the_time_given(
+    within: float, taken: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, clock, started = parts(), Clock(), dict[str, float]()
+    monkeypatch.setattr(runner, "time", clock)
+
+    def rows_of_part(part: Part, most_s: float, *_: Any) -> list[dict[str, Any]]:
+        started[part.name] = most_s
+        clock.passed += taken * most_s  # a part takes nothing, half or all of its limit
+        return []
+
+    monkeypatch.setattr(runner, "_rows_of_part", rows_of_part)
+    begun = clock.monotonic()
+    run_parts(chosen, tmp_path, within_s=within)
+    assert clock.monotonic() - begun <= within + 1.0  # and what this test takes
+    kept = [part for part in chosen if started[part.name]]
+    assert kept == list(chosen[: len(kept)])  # dropped from the end, and only what cannot have its least time
+    assert all(part.least_s <= started[part.name] <= part.limit_s for part in kept)
+    assert len(kept) == len(chosen) or sum(part.least_s for part in chosen[: len(kept) + 1]) > within
 
 
 def test_the_command_gives_each_row(simulation: None, tmp_path: Path) -> None:
     names = [part.name for part in parts()] if LONG else ["machine"]
-    words = [sys.executable, "-m", "shardwright.gpu_check", "--quick", "--to", str(tmp_path), "--place", PLACE]
+    words = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "gpu-check",
+        "--within",
+        "480",
+        "--quick",
+        "--to",
+        str(tmp_path),
+        "--place",
+        PLACE,
+    ]
     done = subprocess.run([*words, "--only", *names], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {(each["part"], each["case"]): each for each in reported(tmp_path)}
@@ -189,7 +226,8 @@ def test_a_run_that_ends_badly_keeps_its_rows(
     for part in ("failing", "refusing", "ending badly", "hanging"):
         assert found[part, "first"] == ("ok", "")
     assert found["failing", "second"][0] == "failed" and "the second case is missing" in found["failing", "second"][1]
-    assert found["refusing", "second"] == ("skipped", "no such card")
+    # the place was there, so a refusal of the engine is a failure: only a machine without a GPU skips
+    assert found["refusing", "second"][0] == "failed" and "no such card" in found["refusing", "second"][1]
     assert found["ending badly", "end of second"][0] == "failed"
     assert found["unsanitized", "first"] == ("skipped", "no-such-sanitizer is not installed")
     assert found["hanging", "second"][0] == "cut" and found["hanging", "too late"][0] == "cut"
@@ -201,3 +239,41 @@ def test_a_comparison_has_a_row_with_and_without_figures() -> None:
     beside, without = compare(part, rows)
     assert (beside["case"], beside["value"], beside["status"]) == ("zero=3 beside FSDP2", 1.5, "ok")
     assert without["status"] == "skipped"
+
+
+def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [Part(name, 100.0, (Run("a:body", (f"{name} case",)),), least_s=30.0) for name in ("one", "two", "three")]
+    started: list[tuple[str, float]] = []
+    clock = Clock()
+    monkeypatch.setattr(runner, "time", clock)
+
+    def rows_of(run: Run, limit_s: float, *_: Any) -> list[dict[str, Any]]:
+        started.append((run.cases[0], limit_s))
+        clock.passed += max(0.0, limit_s)  # each takes all that it may
+        return [row(run.cases[0], "ok" if limit_s > 0 else "cut")]
+
+    monkeypatch.setattr(runner, "rows_of", rows_of)
+    first = run_parts(given, tmp_path, within_s=70.0)
+    assert [each["status"] for each in first] == ["ok", "ok", "cut"]
+    assert [limit > 0 for _, limit in started] == [True, True, False] and started[0][1] <= 40.0
+    started.clear()
+    second = run_parts(given, tmp_path, before=json.loads((tmp_path / "gpu-report.json").read_text()))
+    assert [each["status"] for each in second] == ["ok"] * 3 and reported(tmp_path) == second
+    assert [case for case, _ in started] == ["three case"]
+
+
+def test_a_machine_without_a_gpu_has_another_exit_code_than_success(tmp_path: Path, monkeypatch: Any) -> None:
+    def rows_of(run: Run, *_: Any) -> list[dict[str, Any]]:
+        return [row(case, "skipped", note="the machine has no GPU") for case in run.cases]
+
+    monkeypatch.setattr(runner, "rows_of", rows_of)
+    assert runner.main(["--to", str(tmp_path), "--only", "machine"]) == 3
+
+
+def test_a_machine_that_refuses_a_sanitizer_skips_it(tmp_path: Path) -> None:
+    refuses = tmp_path / "sanitizer"
+    refuses.write_text("#!/bin/sh\necho '========= Error: Device not supported. Please refer to ...'\nexit 1\n")
+    refuses.chmod(0o755)
+    run = Run("correct:sanitized", ("memcheck",), prefix=(str(refuses),))
+    (found,) = runner.rows_of(run, 60.0, tmp_path, PLACE, lambda rows: None)
+    assert found["status"] == "skipped" and "refused by the machine" in found["note"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -24,16 +25,27 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import chaos, ckpt, config, doctor, kernels, run
+    from . import chaos, ckpt, config, doctor, kernels, plan_command, run
 
-    _Parser.arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["gpu-check"]:  # a program of its own, which uses the doctor of this one
+        sys.argv[1:] = arguments[1:]
+        runpy.run_module("shardwright.gpu_check", run_name="__main__")
+    _Parser.arguments = arguments
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    plan_command.add_parser(commands)
     doctor.add_parser(commands)
     ckpt.add_parser(commands)
     kernels.add_parser(commands)
     config.add_parser(commands)
     run.add_parser(commands)
     chaos.add_parser(commands)
-    options = parser.parse_args(arguments)
+    commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
+    words, program = list(arguments), []
+    if words[:1] == ["plan"] and "--" in words:  # argparse would give a program's options to the command
+        at = words.index("--")
+        words, program = words[:at], words[at + 1 :]
+    options = parser.parse_args(words)
+    options.words, options.after = words, program
     return int(options.run(options))

@@ -1,4 +1,4 @@
-"""`python -m shardwright.gpu_check`: one command for the first half hour on a GPU.
+"""`shardwright gpu-check`: one command for the first quarter of an hour on a GPU.
 
 | file | content |
 |---|---|

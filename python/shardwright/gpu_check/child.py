@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -34,18 +35,19 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     rank, world_size, folder = spec["rank"], spec["ranks"], spec["folder"]
     rows = Path(folder) / "rows.jsonl"
-    try:
-        with load(spec["place"])(rank, world_size, folder) as place:
-            backend = place.backend if world_size == 1 else "gloo"
-            dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-            with open(rows if rank == 0 else os.devnull, "a") as file:
-                for found in load(spec["body"])(place, rank, world_size, **spec["arguments"]):
-                    file.write(json.dumps(found) + "\n")
-                    file.flush()
-    except NotImplementedError as error:  # the machine lacks the feature
-        if rank == 0:
-            (Path(folder) / "skipped").write_text(str(error))
-        raise SystemExit(0) from None
+    with contextlib.ExitStack() as stack:
+        try:
+            place = stack.enter_context(load(spec["place"])(rank, world_size, folder))
+        except NotImplementedError as error:  # no GPU. Behind it the same class says that ours cannot use the GPU
+            if rank == 0:
+                (Path(folder) / "skipped").write_text(str(error))
+            return
+        backend = place.backend if world_size == 1 else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+        file = stack.enter_context(open(rows if rank == 0 else os.devnull, "a"))
+        for found in load(spec["body"])(place, rank, world_size, **spec["arguments"]):
+            file.write(json.dumps(found) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,17 @@ _CASES, _CASES_QUICK, _CASES_SANITIZED = 400, 4, 6
 # machine -------------------------------------------------------------------------------------------------------------
 
 
+def warm(place: Any, rank: int, world_size: int) -> Iterator[Row]:
+    """Start torch and this GPU's kernels once, so that no other run pays for cold files or for a compiler."""
+    place.synchronize()
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    yield row("torch", value=age, unit="s", note="from the start of the process to an idle GPU")
+    begun = time.perf_counter()
+    about = place.open().describe()
+    yield row("kernels' image", value=time.perf_counter() - begun, unit="s", note=str(about["kernels"]))
+
+
 def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     """Report versions, the card, NCCL, the kernels' image and the findings of `shardwright doctor`."""
     versions = f"shardwright {sw.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}"
@@ -38,7 +52,7 @@ def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     about = comm.describe()
     missing = about["nccl_missing"]
     version = ".".join(map(str, about["nccl"])) if not missing else missing
-    yield row("NCCL", "skipped" if missing else "ok", note=version)
+    yield row("NCCL", "failed" if missing else "ok", note=version)
     yield row("kernels", note=str(about["kernels"]))
     found = doctor_gpu.findings()
     harmful = [each for each in found if each.verdict in ("bad", "slow")]

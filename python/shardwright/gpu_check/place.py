@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import _engine
 from ..torch_compat import cuda
 
 
@@ -19,7 +20,8 @@ class Gpu:
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
-            raise NotImplementedError("this torch has no CUDA, or the machine has no GPU")
+            _engine.cuda_devices()  # NotImplementedError: there is no driver, or it shows no GPU
+            raise RuntimeError(f"the driver shows a GPU, and torch {torch.__version__} cannot use it")
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +44,24 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """Runs that share a limit, in seconds. `comparisons`: (case, peer, goal); the ratio of the values of case and peer
-    should reach the goal."""
+    """Runs that share a limit.
+
+    Attributes
+    ----------
+    limit_s : float
+        The longest that the runs may take in all, in seconds.
+    runs : tuple of Run
+    comparisons : tuple of (case, peer, goal)
+        The ratio of the values of case and peer should reach the goal.
+    least_s : float
+        What a warm machine needs, in seconds. With less, the part does not start.
+    """
 
     name: str
     limit_s: float
     runs: tuple[Run, ...]
     comparisons: tuple[tuple[str, str, float], ...] = ()
+    least_s: float = 20.0
 
     @property
     def cases(self) -> tuple[str, ...]:
@@ -60,7 +71,9 @@ class Part:
 
 
 def _sanitized(tool: str, is_quick: bool) -> Run:
-    prefix = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+    # API errors are reported by default: optional functions that a driver lacks, and queries of host pointers
+    api_errors = ("--report-api-errors", "no") if tool == "memcheck" else ()
+    prefix = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *api_errors)
     return Run("correct:sanitized", (tool,), arguments={"tool": tool, "is_quick": is_quick}, prefix=prefix)
 
 
@@ -70,33 +83,58 @@ def _shared(ranks: int, way: str) -> Run:
 
 
 def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
-    """Return all parts, in order. `is_quick`: use sizes that a simulated GPU runs in seconds."""
+    """Return all parts, the most valuable first. `is_quick`: use sizes that a simulated GPU runs in seconds."""
     size = {"is_quick": is_quick}
     kernels = tuple(_engine.device_kernel_cases())
     slots = {_TRANSPORT: "shm"}
     return (
-        Part("machine", 60, (Run("correct:machine", ("versions", "GPU", "NCCL", "kernels", "doctor")),)),
+        # torch's libraries come from a cold disk, and NVRTC compiles the kernels: outside of the other limits
+        Part("cold start", 240, (Run("correct:warm", ("torch", "kernels' image")),)),
+        Part("machine", 180, (Run("correct:machine", ("versions", "GPU", "NCCL", "kernels", "doctor")),)),
         Part("kernels", 150, (Run("correct:kernels", kernels, arguments=size),)),
-        Part("sanitizers", 90, tuple(_sanitized(tool, is_quick) for tool in SANITIZERS)),
         Part("stages", 120, (Run("correct:stages", tuple(f"zero={zero}" for zero in _STAGES)),)),
-        Part("ranks on one GPU", 300, tuple(_shared(ranks, way) for ranks in (2, 3) for way in ("shm", "ipc"))),
-        Part(
-            "faults",
-            60,
-            (
-                Run("faults:full_queue", ("full queue",), 2, environment=slots),
-                Run("faults:killed_peer", ("killed peer",), 2, environment=slots, dying=1),
-                Run("faults:interrupt", ("Ctrl-C",), 2, environment=slots),
-            ),
-        ),
-        Part("bandwidth", 180, (Run("speed:bandwidths", BANDWIDTHS, arguments=size),)),
+        Part("bandwidth", 180, (Run("speed:bandwidths", BANDWIDTHS, arguments=size),), least_s=30),
         Part(
             "training",
             360,
             tuple(Run("train:arm", (arm,), arguments={"name": arm, **size}) for arm in ARMS),
             () if is_quick else (("zero=0", "DDP", 1.0), ("zero=3", "FSDP2", 1.0)),
+            least_s=90,
         ),
+        Part(
+            "ranks on one GPU",
+            300,
+            tuple(_shared(ranks, way) for ranks in (2, 3) for way in ("shm", "ipc")),
+            least_s=60,
+        ),
+        Part(
+            "faults",
+            150,
+            (
+                Run("faults:full_queue", ("full queue",), 2, size, slots),
+                Run("faults:killed_peer", ("killed peer",), 2, size, slots, dying=1),
+                Run("faults:interrupt", ("Ctrl-C",), 2, size, slots),
+            ),
+            least_s=60,
+        ),
+        Part("sanitizers", 90, tuple(_sanitized(tool, is_quick) for tool in SANITIZERS), least_s=30),
     )
+
+
+def count_kept(chosen: Sequence[Part], within_s: float) -> int:
+    """Return how many parts have their least time if all end within `within_s` seconds; the rest, the last ones, are
+    dropped."""
+    kept = len(chosen)
+    while kept and sum(part.least_s for part in chosen[:kept]) > within_s:
+        kept -= 1
+    return kept
+
+
+def limit_s(kept: Sequence[Part], left_s: float) -> float:
+    """Return how long kept[0] may take, in seconds: its whole limit as long as the parts behind it keep their least
+    time."""
+    spare_s = left_s - sum(part.least_s for part in kept[1:])
+    return min(kept[0].limit_s, max(kept[0].least_s, spare_s))
 
 
 #: rows of speed.py

@@ -5,7 +5,7 @@ A row is one finding: part, case, status, value, unit, goal, note. Statuses:
     ok       as expected
     wrong    bits, a count or a message differ from what was expected
     slow     a goal was missed
-    skipped  the machine lacks a feature; the note says which
+    skipped  the machine has no GPU, or a tool is not installed; the note says which
     failed   the process ended with an error; the note quotes it
     cut      the part's time limit passed first
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+REPORT = "gpu-report.json"
 BAD = ("wrong", "failed", "cut")
 _COLUMNS = ("part", "case", "status", "value", "unit", "goal", "note")
 _NOTE = 300
@@ -77,7 +78,7 @@ def _page(title: str, rows: Sequence[Row]) -> str:
 def write(folder: Path, about: dict[str, Any], rows: Sequence[Row]) -> None:
     """Replace gpu-report.json and gpu-report.html atomically, so that a reader always finds a complete file."""
     texts = {
-        "gpu-report.json": json.dumps({**about, "rows": list(rows)}, indent=1) + "\n",
+        REPORT: json.dumps({**about, "rows": list(rows)}, indent=1) + "\n",
         "gpu-report.html": _page(f"GPU check, {about['begun']}", rows),
     }
     for name, text in texts.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import shutil
@@ -15,54 +16,111 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from .plan import Part, Run, parts
-from .report import BAD, Row, least, row, table, write
+from .plan import Part, Run, count_kept, limit_s, parts
+from .report import BAD, REPORT, Row, least, row, table, write
 
 _POLL_S = 0.05
 #: seconds between the request to end a process and its kill
 _GRACE_S = 2.0
+#: what compute-sanitizer says where it cannot work at all
+_REFUSALS = ("Device not supported", "not supported on this", "Failed to initialize", "Unable to find the injection")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check. Exit code 0: no row is wrong (rows may be slow or skipped); 1: a row is wrong; 2: wrong usage."""
+    """Run the check.
+
+    Returns the exit code. 0: no row is wrong (rows may be slow or skipped); 1: a row is wrong, failed or cut; 2: wrong
+    usage; 3: there is no GPU, so nothing was checked.
+    """
     names = [part.name for part in parts()]
-    parser = argparse.ArgumentParser(prog="python -m shardwright.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="shardwright gpu-check", description="Check and time a GPU: a table and two reports."
+    )
     parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where gpu-report.json and .html go")
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}"
     )
+    parser.add_argument("--within", type=_seconds, metavar="SECONDS", help="end by then: the last parts get less time")
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help="run what the report in --to lacks")
     parser.add_argument("--quick", action="store_true", help="small sizes, whose times mean nothing")
     parser.add_argument("--place", default="place:gpu", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    before = _report_of(options.to) if options.goes_on else None
+    if options.goes_on and before is None:
+        parser.error(f"--continue needs {options.to / REPORT}, which an earlier check writes")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends started processes, as Ctrl-C does
     options.to.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts(is_quick=options.quick) if part.name in options.only]
-    rows = run_parts(chosen, options.to, options.place)
+    rows = run_parts(chosen, options.to, options.place, options.within, before)
     print(table(rows))
-    return int(any(each["status"] in BAD for each in rows))
+    if any(each["status"] in BAD for each in rows):
+        return 1
+    return 3 if all(each["status"] == "skipped" for each in rows) else 0
 
 
-def run_parts(chosen: Sequence[Part], to: Path, place: str = "place:gpu") -> list[Row]:
-    """Run the parts and return all rows. gpu-report.json and .html in `to` always contain the rows found so far."""
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
+    return value
+
+
+def _report_of(folder: Path) -> dict[str, Any] | None:
+    """Return the report that an earlier check wrote, None if there is none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def run_parts(
+    chosen: Sequence[Part],
+    to: Path,
+    place: str = "place:gpu",
+    within_s: float | None = None,
+    before: dict[str, Any] | None = None,
+) -> list[Row]:
+    """Run the parts and return all rows. The reports in `to` always contain the rows found so far.
+
+    Parts that are complete in `before`, an earlier report, keep its rows and are not run.
+    """
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     about = {"begun": now, "host": platform.node(), "system": platform.platform(), "python": platform.python_version()}
-    rows: list[Row] = []
+    rows: list[Row] = [each for each in (before or {}).get("rows", ()) if each["status"] != "cut"]
+    done = {part.name for part in chosen if set(part.cases) <= {r["case"] for r in rows if r["part"] == part.name}}
+    chosen = [part for part in chosen if part.name not in done]
+    left = {part.name for part in chosen}
+    rows = [each for each in rows if each["part"] not in left]
     write(to, about, rows)
-    for part in chosen:
-        end = time.monotonic() + part.limit_s
-        for run in part.runs:
-            print(f"{part.name}: {', '.join(run.cases[:4])}{' ...' if len(run.cases) > 4 else ''}", flush=True)
-
-            def tell(found: list[Row], part: Part = part) -> None:
-                write(to, about, [*rows, *({"part": part.name, **each} for each in found)])
-
-            found = rows_of(run, end - time.monotonic(), to, place, tell)
-            rows += [{"part": part.name, **each} for each in found]
-            write(to, about, rows)
-        rows += [{"part": part.name, **each} for each in compare(part, rows)]
+    end = time.monotonic() + (math.inf if within_s is None else within_s)
+    kept = chosen[: count_kept(chosen, math.inf if within_s is None else within_s)]
+    for k, part in enumerate(chosen):
+        most_s = limit_s(kept[k:], end - time.monotonic()) if k < len(kept) else 0.0
+        rows += _rows_of_part(part, most_s, to, place, lambda found: write(to, about, [*rows, *found]))
         write(to, about, rows)
     return rows
+
+
+def _rows_of_part(part: Part, most_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
+    """Run one part and return its rows. Calls tell(rows so far) as rows arrive."""
+    end, rows = time.monotonic() + most_s, list[Row]()
+
+    def named(found: Sequence[Row]) -> list[Row]:
+        return [{"part": part.name, **each} for each in found]
+
+    for run in part.runs:
+        shown = f"{', '.join(run.cases[:4])}{' ...' if len(run.cases) > 4 else ''}"
+        print(f"{part.name}: {shown}" if most_s else f"{part.name}: no time is left for it", flush=True)
+        found = rows_of(run, end - time.monotonic(), to, place, lambda found: tell(rows + named(found)))
+        rows += named(found)
+        tell(rows)
+    return rows + named(compare(part, rows))
 
 
 def compare(part: Part, rows: Sequence[Row]) -> list[Row]:
@@ -96,11 +154,14 @@ def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list
         found = _read(folder)
         skipped = folder / "skipped"
         if is_cut:
-            status, note = "cut", f"not done within {limit_s:.0f} s"
+            status = "cut"
+            note = f"not done within {limit_s:.0f} s" if limit_s > 0 else "no time was left; --continue runs it"
         elif skipped.exists():
             status, note = "skipped", skipped.read_text()
         else:
             status, note = "failed", _last_words(folder, codes, run)
+            if run.prefix and any(each in note for each in _REFUSALS):
+                status, note = "skipped", f"refused by the machine: {note}"
         there = {each["case"] for each in found}
         missing = [row(case, status, note=note) for case in run.cases if case not in there]
         expected = [-signal.SIGKILL if rank == run.dying else 0 for rank in range(run.ranks)]

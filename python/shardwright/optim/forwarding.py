@@ -61,6 +61,8 @@ class Forwarding(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute where it is: on the user's optimizer if only that one has it."""
-        kind = type(self)
-        ours = name in self.__dict__ or hasattr(kind, name) or not self._forwards or not _is_forwarded(name)
-        super().__setattr__(name, value) if ours or not hasattr(self._inner, name) else setattr(self._inner, name, value)
+        is_ours = name in self.__dict__ or hasattr(type(self), name) or not self._forwards or not _is_forwarded(name)
+        if is_ours or not hasattr(self._inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._inner, name, value)

@@ -500,7 +500,8 @@ class Replica:
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
-            self._unaveraged.check(optimizer, self.group.comm.all_gather_bytes)
+            if self._unaveraged.checked.get(optimizer) != len(optimizer.param_groups):
+                self._unaveraged.check(optimizer, self.group.comm.all_gather_bytes)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Broadcast parameters and `buffers` of rank `root`. Collective."""

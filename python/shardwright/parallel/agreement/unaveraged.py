@@ -1,4 +1,4 @@
-"""Parameters that an optimizer steps on at zero=0 beside those of wrapped modules, and that nobody averages.
+"""Parameters that an optimizer steps on at zero=0 beside those of wrapped modules, and that no wrapper averages.
 
 A loss may have parameters (class centres, a temperature), which its optimizer gets with the wrapped module's. Without an
 average they drift apart in silence. So their first gradients that are not zero are compared between ranks: equal bits
@@ -33,21 +33,22 @@ class UnaveragedCheck:
         The wrapped module's class.
     is_known : callable
         Tells whether a parameter is one of a wrapped module.
+
+    Attributes
+    ----------
+    checked : WeakKeyDictionary
+        By optimizer, the number of groups that need no more checks.
     """
 
     def __init__(self, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._label, self._is_known = label, is_known
-        self._checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def check(self, optimizer: torch.optim.Optimizer, gather: Callable[[bytes, str], list[bytes]]) -> None:
         """Raise Error, the same on all ranks, for a gradient that differs between ranks.
 
-        Collective until each such parameter has had a gradient; then, and for an optimizer without such parameters, it
-        costs a count of the optimizer's parameters.
+        Collective until each such parameter has had a gradient; the groups then count as checked.
         """
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._checked.get(optimizer) == count:
-            return
         suspects = {
             f"group {position}, parameter {number}": p
             for position, group in enumerate(optimizer.param_groups)
@@ -55,7 +56,7 @@ class UnaveragedCheck:
             if p.requires_grad and not is_dtensor(p) and not self._is_known(p)
         }
         if not suspects:
-            self._checked[optimizer] = count
+            self.checked[optimizer] = len(optimizer.param_groups)
             return
         mine = [_digest(p.grad) for p in suspects.values()]
         said = [json.loads(each) for each in gather(json.dumps(mine).encode(), "gradients that no wrapper averages")]
@@ -63,12 +64,12 @@ class UnaveragedCheck:
             if any(value != values[0] for value in values):
                 raise Error(
                     f"optimizer: {_name_of(parameter)!r} of shape {tuple(parameter.shape)} ({place}) is not a parameter of the "
-                    f"wrapped {self._label}, and its gradients differ between ranks, so nobody averages them and ranks would "
+                    f"wrapped {self._label}, and its gradients differ between ranks, so they are not averaged and ranks would "
                     "drift apart: wrap one ModuleList of both modules, sw.wrap the other module too, average its gradients "
                     "before each step, or give it an optimizer of its own if each rank trains its own"
                 )
         if all(any(values) for values in zip(*said)):
-            self._checked[optimizer] = count
+            self.checked[optimizer] = len(optimizer.param_groups)
 
 
 def _digest(gradient: torch.Tensor | None) -> int:

@@ -1,0 +1,362 @@
+"""`shardwright plan`: what fits, which configuration to run and why, and the files that start it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .report import printable
+
+if TYPE_CHECKING:
+    from ..planner.choose import Candidate, Choice, Work
+    from ..planner.machine import Machine
+    from ..planner.saving import SavePlan
+    from ..planner.shape import Shape
+
+_EPILOG = """Examples:
+  shardwright plan config.json --hosts 1 --ranks 8 --gpu h100 --tokens 1T
+  shardwright plan --parameters 7B --layers 32 --width 4096 --vocabulary 32000 --ranks 8 --memory 80GB
+  shardwright plan train.py:build_model --ranks 4 --memory 6GB --json
+  shardwright plan config.json --hosts 2 --ranks 8 --gpu h100 --launch slurm -- train.py --steps 1000 > train.sbatch
+
+Exit codes: 0 a configuration fits, 1 nothing fits, 2 usage error."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to an argparse subparsers object."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="choose a configuration by memory and time, and print how to start it",
+        description="Print what a model needs at each stage, the configuration to run with its reason, how often to save, and "
+        "launch files. Closed formulas: no GPU, no download.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", nargs="?", help="a config.json or its folder, or module:name or file.py:name")
+    model = parser.add_argument_group("the model by numbers")
+    model.add_argument("--parameters", metavar="COUNT", help="such as 7B")
+    for name in ("layers", "width", "vocabulary", "heads", "kv-heads", "inner"):
+        model.add_argument(f"--{name}", metavar="COUNT")
+    ranks = parser.add_argument_group("the machine")
+    ranks.add_argument("--hosts", type=int, default=1, metavar="N")
+    ranks.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks per host (default: 1)")
+    ranks.add_argument("--memory", metavar="SIZE", help="per rank, such as 80GB; default: the GPU's")
+    ranks.add_argument("--gpu", metavar="NAME", help="such as h100; without it ranks compute on CPUs")
+    ranks.add_argument("--peak", type=float, metavar="TFLOP/S", help="peak rate per rank; default: the GPU's")
+    ranks.add_argument("--mfu", type=float, default=0.4, help="the part of it that training reaches (default: 0.4)")
+    ranks.add_argument("--link", metavar="RATE", help="inside a host: a name such as nvlink, or 300GB/s")
+    ranks.add_argument("--network", metavar="RATE", help="between hosts: a name such as 8x400g, or 100Gbit")
+    work = parser.add_argument_group("the run")
+    work.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per rank and forward (default: 1)")
+    work.add_argument(
+        "--sequence", type=int, default=2048, metavar="TOKENS", help="tokens per sequence (default: 2048)"
+    )
+    work.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards per step (default: 1)")
+    work.add_argument("--tokens", metavar="COUNT", help="tokens of the run, such as 1T")
+    work.add_argument("--steps", metavar="COUNT", help="steps of the run, instead of --tokens")
+    work.add_argument("--optimizer", default="adamw", metavar="NAME")
+    work.add_argument(
+        "--precision", default=None, metavar="NAME", help="fp32, bf16, bf16-parameters, fp16; default: bf16 on GPUs"
+    )
+    for name, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
+        work.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{meaning} parallel ranks (default: 1)")
+    saving = parser.add_argument_group("checkpoints")
+    saving.add_argument("--mtbf-hours", type=float, metavar="H", help="mean time between failures of the job")
+    saving.add_argument("--save-seconds", type=float, metavar="S", help="training time that one save costs")
+    saving.add_argument(
+        "--disk-rate", default="1GB", metavar="SIZE", help="bytes per second of the folder (default: 1GB)"
+    )
+    saving.add_argument("--folder", help="where checkpoints go: warns of a disk that does not outlive the job")
+    saving.add_argument("--keep-last", type=int, default=3, metavar="N")
+    saving.add_argument("--milestones", type=int, default=0, metavar="N", help="checkpoints kept for good")
+    rate = parser.add_argument_group("learning rate")
+    rate.add_argument("--learning-rate", type=float, metavar="LR", help="at --base-batch: print it for this batch")
+    rate.add_argument("--base-batch", metavar="TOKENS", help="tokens per step for which --learning-rate was found")
+    rate.add_argument(
+        "--rule", default=None, metavar="NAME", help="linear or sqrt; default: sqrt for Adam, else linear"
+    )
+    out = parser.add_argument_group("what to print")
+    out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    out.add_argument(
+        "--form", metavar="NAME", help="print only the configuration: wrap, accelerate, fsdp2 or deepspeed"
+    )
+    out.add_argument(
+        "--launch",
+        metavar="NAME",
+        help="print only a launch file: torchrun, accelerate, slurm, sky, jobset, hostfile; the program follows after --",
+    )
+    out.add_argument("--hostfile", metavar="FILE", help="hosts for --launch hostfile")
+    out.add_argument("--hours", type=float, default=24.0, metavar="H", help="the job's time limit (default: 24)")
+    out.add_argument("--cpus", type=int, default=8, metavar="N", help="processors per rank (default: 8)")
+    out.add_argument("--name", default="train", help="the job's name")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan. Return 0 if something fits, 1 if nothing does, 2 for input that no plan can be made for."""
+    from ..planner.shape import PlanError
+
+    try:
+        return _run(options)
+    except PlanError as error:
+        if options.json:
+            print(json.dumps({"ok": False, "error": str(error)}, indent=2))
+        print(f"shardwright plan: {printable(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ..planner import choose, forms, launch, saving
+    from ..planner.machine import bytes_of, count_of
+    from ..planner.shape import PlanError
+
+    machine = _machine(options)
+    work = _work(options, machine)
+    shape = _shape(options)
+    found = choose.choose(shape, machine, work)
+    if options.form is not None and options.form not in forms.FORMS:
+        raise PlanError(f"--form must be one of {', '.join(forms.FORMS)}, got {options.form!r}")
+    if options.launch is not None:
+        accelerate = forms.FORMS["accelerate"](found.chosen, machine, work)
+        program = options.after or ["train.py"]
+        job = launch.Job(
+            program,
+            machine,
+            options.name,
+            options.hours,
+            options.cpus,
+            hostfile=options.hostfile,
+            accelerate=accelerate,
+            made_by=f"made by: shardwright {shlex.join([*options.words, '--', *program])}",
+        )
+        print(launch.launch_file(options.launch, job), end="")
+        return 0
+    if options.form is not None:
+        print(forms.FORMS[options.form](found.chosen, machine, work))
+        return 0 if found.chosen.fits else 1
+    if options.mtbf_hours is not None and options.mtbf_hours <= 0:
+        raise PlanError(f"--mtbf-hours must be positive, got {options.mtbf_hours}")
+    saves = saving.save_plan(
+        shape,
+        optimizer=work.optimizer,
+        precision=work.precision,
+        ranks=machine.world,
+        mtbf_s=None if options.mtbf_hours is None else 3600 * options.mtbf_hours,
+        save_s=options.save_seconds,
+        disk_rate=bytes_of(options.disk_rate, "--disk-rate"),
+        keep_last=options.keep_last,
+        milestones=options.milestones,
+        folder=options.folder,
+    )
+    rate = None
+    if options.learning_rate is not None:
+        if options.base_batch is None:
+            raise PlanError("--learning-rate needs --base-batch, the tokens per step for which it was found")
+        rule = options.rule or ("sqrt" if work.optimizer.startswith("adam") else "linear")
+        base = count_of(options.base_batch, "--base-batch")
+        rate = saving.learning_rate(options.learning_rate, base, found.global_batch_tokens, rule)
+    table = choose.candidates(shape, machine, work)
+    if options.json:
+        print(json.dumps(_as_json(shape, machine, work, found, table, saves, rate), indent=2))
+    else:
+        print("\n".join(_lines(shape, machine, work, found, table, saves, rate)))
+    return 0 if found.chosen.fits else 1
+
+
+def _positive(options: argparse.Namespace, *names: str) -> None:
+    from ..planner.shape import PlanError
+
+    for name in names:
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None and not value > 0:
+            raise PlanError(f"--{name} must be positive, got {value}")
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    from ..planner.machine import GPUS, Machine, bytes_of, link_of, peak_of
+    from ..planner.shape import PlanError
+
+    _positive(options, "hosts", "ranks", "peak", "batch", "sequence", "accumulate", "cpus", "hours", "keep-last")
+    if not 0 < options.mfu <= 1:
+        raise PlanError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
+    gpu = options.gpu.lower() if options.gpu else None
+    if gpu is not None and gpu not in GPUS:
+        raise PlanError(
+            f"--gpu must be one of {', '.join(GPUS)}, got {options.gpu!r}; else pass --memory and --peak alone"
+        )
+    if options.memory is None and gpu is None:
+        raise PlanError(
+            "--memory is needed: the bytes that each rank may use, such as 80GB (or --gpu, which has its own)"
+        )
+    memory = bytes_of(options.memory, "--memory") if options.memory else GPUS[gpu or ""][2] * 10**9
+    on_gpu = gpu is not None
+    inside = link_of(options.link or ("nvlink" if on_gpu else "shm"), "--link")
+    between = link_of(options.network or ("8x400g" if on_gpu else "10g"), "--network")
+    item = 4 if options.precision == "fp32" or (options.precision is None and not on_gpu) else 2
+    return Machine(
+        hosts=options.hosts,
+        ranks=options.ranks,
+        memory=memory,
+        inside=inside,
+        between=between,
+        on_gpu=on_gpu,
+        gpu=gpu,
+        peak=peak_of(gpu, options.peak, item),
+        has_bf16=GPUS[gpu][3] if gpu else True,
+    )
+
+
+def _work(options: argparse.Namespace, machine: Machine) -> Work:
+    from ..planner.choose import Work
+    from ..planner.machine import count_of
+    from ..planner.memory import OPTIMIZERS, PRECISIONS
+    from ..planner.shape import PlanError
+
+    default = "fp32" if not machine.on_gpu else "bf16" if machine.has_bf16 else "fp16"
+    precision = options.precision or default
+    if precision not in PRECISIONS:
+        raise PlanError(f"--precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if options.optimizer not in OPTIMIZERS:
+        raise PlanError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {options.optimizer!r}")
+    work = Work(
+        micro_batch=options.batch,
+        sequence=options.sequence,
+        accumulate=options.accumulate,
+        tokens=None if options.tokens is None else count_of(options.tokens, "--tokens"),
+        optimizer=options.optimizer,
+        precision=precision,
+        mfu=options.mfu,
+        tp=options.tp,
+        pp=options.pp,
+        ep=options.ep,
+        cp=options.cp,
+    )
+    if options.steps is not None:
+        import dataclasses
+
+        if options.tokens is not None:
+            raise PlanError("pass --tokens or --steps, not both")
+        data = machine.world // max(1, work.tp * work.pp * work.cp)
+        per_step = data * work.micro_batch * work.sequence * work.accumulate
+        work = dataclasses.replace(work, tokens=count_of(options.steps, "--steps") * per_step)
+    return work
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    from ..planner.machine import count_of
+    from ..planner.shape import PlanError, from_config, from_module, from_numbers
+
+    names = ("parameters", "layers", "width", "vocabulary", "heads", "kv_heads", "inner")
+    given: dict[str, Any] = {name: count_of(text, f"--{name}") for name in names if (text := getattr(options, name)) is not None}
+    if options.model is None:
+        missing = [f"--{name}" for name in ("layers", "width", "vocabulary") if name not in given]
+        if missing:
+            raise PlanError(
+                f"no model: pass a config.json, module:name, or numbers, of which {' and '.join(missing)} are missing"
+            )
+        return from_numbers(**given)
+    if given:
+        raise PlanError(f"pass a model or numbers, not both: got {options.model} and --{next(iter(given))}")
+    model: str = options.model
+    return from_module(model) if ":" in model and not model.endswith(".json") else from_config(model)
+
+
+def _as_json(
+    shape: Shape,
+    machine: Machine,
+    work: Work,
+    found: Choice,
+    table: list[Candidate],
+    saves: SavePlan,
+    rate: tuple[float, str] | None,
+) -> dict[str, Any]:
+    import dataclasses
+
+    from ..planner.choose import as_dict
+    from ..planner.forms import FORMS
+
+    return {
+        "ok": found.chosen.fits,
+        "model": {"name": shape.name, "parameters": shape.numel, "active_parameters": shape.active_numel},
+        "machine": dataclasses.asdict(machine),
+        "work": dataclasses.asdict(work),
+        "table": [as_dict(each) for each in table],
+        "chosen": as_dict(found.chosen),
+        "reason": found.reason,
+        "nearest_that_does_not_fit": None if found.nearest is None else as_dict(found.nearest),
+        "notes": found.notes,
+        "seconds_per_step": found.seconds,
+        "tokens_per_step": found.global_batch_tokens,
+        "days": found.days,
+        "checkpoints": dataclasses.asdict(saves),
+        "learning_rate": None if rate is None else {"value": rate[0], "source": rate[1]},
+        "forms": {name: make(found.chosen, machine, work) for name, make in FORMS.items()},
+    }
+
+
+_COLUMNS = ("parameters", "gradients", "state", "units", "activations")
+
+
+def _lines(
+    shape: Shape,
+    machine: Machine,
+    work: Work,
+    found: Choice,
+    table: list[Candidate],
+    saves: SavePlan,
+    rate: tuple[float, str] | None,
+) -> list[str]:
+    from ..planner.forms import wrap_call
+    from ..planner.machine import shown_bytes
+
+    chosen, memory = found.chosen, machine.memory
+    active = f" ({shape.active_numel / 1e9:.3g} B per token)" if shape.active_numel != shape.numel else ""
+    where = f"{machine.hosts} x {machine.ranks} ranks with {shown_bytes(memory)}"
+    lines = [f"{shape.name}: {shape.numel:,} parameters{active}, {work.precision}, {work.optimizer}, on {where}", ""]
+    head = ["per rank", *_COLUMNS, "total", ""]
+    rows = [head]
+    for each in table:
+        held = each.memory
+        cells = [shown_bytes(getattr(held, name)) if getattr(held, name) else "-" for name in _COLUMNS]
+        note = "fits" if each.fits else f"{shown_bytes(each.over)} over"
+        label = each.label.replace("activation checkpointing", "checkpointing")
+        rows.append([label, *cells, shown_bytes(held.total), note])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1]))]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    lines += ["", found.reason]
+    if found.nearest is not None and chosen.fits:
+        nearest = found.nearest
+        lines.append(
+            f"Nearest that does not fit: {nearest.label}, {shown_bytes(nearest.memory.total)}, {shown_bytes(nearest.over)} too much."
+        )
+    lines += ["", *(f"    {line}" for line in wrap_call(chosen, machine, work).splitlines()), ""]
+    if "compute" in found.seconds:
+        seconds = found.seconds["compute"] + found.seconds["exposed"]
+        text = f"A step of {found.global_batch_tokens:,} tokens takes {seconds:.3g} s at {100 * work.mfu:.0f} % of the peak rate"
+        if found.days is not None:
+            text += f"; {work.tokens:,} tokens take {found.days:.3g} days (6 N T / rate)"
+        lines.append(text + ".")
+    lines += [f"- {note}" for note in found.notes]
+    lines += ["", *_save_lines(saves)]
+    if rate is not None:
+        lines += ["", f"Learning rate for {found.global_batch_tokens:,} tokens per step: {rate[0]:.3g} ({rate[1]})."]
+    return list(map(printable, lines))
+
+
+def _save_lines(saves: SavePlan) -> list[str]:
+    from ..planner.machine import shown_bytes
+
+    days = saves.mtbf_s / 86400
+    often = f"{days:.3g} days" if days >= 1 else f"{24 * days:.3g} hours"
+    return [
+        f"Save every {saves.every_s:.0f} s (sw.Checkpointer.save(step, every_s={saves.every_s:.0f})): a failure each {often}, "
+        f"{saves.save_s:.2g} s of training per save, {100 * saves.lost:.2g} % of the time lost in all (Young 1974, Daly 2006).",
+        f"A checkpoint takes {shown_bytes(saves.checkpoint_bytes)}; keep_last={saves.keep_last} and one being written: "
+        f"{shown_bytes(saves.disk_bytes)} of disk.",
+        *(f"- {note}" for note in saves.notes),
+    ]

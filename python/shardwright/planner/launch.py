@@ -1,0 +1,288 @@
+"""Launch files: one function per launcher, each returns a complete file. All of them end in torchrun, whose variables
+sw.wrap reads, but accelerate, which starts ranks itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .machine import Machine
+from .shape import PlanError
+
+__all__ = ["LAUNCHERS", "Job", "launch_file", "read_hostfile"]
+
+_PORT = 29500
+#: seconds before the limit in which a job saves its last step
+_NOTICE_S = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program and what a scheduler must know of it.
+
+    Attributes
+    ----------
+    program : sequence of str
+        The script and its arguments.
+    hours : float
+        The time limit.
+    cpus : int
+        Processors per rank.
+    accelerate : str
+        The text of accelerate's configuration file.
+    """
+
+    program: Sequence[str]
+    machine: Machine
+    name: str = "train"
+    hours: float = 24.0
+    cpus: int = 8
+    image: str = "pytorch/pytorch:latest"
+    hostfile: str | None = None
+    accelerate: str = ""
+    made_by: str = "shardwright plan"
+
+
+def launch_file(kind: str, job: Job) -> str:
+    """Return the file of a launcher by its name. Raises PlanError for an unknown one."""
+    if kind not in LAUNCHERS:
+        raise PlanError(f"--launch must be one of {', '.join(LAUNCHERS)}, got {kind!r}")
+    return LAUNCHERS[kind](job)
+
+
+def _threads(job: Job) -> str:
+    """Return torchrun's variable of threads. Ranks on CPUs compute with all their processors, others only start kernels."""
+    return f"export OMP_NUM_THREADS={1 if job.machine.on_gpu else max(1, job.cpus)}"
+
+
+def _program(job: Job) -> str:
+    return " ".join(map(shlex.quote, job.program))
+
+
+def _elastic(job: Job, address: str) -> str:
+    """Return torchrun's command for one host of several: a rendezvous that survives restarts and a lost host's return."""
+    machine = job.machine
+    return " \\\n    ".join(
+        [
+            f"torchrun --nnodes={machine.hosts} --nproc-per-node={machine.ranks} --max-restarts=3",
+            f'--rdzv-backend=c10d --rdzv-endpoint="{address}:{_PORT}" --rdzv-id={shlex.quote(job.name)}',
+            _program(job),
+        ]
+    )
+
+
+def _torchrun(job: Job) -> str:
+    lines = ["#!/usr/bin/env bash", f"# {job.made_by}"]
+    if job.machine.hosts == 1:
+        lines += ["set -euo pipefail", _threads(job)]
+        lines.append(
+            f"exec torchrun --standalone --nproc-per-node={job.machine.ranks} --max-restarts=3 \\\n    {_program(job)}"
+        )
+    else:
+        lines += [
+            "#",
+            "# Run this on each host. MASTER_ADDR is an address of one of them that all reach.",
+            "set -euo pipefail",
+            ': "${MASTER_ADDR:?an address of one host that all hosts reach}"',
+            _threads(job),
+            f"exec {_elastic(job, '$MASTER_ADDR')}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _accelerate(job: Job) -> str:
+    machine = job.machine
+    lines = ["#!/usr/bin/env bash", f"# {job.made_by}", "set -euo pipefail", _threads(job)]
+    config = ["cat > accelerate.yaml <<'END'", job.accelerate, "END"]
+    words = [f"accelerate launch --config_file accelerate.yaml --num_processes {machine.world}"]
+    if machine.hosts > 1:
+        lines += [
+            "# Run this on each host, with its own NODE_RANK. MASTER_ADDR is an address of the host with NODE_RANK 0.",
+            ': "${MASTER_ADDR:?the address of the host with NODE_RANK 0}" "${NODE_RANK:?the number of this host, from 0}"',
+        ]
+        words.append(
+            f'--num_machines {machine.hosts} --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port {_PORT}'
+        )
+    return "\n".join([*lines, *config, "exec " + " \\\n    ".join([*words, _program(job)])]) + "\n"
+
+
+def _time(hours: float) -> str:
+    minutes = max(1, round(60 * hours))
+    days, rest = divmod(minutes, 24 * 60)
+    return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
+
+
+def _slurm(job: Job) -> str:
+    machine = job.machine
+    head = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={machine.hosts}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --cpus-per-task={job.cpus * machine.ranks}",
+        *([f"#SBATCH --gpus-per-node={machine.ranks}"] if machine.on_gpu else []),
+        f"#SBATCH --time={_time(job.hours)}",
+        f"#SBATCH --signal=USR1@{_NOTICE_S}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=%x-%j.out",
+        f"# {job.made_by}",
+        "#",
+        "# One torchrun per node, which starts its ranks. USR1 comes before the time limit: with",
+        "# sw.Checkpointer(..., save_on=(signal.SIGTERM, signal.SIGUSR1)) the ranks save and end with code 0, and the job goes",
+        "# back into the queue until the program has made the file `done`.",
+        "set -euo pipefail",
+        "export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        _threads(job),
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "srun --kill-on-bad-exit=1 " + _elastic(job, "$head"),
+        '[ -e done ] || scontrol requeue "$SLURM_JOB_ID"',
+    ]
+    return "\n".join(head) + "\n"
+
+
+def _sky(job: Job) -> str:
+    machine = job.machine
+    if machine.on_gpu:
+        resources = [f"  accelerators: {(machine.gpu or 'H100').upper()}:{machine.ranks}"]
+        resources += ["  network_tier: best"] if machine.hosts > 1 else []
+    else:
+        resources = [f"  cpus: {job.cpus * machine.ranks}+"]
+    lines = [
+        f"# {job.made_by}",
+        "#",
+        "# sky jobs launch FILE: a spot machine that is taken away comes back as another one, under the same SKYPILOT_TASK_ID, which",
+        "# names the folder of the checkpoints.",
+        f"name: {job.name}",
+        f"num_nodes: {machine.hosts}",
+        "resources:",
+        *resources,
+        "  use_spot: true",
+        "workdir: .",
+        "setup: |",
+        "  pip install .",
+        "run: |",
+        '  head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+        '  export RUN_FOLDER="runs/$SKYPILOT_TASK_ID"',
+        f"  {_threads(job)}",
+        *(f"  {line}" for line in _elastic(job, "$head").splitlines()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _jobset(job: Job) -> str:
+    machine = job.machine
+    resources = f"nvidia.com/gpu: {machine.ranks}" if machine.on_gpu else f"cpu: {job.cpus * machine.ranks}"
+    command = [f"torchrun --nnodes={machine.hosts} --nproc-per-node={machine.ranks} --max-restarts=3"]
+    command += [f"--rdzv-backend=c10d --rdzv-endpoint={job.name}-ranks-0-0.{job.name}:{_PORT} --rdzv-id={job.name}"]
+    command += [_program(job)]
+    threads = _threads(job).removeprefix("export ").partition("=")[2]
+    return (
+        "\n".join(
+            [
+                f"# {job.made_by}",
+                "#",
+                "# kubectl apply -f FILE; needs the JobSet controller. Pod 0 is the meeting point, by the name that the headless service",
+                "# of the JobSet gives it. /dev/shm holds buckets and parameters that ranks of a host share.",
+                "apiVersion: jobset.x-k8s.io/v1alpha2",
+                "kind: JobSet",
+                "metadata:",
+                f"  name: {job.name}",
+                "spec:",
+                "  network: {enableDNSHostnames: true, publishNotReadyAddresses: true, subdomain: %s}" % job.name,
+                "  failurePolicy: {maxRestarts: 10}",
+                "  replicatedJobs:",
+                "  - name: ranks",
+                "    replicas: 1",
+                "    template:",
+                "      spec:",
+                f"        parallelism: {machine.hosts}",
+                f"        completions: {machine.hosts}",
+                "        completionMode: Indexed",
+                "        backoffLimit: 0",
+                "        template:",
+                "          spec:",
+                "            restartPolicy: Never",
+                f"            terminationGracePeriodSeconds: {_NOTICE_S}",
+                "            containers:",
+                "            - name: ranks",
+                f"              image: {job.image}",
+                "              env:",
+                f'              - {{name: OMP_NUM_THREADS, value: "{threads}"}}',
+                "              command: [bash, -c]",
+                "              args:",
+                "              - |",
+                *(f"                {line}" for line in ("exec " + " \\\n  ".join(command)).splitlines()),
+                "              resources:",
+                f"                limits: {{{resources}}}",
+                "              volumeMounts:",
+                "              - {name: shm, mountPath: /dev/shm}",
+                "            volumes:",
+                "            - name: shm",
+                "              emptyDir: {medium: Memory}",
+            ]
+        )
+        + "\n"
+    )
+
+
+def read_hostfile(text: str, where: str) -> list[tuple[str, int]]:
+    """Return (host, slots) of a DeepSpeed or MPI hostfile: lines "host slots=N"."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        slots = words[1][6:] if len(words) == 2 and words[1].startswith("slots=") else ""
+        if not slots.isdecimal() or not int(slots):
+            raise PlanError(f'{where}:{number} must read "host slots=N", got {line.strip()!r}')
+        found.append((words[0], int(slots)))
+    if not found or len({slots for _, slots in found}) > 1:
+        raise PlanError(
+            f"{where} must name at least one host, all with the same number of slots; torchrun starts equal hosts"
+        )
+    return found
+
+
+def _hostfile(job: Job) -> str:
+    if job.hostfile is None:
+        raise PlanError("--launch hostfile needs --hostfile FILE")
+    try:
+        hosts = read_hostfile(Path(job.hostfile).read_text(encoding="utf-8"), job.hostfile)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{job.hostfile} cannot be read: {error}") from None
+    machine = dataclasses.replace(job.machine, hosts=len(hosts), ranks=hosts[0][1])
+    command = _elastic(dataclasses.replace(job, machine=machine), hosts[0][0]).replace(" \\\n   ", "")
+    inside = f"cd {{}} && {_threads(job)} && exec {command}"
+    return (
+        "\n".join(
+            [
+                "#!/usr/bin/env bash",
+                f"# {job.made_by}",
+                "#",
+                f"# torchrun on each host of {job.hostfile}, over ssh, in this folder. The first host is the meeting point.",
+                "set -euo pipefail",
+                'here=$(printf %q "$PWD")',
+                f"command={shlex.quote(inside)}",
+                f"for host in {' '.join(shlex.quote(host) for host, _ in hosts)}; do",
+                '    ${SSH:-ssh} "$host" "${command/\\{\\}/$here}" &',
+                "done",
+                "status=0",
+                'for child in $(jobs -p); do wait "$child" || status=$?; done',
+                "exit $status",
+            ]
+        )
+        + "\n"
+    )
+
+
+LAUNCHERS: dict[str, Callable[[Job], str]] = {
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "slurm": _slurm,
+    "sky": _sky,
+    "jobset": _jobset,
+    "hostfile": _hostfile,
+}

@@ -1,0 +1,42 @@
+"""Laws of the documentation: each link leads to a file and a heading that are there, each page is named in an index, and the
+README shows the program whose output it prints."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    page for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/*.md", "csrc/*.md") for page in ROOT.glob(pattern)
+)
+
+
+def anchors(page):
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        place, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (page.parent / place).resolve() if place else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/design"])
+def test_an_index_names_every_page_of_its_folder(folder):
+    index = (ROOT / folder / "README.md").read_text()
+    pages = {page.name for page in (ROOT / folder).glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in index and f"({page}#" not in index} == set()
+
+
+def test_the_readme_shows_the_program_whose_output_it_prints():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert (ROOT / "examples" / "01_wrap_model.py").read_text() in blocks

@@ -1,0 +1,527 @@
+"""Laws of `shardwright plan`: counts of published models, bytes of published tables, activations as measured, a choice
+with its reason, launch files that their own tools accept, and a sentence with exit code 2 for input that no plan fits.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shardwright.cli import main
+from shardwright.planner.activations import activation_bytes
+from shardwright.planner.choose import Work, choose
+from shardwright.planner.machine import Machine
+from shardwright.planner.memory import OPTIMIZERS, PRECISIONS, cut_buckets, gradient_bytes, state_of
+from shardwright.planner.saving import learning_rate, save_plan
+from shardwright.planner.shape import PlanError, from_config, from_numbers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def llama(width, layers, heads, kv_heads, inner, words, kind="llama", **more):
+    return {
+        "model_type": kind, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": words, "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+LLAMA_8B = llama(4096, 32, 32, 8, 14336, 128256)
+LLAMA_70B = llama(8192, 80, 64, 8, 28672, 128256)
+#: name -> (configuration, parameters as its publisher counts them)
+PUBLISHED = {
+    "Llama-2-7B": (llama(4096, 32, 32, 32, 11008, 32000), 6_738_415_616),
+    "Llama-3-8B": (LLAMA_8B, 8_030_261_248),
+    "Llama-3-70B": (LLAMA_70B, 70_553_706_496),
+    "Mixtral-8x7B": (
+        llama(4096, 32, 32, 8, 14336, 32000, "mixtral", num_local_experts=8, num_experts_per_tok=2), 46_702_792_704
+    ),
+    "Qwen2-7B": (llama(3584, 28, 28, 4, 18944, 152064, "qwen2"), 7_615_616_512),
+    "Qwen3-8B": (llama(4096, 36, 32, 8, 12288, 151936, "qwen3", head_dim=128), 8_190_735_360),
+    "Qwen3-30B-A3B": (
+        llama(2048, 48, 32, 4, 6144, 151936, "qwen3_moe", head_dim=128, num_experts=128, num_experts_per_tok=8,
+              moe_intermediate_size=768), 30_532_122_624
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        llama(2048, 24, 16, 16, 5632, 151936, "qwen2_moe", num_experts=60, num_experts_per_tok=4,
+              moe_intermediate_size=1408, shared_expert_intermediate_size=5632), 14_315_784_192
+    ),
+    "Phi-3-mini": (llama(3072, 32, 32, 32, 8192, 32064, "phi3"), 3_821_079_552),
+    "Gemma-2B": (
+        {"model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8, "head_dim": 256,
+         "num_key_value_heads": 1, "intermediate_size": 16384, "vocab_size": 256000}, 2_506_172_416
+    ),
+    "GPT-2": (
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
+        124_439_808,
+    ),
+    "Pythia-1.4B": (llama(2048, 24, 16, 16, 8192, 50304, "gpt_neox"), 1_414_647_808),
+    "OPT-1.3B": (
+        {"model_type": "opt", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "ffn_dim": 8192,
+         "vocab_size": 50272, "max_position_embeddings": 2048}, 1_315_758_080
+    ),
+    "BERT-base": (
+        {"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512}, 109_482_240
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_configuration_has_the_parameters_of_its_model(name):
+    config, numel = PUBLISHED[name]
+    assert from_config(config).numel == numel
+
+
+def test_a_token_passes_the_experts_that_it_is_routed_to():
+    assert from_config(PUBLISHED["Mixtral-8x7B"][0]).active_numel == 12_879_925_248
+    assert from_config(PUBLISHED["Qwen3-30B-A3B"][0]).active_numel == 3_353_032_704
+
+
+#: bytes per token that autograd and the output held after the forward of small models of transformers 5.24, torch 2.13,
+#: CPU: width 256, 8 heads, 1000 words, (layers, kv heads, inner), by dtype's bytes
+ACTIVATIONS = {
+    "llama": ((6, 2, 704), {4: 131_268, 2: 74_420}),
+    "gpt2": ((6, 8, 1024), {4: 182_396, 2: 93_304}),
+    "mixtral": ((4, 4, 512), {4: 130_564, 2: 72_180}),
+    "qwen3": ((6, 4, 704), {4: 153_060, 2: 90_068}),
+    "gpt_neox": ((6, 8, 1024), {4: 120_984, 2: 62_596}),
+    "opt": ((6, 8, 1024), {4: 84_096, 2: 44_156}),
+    "gemma": ((6, 1, 1024), {4: 160_504, 2: 95_720}),
+    "bert": ((6, 8, 1024), {4: 100_668, 2: 50_436}),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_are_what_autograd_kept(kind):
+    (layers, kv_heads, inner), measured = ACTIVATIONS[kind]
+    names = {"gpt2": {"n_embd": 256, "n_layer": layers, "n_head": 8, "n_positions": 256}, "opt": {"ffn_dim": inner}}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "mixtral" else {}
+    config = llama(256, layers, 8, kv_heads, inner, 1000, kind, head_dim=32, max_position_embeddings=256, **experts)
+    shape = from_config({**config, **names.get(kind, {})})
+    for item, per_token in measured.items():
+        assert activation_bytes(shape, 256, item) / 256 == pytest.approx(per_token, rel=0.03), item
+
+
+def test_numbers_make_a_model_of_their_size():
+    assert from_numbers(layers=32, width=4096, vocabulary=32000, parameters=7_000_000_000).numel == pytest.approx(
+        7e9, rel=1e-4
+    )
+    assert from_numbers(layers=2, width=64, vocabulary=100).numel > 0
+
+
+def test_the_table_of_the_zero_paper():
+    """Figure 1 of Rajbhandari et al. (2020): 7.5 B parameters, 64 ranks, mixed precision Adam: 120, 31.4, 16.6, 1.9 GB."""
+    shape = from_numbers(layers=36, width=4096, vocabulary=32000, parameters=7_500_000_000)
+    want = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.9}
+    for zero, gigabytes in want.items():
+        held = state_of(
+            shape,
+            zero=zero,
+            ranks=64,
+            host_ranks=8,
+            precision=PRECISIONS["bf16-parameters"],
+            optimizer="adamw",
+            on_gpu=True,
+        )
+        ring = (
+            0 if zero < 2 else held.gradients - shape.numel * 2 // 64
+        )  # buckets in flight, which the paper leaves out
+        assert (held.parameters + held.gradients - ring + held.state) / 1e9 == pytest.approx(gigabytes, rel=0.02), zero
+        assert 0 <= ring < 0.8e9
+
+
+def test_quoted_sizes():
+    """7 B takes 112 GB in mixed precision, 70 B 1.1 TB: 16 bytes per parameter."""
+    for config, gigabytes in ((PUBLISHED["Llama-2-7B"][0], 108), (LLAMA_70B, 1129)):
+        held = state_of(
+            from_config(config),
+            zero=0,
+            ranks=1,
+            host_ranks=1,
+            precision=PRECISIONS["bf16-parameters"],
+            optimizer="adamw",
+            on_gpu=True,
+        )
+        assert held.model_state / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_state_per_element_is_what_a_step_makes():
+    import torch
+    from shardwright.plan import _element_bytes
+
+    made = {
+        "adamw": lambda p: torch.optim.AdamW(p),
+        "adam": lambda p: torch.optim.Adam(p),
+        "sgd": lambda p: torch.optim.SGD(p, lr=1.0),
+        "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
+        "adagrad": lambda p: torch.optim.Adagrad(p),
+        "rmsprop": lambda p: torch.optim.RMSprop(p),
+    }
+    assert made.keys() == OPTIMIZERS.keys()
+    for name, make in made.items():
+        optimizer = make([torch.zeros(3, requires_grad=True)])
+        assert _element_bytes(optimizer, optimizer.param_groups[0], torch.float32) == OPTIMIZERS[name], name
+
+
+def test_buckets_are_closed_at_their_cap():
+    assert cut_buckets([[100, 100, 100]], 4, 500, 1) == [
+        512 + 400 + 112,
+        512,
+    ]  # from the last parameter on, aligned to 128
+    assert gradient_bytes([300, 200], zero=0, slices=1, cap_bytes=100, on_gpu=False) == 500
+    assert gradient_bytes([300, 200], zero=2, slices=2, cap_bytes=100, on_gpu=False) == 400 + 250
+    assert gradient_bytes([300, 200], zero=2, slices=2, cap_bytes=100, on_gpu=True) == 500 + 250
+    assert gradient_bytes([], zero=3, slices=2, cap_bytes=100, on_gpu=True) == 0
+
+
+# the choice -----------------------------------------------------------------------------------------------------------
+
+
+def h100(hosts=1, ranks=8, memory=80e9):
+    return Machine(hosts, ranks, int(memory), 350.0, 320.0, True, "h100", 989.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "work", "label"),
+    [
+        (PUBLISHED["GPT-2"][0], h100(), Work(4, 1024), "zero=0"),
+        (PUBLISHED["OPT-1.3B"][0], h100(memory=40e9), Work(1, 512), "zero=0"),
+        (PUBLISHED["OPT-1.3B"][0], h100(memory=26e9), Work(1, 512), "zero=1"),
+        (PUBLISHED["OPT-1.3B"][0], h100(memory=16e9), Work(1, 512), "zero=2"),
+        (PUBLISHED["OPT-1.3B"][0], h100(memory=10e9), Work(1, 512), "zero=3"),
+        (LLAMA_8B, h100(), Work(1, 8192), "zero=3, activation checkpointing"),
+        (LLAMA_70B, h100(8), Work(1, 4096), "zero=3, activation checkpointing"),
+    ],
+)
+def test_the_lowest_stage_that_fits_is_chosen(config, machine, work, label):
+    found = choose(from_config(config), machine, work)
+    assert found.chosen.label == label and found.chosen.fits
+    assert found.chosen.memory.total <= 0.95 * machine.memory
+    if label != "zero=0":
+        assert found.nearest is not None and not found.nearest.fits and found.nearest.over > 0
+
+
+def test_64_ranks_are_8_x_4_x_2():
+    found = choose(from_config(LLAMA_70B), h100(8), Work(1, 4096, accumulate=16, tp=8, pp=4))
+    assert found.chosen.tp == 8 and found.chosen.pp == 4 and found.global_batch_tokens == 2 * 4096 * 16
+    assert found.chosen.fits
+
+
+def test_days_are_6_n_t_over_the_rate():
+    found = choose(from_config(LLAMA_8B), h100(16), Work(1, 8192, tokens=10**12))
+    seconds = 6 * 8_030_261_248 * 10**12 / (128 * 989e12 * 0.4)
+    assert not found.chosen.checkpointed
+    assert found.days == pytest.approx(seconds / 86400, rel=0.05)
+
+
+def test_rules_have_their_numbers():
+    shape = from_config(LLAMA_70B)
+    notes = " ".join(choose(shape, h100(8), Work(1, 4096, accumulate=4, tp=8, pp=8)).notes)
+    assert "64 % of the pipeline is idle" in notes and "at least 28 micro-batches" in notes
+    assert "4 micro-batches for 8 stages, fewer than 4 per stage: use 32" in notes
+    assert "80 layers do not divide by 3" not in notes
+    notes = " ".join(choose(shape, h100(6), Work(1, 4096, accumulate=64, tp=8, pp=3)).notes)
+    assert "80 layers do not divide by 3 stages: give the first and last stage fewer" in notes
+    notes = " ".join(choose(shape, h100(8, 4), Work(1, 4096, tp=8)).notes)
+    assert "tp=8 crosses hosts of 4 ranks" in notes
+    notes = " ".join(choose(from_config(LLAMA_8B), h100(), Work(1, 128, precision="fp16")).notes)
+    assert "this device has bfloat16" in notes
+    slow = Machine(16, 1, int(80e9), 350.0, 1.1, True, "h100", 989.0)
+    assert "communication-bound" in " ".join(choose(from_config(LLAMA_8B), slow, Work(1, 2048)).notes)
+
+
+# checkpoints and the learning rate ------------------------------------------------------------------------------------
+
+
+def test_the_interval_is_young_and_daly():
+    shape = from_config(LLAMA_8B)
+    found = save_plan(
+        shape, optimizer="adamw", precision="bf16-parameters", ranks=8, mtbf_s=86400, save_s=30, keep_last=2
+    )
+    young = (2 * 30 * 86400) ** 0.5
+    assert young - 31 < found.every_s < young  # Daly subtracts the save, and adds a little
+    assert found.checkpoint_bytes == 14 * shape.numel and found.disk_bytes == 3 * found.checkpoint_bytes
+    # Llama 3: 419 interruptions in 54 days of 16,384 GPUs
+    assert save_plan(shape, optimizer="adamw", precision="bf16", ranks=16_384).mtbf_s == pytest.approx(54 * 86400 / 419)
+    for folder, warns in (("/tmp/runs", True), ("/dev/shm/x", True), ("/nfs/runs", False)):
+        notes = save_plan(shape, optimizer="adamw", precision="bf16", ranks=8, folder=folder).notes
+        assert any("one host" in note for note in notes) == warns
+
+
+def test_the_learning_rate_follows_its_rule():
+    assert learning_rate(1e-3, 256, 1024, "linear")[0] == pytest.approx(4e-3)
+    assert learning_rate(1e-3, 256, 1024, "sqrt")[0] == pytest.approx(2e-3)
+    assert "Goyal" in learning_rate(1e-3, 1, 1, "linear")[1] and "Malladi" in learning_rate(1e-3, 1, 1, "sqrt")[1]
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return str(path)
+
+
+def test_the_command_needs_no_torch_and_takes_less_than_three_seconds(config, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    path = tmp_path / "70b.json"
+    path.write_text(json.dumps(LLAMA_70B))
+    words = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "plan",
+        str(path),
+        "--hosts",
+        "8",
+        "--ranks",
+        "8",
+        "--gpu",
+        "h100",
+        "--json",
+    ]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(tmp_path), "PATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] and found["model"]["parameters"] == 70_553_706_496
+    assert found["forms"]["wrap"].startswith("# each layer") and "zero=3" in found["forms"]["wrap"]
+    assert json.loads(found["forms"]["deepspeed"])["zero_optimization"]["stage"] == 3
+
+
+def test_the_text_has_the_table_the_choice_and_its_reason(config, capsys):
+    assert main(["plan", config, "--ranks", "8", "--gpu", "h100", "--sequence", "8192", "--tokens", "1T", "--learning-rate", "3e-4",
+                 "--base-batch", "4M"]) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    for text in ("8,030,261,248 parameters", "zero=2, checkpointing", "Nearest that does not fit: zero=2", "sw.wrap(model",
+                 "days (6 N T / rate)", "compute-bound", "every_s=", "keep_last=3", "Learning rate"):  # fmt: skip
+        assert text in out, text
+
+
+def test_nothing_fits_is_said_with_the_remedy(config, capsys):
+    assert main(["plan", config, "--ranks", "2", "--memory", "4GB"]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits" in out and "use more ranks" in out
+
+
+def test_a_module_is_built_on_meta(tmp_path, capsys):
+    (tmp_path / "given.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(50)))\n"
+        "def needs(x):\n    return x\ndef reads():\n    return torch.zeros(3).tolist()\nnumber = 3\ndef empty():\n    return torch.nn.ReLU()\n"
+    )
+    path = str(tmp_path / "given.py")
+    assert main(["plan", f"{path}:build", "--ranks", "4", "--memory", "8GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["parameters"] == 50 * (4096 * 4096 + 4096) and "not counted" in " ".join(found["notes"])
+    for name, text in (
+        ("needs", "missing 1 required positional argument"),
+        ("reads", "cannot be built on the meta device"),
+        ("number", "cannot be built on the meta device"),
+        ("absent", "has no attribute"),
+        ("empty", "has no parameters"),
+    ):
+        assert main(["plan", f"{path}:{name}", "--memory", "8GB"]) == 2
+        assert text in capsys.readouterr().err, name
+
+
+GPU = ["--gpu", "h100"]
+WRONG = {
+    "no model": ([*GPU], "--layers and --width and --vocabulary are missing"),
+    "no file": (["absent.json", *GPU], "absent.json does not exist"),
+    "no json": (["{bad}", *GPU], "is not a readable JSON file"),
+    "a list": (["{list}", *GPU], "must hold a JSON object"),
+    "unknown family": (["{other}", *GPU], "model_type 'mamba' is not known"),
+    "a field": (["{short}", *GPU], "has no intermediate_size"),
+    "a text for a number": (["{text}", *GPU], "num_hidden_layers must be a positive integer, got 'many'"),
+    "heads": (["{heads}", *GPU], "kv heads must divide heads, got kv heads 5 and heads 32"),
+    "no memory": (["{good}"], "--memory is needed"),
+    "memory": (["{good}", "--memory", "lots"], "--memory must be a size such as 80GB"),
+    "gpu": (["{good}", "--gpu", "h900"], "--gpu must be one of b200"),
+    "link": (["{good}", *GPU, "--link", "string"], "--link must be one of nvlink"),
+    "network": (["{good}", *GPU, "--network", "0GB/s"], "--network must be one of nvlink"),
+    "degrees": (["{good}", *GPU, "--ranks", "8", "--tp", "3"], "tp 3 x pp 1 x cp 1 must divide 1 hosts x 8 ranks = 8"),
+    "tp and heads": (["{good}", *GPU, "--ranks", "16", "--tp", "16"], "tp must divide kv heads"),
+    "stages": (["{good}", *GPU, "--ranks", "64", "--pp", "64"], "pp must be at most the number of layers, 32"),
+    "experts": (["{good}", *GPU, "--ranks", "8", "--ep", "8"], "ep must divide the experts (0)"),
+    "precision": (["{good}", *GPU, "--precision", "fp4"], "--precision must be one of fp32"),
+    "optimizer": (["{good}", *GPU, "--optimizer", "magic"], "--optimizer must be one of adamw"),
+    "both": (["{good}", *GPU, "--layers", "3"], "not both"),
+    "tokens and steps": (["{good}", *GPU, "--tokens", "1B", "--steps", "5"], "--tokens or --steps, not both"),
+    "ranks": (["{good}", *GPU, "--ranks", "0"], "--ranks must be positive"),
+    "mfu": (["{good}", *GPU, "--mfu", "2"], "--mfu must be above 0"),
+    "form": (["{good}", *GPU, "--form", "jax"], "--form must be one of wrap"),
+    "launch": (["{good}", *GPU, "--launch", "pbs"], "--launch must be one of torchrun"),
+    "hostfile": (["{good}", *GPU, "--launch", "hostfile"], "needs --hostfile"),
+    "base": (["{good}", *GPU, "--learning-rate", "1e-3"], "--learning-rate needs --base-batch"),
+    "too small": (
+        ["--parameters", "1M", "--layers", "9", "--width", "512", "--vocabulary", "9000", *GPU],
+        "is less than the",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_sentence(name, tmp_path, capsys):
+    short = {key: value for key, value in LLAMA_8B.items() if key != "intermediate_size"}
+    files = {
+        "good": LLAMA_8B, "list": [1], "other": {"model_type": "mamba"}, "short": short,
+        "text": {**LLAMA_8B, "num_hidden_layers": "many"}, "heads": {**LLAMA_8B, "num_key_value_heads": 5},
+    }  # fmt: skip
+    paths = {key: tmp_path / f"{key}.json" for key in files} | {"bad": tmp_path / "bad.json"}
+    for key, value in files.items():
+        paths[key].write_text(json.dumps(value))
+    paths["bad"].write_text("{")
+    words, text = WRONG[name]
+    assert main(["plan", *(word.format(**paths) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1, error
+
+
+def test_a_hostfile_is_read_as_deepspeed_does(tmp_path, config, capsys):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# two\nnode1 slots=4\n\nnode2 slots=4\n")
+    words = [
+        "plan",
+        config,
+        *GPU,
+        "--launch",
+        "hostfile",
+        "--hostfile",
+        str(hostfile),
+        "--",
+        "train.py",
+        "--steps",
+        "a b",
+    ]
+    assert main(words) == 0
+    script = capsys.readouterr().out
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$1: $2" >> ' + str(tmp_path / "said") + "\n")
+    ssh.chmod(0o755)
+    subprocess.run(
+        ["bash", "-c", script], check=True, env={"SSH": str(ssh), "PATH": "/usr/bin:/bin"}, cwd=tmp_path, timeout=30
+    )
+    said = sorted((tmp_path / "said").read_text().splitlines())
+    assert [line.partition(":")[0] for line in said] == ["node1", "node2"]
+    assert all("--nnodes=2 --nproc-per-node=4" in line and 'rdzv-endpoint="node1:29500"' in line for line in said)
+    assert all("train.py --steps 'a b'" in line and f"cd {tmp_path}" in line for line in said)
+    for text in ("node1 slots=4\nnode2 slots=2\n", "node1 4\n", "node1 slots=x\n", ""):
+        hostfile.write_text(text)
+        assert main(words) == 2
+        assert str(hostfile) in capsys.readouterr().err
+
+
+def torchrun_reads(script):
+    """Parse torchrun's command in a script as torchrun does."""
+    from torch.distributed.run import parse_args
+
+    script = "\n".join(line for line in script.splitlines() if not line.startswith("#"))
+    text = script[script.index("torchrun --") :].replace("\\\n", " ").split("\n")[0]
+    words = shlex.split(text)
+    return parse_args(words[1:])
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("kind", ["torchrun", "slurm", "sky", "jobset", "accelerate"])
+def test_a_launch_file_is_what_its_tool_reads(kind, hosts, config, capsys):
+    words = [
+        "plan",
+        config,
+        *GPU,
+        "--hosts",
+        str(hosts),
+        "--ranks",
+        "8",
+        "--launch",
+        kind,
+        "--",
+        "train.py",
+        "--steps",
+        "3",
+    ]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "made by: shardwright" in text
+    yaml = pytest.importorskip("yaml")
+    if kind in ("torchrun", "slurm", "accelerate"):
+        subprocess.run(["bash", "-n", "-c", text], check=True)
+    if kind == "slurm":
+        options = dict(
+            line[8:].split("=", 1) if "=" in line else (line[8:], "")
+            for line in text.splitlines()
+            if line.startswith("#SBATCH")
+        )
+        assert (
+            options["--nodes"] == str(hosts)
+            and options["--gpus-per-node"] == "8"
+            and options["--ntasks-per-node"] == "1"
+        )
+        assert options["--time"] == "1-00:00:00" and options["--signal"] == "USR1@120" and "--requeue" in options
+    elif kind == "sky":
+        task = yaml.safe_load(text)
+        assert (
+            task["num_nodes"] == hosts
+            and task["resources"]["accelerators"] == "H100:8"
+            and task["resources"]["use_spot"]
+        )
+        assert (task["resources"].get("network_tier") == "best") == (hosts > 1)
+        text = task["run"]
+        subprocess.run(["bash", "-n", "-c", text], check=True)
+    elif kind == "jobset":
+        job = yaml.safe_load(text)
+        assert job["kind"] == "JobSet" and job["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+        (ranks,) = job["spec"]["replicatedJobs"]
+        spec = ranks["template"]["spec"]
+        assert spec["completions"] == spec["parallelism"] == hosts and spec["completionMode"] == "Indexed"
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8} and pod["terminationGracePeriodSeconds"] == 120
+        assert (
+            pod["volumes"][0]["emptyDir"] == {"medium": "Memory"}
+            and container["volumeMounts"][0]["mountPath"] == "/dev/shm"
+        )
+        (text,) = container["args"]
+        subprocess.run(["bash", "-n", "-c", text], check=True)
+    if kind == "accelerate":
+        config_text = text[text.index("<<'END'\n") + 8 : text.index("\nEND\n")]
+        found = yaml.safe_load(config_text)
+        assert (
+            found["num_processes"] == 8 * hosts
+            and found["distributed_type"] == "FSDP"
+            and found["mixed_precision"] == "bf16"
+        )
+        assert found["fsdp_config"]["fsdp_version"] == 2
+        return
+    read = torchrun_reads(text)
+    assert (
+        read.nproc_per_node == "8"
+        and read.training_script == "train.py"
+        and read.training_script_args == ["--steps", "3"]
+    )
+    assert read.standalone if hosts == 1 and kind == "torchrun" else read.nnodes == str(hosts)
+
+
+def test_a_launch_file_starts_ranks(tmp_path):
+    """The file for torchrun runs as it is on CPUs."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os\nprint('rank', os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'], flush=True)\n"
+    )
+    words = [sys.executable, "-m", "shardwright", "plan", "--layers", "2", "--width", "64", "--vocabulary", "100", "--ranks", "2", "--memory",
+             "1GB", "--cpus", "1", "--launch", "torchrun", "--", str(program)]  # fmt: skip
+    script = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, env={"PATH": path})
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == ["rank 0 2 1", "rank 1 2 1"]
+
+
+def test_errors_are_of_one_kind():
+    with pytest.raises(PlanError):
+        from_config({"model_type": "llama"})
+    assert issubclass(PlanError, ValueError)
